@@ -9,6 +9,7 @@ with W is what the recipe in force makes it; W may be stored quantized and is no
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -101,20 +102,32 @@ class Adapter(AdaptedLayer):
         return torch.linalg.vector_norm(self._sum(pair), dim=-1)
 
     @torch.no_grad()
+    def merged_weight(self, name: str, weight: Tensor) -> Tensor:
+        """Return the layer's weight of this name with the adapter in it, of its value: summed in the dtype of the
+        factors and rounded once, to the weight's. Of a weight stored quantized a plain one, for the sum has no exact
+        quantized form."""
+        pair, names = next(its for its in zip(self.PAIRS, self.weights(), strict=True) if name in its[1])
+        a, b = getattr(self, pair[0]).weight, getattr(self, pair[1]).weight
+        length = getattr(self, magnitude_name(pair)) if self.use_dora else None
+        if len(names) > 1:  # one member each
+            member = names.index(name)
+            a, b, length = a[member], b[member], None if length is None else length[member]
+        plain = weight.dequantize(a.dtype) if isinstance(weight, QuantizedTensor) else weight.to(a.dtype)
+        total = plain + (b @ a) * self.scaling
+        if length is not None:
+            total = total * (length / torch.linalg.vector_norm(total, dim=-1))[..., None]
+        return total.to(weight.dtype)
+
+    @torch.no_grad()
     def merge(self) -> nn.Module:
-        """Return the layer with the adapter in its weights: summed in the dtype of the factors and rounded once. A
-        weight stored quantized becomes a plain one, for the sum has no exact quantized form."""
-        for pair, names in zip(self.PAIRS, self.weights(), strict=True):
-            total = self._sum(pair)
-            if self.use_dora:
-                lengths = torch.linalg.vector_norm(total, dim=-1)
-                total = total * (getattr(self, magnitude_name(pair)) / lengths)[..., None]
-            for name, part in zip(names, total.unbind(0) if len(names) > 1 else (total,), strict=True):
-                weight = getattr(self.base_layer, name)
-                if isinstance(weight, QuantizedTensor):
-                    setattr(self.base_layer, name, nn.Parameter(part.to(weight.dtype), requires_grad=False))
-                else:
-                    weight.copy_(part)
+        """Return the layer with the adapter in its weights, as `merged_weight` gives them."""
+        for name in chain.from_iterable(self.weights()):
+            weight = getattr(self.base_layer, name)
+            merged = self.merged_weight(name, weight)
+            if isinstance(weight, QuantizedTensor):
+                setattr(self.base_layer, name, nn.Parameter(merged, requires_grad=False))
+            else:
+                weight.copy_(merged)
         forget_cached_weights(self.base_layer)
         return self.base_layer
 

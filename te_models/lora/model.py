@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -77,13 +79,28 @@ def adapters_of(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
 
 def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return what is trained, by name: "decoder.layers.0.self_attention.linear_qkv.lora_A.weight"; not copied."""
-    return {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name and _BASE not in name}
+    return {name: p.detach() for name, p in model.named_parameters() if base_name(name) is None}
+
+
+def base_name(name: str) -> str | None:
+    """Return the name that a parameter has in the model without adapters; None for what belongs to an adapter."""
+    return None if ".lora_" in name and _BASE not in name else name.replace(_BASE, ".")
 
 
 def base_state_dict(model: GPTModel) -> dict[str, Tensor]:
     """Return what a folder of the model without adapters holds; not copied."""
-    stored = dict(model.stored_tensors())
-    return {name.replace(_BASE, "."): t for name, t in stored.items() if ".lora_" not in name or _BASE in name}
+    stored = ((base_name(name), tensor) for name, tensor in model.stored_tensors())
+    return {name: tensor for name, tensor in stored if name is not None}
+
+
+def merged_weights(model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return, by the name that each adapted weight has in the model without adapters, what gives it with its adapter,
+    of its value without: whole ones, wherever they are."""
+    return {
+        f"{layer}.{weight}": partial(adapter.merged_weight, weight)
+        for layer, adapter in adapters_of(model)
+        for weight in chain.from_iterable(adapter.weights())
+    }
 
 
 @torch.no_grad()

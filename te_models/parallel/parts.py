@@ -29,6 +29,7 @@ from te_models.layers import QuantizedTensor
 from te_models.layers.tensor.fsdp import entries_of_rows, is_one_matrix, largest_shard, local_part
 
 from ..config import ConfigError
+from ..lora.model import base_name, base_state_dict
 from ..model import GPTModel
 from ..model.parallel import place_of
 
@@ -123,14 +124,14 @@ class ModelParts:
 
     def elsewhere(self) -> list[str]:
         """Return the names of the parameters that only other pipeline stages have."""
-        own = dict(self.model.named_parameters(remove_duplicate=False))
+        own = {base_name(name) for name, _ in self.model.named_parameters(remove_duplicate=False)}
         return [name for name in self._shapes if name not in own]
 
     def stored(self) -> dict[str, LocalPart]:
-        """Return everything that a checkpoint holds of the model, by the names that it has in files: plain tensors, and
-        the fields of quantized ones, eight-bit numbers as bytes."""
+        """Return everything that a checkpoint holds of the model, but for adapters, by the names that it has in files:
+        plain tensors, and the fields of quantized ones, eight-bit numbers as bytes."""
         found: dict[str, LocalPart] = {}
-        for name, tensor in self.model.stored_tensors():
+        for name, tensor in base_state_dict(self.model).items():
             local = local_part(tensor).detach()
             if isinstance(local, QuantizedTensor):
                 found |= dict(self._fields(name, tensor, local))
@@ -139,7 +140,10 @@ class ModelParts:
         return found
 
     def like(self, name: str, parameter: Tensor, tensor: Tensor) -> LocalPart:
-        """Return the part of a tensor that is divided among the ranks as a parameter is. tensor: this rank's."""
+        """Return the part of a tensor that is divided among the ranks as a parameter is. tensor: this rank's. Every
+        rank has the adapters whole."""
+        if base_name(name) is None:
+            return LocalPart(tensor, tuple(tensor.shape), {})
         whole, cuts = self._shapes[name], dict(self._owned[name].cuts())
         if local_part(parameter) is not parameter:
             rank, ranks, dim = _place_of_shard(parameter)
@@ -152,7 +156,7 @@ class ModelParts:
     def wholes(self) -> dict[str, Tensor]:
         """Return the tensors of the whole model without their data, quantized ones as such."""
         found: dict[str, Tensor] = {}
-        for name, tensor in (self.model.whole or self.model).stored_tensors():
+        for name, tensor in base_state_dict(self.model.whole or self.model).items():
             local = local_part(tensor)
             if isinstance(local, QuantizedTensor):
                 found[name] = empty(name, self._shapes[name], describe(local.quantizer, local.dtype), "meta")
@@ -182,6 +186,11 @@ class ModelParts:
         the sum over their ranks."""
         found: dict[str, tuple[dist.ProcessGroup, ...]] = {}
         for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if base_name(name) is None:
+                found[name] = ()
+                continue
             owned, groups = self._owned[name], []
             if local_part(parameter) is not parameter:
                 mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from te_models.checkpoints import CheckpointError
 
 from ..config import ConfigError
 from ..lora import add_lora, export_adapter, lora_state_dict, merge_lora, save_adapter
-from ..lora.model import base_state_dict
+from ..lora.model import base_state_dict, merged_weights
 from ..model import GPTModel
 from .checkpoints.checks import check_same_layout
 from .config import TrainConfig
@@ -73,6 +73,10 @@ class Adapters:
         except (CheckpointError, ValueError) as error:
             return str(error)
         return None
+
+    def merged_weights(self) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+        """Return what merges the adapter of each weight, by the weight's name; see `lora.model.merged_weights`."""
+        return merged_weights(self._model)
 
     def merge(self) -> None:
         """Add the adapters to the base weights and remove them from the model; see `merge_lora`."""

@@ -178,8 +178,16 @@ def _check_optimizer(config: TrainConfig, dims: ParallelDims) -> None:
     divided = "allowed where experts are distributed, or layers are split or sharded"
     if optimizer.freeze_experts and not whole:
         raise ConfigError(f"optimizer.freeze_experts is {list(optimizer.freeze_experts)!r}; {divided}: none")
-    if config.lora.rank and not whole:
-        raise ConfigError(f"lora.rank is {config.lora.rank}; {divided}: 0")
+    if not config.lora.rank or whole:
+        return
+    split = dims.tensor_model_parallel_size, dims.pipeline_model_parallel_size, dims.expert_model_parallel_size
+    if split != (1, 1, 1) or dims.expert_tensor_parallel_size != 1:
+        raise ConfigError(
+            f"lora.rank is {config.lora.rank}; allowed where layers or experts are divided, but for "
+            "data_parallel_shard_size: 0"
+        )
+    if config.lora.use_dora:
+        raise ConfigError("lora.use_dora is True; allowed with data_parallel_shard_size: False")
 
 
 def _check_tokens(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -> None:

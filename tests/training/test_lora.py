@@ -141,6 +141,10 @@ def test_what_cannot_be_is_named(tmp_path: Path) -> None:
         run.replace(optimizer=run.optimizer.replace(ema_decay=0.9))
     with pytest.raises(ConfigError, match=r"optimizer.freeze is .*; allowed: none with lora.rank"):
         run.replace(optimizer=run.optimizer.replace(freeze=("*",)))
-    for sizes in ({"data_parallel_shard_size": 2}, {"tensor_model_parallel_size": 2}):
-        with pytest.raises(ConfigError, match=r"lora.rank is 2; allowed where experts are distributed"):
-            check_layout(run, tiny_model(), ParallelDims.of(sizes, 2))
+    for size in ("tensor", "pipeline", "expert"):
+        dims = ParallelDims.of({f"{size}_model_parallel_size": 2}, 2)
+        with pytest.raises(ConfigError, match=r"lora.rank is 2; allowed where layers or experts are divided"):
+            check_layout(run, tiny_model(moe=True), dims)
+    dora = run.replace(lora=LoRAConfig(rank=2, use_dora=True))
+    with pytest.raises(ConfigError, match=r"lora.use_dora is True; allowed with data_parallel_shard_size: False"):
+        check_layout(dora, tiny_model(), ParallelDims.of({"data_parallel_shard_size": 2}, 2))

@@ -20,7 +20,7 @@ from te_models.checkpoints import save_model
 
 from ...model import GPTModel
 from ...model.parallel import reshard
-from ...parallel.parts import ModelParts
+from ...parallel.parts import LocalPart, ModelParts
 from ...terminal import say
 from ..lora import ADAPTER_HF, Adapters
 from ..optimizer.adamw import Optimizer
@@ -76,12 +76,16 @@ class Saving:
                 self.adapters.load_state_tensors(start.tensors)
         else:
             self.optimizer.load_whole_state(start.tensors, ModelParts(self.model))
+            if self.adapters is not None:
+                self.adapters.load_state_tensors(start.tensors)
 
     def _parts(self) -> dict[str, Any]:
         """Return this rank's parts of weights and optimizer state, by the names that they have in checkpoints."""
         reshard(self.model)
         own = ModelParts(self.model)
         weights = {f"model.{name}": part for name, part in own.stored().items()}
+        adapters = {} if self.adapters is None else self.adapters.state_tensors()
+        weights |= {name: LocalPart(tensor, tuple(tensor.shape), {}) for name, tensor in adapters.items()}
         return weights | self.optimizer.parts(own)
 
     def save(self, values: Mapping[str, Any], recipe: Mapping[str, torch.Tensor], *, keep_last: int) -> None:
@@ -183,11 +187,15 @@ class Saving:
             note = self.adapters.save(self.output_dir) if self.ranks.is_main else None
             if note is not None:
                 say(f"note: there is no {ADAPTER_HF}/ for transformers' model: {note}")
-            self.adapters.merge()
         if not self.layout.dims.is_whole:
             from .sharded.checkpoint import export_parts
 
             if self.ranks.is_main:
-                export_parts(checkpoint_dir(self.output_dir, step), self.model, folder, self._origin)
-        elif self._takes_part:
+                merged = None if self.adapters is None else self.adapters.merged_weights()
+                newest = checkpoint_dir(self.output_dir, step)
+                export_parts(newest, self.model, folder, self._origin, merged=merged)
+            return
+        if self.adapters is not None:
+            self.adapters.merge()
+        if self._takes_part:
             export_model(self.model, folder, self.output_dir, self._origin)

@@ -132,9 +132,18 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "optimizer.ema_decay": "0.5",
         "optimizer.freeze": "embedding.*",
     },
+    "lora": {"precision.dtype": "fp32", "lora.rank": 4, "optimizer.lr": "1e-2"},
+    "lora over stored mxfp8": {
+        "precision.dtype": "bf16",
+        "precision.recipe": "mxfp8",
+        "precision.quantized_weights": True,
+        "lora.rank": 4,
+        "optimizer.lr": "1e-2",
+    },
 }
-"""What else a case's `precision` can be: another optimizer, in float32, with averages and frozen parameters."""
-SPREAD = {"muon": (1e-5, 1e-4), "fp32": (1e-5, 1e-5), "delayed": (3e-3, 1e-2)}
+"""What else a case's `precision` can be: another optimizer, in float32, with averages and frozen parameters; adapters
+in place of the weights."""
+SPREAD = {"muon": (1e-5, 1e-4), "fp32": (1e-5, 1e-5), "lora": (1e-5, 1e-4), "delayed": (3e-3, 1e-2)}
 """Relative distances of losses and of gradient norms; (1e-3, 5e-3) where it is not said. A sum of float32 numbers in
 another order differs by 1e-7, of which Muon's steps in bfloat16 make more, one of bf16 numbers or their FP8 by what a
 step of rounding moves; the scales of delayed scaling follow the largest amax of all ranks, once a step, where one rank

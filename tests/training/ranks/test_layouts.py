@@ -11,6 +11,7 @@ import torch
 
 from te_models import GPTModel
 from te_models.checkpoints import check_manifest
+from te_models.lora import load_adapter, merge_lora
 from te_models.parallel.sharding import shards_experts_apart
 from te_models.training import ParallelConfig, TrainingCheckpointError
 from te_models.training.checkpoints.checkpoint import load_state
@@ -21,7 +22,9 @@ from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
+LAST = "step-00000004/model"
 MUON = [Case("moe", "muon", layout) for layout in ("tp2", "ep2", "ep2 fsdp2", "etp2")]
+LORA = [Case("moe", "lora", "fsdp2"), Case("moe", "lora over stored mxfp8", "fsdp2"), Case("dense", "lora", "cp2")]
 TRAINED = [
     Case("dense", "fp32", "fsdp2"),
     Case("dense", "delayed", "tp2"),
@@ -41,6 +44,7 @@ TRAINED = [
     Case("moe", "mxfp8", "etp2"),
     Case("moe", "fp32", "tp2 etp1 ep2"),
     *MUON,
+    *LORA,
 ]
 CONTINUED = [
     Case("dense", "fp32", "fsdp2", start="fsdp2"),
@@ -60,6 +64,8 @@ CONTINUED = [
     Case("moe", "fp32", "etp2", start="ep2 fsdp2"),
     Case("moe", "fp32", "tp2 etp1 ep2", start="etp2"),
     Case("moe", "fp32", "ep2", start="tp2 etp1 ep2"),
+    Case("moe", "lora", "fsdp2", start="fsdp2"),
+    Case("moe", "lora", "fsdp2", start="one"),
 ]
 FOUR = [
     Case("moe", "fp32", "tp2 ep2 fsdp2"),
@@ -71,6 +77,7 @@ FOUR = [
     Case("dense", "fp32", "fsdp4 kept over 2"),
     Case("moe", "fp32", "ep2 etp2"),
     Case("moe", "fp32", "tp2 sp etp1 ep2 fsdp2"),
+    Case("moe", "lora over stored mxfp8", "hsdp 2x2"),
 ]
 BACK = [
     Case("moe", "fp32", "one", start="tp2 ep2 fsdp2"),
@@ -78,6 +85,7 @@ BACK = [
     Case("tied", "fp32", "one", start="pp2"),
     Case("moe", "fp32", "one", start="etp2"),
     Case("moe", "fp32", "one", start="ep2 etp2"),
+    Case("moe", "lora over stored mxfp8", "one", start="hsdp 2x2"),
 ]
 
 
@@ -117,6 +125,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     "moe_fp32_cp2",
     "tied_fp32_pp2",
     "dense_fp32_fsdp2_after_fsdp2",
+    "moe_lora_over_stored_mxfp8_fsdp2",
 )
 @pytest.mark.parametrize("case", each([*TRAINED, *CONTINUED, *FOUR]))
 def test_a_layout_trains_as_one_rank(case: Case, runs: Runs) -> None:
@@ -155,6 +164,18 @@ def test_the_result_is_an_ordinary_folder(case: Case, runs: Runs) -> None:
         distance = (distance - (right.dequantize() if hasattr(right, "dequantize") else right).float()).abs()
         assert distance.max() <= (3 * 4e-3 if case.precision == "fp32" else 0.05), name
         assert case.precision != "fp32" or (distance < 1e-5).float().mean() > 0.99, name
+
+
+@pytest.mark.sentinels("moe_lora_over_stored_mxfp8_fsdp2")
+@pytest.mark.parametrize("case", each([*LORA, FOUR[-1]]))
+def test_the_result_is_the_base_with_the_adapters(case: Case, runs: Runs) -> None:
+    """Bit for bit what the adapters that the run wrote make of its weights, which stayed what one rank has."""
+    folders = runs.output_dir(case), runs.output_dir(case.reference())
+    final, base = (GPTModel.from_pretrained(f) for f in (folders[0] / "final", folders[1] / "checkpoints" / LAST))
+    load_adapter(base, folders[0] / "adapter")
+    merge_lora(base)
+    for (name, found), right in zip(final.named_parameters(), base.parameters(), strict=True):
+        assert torch.equal(found, right), name
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ As every checkpoint it appears by one rename, when all ranks have written.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from te_models.checkpoints import CheckpointError, save_model
 from te_models.checkpoints.io.atomic import new_folder
 from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes, record_files
+from te_models.checkpoints.plan.quantized_format import SUFFIXES, describe, empty
 from te_models.layers import QuantizedTensor
+from te_models.layers.tensor.fsdp import local_part
 
+from ....lora.model import base_state_dict
 from ....model import GPTModel
 from ....parallel.parts import LocalPart, ModelParts
 from ...ranks.data_parallel import Ranks
@@ -156,11 +159,20 @@ def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
     return {name: tensor.properties.dtype for name, tensor in saved.items()}
 
 
-def export_parts(folder: Path, model: GPTModel, out: Path, source: str | None, *, averages: bool = False) -> None:
+def export_parts(
+    folder: Path,
+    model: GPTModel,
+    out: Path,
+    source: str | None,
+    *,
+    averages: bool = False,
+    merged: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+) -> None:
     """Write the model of a checkpoint as an ordinary folder; called by one rank, which holds one tensor at a time.
 
     source: the folder that the model came from, whose tokenizer and small files are copied. averages: write those of
-    `ema_decay` in place of what they are averages of.
+    `ema_decay` in place of what they are averages of. merged: what gives the values of a tensor that are written in
+    place of its own, by name: plain ones, also of a quantized tensor.
     """
     metadata = read_index(folder / PARTS)
     wholes, dtypes = ModelParts(model).wholes(), _field_dtypes(model)
@@ -170,7 +182,23 @@ def export_parts(folder: Path, model: GPTModel, out: Path, source: str | None, *
         if f"optimizer.{name}.ema" in metadata.state_dict_metadata:
             stored_as[name], wholes[name] = f"optimizer.{name}.ema", wholes[name].float()
 
+    changes = merged or {}
+    stored = {name: wholes[name] for name in changes}
+    wholes |= {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in stored.items()}
+
     def fetch(name: str) -> Tensor:
+        if name not in changes:
+            return read(name)
+        tensor = stored[name]
+        if isinstance(tensor, QuantizedTensor):
+            values = empty(name, tensor.shape, describe(tensor.quantizer, tensor.dtype), "cpu")
+            for field, its in values.fields.items():
+                its.copy_(read(name + SUFFIXES[field]))
+        else:
+            values = read(name)
+        return changes[name](values)
+
+    def read(name: str) -> Tensor:
         key = stored_as.get(name, f"model.{name}")
         saved: Any = metadata.state_dict_metadata[key]
         whole = torch.empty(saved.size, dtype=saved.properties.dtype)
@@ -182,11 +210,8 @@ def export_parts(folder: Path, model: GPTModel, out: Path, source: str | None, *
 
 def _field_dtypes(model: GPTModel) -> dict[str, torch.dtype]:
     """Return the dtypes of the fields of quantized weights by the names that they have in files."""
-    from te_models.checkpoints.plan.quantized_format import SUFFIXES
-    from te_models.layers.tensor.fsdp import local_part
-
     found: dict[str, torch.dtype] = {}
-    for name, tensor in (model.whole or model).stored_tensors():
+    for name, tensor in base_state_dict(model.whole or model).items():
         local = local_part(tensor)
         if isinstance(local, QuantizedTensor):
             found |= {name + SUFFIXES[field]: value.dtype for field, value in local.fields.items()}
