@@ -3,13 +3,14 @@
 Both libraries load the same weights from one folder and train on the same batch with the same AdamW (torch's fused
 one), in bf16 with SDPA. Nothing is timed unless their losses agree, before and after three steps. transformers is run
 eagerly and compiled (with fullgraph where it can), its experts in each implementation that it offers on a CPU; the
-ratio is against its best.
+ratio is against its best. Compiled in float32, with twice the memory of weights, it stands beside as another peer.
 
-    python -m bench.train_step
+    python -m bench.train_step [--shapes NAME ...] [--rounds N]
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import warnings
@@ -25,19 +26,27 @@ from bench.steps import Step, our_step, torch_adamw
 # Relative. A bf16 logit is exact to 2^-9 and the mean over tokens averages that; two updates, and tokens that rounding
 # sends to another expert, move the runs apart a little more.
 TOLERANCES = (1e-3, 1e-2, 1e-2)
+IN_FLOAT32 = "transformers in float32"
 PEERS_DENSE = (("compiled", None), ("eager", None))
 # Compiled with its loop over experts it recompiles until it gives up: 1.6x slower than with grouped_mm [measured].
 PEERS_MOE = (("compiled", "grouped_mm"), ("eager", "grouped_mm"), ("eager", "eager"))
 
 
-def peer_step(folder: Path, input_ids: torch.Tensor, *, compiled: bool, experts: str | None) -> Step:
+def peer_step(
+    folder: Path,
+    input_ids: torch.Tensor,
+    *,
+    compiled: bool,
+    experts: str | None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Step:
     """Return a function that trains transformers' model one step and returns the loss."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     options = {} if experts is None else {"experts_implementation": experts}
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="sdpa", **options
+        folder, dtype=dtype, attn_implementation="sdpa", **options
     ).train()
 
     def loss_function(ids: torch.Tensor) -> torch.Tensor:
@@ -86,16 +95,19 @@ def against_peers(shape: Shape, rounds: int) -> dict[str, Any]:
         for kind, experts in PEERS_MOE if shape.experts else PEERS_DENSE:
             name = f"transformers {kind}" + (f", experts {experts}" if experts else "")
             sides[name] = peer_step(folder, ids, compiled=kind == "compiled", experts=experts)
+        grouped = "grouped_mm" if shape.experts else None
+        sides[IN_FLOAT32] = peer_step(folder, ids, compiled=True, experts=grouped, dtype=torch.float32)
         losses = check_losses(sides)
         samples = interleave(sides, rounds=rounds, warmup=1)
     ours = fastest(samples, [name for name in sides if name.startswith("te_models")])
-    peer = fastest(samples, [name for name in sides if name.startswith("transformers")])
+    peer = fastest(samples, [name for name in sides if name.startswith("transformers") and name != IN_FLOAT32])
     return {
         "shape": shape.to_dict(),
         "losses": losses,
         "step": summaries(samples),
         "best": {"te_models": ours, "transformers": peer},
         "speed_of_best_over_best": speeds(samples, ours, peer),
+        "speed_of_best_over_float32": speeds(samples, ours, IN_FLOAT32),
         "speed_eager_over_eager": speeds(
             samples, "te_models eager", fastest(samples, [n for n in sides if n.startswith("transformers eager")])
         ),
@@ -112,16 +124,24 @@ def speeds(samples: dict[str, Samples], ours: str, peer: str) -> dict[str, dict[
     return {"cpu": ratio(a.cpu, b.cpu), "wall": ratio(a.wall, b.wall)}
 
 
-def main(rounds: int = 9) -> None:
-    """Measure all shapes, print and write the result."""
+def main() -> None:
+    """Measure the shapes, print and write the result."""
+    parser = argparse.ArgumentParser(prog="bench.train_step")
+    parser.add_argument("--shapes", nargs="+", choices=[shape.name for shape in (*DENSE, *MOE)])
+    parser.add_argument("--rounds", type=int, default=9)
+    asked = parser.parse_args()
+    rounds: int = asked.rounds
     torch.set_num_threads(1)
     cases = []
     for shape in (*DENSE, *MOE):
+        if asked.shapes and shape.name not in asked.shapes:
+            continue
         case = against_peers(shape, rounds)
         cases.append(case)
         speed = case["speed_of_best_over_best"]["cpu"]
         print(
-            f"{shape.name}: {speed['median']}x of {case['best']['transformers']} ({speed['min']} to {speed['max']})",
+            f"{shape.name}: {speed['median']}x of {case['best']['transformers']} ({speed['min']} to {speed['max']}), "
+            f"{case['speed_of_best_over_float32']['cpu']['median']}x of {IN_FLOAT32}",
             flush=True,
         )
     packages = versions("torch", "transformers")

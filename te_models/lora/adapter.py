@@ -103,12 +103,12 @@ class Adapter(AdaptedLayer):
 
     @torch.no_grad()
     def merged_weight(self, name: str, weight: Tensor) -> Tensor:
-        """Return the layer's weight of this name with the adapter in it, of its value: summed in the dtype of the
-        factors and rounded once, to the weight's. Of a weight stored quantized a plain one, for the sum has no exact
-        quantized form."""
+        """Return the layer's weight of this name with the adapter in it, of its value, on whose device: summed in the
+        dtype of the factors and rounded once, to the weight's. Of a weight stored quantized a plain one, for the sum
+        has no exact quantized form."""
         pair, names = next(its for its in zip(self.PAIRS, self.weights(), strict=True) if name in its[1])
-        a, b = getattr(self, pair[0]).weight, getattr(self, pair[1]).weight
-        length = getattr(self, magnitude_name(pair)) if self.use_dora else None
+        a, b = (getattr(self, factor).weight.to(weight.device) for factor in pair)
+        length = getattr(self, magnitude_name(pair)).to(weight.device) if self.use_dora else None
         if len(names) > 1:  # one member each
             member = names.index(name)
             a, b, length = a[member], b[member], None if length is None else length[member]
