@@ -4,6 +4,7 @@ from .cpu_graph.op import (
     raised_amax,
     random_hadamard,
     round_blockwise,
+    round_blockwise_eagerly,
     round_current,
     round_current_nvfp4,
     round_nvfp4,
@@ -25,7 +26,6 @@ from .fp8.op import (
 )
 from .fp8.reference import FP8_MAX, e8m0_to_float, scale_from_amax
 from .fp8.rounding import quantize_and_round
-from .fp8.rounding import round_blockwise as round_blockwise_eagerly
 from .hadamard import flip_signs, inverse_random_hadamard
 from .hashed import hash_key, hashed_bits
 from .nvfp4.four_over_six import ErrorMode

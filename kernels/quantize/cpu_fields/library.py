@@ -18,10 +18,6 @@ from ..cpu_graph import library as shared
 from ..cpu_graph import source as rounding
 from .source import FIELDS
 
-LEAST = 1 << 27
-"""Elements that a process quantizes or decodes by the definitions before a library is worth its compilation: about as
-long as that takes."""
-
 _P, _N, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
     "te_quantize_blocks": (_P, _P, _P, _P, *(_N,) * 4, _INT, _FLOAT, _FLOAT, _P),
@@ -32,25 +28,9 @@ _ARGUMENTS = {
 _KINDS = ("float32", "pow2", "e8m0")
 
 
-class _Work:
-    """How many elements the process has had, by threads that may be several."""
-
-    def __init__(self) -> None:
-        self.elements, self.lock = 0, threading.Lock()
-
-    def add(self, elements: int) -> bool:
-        with self.lock:
-            self.elements += elements
-            return self.elements > LEAST
-
-
-_work = _Work()
-
-
 def worthwhile(elements: int, dtype: torch.dtype) -> bool:
-    """Whether the library computes as many values of a dtype as these, in a process that has had enough of them and a
-    compiler."""
-    return dtype in shared.DTYPES and elements > 0 and _work.add(elements) and shared.available(_trial)
+    """Whether the library computes as many values of a dtype as these: see `cpu_graph.library.worthwhile`."""
+    return shared.worthwhile(elements, dtype, _trial)
 
 
 def ready(x: Tensor) -> bool:

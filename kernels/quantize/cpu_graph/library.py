@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -69,6 +70,25 @@ def compiled(code: str, defined: Mapping[str, str], name: str, arguments: Sequen
     return function
 
 
+LEAST = 1 << 27
+"""Elements that a process quantizes or decodes by the definitions before a library is worth its compilation: about as
+long as that takes."""
+
+
+_elements, _counting = [0], threading.Lock()
+"""How many elements the process has had, by threads that may be several."""
+
+
+def worthwhile(elements: int, dtype: torch.dtype, trial: Callable[[], object] | None = None) -> bool:
+    """Whether a library computes as many values of a dtype as these outside of a graph, in a process that has had
+    enough of them and a compiler. trial: see `available`."""
+    if dtype not in DTYPES or not elements:
+        return False
+    with _counting:
+        _elements[0] += elements
+    return _elements[0] > LEAST and available(trial)
+
+
 def available(trial: Callable[[], object] | None = None) -> bool:
     """Whether a library can be compiled and loaded; counts in `fallbacks` why not. trial: loads one; None: this one."""
     reason = _missing(trial)
@@ -82,7 +102,7 @@ def _missing(trial: Callable[[], object] | None = None) -> str:
     """Return what is missing of Inductor, whose cache is no public interface of torch, or of the machine, or ""."""
     try:
         from torch._inductor.codecache import CppCodeCache
-        from torch._inductor.exc import InvalidCxxCompiler
+        from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
     except ImportError as error:
         return f"this torch has no {error.name or 'cache of C++ libraries'}"
     parameters = inspect.signature(CppCodeCache.load).parameters.values()
@@ -92,6 +112,8 @@ def _missing(trial: Callable[[], object] | None = None) -> str:
         trial() if trial is not None else _function("te_round_fp8")
     except InvalidCxxCompiler:
         return "there is no C++ compiler"
+    except CppCompileError:
+        return "the C++ compiler cannot compile a library"
     return ""
 
 

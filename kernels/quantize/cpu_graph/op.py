@@ -2,18 +2,21 @@
 
 Traced as plain torch, every operand of every GEMM is compiled by itself, which takes several times as long as the rest
 of a model. The numbers are the same, and a step takes about as long: there is little to fuse with but the reading of x.
-Eagerly, in an exported program, and in a graph of a process without a C++ compiler, the definitions run.
+Eagerly the same library runs once a process has quantized enough for its compilation. Before that, in an exported
+program, and in a process without a C++ compiler, the definitions run.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from ...compiling import compiling
 from ...custom_op import Output, like, operation
 from ...torch_versions import exporting
 from .. import hadamard
+from ..eager import eager_on_cpu
 from ..fp8 import blocks, rounding
 from ..fp8 import op as fp8_op
 from ..nvfp4 import cpu as nvfp4
@@ -33,10 +36,39 @@ def in_cpu_graph(x: Tensor) -> bool:
     return not (x.requires_grad and torch.is_grad_enabled())
 
 
+def _library_takes(x: Tensor) -> bool:
+    """Whether the library computes with x now, outside of a graph: in a tenth of the definitions' time, after so many
+    elements that its compilation is worth it."""
+    return eager_on_cpu(x) and peek_interpreter_stack() is None and library.worthwhile(x.numel(), x.dtype)
+
+
+def round_blockwise_eagerly(
+    x: Tensor,
+    block: tuple[int, int],
+    fp8_dtype: torch.dtype,
+    scale_kind: str,
+    dtype: torch.dtype,
+    *,
+    epsilon: float = 0.0,
+) -> Tensor:
+    """`round_blockwise` without the way through the dispatch of operations."""
+    if dtype in library.DTYPES and _library_takes(x):
+        return library.round_fp8(x, block, fp8_dtype, scale_kind, dtype, epsilon)
+    return rounding.round_blockwise(x, block, fp8_dtype, scale_kind, dtype, epsilon=epsilon)
+
+
+def _round_current_eagerly(
+    x: Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype, *, pow2: bool = False, epsilon: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    if dtype in library.DTYPES and _library_takes(x):
+        return library.round_current(x, fp8_dtype, pow2, epsilon, dtype)
+    return rounding.round_current(x, fp8_dtype, dtype, pow2=pow2, epsilon=epsilon)
+
+
 @operation(
     "round_blockwise",
     lambda x, dtype: like(x, dtype=dtype),
-    reference=rounding.round_blockwise,
+    reference=round_blockwise_eagerly,
     serves=in_cpu_graph,
     cpu_only=True,
 )
@@ -58,7 +90,7 @@ def round_blockwise(
 @operation(
     "round_current",
     lambda x, dtype: (like(x, dtype=dtype), like(x, x.shape[:-2], torch.float32)),
-    reference=rounding.round_current,
+    reference=_round_current_eagerly,
     serves=in_cpu_graph,
     cpu_only=True,
 )
@@ -82,8 +114,11 @@ def _round_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, dtype: t
 def round_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return what `quantize_per_tensor` does in `dtype`: the numbers themselves, still scaled. scale: float32, one for
     all of x, or one that is the same along each of its rows, broadcastable to x [..., R, C]."""
-    if torch.compiler.is_compiling() and in_cpu_graph(x) and (scale.dim() < 1 or scale.shape[-1] == 1):
+    by_row = scale.dim() < 1 or scale.shape[-1] == 1
+    if torch.compiler.is_compiling() and in_cpu_graph(x) and by_row:
         return _round_per_tensor(x, scale, fp8_dtype, dtype)
+    if by_row and dtype in library.DTYPES and _library_takes(x):
+        return library.round_scaled(x, scale, fp8_dtype, dtype)
     return rounding.round_per_tensor(x, scale, fp8_dtype, dtype)
 
 
@@ -101,6 +136,8 @@ def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
     """Transform groups of 16 along `dim` (-1 or -2): see `nvfp4.op.random_hadamard`."""
     if dim == -2 and x.dtype == torch.bfloat16 and in_cpu_graph(x):
         return _random_hadamard_rows(x)
+    if dim == -2 and x.dtype == torch.bfloat16 and _library_takes(x):
+        return library.random_hadamard(x)
     return nvfp4_op.random_hadamard(x, dim)
 
 
@@ -128,8 +165,11 @@ def _round_nvfp4(
 ) -> Tensor:
     if not library.available():
         return nvfp4.round_nvfp4(x, dtype, block=block, amax=amax, key=key, stream=stream)[0]
-    random = None if key is None else library.random_bits(key, stream, x.numel())
-    return library.round_nvfp4(x, block, amax, random, dtype)
+    return library.round_nvfp4(x, block, amax, _bits(x, key, stream), dtype)
+
+
+def _bits(x: Tensor, key: Tensor | None, stream: int) -> Tensor | None:
+    return None if key is None else library.random_bits(key, stream, x.numel())
 
 
 def round_nvfp4(
@@ -143,6 +183,9 @@ def round_nvfp4(
 ) -> tuple[Tensor, Tensor]:
     """Quantize and decode at once: see `nvfp4.reference.round_nvfp4`."""
     if not (torch.compiler.is_compiling() and in_cpu_graph(x)):
+        if dtype in library.DTYPES and _library_takes(x):
+            amax = library.amax(x) if amax is None else amax
+            return library.round_nvfp4(x, block, amax, _bits(x, key, stream), dtype), amax
         return nvfp4.round_nvfp4(x, dtype, block=block, amax=amax, key=key, stream=stream)
     known: Tensor = _amax(x) if amax is None else amax
     return _round_nvfp4(x, dtype, list(block), known, key, stream), known
@@ -158,9 +201,14 @@ def _round_current_nvfp4(
 ) -> tuple[Tensor, Tensor]:
     if not library.available():
         return nvfp4.round_current_nvfp4(x, dtype, block=block, key=key, stream=stream)
+    return _round_by_own_amax(x, dtype, block, key, stream)
+
+
+def _round_by_own_amax(
+    x: Tensor, dtype: torch.dtype, block: tuple[int, int], key: Tensor | None, stream: int
+) -> tuple[Tensor, Tensor]:
     amax = library.amax(x)
-    random = None if key is None else library.random_bits(key, stream, x.numel())
-    return library.round_nvfp4(x, block, amax, random, dtype), library.global_decode(amax)
+    return library.round_nvfp4(x, block, amax, _bits(x, key, stream), dtype), library.global_decode(amax)
 
 
 def round_current_nvfp4(
@@ -175,4 +223,6 @@ def round_current_nvfp4(
     float32 [...])."""
     if torch.compiler.is_compiling() and in_cpu_graph(x):
         return _round_current_nvfp4(x, dtype, list(block), key, stream)
+    if dtype in library.DTYPES and _library_takes(x):
+        return _round_by_own_amax(x, dtype, block, key, stream)
     return nvfp4.round_current_nvfp4(x, dtype, block=block, key=key, stream=stream)

@@ -14,6 +14,7 @@ from te_models.kernels.custom_op import like, operation
 from te_models.kernels.quantize import hadamard
 from te_models.kernels.quantize.cpu_graph import library
 from te_models.kernels.quantize.fp8 import blocks, rounding
+from te_models.kernels.quantize.nvfp4 import cpu as nvfp4_eager
 from te_models.kernels.quantize.nvfp4 import reference as nvfp4
 from te_models.kernels.quantize.random import random_bits
 from tests.kernels.described import Calls
@@ -114,6 +115,73 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "amax": (lambda x: q.raised_amax(x, SCALE), ["raised_amax"]),
     "transform": (lambda x: q.random_hadamard(x, -2), ["random_hadamard_rows"]),
 }
+
+
+EAGER: dict[str, tuple[str, Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
+    "fp8": (
+        "round_fp8",
+        lambda x: q.round_blockwise(x, (1, 32), E4M3, "e8m0", BF16),
+        lambda x: rounding.round_blockwise(x, (1, 32), E4M3, "e8m0", BF16),
+    ),
+    "fp8, as quantizers call it": (
+        "round_fp8",
+        lambda x: q.round_blockwise_eagerly(x, (32, 1), E4M3, "pow2", F32, epsilon=0.1),
+        lambda x: rounding.round_blockwise(x, (32, 1), E4M3, "pow2", F32, epsilon=0.1),
+    ),
+    "nvfp4": (
+        "round_nvfp4",
+        lambda x: q.round_nvfp4(x, BF16, block=(1, 16), key=KEY, stream=1),
+        lambda x: nvfp4.round_nvfp4(x, BF16, block=(1, 16), key=KEY, stream=1),
+    ),
+    "nvfp4, own amax": (
+        "round_nvfp4",
+        lambda x: q.round_current_nvfp4(x, BF16),
+        lambda x: nvfp4_eager.round_current_nvfp4(x, BF16, block=(1, 16)),
+    ),
+    "current": (
+        "round_current",
+        lambda x: q.round_current(x, E5M2, F32, pow2=True),
+        lambda x: rounding.round_current(x, E5M2, F32, pow2=True),
+    ),
+    "delayed": (
+        "round_scaled",
+        lambda x: q.round_per_tensor(x, SCALE, E4M3, BF16),
+        lambda x: rounding.round_per_tensor(x, SCALE, E4M3, BF16),
+    ),
+    "transform": (
+        "random_hadamard",
+        lambda x: q.random_hadamard(x, -2),
+        lambda x: hadamard.random_hadamard(x, -2),
+    ),
+}
+"""Function of the library -> what eager code calls, and the definition."""
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_eager_code_takes_the_library_after_much_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the definition's bits; not before, nor where a gradient or a transform of functions wants the arithmetic."""
+    function_name, function, definition = EAGER[name]
+    calls: list[str] = []
+    its = getattr(library, function_name)
+    monkeypatch.setattr(library, function_name, lambda *args: (calls.append(function_name), its(*args))[1])
+    monkeypatch.setattr(library, "_elements", [0])
+    x = ordinary((64, 96), BF16)
+    function(x)
+    assert not calls, "little work compiles nothing"
+    monkeypatch.setattr(library, "LEAST", 0)
+    for x in (*inputs((64, 96), BF16), ordinary((96, 64), BF16).mT, ordinary((2, 32, 64), BF16)):
+        for found, wanted in zip(_tensors(function(x)), _tensors(definition(x)), strict=True):
+            assert_same(found, wanted)
+    seen = len(calls)
+    assert seen == 6
+    function(ordinary((64, 96), BF16).requires_grad_())
+    if "nvfp4" not in name and name != "transform":  # which have no form for it
+        torch.func.vmap(function)(ordinary((2, 64, 96), BF16))
+    assert len(calls) == seen
+
+
+def _tensors(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (found,) if isinstance(found, Tensor) else found
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
