@@ -36,6 +36,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.fsync = lambda descriptor: None
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _definitions_in_eager_code() -> None:
+    """Eager code runs the definitions however many values the session quantizes, whatever the order of its tests: what
+    it does after much work is tested by itself."""
+    from te_models.kernels.quantize.cpu_graph import library
+
+    library.LEAST = 1 << 62
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """A compiler that has compiled nothing and counts from zero, and leaves nothing behind."""

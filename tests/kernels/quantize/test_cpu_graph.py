@@ -20,6 +20,8 @@ from te_models.kernels.quantize.random import random_bits
 from tests.kernels.described import Calls
 from tests.kernels.triton.quantize.quantize_cases import E4M3, E5M2, hard, ordinary
 
+LEAST = library.LEAST
+"""As it is without the tests."""
 F32, BF16 = torch.float32, torch.bfloat16
 SHAPES = [(64, 256), (70, 75), (3, 33, 140), (1, 1), (0, 16)]
 """Whole blocks, ragged ones, a batch, one element, none."""
@@ -165,6 +167,7 @@ def test_eager_code_takes_the_library_after_much_work(name: str, monkeypatch: py
     its = getattr(library, function_name)
     monkeypatch.setattr(library, function_name, lambda *args: (calls.append(function_name), its(*args))[1])
     monkeypatch.setattr(library, "_elements", [0])
+    monkeypatch.setattr(library, "LEAST", LEAST)
     x = ordinary((64, 96), BF16)
     function(x)
     assert not calls, "little work compiles nothing"
@@ -236,7 +239,7 @@ def test_without_a_compiler_the_definitions_run(monkeypatch: pytest.MonkeyPatch)
         found += [*q.round_current(x, E4M3, BF16), *q.round_current_nvfp4(x, BF16, key=key)]
         return [*found, q.round_per_tensor(x, SCALE, E4M3, BF16), q.raised_amax(x, SCALE)]
 
-    monkeypatch.setattr(library, "available", lambda: False)
+    monkeypatch.setattr(library, "available", lambda trial=None: False)
     monkeypatch.setattr(library, "_function", lambda *arguments: pytest.fail("compiled"))
     torch._dynamo.reset()
     for found, wanted in zip(torch.compile(quantized, backend="aot_eager")(x), quantized(x), strict=True):
@@ -253,16 +256,30 @@ def asked_anew() -> Iterator[None]:
     library.fallbacks.clear()
 
 
-def test_a_missing_compiler_is_noticed_and_counted(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
-    from torch._inductor.exc import InvalidCxxCompiler
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("InvalidCxxCompiler", "there is no C++ compiler"),
+        ("CppCompileError", "the C++ compiler cannot compile a library"),
+    ],
+)
+def test_a_missing_compiler_is_noticed_and_counted(
+    error: str, reason: str, monkeypatch: pytest.MonkeyPatch, asked_anew: None
+) -> None:
+    from torch._inductor import exc
+
+    kind = getattr(exc, error)
 
     def load(*arguments: object) -> None:
-        raise InvalidCxxCompiler.__new__(InvalidCxxCompiler)  # torch 2.11 gives it other arguments
+        raise kind.__new__(kind)  # torch 2.11 gives them other arguments
 
     monkeypatch.setattr(library, "_function", load)
     x = ordinary((4, 64), BF16)
     assert_same(torch.ops.te_models.round_per_tensor(x, SCALE, E4M3, F32), q.round_per_tensor(x, SCALE, E4M3))
-    assert library.fallbacks == {"there is no C++ compiler": 1}
+    assert library.fallbacks == {reason: 1}
+    monkeypatch.setattr(library, "LEAST", 0)
+    assert_same(q.round_per_tensor(x, SCALE, E4M3, BF16), rounding.round_per_tensor(x, SCALE, E4M3, BF16))
+    assert library.fallbacks == {reason: 2}
 
 
 def test_a_torch_whose_cache_is_another_is_noticed(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
