@@ -31,12 +31,13 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
     import torch._functorch.config as functorch
     from torch._inductor.compile_fx import compile_fx
 
-    tag = f"{torch.compiler.config.cache_key_tag}{_sources_digest()}"
+    config: Any = torch.compiler.config  # whose `patch` no type checker sees
     with (
-        torch.compiler.config.patch(cache_key_tag=tag),
+        config.patch(cache_key_tag=f"{config.cache_key_tag}{_sources_digest()}"),
         functorch.patch(autograd_cache_allow_custom_autograd_functions=True),
     ):
-        return compile_fx(graph, inputs)
+        compiled: Any = compile_fx(graph, inputs)
+    return compiled
 
 
 @functools.cache
