@@ -68,7 +68,7 @@ def in_float32(x: Tensor) -> bool:
     """Whether a GEMM of x runs in float32 for being on this CPU."""
     if _backend == "bf16" or x.dtype not in _SIXTEEN_BITS or x.device.type != "cpu":
         return False
-    return _backend == "float32" or _float32()
+    return _backend == "float32" or _chosen_float32()
 
 
 def unrounded(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,16 +87,11 @@ def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if _backend == "float32" or cpu_gemm() == "float32" else dtype
 
 
-def _float32() -> bool:
-    if _backend is None:
-        _choose_untraced()
-    return _backend == "float32"
-
-
 @constant_when_traced
-def _choose_untraced() -> bool:
-    cpu_gemm()
-    return True
+def _chosen_float32() -> bool:
+    """Whether the choice is float32, which this makes where no GEMM has made it. A trace sees what is returned, and not
+    the variable that changes meanwhile: it goes on with the value that it has read."""
+    return cpu_gemm() == "float32"
 
 
 def automatic_choice() -> tuple[CpuGemm, str]:

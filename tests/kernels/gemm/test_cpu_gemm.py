@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 from te_models.kernels.cross_entropy import linear_cross_entropy
 from te_models.kernels.gemm import cpu, cpu_gemm, linear, linear_accumulating, matmul, set_cpu_gemm, using_cpu_gemm
@@ -158,6 +159,22 @@ def test_a_graph_follows_a_change_of_the_setting() -> None:
     for backend in ("float32", "bf16", "float32"):
         with using_cpu_gemm(backend):  # type: ignore[arg-type]
             assert torch.equal(compiled(x, weight), linear(x, weight))
+
+
+@pytest.mark.parametrize("choice", ["float32", "bf16"])
+def test_a_graph_that_is_the_first_to_multiply_makes_the_choice(
+    choice: str, fresh_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process whose first GEMM is traced multiplies as one that began eagerly."""
+    graphs = EagerAndRecordGraphs()
+    monkeypatch.setattr(cpu, "automatic_choice", lambda: (choice, "the test says so"))
+    monkeypatch.setattr(cpu, "_backend", None)
+    compiled = torch.compile(lambda x, w: linear(x, w), backend=graphs, fullgraph=True)
+    x, weight = made(33, 300), made(70, 300, seed=3)
+    for _ in range(2):
+        assert torch.equal(compiled(x, weight), linear(x, weight))
+    (graph,) = graphs.graphs
+    assert ("gemm_float32" in graph.code) == (choice == "float32")
 
 
 def test_unknown_settings_are_refused() -> None:
