@@ -52,6 +52,11 @@ class LocalPart:
     shape: Shape
     cuts: Cuts
 
+    @classmethod
+    def undivided(cls, tensor: Tensor) -> LocalPart:
+        """Return a tensor that this rank has whole."""
+        return cls(tensor, tuple(tensor.shape), {})
+
     def boxes(self) -> Iterator[Box]:
         """Yield the boxes of the part, none of an empty one."""
         ranges = [self.cuts.get(dim, ((0, size),)) for dim, size in enumerate(self.shape)]
@@ -143,7 +148,7 @@ class ModelParts:
         """Return the part of a tensor that is divided among the ranks as a parameter is. tensor: this rank's. Every
         rank has the adapters whole."""
         if base_name(name) is None:
-            return LocalPart(tensor, tuple(tensor.shape), {})
+            return LocalPart.undivided(tensor)
         whole, cuts = self._shapes[name], dict(self._owned[name].cuts())
         if local_part(parameter) is not parameter:
             rank, ranks, dim = _place_of_shard(parameter)
@@ -183,13 +188,10 @@ class ModelParts:
 
     def groups(self) -> dict[str, tuple[dist.ProcessGroup, ...]]:
         """Return the groups over which each trainable parameter is divided, by name: a sum over all of its elements is
-        the sum over their ranks."""
+        the sum over their ranks. Adapters are divided over none, and are not among them."""
         found: dict[str, tuple[dist.ProcessGroup, ...]] = {}
         for name, parameter in self.model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            if base_name(name) is None:
-                found[name] = ()
+            if not parameter.requires_grad or base_name(name) is None:
                 continue
             owned, groups = self._owned[name], []
             if local_part(parameter) is not parameter:

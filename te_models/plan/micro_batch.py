@@ -119,14 +119,11 @@ def as_few_operations() -> Iterator[None]:
     """Where tensors have no values, have GEMMs run in the operands' dtype, as on an accelerator, whatever this CPU
     would choose, and the loss take more rows at a time than a CPU's cache would like: every operation takes time to
     plan, and these rows are at most 64 MiB."""
-    if not without_values():
-        with using_cpu_gemm("auto"):
-            yield
-        return
-    before = chunked._ROWS, rows._STEP_ELEMENTS
-    chunked._ROWS, rows._STEP_ELEMENTS = 16 * before[0], 16 * before[1]
+    fake, before = without_values(), (chunked._ROWS, rows._STEP_ELEMENTS)
+    if fake:
+        chunked._ROWS, rows._STEP_ELEMENTS = 16 * before[0], 16 * before[1]
     try:
-        with using_cpu_gemm("bf16"):
+        with using_cpu_gemm("bf16" if fake else "auto"):
             yield
     finally:
         chunked._ROWS, rows._STEP_ELEMENTS = before

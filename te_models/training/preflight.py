@@ -180,8 +180,8 @@ def _check_optimizer(config: TrainConfig, dims: ParallelDims) -> None:
         raise ConfigError(f"optimizer.freeze_experts is {list(optimizer.freeze_experts)!r}; {divided}: none")
     if not config.lora.rank or whole:
         return
-    split = dims.tensor_model_parallel_size, dims.pipeline_model_parallel_size, dims.expert_model_parallel_size
-    if split != (1, 1, 1) or dims.expert_tensor_parallel_size != 1:
+    split = dims.tensor_model_parallel_size, dims.expert_tensor_parallel_size, dims.pipeline_model_parallel_size
+    if (*split, dims.expert_model_parallel_size) != (1, 1, 1, 1):
         raise ConfigError(
             f"lora.rank is {config.lora.rank}; allowed where layers or experts are divided, but for "
             "data_parallel_shard_size: 0"

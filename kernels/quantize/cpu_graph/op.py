@@ -8,6 +8,10 @@ program, and in a process without a C++ compiler, the definitions run.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
@@ -26,6 +30,9 @@ from . import library
 __all__ = ["raised_amax", "random_hadamard", "round_blockwise", "round_current", "round_nvfp4", "round_per_tensor"]
 
 
+F = TypeVar("F", bound=Callable)
+
+
 def in_cpu_graph(x: Tensor) -> bool:
     """Whether x is traced for a graph that a CPU runs, has a dtype that is served, and needs no gradient. The gradient
     of a rounding, where one is needed, comes from the arithmetic that defines the rounding."""
@@ -42,37 +49,23 @@ def _library_takes(x: Tensor) -> bool:
     return eager_on_cpu(x) and peek_interpreter_stack() is None and library.worthwhile(x.numel(), x.dtype)
 
 
-def round_blockwise_eagerly(
-    x: Tensor,
-    block: tuple[int, int],
-    fp8_dtype: torch.dtype,
-    scale_kind: str,
-    dtype: torch.dtype,
-    *,
-    epsilon: float = 0.0,
-) -> Tensor:
-    """`round_blockwise` without the way through the dispatch of operations."""
-    if dtype in library.DTYPES and _library_takes(x):
-        return library.round_fp8(x, block, fp8_dtype, scale_kind, dtype, epsilon)
-    return rounding.round_blockwise(x, block, fp8_dtype, scale_kind, dtype, epsilon=epsilon)
+def _library_writes(dtype: torch.dtype) -> bool:
+    """Whether the library gives values in this dtype, here."""
+    return dtype in library.DTYPES and library.available()
 
 
-def _round_current_eagerly(
-    x: Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype, *, pow2: bool = False, epsilon: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    if dtype in library.DTYPES and _library_takes(x):
-        return library.round_current(x, fp8_dtype, pow2, epsilon, dtype)
-    return rounding.round_current(x, fp8_dtype, dtype, pow2=pow2, epsilon=epsilon)
+def _eagerly(implementation: F, definition: F) -> F:
+    """Return the function that eager code calls: the implementation of an operation where the library takes its first
+    argument, else the definition."""
+
+    @functools.wraps(definition)
+    def call(x: Tensor, /, *args: Any, **keywords: Any) -> Any:
+        return (implementation if _library_takes(x) else definition)(x, *args, **keywords)
+
+    return call  # type: ignore[return-value]
 
 
-@operation(
-    "round_blockwise",
-    lambda x, dtype: like(x, dtype=dtype),
-    reference=round_blockwise_eagerly,
-    serves=in_cpu_graph,
-    cpu_only=True,
-)
-def round_blockwise(
+def _round_blockwise(
     x: Tensor,
     block: tuple[int, int],
     fp8_dtype: torch.dtype,
@@ -82,33 +75,49 @@ def round_blockwise(
     epsilon: float = 0.0,
 ) -> Tensor:
     """Return `dequantize_blockwise` of `quantize_blockwise` in `dtype`: x [..., R, C] as its blocks hold it."""
-    if not library.available():
+    if not _library_writes(dtype):
         return rounding.round_blockwise(x, block, fp8_dtype, scale_kind, dtype, epsilon=epsilon)
     return library.round_fp8(x, block, fp8_dtype, scale_kind, dtype, epsilon)
 
 
-@operation(
-    "round_current",
-    lambda x, dtype: (like(x, dtype=dtype), like(x, x.shape[:-2], torch.float32)),
-    reference=_round_current_eagerly,
+round_blockwise_eagerly = _eagerly(_round_blockwise, rounding.round_blockwise)
+round_blockwise = operation(
+    "round_blockwise",
+    lambda x, dtype: like(x, dtype=dtype),
+    reference=round_blockwise_eagerly,
     serves=in_cpu_graph,
     cpu_only=True,
-)
-def round_current(
+)(_round_blockwise)
+
+
+def _round_current(
     x: Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype, *, pow2: bool = False, epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Scale each matrix of x [..., R, C] by its own amax: return (`round_per_tensor` of it, what is left to multiply
     with, float32 [...])."""
-    if not library.available():
+    if not _library_writes(dtype):
         return rounding.round_current(x, fp8_dtype, dtype, pow2=pow2, epsilon=epsilon)
     return library.round_current(x, fp8_dtype, pow2, epsilon, dtype)
 
 
-@operation("round_per_tensor", lambda x, dtype: like(x, dtype=dtype), cpu_only=True)
+round_current = operation(
+    "round_current",
+    lambda x, dtype: (like(x, dtype=dtype), like(x, x.shape[:-2], torch.float32)),
+    reference=_eagerly(_round_current, rounding.round_current),
+    serves=in_cpu_graph,
+    cpu_only=True,
+)(_round_current)
+
+
 def _round_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
-    if not library.available():
+    if not _library_writes(dtype):
         return rounding.round_per_tensor(x, scale, fp8_dtype, dtype)
     return library.round_scaled(x, scale, fp8_dtype, dtype)
+
+
+_round_per_tensor_in_graph = operation("round_per_tensor", lambda x, dtype: like(x, dtype=dtype), cpu_only=True)(
+    _round_per_tensor
+)
 
 
 def round_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -116,9 +125,9 @@ def round_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, dtype: to
     all of x, or one that is the same along each of its rows, broadcastable to x [..., R, C]."""
     by_row = scale.dim() < 1 or scale.shape[-1] == 1
     if torch.compiler.is_compiling() and in_cpu_graph(x) and by_row:
+        return _round_per_tensor_in_graph(x, scale, fp8_dtype, dtype)
+    if by_row and _library_takes(x):
         return _round_per_tensor(x, scale, fp8_dtype, dtype)
-    if by_row and dtype in library.DTYPES and _library_takes(x):
-        return library.round_scaled(x, scale, fp8_dtype, dtype)
     return rounding.round_per_tensor(x, scale, fp8_dtype, dtype)
 
 
@@ -134,10 +143,11 @@ def _random_hadamard_rows(x: Tensor) -> Tensor:
 
 def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
     """Transform groups of 16 along `dim` (-1 or -2): see `nvfp4.op.random_hadamard`."""
-    if dim == -2 and x.dtype == torch.bfloat16 and in_cpu_graph(x):
-        return _random_hadamard_rows(x)
-    if dim == -2 and x.dtype == torch.bfloat16 and _library_takes(x):
-        return library.random_hadamard(x)
+    if dim == -2 and x.dtype == torch.bfloat16:
+        if in_cpu_graph(x):
+            return _random_hadamard_rows(x)
+        if _library_takes(x):
+            return library.random_hadamard(x)
     return nvfp4_op.random_hadamard(x, dim)
 
 
@@ -159,17 +169,16 @@ def raised_amax(x: Tensor, recorded: Tensor) -> Tensor:
     return torch.fmax(recorded, fp8_op.amax(x).detach())
 
 
-@operation("round_nvfp4", lambda x, dtype: like(x, dtype=dtype), cpu_only=True)
 def _round_nvfp4(
     x: Tensor, dtype: torch.dtype, block: tuple[int, int], amax: Tensor, key: Tensor | None, stream: int
 ) -> Tensor:
-    if not library.available():
+    if not _library_writes(dtype):
         return nvfp4.round_nvfp4(x, dtype, block=block, amax=amax, key=key, stream=stream)[0]
-    return library.round_nvfp4(x, block, amax, _bits(x, key, stream), dtype)
+    random = None if key is None else library.random_bits(key, stream, x.numel())
+    return library.round_nvfp4(x, block, amax, random, dtype)
 
 
-def _bits(x: Tensor, key: Tensor | None, stream: int) -> Tensor | None:
-    return None if key is None else library.random_bits(key, stream, x.numel())
+_round_nvfp4_in_graph = operation("round_nvfp4", lambda x, dtype: like(x, dtype=dtype), cpu_only=True)(_round_nvfp4)
 
 
 def round_nvfp4(
@@ -182,33 +191,29 @@ def round_nvfp4(
     stream: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Quantize and decode at once: see `nvfp4.reference.round_nvfp4`."""
-    if not (torch.compiler.is_compiling() and in_cpu_graph(x)):
-        if dtype in library.DTYPES and _library_takes(x):
-            amax = library.amax(x) if amax is None else amax
-            return library.round_nvfp4(x, block, amax, _bits(x, key, stream), dtype), amax
-        return nvfp4.round_nvfp4(x, dtype, block=block, amax=amax, key=key, stream=stream)
-    known: Tensor = _amax(x) if amax is None else amax
-    return _round_nvfp4(x, dtype, list(block), known, key, stream), known
+    if torch.compiler.is_compiling() and in_cpu_graph(x):
+        known: Tensor = _amax(x) if amax is None else amax
+        return _round_nvfp4_in_graph(x, dtype, list(block), known, key, stream), known
+    if _library_takes(x):
+        known = library.amax(x) if amax is None else amax
+        return _round_nvfp4(x, dtype, block, known, key, stream), known
+    return nvfp4.round_nvfp4(x, dtype, block=block, amax=amax, key=key, stream=stream)
 
 
-@operation(
-    "round_current_nvfp4",
-    lambda x, dtype: (like(x, dtype=dtype), like(x, x.shape[:-2], torch.float32)),
-    cpu_only=True,
-)
 def _round_current_nvfp4(
     x: Tensor, dtype: torch.dtype, block: tuple[int, int], key: Tensor | None, stream: int
 ) -> tuple[Tensor, Tensor]:
-    if not library.available():
+    if not _library_writes(dtype):
         return nvfp4.round_current_nvfp4(x, dtype, block=block, key=key, stream=stream)
-    return _round_by_own_amax(x, dtype, block, key, stream)
-
-
-def _round_by_own_amax(
-    x: Tensor, dtype: torch.dtype, block: tuple[int, int], key: Tensor | None, stream: int
-) -> tuple[Tensor, Tensor]:
     amax = library.amax(x)
-    return library.round_nvfp4(x, block, amax, _bits(x, key, stream), dtype), library.global_decode(amax)
+    return _round_nvfp4(x, dtype, block, amax, key, stream), library.global_decode(amax)
+
+
+_round_current_nvfp4_in_graph = operation(
+    "round_current_nvfp4",
+    lambda x, dtype: (like(x, dtype=dtype), like(x, x.shape[:-2], torch.float32)),
+    cpu_only=True,
+)(_round_current_nvfp4)
 
 
 def round_current_nvfp4(
@@ -222,7 +227,7 @@ def round_current_nvfp4(
     """Scale each matrix of x [..., R, C] by its own amax: return (`round_nvfp4` of it, what is left to multiply with,
     float32 [...])."""
     if torch.compiler.is_compiling() and in_cpu_graph(x):
-        return _round_current_nvfp4(x, dtype, list(block), key, stream)
-    if dtype in library.DTYPES and _library_takes(x):
-        return _round_by_own_amax(x, dtype, block, key, stream)
+        return _round_current_nvfp4_in_graph(x, dtype, list(block), key, stream)
+    if _library_takes(x):
+        return _round_current_nvfp4(x, dtype, block, key, stream)
     return nvfp4.round_current_nvfp4(x, dtype, block=block, key=key, stream=stream)

@@ -85,7 +85,7 @@ class Saving:
         own = ModelParts(self.model)
         weights = {f"model.{name}": part for name, part in own.stored().items()}
         adapters = {} if self.adapters is None else self.adapters.state_tensors()
-        weights |= {name: LocalPart(tensor, tuple(tensor.shape), {}) for name, tensor in adapters.items()}
+        weights |= {name: LocalPart.undivided(tensor) for name, tensor in adapters.items()}
         return weights | self.optimizer.parts(own)
 
     def save(self, values: Mapping[str, Any], recipe: Mapping[str, torch.Tensor], *, keep_last: int) -> None:

@@ -264,13 +264,13 @@ class Optimizer:
         Raises ConfigError for moments in FP8, whose blocks are of a rank's own elements."""
         from ...parallel.parts import LocalPart
 
-        found = {key: LocalPart(value, tuple(value.shape), {}) for key, value in self._shared_state().items()}
+        found = {key: LocalPart.undivided(value) for key, value in self._shared_state().items()}
         for name, parameter in self.parameters.items():
             local = local_part(parameter)
             for key, value in self._entries(name).items():
                 tensor = local_part(value)
                 if tensor.dim() == 0:
-                    part = LocalPart(tensor, (), {})
+                    part = LocalPart.undivided(tensor)
                 elif tensor.shape == local.shape:
                     part = own.like(name, parameter, tensor)
                 else:

@@ -123,7 +123,7 @@ def _read(reader: PartReader, parts: Mapping[str, LocalPart]) -> None:
 
 def private_states(states: Mapping[str, Tensor], prefix: str, rank: int) -> dict[str, LocalPart]:
     """Return what only this rank has, under names with its number."""
-    return {f"{prefix}.{rank}.{name}": LocalPart(t, tuple(t.shape), {}) for name, t in states.items()}
+    return {f"{prefix}.{rank}.{name}": LocalPart.undivided(t) for name, t in states.items()}
 
 
 def read_private(folder: Path, prefix: str, rank: int) -> dict[str, Tensor]:
@@ -133,7 +133,7 @@ def read_private(folder: Path, prefix: str, rank: int) -> dict[str, Tensor]:
     for name, saved in metadata.state_dict_metadata.items():
         if name.startswith(own):
             tensor = torch.empty(saved.size, dtype=saved.properties.dtype)  # type: ignore[union-attr]
-            found[name] = LocalPart(tensor, tuple(tensor.shape), {})
+            found[name] = LocalPart.undivided(tensor)
     try:
         _read(PartReader(folder / PARTS, metadata), found)
     except CheckpointError as error:
@@ -202,7 +202,7 @@ def export_parts(
         key = stored_as.get(name, f"model.{name}")
         saved: Any = metadata.state_dict_metadata[key]
         whole = torch.empty(saved.size, dtype=saved.properties.dtype)
-        _read(reader, {key: LocalPart(whole, tuple(whole.shape), {})})
+        _read(reader, {key: LocalPart.undivided(whole)})
         return whole.view(dtypes.get(name, whole.dtype))
 
     save_model(wholes, model.config, out, source_dir=source, source=model.origin, fetch=fetch, overwrite=True)
