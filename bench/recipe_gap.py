@@ -3,6 +3,7 @@
     python -m bench.recipe_gap             trains what is missing of every model, variant and seed, then the result
     python -m bench.recipe_gap --result    the result of the seeds that are there already
     python -m bench.recipe_gap --models moe --recipes mxfp8     some only: prints, writes nothing
+    python -m bench.recipe_gap --of moe20m                      a mixture of 20 M parameters, the first 50 steps
 
 A dense model and a mixture of experts are trained under every recipe from the same weights on the same batches, once
 per seed. The gap of a seed is loss / bf16's loss of that seed - 1, of the mean loss of the last steps of a span; its
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,27 +45,62 @@ from te_models.training.data.windows import Windows
 NOISE = ("fp32", "perturbed")
 """Variants whose distance from bf16 is another order of sums, or another start 1 part in 1,000 away."""
 VARIANTS = ("bf16", *NOISE, *NAMES)
-SEEDS, STEPS, BATCH, SEQUENCE, LR = 5, 1000, 2, 64, 2e-3
+LR = 2e-3
 EARLY, FINAL = 10, 40
-"""The gap at step 50 is of its last EARLY steps, the gap at the end of the last FINAL steps."""
+"""The gap at step 50 is of its last EARLY steps, the gap at the end of longer runs of the last FINAL steps."""
 SCHEDULE = ScheduleConfig(kind="cosine", warmup_steps=20)
 SCRATCH = Path(tempfile.gettempdir()) / "te_models_recipe_gap"
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t of a two-sided 95 % interval, by the number of seeds."""
-_SHAPE: dict[str, Any] = {
-    "vocab_size": 257,
-    "hidden_size": 64,
-    "num_layers": 2,
-    "max_position_embeddings": SEQUENCE,
-    "init_method_std": 1 / 8,  # 1 / sqrt(hidden size)
-    "attention": AttentionConfig(num_attention_heads=2),
-    "mlp": MLPConfig(ffn_hidden_size=256),
-}
-MODELS = {
-    "dense": ModelConfig(**_SHAPE),
-    "moe": ModelConfig(
-        **_SHAPE,
-        moe=MoEConfig(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=128, aux_loss_coeff=0.01),
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What is trained: models by name, `batch` windows of `sequence` tokens a step. result: the JSON file's name."""
+
+    result: str
+    models: dict[str, ModelConfig]
+    seeds: int
+    steps: int
+    batch: int
+    sequence: int
+
+    def ends(self, steps: int) -> dict[int, int]:
+        """Return the steps at which gaps are taken, each with the number of steps that end there and are averaged."""
+        return {50: EARLY} if steps == 50 else {50: EARLY, steps: FINAL}
+
+
+def _model(hidden: int, heads: int, layers: int, sequence: int, expert_ffn: int = 0) -> ModelConfig:
+    """Return a model of bytes whose MLPs have four times its width, or eight experts, of which a token uses two."""
+    experts: dict[str, Any] = {"num_moe_experts": 8, "moe_router_topk": 2, "aux_loss_coeff": 0.01}
+    return ModelConfig(
+        vocab_size=257,
+        hidden_size=hidden,
+        num_layers=layers,
+        max_position_embeddings=sequence,
+        init_method_std=1 / math.sqrt(hidden),
+        attention=AttentionConfig(num_attention_heads=heads),
+        mlp=MLPConfig(ffn_hidden_size=4 * hidden),
+        moe=MoEConfig(moe_ffn_hidden_size=expert_ffn, **experts) if expert_ffn else None,
+    )
+
+
+COMPARISONS = {
+    "small": Comparison(
+        result="recipe_gap",
+        models={"dense": _model(64, 2, 2, 64), "moe": _model(64, 2, 2, 64, 128)},
+        seeds=5,
+        steps=1000,
+        batch=2,
+        sequence=64,
+    ),
+    "moe20m": Comparison(
+        result="recipe_gap_moe20m",
+        models={"moe": _model(256, 4, 6, 128, 512)},
+        seeds=10,
+        steps=50,
+        batch=1,
+        sequence=128,
     ),
 }
 
@@ -71,13 +108,14 @@ MODELS = {
 class Bench:
     """The runs of one machine, each a file of its losses in a folder."""
 
-    def __init__(self, folder: Path, steps: int, seeds: int) -> None:
+    def __init__(self, folder: Path, of: Comparison, steps: int, seeds: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.steps, self.seeds = folder, steps, seeds
+        self.folder, self.of, self.steps, self.seeds = folder, of, steps, seeds
         self.tokens = folder / "tokens"
 
     def file(self, model: str, variant: str, seed: int) -> Path:
-        settings = json.dumps([MODELS[model].to_dict(), BATCH, SEQUENCE, LR, SCHEDULE.to_dict()])
+        of = self.of
+        settings = json.dumps([of.models[model].to_dict(), of.batch, of.sequence, LR, SCHEDULE.to_dict()])
         digest = hashlib.sha256(settings.encode()).hexdigest()[:12]  # a run of other settings is another run
         return self.folder / f"{model}-{variant}-{seed}-{self.steps}-{digest}.json"
 
@@ -97,13 +135,13 @@ class Bench:
             build_dataset(self.tokens, library_files()[0], "bytes")
         dataset = TokenDataset.open(self.tokens)
         for seed in range(self.seeds):
-            windows = Windows(dataset, SEQUENCE, "train", 0.0, seed)
+            windows = Windows(dataset, self.of.sequence, "train", 0.0, seed)
             for name, config in models.items():
                 for variant in variants:
                     if self.file(name, variant, seed).is_file():
                         continue
                     begun = time.process_time()
-                    losses = losses_of(config, variant, windows, seed, self.steps)
+                    losses = losses_of(config, variant, windows, seed, self.steps, self.of.batch)
                     seconds = time.process_time() - begun
                     partial = self.folder / "partial"
                     partial.write_text(json.dumps({"losses": losses, "cpu_seconds": round(seconds, 1)}))
@@ -112,7 +150,7 @@ class Bench:
                     sys.stdout.flush()
 
 
-def losses_of(config: ModelConfig, variant: str, windows: Windows, seed: int, steps: int) -> list[float]:
+def losses_of(config: ModelConfig, variant: str, windows: Windows, seed: int, steps: int, batch: int) -> list[float]:
     """Train a new model on windows and return the loss of each step."""
     torch.manual_seed(seed)
     model = GPTModel(config, params_dtype=torch.float32).train()
@@ -120,7 +158,7 @@ def losses_of(config: ModelConfig, variant: str, windows: Windows, seed: int, st
         for parameter in model.parameters():
             parameter.data *= 1 + 1e-3 * torch.randn_like(parameter)
     set_rounding_seed(model, seed)
-    options: dict[str, Any] = {"steps": steps, "batch": BATCH, "lr": LR, "schedule": SCHEDULE}
+    options: dict[str, Any] = {"steps": steps, "batch": batch, "lr": LR, "schedule": SCHEDULE}
     options["precision"] = "fp32" if variant == "fp32" else "bf16-mixed"
     options["recipe"] = named(variant) if variant in NAMES else None
     return [round(loss, 5) for loss in losses_of_steps(model, windows, **options)]
@@ -156,7 +194,7 @@ def result_of(bench: Bench, models: dict[str, ModelConfig], variants: tuple[str,
     found: dict[str, Any] = {"seeds": seeds, "gap_to_bf16_percent": {}}
     for model in models:
         losses = {v: [bench.losses(model, v, seed) or [] for seed in seeds] for v in variants}
-        ends = {50: EARLY, bench.steps: FINAL}
+        ends = bench.of.ends(bench.steps)
         found["gap_to_bf16_percent"][model] = {f"step {end}": gaps_of(losses, end, ends[end]) for end in ends}
         found.setdefault("bf16_loss", {})[model] = [round(statistics.fmean(run[-FINAL:]), 4) for run in losses["bf16"]]
     return found
@@ -168,7 +206,7 @@ def draw(found: dict[str, Any], out: Path) -> None:
 
     gaps = found["gap_to_bf16_percent"]
     figure = Figure(figsize=(8, 6), layout="constrained")
-    panels = figure.subplots(len(gaps), 2, squeeze=False)
+    panels = figure.subplots(len(gaps), len(next(iter(gaps.values()))), squeeze=False)
     for row, (model, ends) in zip(panels, gaps.items(), strict=True):
         for axes, (end, variants) in zip(row, ends.items(), strict=True):
             for i, (variant, gap) in enumerate(variants.items()):
@@ -185,18 +223,21 @@ def draw(found: dict[str, Any], out: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"seeds of each run, 2 to 10 ({SEEDS})")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of each run, at least 50 ({STEPS})")
+    parser.add_argument("--of", choices=COMPARISONS, default="small", help="which models (small)")
+    parser.add_argument("--seeds", type=int, help="seeds of each run, 2 to 10 (5; moe20m: 10)")
+    parser.add_argument("--steps", type=int, help="steps of each run, at least 50 (1000; moe20m: 50)")
     parser.add_argument("--scratch", type=Path, default=SCRATCH, help=f"folder of finished runs ({SCRATCH})")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="some models only")
+    parser.add_argument("--models", nargs="+", choices=("dense", "moe"), help="some models only")
     parser.add_argument("--recipes", nargs="+", choices=NAMES, default=list(NAMES), help="some recipes only")
     parser.add_argument("--result", action="store_true", help="train nothing")
     options = parser.parse_args()
-    if options.seeds not in T_95 or options.steps < 50:
-        parser.error(f"seeds are {options.seeds} and steps {options.steps}; allowed: 2 to 10, and at least 50")
+    of = COMPARISONS[options.of]
+    seeds, steps = options.seeds or of.seeds, options.steps or of.steps
+    if seeds not in T_95 or steps < 50:
+        parser.error(f"seeds are {seeds} and steps {steps}; allowed: 2 to 10, and at least 50")
     torch.set_num_threads(1)
-    bench = Bench(options.scratch, options.steps, options.seeds)
-    models = {name: MODELS[name] for name in options.models}
+    bench = Bench(options.scratch, of, steps, seeds)
+    models = {name: config for name, config in of.models.items() if name in (options.models or of.models)}
     variants = ("bf16", *NOISE, *options.recipes)
     if not options.result:
         bench.run_missing(models, variants)
@@ -208,24 +249,24 @@ def main() -> int:
         for end, gaps in ends.items():
             for variant, gap in gaps.items():
                 print(f"{model}, {end}, {variant}: {gap['mean']:+.2f} +- {gap['half_width']:.2f} %")
-    if {*models} != {*MODELS} or {*variants} != {*VARIANTS}:
+    if {*models} != {*of.models} or {*variants} != {*VARIANTS}:
         return 0
     runs = [bench.file(model, variant, seed) for model in models for variant in variants for seed in found["seeds"]]
     seconds = sum(json.loads(file.read_text())["cpu_seconds"] for file in runs)
     payload = {
         "versions": versions("torch"),
-        "models": {name: config.to_dict() for name, config in MODELS.items()},
+        "models": {name: config.to_dict() for name, config in of.models.items()},
         "parameters": {
             name: sum(p.numel() for p in GPTModel(config, device="meta").parameters())
-            for name, config in MODELS.items()
+            for name, config in of.models.items()
         },
         "steps": bench.steps,
-        "tokens_per_step": BATCH * SEQUENCE,
-        "mean_of_steps": {"step 50": EARLY, f"step {bench.steps}": FINAL},
+        "tokens_per_step": of.batch * of.sequence,
+        "mean_of_steps": {f"step {end}": span for end, span in of.ends(bench.steps).items()},
         "cpu_seconds": round(seconds),
     }
-    print(f"written to {write_result('recipe_gap', payload | found)}")
-    draw(found, RESULTS / "recipe_gap.png")
+    print(f"written to {write_result(of.result, payload | found)}")
+    draw(found, RESULTS / f"{of.result}.png")
     return 0
 
 

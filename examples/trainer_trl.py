@@ -29,15 +29,8 @@ model = TEModelForCausalLM.from_pretrained(args.model, dtype="float32")  # float
 model.recipe = Float8CurrentScaling()
 tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
 
-
-class SFTTrainer(trl.SFTTrainer):
-    """With the model's own loss: TRL would take hidden states from the model and apply the output layer itself."""
-
-    compute_loss = transformers.Trainer.compute_loss
-
-
 chats = [json.loads(line) for line in Path(args.chats).read_text(encoding="utf-8").splitlines()]
-trainer = SFTTrainer(
+trainer = trl.SFTTrainer(
     model,
     args=trl.SFTConfig(
         output_dir=args.output,

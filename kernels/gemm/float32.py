@@ -21,30 +21,47 @@ _CACHED = 2**18  # where there are so few rows that reading the right side is wh
 _CACHED_ROWS = 256
 
 
-def product(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def product(
+    left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     """Return `left @ right + bias` in `out_dtype`: [M, K] by [K, N] -> [M, N]; bias: [N] or None. Summed in float32 and
-    rounded once; at most 64 MiB of either side, and of the result, are in float32 at a time."""
+    rounded once; at most 64 MiB of either side, and of the result, are in float32 at a time. out: where to write it."""
     if torch.is_autocast_enabled("cpu"):
         with torch.autocast("cpu", enabled=False):
-            return product(left, right, bias, out_dtype)
+            return product(left, right, bias, out_dtype, out)
     rows, inner = left.shape
     columns = right.shape[1]
     if rows < FEW_ROWS and out_dtype == left.dtype:
-        return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
-    elements = _CACHED if rows <= _CACHED_ROWS else _PIECE
+        found = torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+        return found if out is None else out.copy_(found)
+    cached = rows <= _CACHED_ROWS
     row_step = max(_PIECE // max(inner, 1), 16)
-    column_step = max(elements // max(inner, min(rows, row_step), 1), 16)
-    if rows <= row_step and columns <= column_step:
+    if cached and right.stride(1) == 1 and inner * columns > _CACHED and rows * columns <= _PIECE:
+        found = _sum_of_parts(left.float(), right, max(_CACHED // columns, 16))
+    else:
+        column_step = max((_CACHED if cached else _PIECE) // max(inner, min(rows, row_step), 1), 16)
+        if rows > row_step or columns > column_step:
+            out = left.new_empty(rows, columns, dtype=out_dtype) if out is None else out
+            for some in _slices(rows, row_step):
+                wide = left[some].float()
+                for part in _slices(columns, column_step):
+                    found = torch.mm(wide, right[:, part].float())
+                    out[some, part] = found if bias is None else found + bias[part]
+            return out
         found = torch.mm(left.float(), right.float())
-        # not in place: selective checkpointing may have kept the product
-        return (found if bias is None else found + bias).to(out_dtype)
-    out = left.new_empty(rows, columns, dtype=out_dtype)
-    for some in _slices(rows, row_step):
-        wide = left[some].float()
-        for part in _slices(columns, column_step):
-            found = torch.mm(wide, right[:, part].float())
-            out[some, part] = found if bias is None else found + bias[part]
-    return out
+    # not in place: selective checkpointing may have kept the product
+    found = found if bias is None else found + bias
+    return found.to(out_dtype) if out is None else out.copy_(found)
+
+
+def _sum_of_parts(left: Tensor, right: Tensor, step: int) -> Tensor:
+    """Return `left @ right` in float32, `step` rows of `right` at a time: consecutive in memory, where columns would be
+    far apart."""
+    first, *others = _slices(right.shape[0], step)
+    found = torch.mm(left[:, first], right[first].float())
+    for part in others:
+        found.addmm_(left[:, part], right[part].float())
+    return found
 
 
 def _slices(length: int, step: int) -> Iterator[slice]:

@@ -62,7 +62,7 @@ def grouped_gemm_wgrad(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
 def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     """Write `left @ right` to `out`, in the dtype in which this CPU multiplies."""
     if in_float32(left):
-        out.copy_(product(left, right, None, out.dtype))
+        product(left, right, None, out.dtype, out)
     else:
         torch.mm(left, right, out=out)
 

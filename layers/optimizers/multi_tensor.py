@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .norm import tensor_norm
+
 
 class MultiTensorApply:
     """Calls a function of lists of tensors. chunk_size: how a CUDA kernel cuts them; numbers do not depend on it."""
@@ -34,7 +36,7 @@ def multi_tensor_l2norm(
     else [0]). noop_flag: an integer tensor [1], set to 1 where the norm is infinite or NaN."""
     (tensors,) = tensor_lists
     device = tensors[0].device if tensors else noop_flag.device
-    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
+    norms = [tensor_norm(tensor) for tensor in tensors]
     each = torch.stack(norms) if norms else torch.zeros(0, device=device)
     total = torch.linalg.vector_norm(each).reshape(1)
     noop_flag.copy_(torch.where(total.isfinite().to(noop_flag.device), noop_flag, 1))

@@ -103,6 +103,16 @@ class TEConfig(transformers.PreTrainedConfig):
         return self._model["max_position_embeddings"]
 
     @property
+    def logit_scale(self) -> float:
+        """What logits are multiplied by, before the cap; for those who apply the output layer themselves."""
+        return self._model["embedding"]["logits_multiplier"]
+
+    @property
+    def final_logit_softcapping(self) -> float | None:
+        """The cap of logits, softcap * tanh(logits / softcap); None: no cap."""
+        return self._model["embedding"]["logits_softcap"]
+
+    @property
     def _model(self) -> dict[str, Any]:
         if self.config is None:
             raise AttributeError("this TEConfig describes no model: its config is None")

@@ -166,9 +166,9 @@ def train_experts(run: Run) -> Path:
     text = windows_of(run.tokenizer, run.training_files, count // per_file, per_file * sizes.train_length)
     dataset = write_dataset(run.scratch / "tokens", [[text.flatten().tolist()]], run.vocab_size)
     before = perplexity(ours(run.moe, run.windows, torch.bfloat16), run.windows)
-    compared = _last_batches(run, dataset)
-    first = math.log(perplexity(ours(run.moe, compared, torch.bfloat16), compared))
-    report.numbers |= {"perplexity_before_training": before, "loss_before_training": first}
+    untrained = _untrained_losses(run, dataset)
+    first = statistics.fmean(untrained[-sizes.compared :])
+    report.numbers |= {"perplexity_before_training": before, "loss_before_training": untrained}
     curves = {name: run.out / f"train-{name}" for name in ("bf16", run.recipe)}
     last: dict[str, float] = {}
     for name, folder in curves.items():
@@ -179,12 +179,12 @@ def train_experts(run: Run) -> Path:
         losses = [row["loss"] for row in read_metrics(folder / "metrics.jsonl")]
         last[name] = statistics.fmean(losses[-sizes.compared :])
         report.numbers[f"loss_{name}"] = losses
-        what = f"{name}: mean loss on the last {sizes.compared} batches, from {first:.4g} before training"
+        what = f"{name}: mean loss on the last {sizes.compared} batches, from {first:.4g} without training"
         report.at_most(what, last[name], sizes.most_loss * first, 4)
         after = perplexity(ours(folder / "final", run.windows, torch.bfloat16), run.windows)
         report.numbers[f"perplexity_after_{name}"] = after
         report.at_most(f"{name}: perplexity on held-out text, from {before:.4g}", after, before, 4)
-    losses = {name: report.numbers[f"loss_{name}"] for name in curves}
+    losses = {"not trained": untrained, **{name: report.numbers[f"loss_{name}"] for name in curves}}
     tokens = sizes.train_batch * sizes.train_length
     title = f"{sizes.experts} experts, top {sizes.topk}, trained on {sizes.train_batches} batches of {tokens} tokens"
     plot_gaps(losses, run.out / "curves.png", span=sizes.compared, title=title, reference="bf16")
@@ -197,12 +197,19 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def _last_batches(run: Run, dataset: TokenDataset) -> torch.Tensor:
-    """Return the windows [B, S] of the last `compared` steps, as the trainer will read them."""
+def _untrained_losses(run: Run, dataset: TokenDataset) -> list[float]:
+    """Return the loss that the model has, before training, on the batch of each step: how much easier a batch is than
+    another is no progress."""
     sizes, seed = run.sizes, train_config(run, run.out, "none").seed
-    read, last = sizes.epochs * sizes.train_batches, sizes.compared
     windows = Windows(dataset, sizes.train_length, "train", 0.0, seed)
-    return windows.batch((read - last) * sizes.train_batch, last * sizes.train_batch)
+    model = GPTModel.from_pretrained(run.moe, dtype=torch.bfloat16).eval()
+    losses = []
+    for step in range(sizes.epochs * sizes.train_batches):
+        batch = windows.batch(step * sizes.train_batch, sizes.train_batch)
+        losses.append(math.log(perplexity(logits(model, batch), batch)))
+    del model
+    return_freed_memory()
+    return losses
 
 
 def _release() -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from te_models.layers import FusedAdamW, gradient_of
+from te_models.layers.optimizers.norm import tensor_norm
 from te_models.layers.tensor.fsdp import local_part
 
 from ...config import ConfigError
@@ -213,7 +214,7 @@ class Optimizer:
                 gradients.append(local_part(gradient))
                 if name in self._elsewhere:
                     continue
-                own = torch.linalg.vector_norm(gradients[-1], dtype=torch.float32)
+                own = tensor_norm(gradients[-1])
                 (divided[groups] if groups else norms).append(own)
         norms += [norm_over(groups, parts, self.lr.device) for groups, parts in divided.items()]
         if self._stages is not None:  # each with parameters of its own

@@ -223,3 +223,24 @@ def test_the_choice_holds_for_the_process() -> None:
     with using_cpu_gemm("bf16" if before == "float32" else "float32"):
         assert cpu_gemm() != before
     assert cpu_gemm() == before
+
+
+@pytest.mark.parametrize("rows", [2, 9, 300])
+@pytest.mark.parametrize("lying", ["by rows", "by columns"])
+def test_every_way_to_take_a_product_in_pieces_is_the_product(
+    rows: int, lying: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Consecutive rows of the right side, columns of it, and pieces of both sides; with a bias, and into a tensor."""
+    left, right, bias = made(rows, 96, seed=1), made(96, 80, seed=2), made(80, seed=3)
+    right = right if lying == "by rows" else right.t().contiguous().t()
+    exact = left.double() @ right.double()
+    for cached, piece in ((1 << 18, 1 << 24), (80 * 20, 1 << 24), (80 * 20, 80 * 20)):
+        monkeypatch.setattr("te_models.kernels.gemm.float32._CACHED", cached)
+        monkeypatch.setattr("te_models.kernels.gemm.float32._PIECE", piece)
+        for added in (None, bias):
+            expected = (exact if added is None else exact + added.double()).to(torch.bfloat16)
+            found = product(left, right, added, torch.bfloat16)
+            into = torch.full_like(found, float("nan"))
+            assert product(left, right, added, torch.bfloat16, into) is into
+            assert torch.equal(into, found)
+            torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-6)

@@ -6,7 +6,8 @@
 - A comparison keeps the type of what it compared, so a scalar one, spread over a tile, becomes a tile of integers,
   which loads and stores of 3.9 refuse as a mask.
 
-And one for time: each launch looks through all of triton.language for what it replaces, a third of the time of most.
+And one for time: each launch replaces the functions of triton.language and puts them back, a third of the time of most.
+Here the first launch of a test replaces them, until the end of the test.
 """
 
 from __future__ import annotations
@@ -66,9 +67,35 @@ def _patch_known_builtins(pkg, builder, scope) -> None:
         interpreter._patch_attr(pkg, name, member, builder, scope)
 
 
+class _UntilTheEndOfTheTest:
+    """What a launch replaces, as the interpreter's own scope does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+
+    def set_attr(self, obj: object, name: str, value: object) -> None:
+        self._monkeypatch.setattr(obj, name, value, raising=False)
+
+    def restore(self) -> None:
+        """The test does, at its end."""
+
+
 def correct(monkeypatch: pytest.MonkeyPatch) -> None:
     """Apply them until the end of the test."""
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_splat", _splat_truth)
     monkeypatch.setattr(interpreter, "_convert_float", _cast_as_torch)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", _patch_tensor_with_index)
     monkeypatch.setattr(interpreter, "_patch_builtin", _patch_known_builtins)
+    scope = _UntilTheEndOfTheTest(monkeypatch)
+    monkeypatch.setattr(interpreter, "_LangPatchScope", lambda: scope)
+    patched: set[frozenset[str]] = set()
+    patch = interpreter._patch_lang
+
+    def patch_once(fn):
+        langs = frozenset(v.__name__ for v in fn.__globals__.values() if v is tl or v is tl.core)
+        if langs not in patched:
+            patched.add(langs)
+            patch(fn)
+        return scope
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)

@@ -1,0 +1,71 @@
+"""The model without its output layer, for trainers that apply that layer themselves, as TRL's do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..extras import require
+
+if TYPE_CHECKING:
+    from transformers import modeling_outputs
+
+    from .model import TEModelForCausalLM
+else:
+    modeling_outputs = require("transformers", "hf", feature="te_models.hf").modeling_outputs
+
+
+class Backbone:
+    """What `TEModelForCausalLM.base_model` returns: called with the model's arguments but `labels`, it returns hidden
+    states in place of logits.
+
+    Not a module, for the model's parameters have one name each.
+    """
+
+    _tp_plan: dict[str, str] | None = None
+    _pp_plan: dict[str, Any] | None = None
+    """transformers asks its base models for plans of its own parallelism."""
+
+    def __init__(self, owner: TEModelForCausalLM) -> None:
+        self._owner = owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> modeling_outputs.BaseModelOutputWithPast:
+        """Return `last_hidden_state` [B, S, H], the output of the last layer after the final norm, and the cache.
+
+        Raises ValueError in training mode where the model's own loss has terms beside the cross entropy (router losses,
+        further predicted tokens, the z-loss of the logits): a loss made of hidden states would leave them out.
+        """
+        terms = self._further_terms() if self._owner.training and torch.is_grad_enabled() else ()
+        if terms:
+            raise ValueError(
+                f"a loss computed from base_model leaves out {' and '.join(terms)} of this model's loss; allowed: "
+                "the loss that the model returns for labels (in a subclass of TRL's SFTTrainer, compute_loss = "
+                "transformers.Trainer.compute_loss), or a model without these terms, as "
+                "model.gpt.set_aux_loss_coeff(0.0) makes it"
+            )
+        output = self._owner.hidden_output(*args, **kwargs)
+        return modeling_outputs.BaseModelOutputWithPast(**output)
+
+    def _further_terms(self) -> list[str]:
+        gpt = self._owner.gpt
+        weights = gpt.router_loss_weights
+        terms = {
+            "the router losses": weights is not None and any(weights.values.values()),
+            "the loss of further predicted tokens": gpt.mtp is not None,
+            "the z-loss of the logits": gpt.output_layer.logits_z_loss_coeff != 0,
+        }
+        return [term for term, present in terms.items() if present]
+
+
+def output_embeddings(output_layer: nn.Module, shared_weight: torch.Tensor | None) -> nn.Module:
+    """Return a module with the `weight` [V, H] and the `bias` of the output layer: the layer itself, or, where it
+    shares the embedding's weight, a linear layer of that weight."""
+    if shared_weight is None:
+        return output_layer
+    words, hidden = shared_weight.shape
+    linear = nn.Linear(hidden, words, bias=False, device="meta")
+    linear.weight = shared_weight  # type: ignore[assignment]
+    linear.bias = output_layer.bias
+    return linear
