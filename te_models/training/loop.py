@@ -27,7 +27,7 @@ from ..signals import Interrupted, StopSignals
 from ..terminal import say
 from .build import resolve_device
 from .checkpoints.files import checkpoint_dir
-from .checkpoints.start import complete_recipe_state
+from .checkpoints.recipes import complete_recipe_state
 from .config import TrainConfig
 from .data.prefetch import Prefetcher
 from .data.windows import Batch

@@ -24,11 +24,11 @@ from ..terminal import say
 from .build import build_model, build_optimizer
 from .checkpoints.background import BackgroundWriter
 from .checkpoints.checkpoint import TrainingState
+from .checkpoints.recipes import complete_recipe_state
 from .checkpoints.saving import Saving
 from .checkpoints.start import (
     check_same_data,
     check_same_run,
-    complete_recipe_state,
     naming_the_intact,
     open_start,
     restore_generators,

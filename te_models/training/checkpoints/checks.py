@@ -3,7 +3,7 @@
 Two lines of defence. manifest.json says what each file was when it was written, which notices every changed bit. The
 values themselves are checked as well, because a checkpoint may have been put together by hand, manifest included, or
 come from a release that wrote none: names, types, shapes and dtypes, ranges, the step against the folder's name, the
-position against the step. What only the model knows, `Optimizer` and `check_recipe_state` compare.
+position against the step. What only the model knows, `Optimizer` and `saved_recipe_state` compare.
 """
 
 from __future__ import annotations
@@ -347,18 +347,3 @@ def _violated_fp8(key: str, value: torch.Tensor) -> str | None:
 
 def _kind(value: torch.Tensor) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-
-
-def check_recipe_state(
-    tensors: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]
-) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the recipe state of each rank, by rank, then by name; raise TrainingCheckpointError unless all of them are
-    what the recipe of this model keeps. live: the state of the model now, complete (`prepare_recipe_state`)."""
-    found = by_rank(tensors, "recipe.")
-    expected = {name: (tuple(value.shape), value.dtype) for name, value in live.items()}
-    for rank, state in found.items():
-        check_same_layout(state, expected, f"recipe on rank {rank}")
-        check_ranges(state)
-    if expected and not found:
-        check_same_layout({}, expected, "recipe")
-    return found

@@ -17,21 +17,20 @@ from torch import nn
 
 from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.io.manifest import MANIFEST
-from te_models.layers import load_recipe_state, prepare_recipe_state, recipe_state
+from te_models.layers import load_recipe_state, recipe_state
 
 from ...config import ConfigError
-from ...model import GPTModel
 from ...parallel.dims import ParallelDims
 from ..config import DataConfig, LoRAConfig, ModelSource, OptimizerConfig, PrecisionConfig, TrainConfig
 from ..data.token_file import DataError
 from ..metrics import METRICS
-from ..precision import build_recipe
 from ..ranks.agreement import check_agreement
 from ..ranks.data_parallel import Ranks, gather_tensors
 from ..seeding import restore_random_state
 from .checkpoint import TrainingState, load_state
-from .checks import VALUES, TrainingCheckpointError, check_random_state, check_recipe_state
+from .checks import VALUES, TrainingCheckpointError, check_random_state
 from .files import latest_checkpoint, list_checkpoints
+from .recipes import saved_recipe_state
 
 if TYPE_CHECKING:
     from ..data.dataset import TokenDataset
@@ -162,79 +161,27 @@ def set_newer_aside(checkpoint: Path, step: int, output_dir: Path) -> list[Path]
     return renamed
 
 
-def complete_recipe_state(model: GPTModel, precision: PrecisionConfig) -> dict[str, torch.Tensor]:
-    """Return the live state of a model's recipe, of every layer that keeps any, whether it has run yet or not: so what
-    a checkpoint must hold does not depend on what has happened."""
-    recipe = build_recipe(precision, model.config.num_layers)
-    if recipe is not None:
-        prepare_recipe_state(model, recipe)
-    return recipe_state(model)
-
-
 def restore_generators(start: TrainingState, ranks: Ranks, model: nn.Module, dims: ParallelDims | None = None) -> None:
     """Restore this rank's random states and its recipes' live state. A rank that the checkpoint does not know keeps its
-    own random states; scales are the same on all ranks that have the same layers and experts.
+    own random states.
 
     model: with the recipe state that it will have (`complete_recipe_state`). dims: the layout of the ranks; None: that
     of the checkpoint, repeated or cut off. Raises TrainingCheckpointError where that
     of the checkpoint is another.
     """
-    known, saved_by = ranks.rank < start.world_size, _same_experts(start, ranks, dims)
+    known = ranks.rank < start.world_size
+    state = saved_recipe_state(start, ranks.rank, dims, recipe_state(model))
     if start.parts is not None:
-        from .sharded.checkpoint import read_private, read_recipe
+        from .sharded.checkpoint import read_private
 
-        mine = read_private(start.parts, "recipe", saved_by)
-        if start_stages(start) > 1 or (dims is not None and dims.pipeline_model_parallel_size > 1):
-            mine = read_recipe(start.parts, _with_other_stages(start, saved_by), recipe_state(model))
-        tensors = {f"recipe.{saved_by}.{name}": value for name, value in mine.items()}
-        states = check_recipe_state(tensors, recipe_state(model))
         random = read_private(start.parts, "rng", ranks.rank) if known else {}
     else:
-        live, tensors = recipe_state(model), start.tensors
-        if dims is not None and dims.pipeline_model_parallel_size > 1:  # the whole model's, of which a stage has a part
-            tensors = {k: t for k, t in tensors.items() if not k.startswith("recipe.") or k.split(".", 2)[2] in live}
-        states, own = check_recipe_state(tensors, live), f"rng.{ranks.rank}."
+        own = f"rng.{ranks.rank}."
         random = {k.removeprefix(own): t for k, t in start.tensors.items() if k.startswith(own)}
     if known:
         check_random_state(random, str(ranks.rank))
         restore_random_state(random)
-    state = states.get(str(saved_by), {})
     load_recipe_state(model, {k: t for k, t in state.items() if known or not k.endswith("fp8_rng_state")})
-
-
-def _dims_of(start: TrainingState) -> ParallelDims:
-    """Return the layout of the run before."""
-    return ParallelDims.of(start.config.get("parallel") or {}, start.world_size)
-
-
-def start_stages(start: TrainingState) -> int:
-    """Return how many ranks the layers of the run before were distributed over."""
-    return _dims_of(start).pipeline_model_parallel_size
-
-
-def _with_other_stages(start: TrainingState, rank: int) -> list[int]:
-    """Return a rank of the run before, and those that had the other stages of its copy."""
-    each = start.world_size // start_stages(start)
-    return [rank, *(stage * each + rank % each for stage in range(start_stages(start)))]
-
-
-def _same_experts(start: TrainingState, ranks: Ranks, dims: ParallelDims | None) -> int:
-    """Return a rank of the run before that had the experts which this rank has now; where they were distributed over
-    other numbers of ranks, any."""
-    if dims is not None:
-        before = _dims_of(start)
-        now, then = (
-            (
-                d.tensor_model_parallel_size,
-                d.expert_model_parallel_size,
-                d.pipeline_model_parallel_size,
-                d.expert_tensor_parallel_size,
-            )
-            for d in (dims, before)
-        )
-        if now != then and not (dims.splits_experts_apart or before.splits_experts_apart):
-            return ranks.rank // now[0] % now[1] % then[1] * then[0]
-    return ranks.rank % start.world_size
 
 
 def _fields(config: dict[str, Any]) -> dict[str, str]:

@@ -43,6 +43,7 @@ TRAINED = [
     Case("moe", "fp32", "etp2"),
     Case("moe", "mxfp8", "etp2"),
     Case("moe", "fp32", "tp2 etp1 ep2"),
+    Case("moe", "delayed", "ep2 fsdp2"),
     *MUON,
     *LORA,
 ]
@@ -64,6 +65,8 @@ CONTINUED = [
     Case("moe", "fp32", "etp2", start="ep2 fsdp2"),
     Case("moe", "fp32", "tp2 etp1 ep2", start="etp2"),
     Case("moe", "fp32", "ep2", start="tp2 etp1 ep2"),
+    Case("moe", "delayed", "ep2", start="one"),
+    Case("moe", "delayed", "tp2 etp1 ep2", start="ep2 fsdp2"),
     Case("moe", "lora", "fsdp2", start="fsdp2"),
     Case("moe", "lora", "fsdp2", start="one"),
 ]
@@ -85,6 +88,7 @@ BACK = [
     Case("tied", "fp32", "one", start="pp2"),
     Case("moe", "fp32", "one", start="etp2"),
     Case("moe", "fp32", "one", start="ep2 etp2"),
+    Case("moe", "delayed", "one", start="ep2 fsdp2"),
     Case("moe", "lora over stored mxfp8", "one", start="hsdp 2x2"),
 ]
 

@@ -11,7 +11,7 @@ As every checkpoint it appears by one rename, when all ranks have written.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -139,18 +139,6 @@ def read_private(folder: Path, prefix: str, rank: int) -> dict[str, Tensor]:
     except CheckpointError as error:
         raise TrainingCheckpointError(f"{folder} cannot be used: {error}") from None
     return {name.removeprefix(own): part.tensor for name, part in found.items()}
-
-
-def read_recipe(folder: Path, ranks: Sequence[int], names: Iterable[str]) -> dict[str, Tensor]:
-    """Return entries of the recipes' state, each of the first of these ranks of the run before that had it: pipeline
-    stages have those of their own layers. Names that no rank had are left out."""
-    by_rank = {rank: read_private(folder, "recipe", rank) for rank in dict.fromkeys(ranks)}
-    found = {}
-    for name in names:
-        saved = next((state[name] for state in by_rank.values() if name in state), None)
-        if saved is not None:
-            found[name] = saved
-    return found
 
 
 def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:

@@ -1,0 +1,113 @@
+"""The live state of recipes in a checkpoint, and what a rank takes of it in the same layout or in another.
+
+Every rank saves the state of the layers that it has. It is the same on all ranks that have the same layers and experts;
+a layer of experts has the scales of a rank's experts, which are consecutive ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from te_models.layers import prepare_recipe_state, recipe_state
+
+from ...model import GPTModel
+from ...parallel.dims import ParallelDims
+from ..config import PrecisionConfig
+from ..precision import build_recipe
+from .checkpoint import TrainingState
+from .checks import by_rank, check_ranges, check_same_layout
+
+
+def complete_recipe_state(model: GPTModel, precision: PrecisionConfig) -> dict[str, Tensor]:
+    """Return the live state of a model's recipe, of every layer that keeps any, whether it has run yet or not: so what
+    a checkpoint must hold does not depend on what has happened."""
+    recipe = build_recipe(precision, model.config.num_layers)
+    if recipe is not None:
+        prepare_recipe_state(model, recipe)
+    return recipe_state(model)
+
+
+def saved_recipe_state(
+    start: TrainingState, rank: int, now: ParallelDims | None, live: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the recipe state that a rank continues with, by name.
+
+    now: the layout of the ranks; None: that of the checkpoint, repeated or cut off. live: the state of the rank's model
+    now, complete (`complete_recipe_state`). Raises TrainingCheckpointError where the checkpoint has other names, shapes
+    or dtypes than that, or values out of range.
+    """
+    before = ParallelDims.of(start.config.get("parallel") or {}, start.world_size)
+    read = _reader(start)
+    if now is None or _places(now) == _places(before):
+        found, saved_by = read(rank % start.world_size), rank % start.world_size
+    else:
+        found, saved_by = _moved(read, before, now, rank, live)
+    check_same_layout(found, {n: (tuple(t.shape), t.dtype) for n, t in live.items()}, f"recipe on rank {saved_by}")
+    check_ranges(found)
+    return found
+
+
+def _reader(start: TrainingState) -> Callable[[int], dict[str, Tensor]]:
+    """Return a function that returns what a rank of the run before saved."""
+    if start.parts is None:
+        states = by_rank(start.tensors, "recipe.")
+        return lambda rank: states.get(str(rank), {})
+    from .sharded.checkpoint import read_private
+
+    return functools.cache(functools.partial(read_private, start.parts, "recipe"))
+
+
+def _places(dims: ParallelDims) -> tuple[object, ...]:
+    """Return what decides which layers and experts a rank has."""
+    return (
+        dims.tensor_model_parallel_size,
+        dims.expert_model_parallel_size,
+        dims.expert_tensor_parallel_size,
+        # ranks per stage decide which rank has which one, and stages which layers
+        (dims.pipeline_model_parallel_size, dims.ranks) if dims.pipeline_model_parallel_size > 1 else None,
+    )
+
+
+def _split(dims: ParallelDims) -> int:
+    """Return how many consecutive ranks have parts of the same experts."""
+    split = dims.expert_tensor_parallel_size if dims.splits_experts_apart else dims.tensor_model_parallel_size
+    assert split is not None, "filled in"
+    return split
+
+
+def _moved(
+    read: Callable[[int], dict[str, Tensor]],
+    before: ParallelDims,
+    now: ParallelDims,
+    rank: int,
+    live: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], int]:
+    """Return the state that a rank of another layout continues with, and the rank that most of it is from."""
+    ep_before, ep_now = before.expert_model_parallel_size, now.expert_model_parallel_size
+    own = rank // _split(now) % ep_now
+    each = before.ranks // before.pipeline_model_parallel_size
+
+    @functools.cache
+    def of_experts(part: int) -> dict[str, Tensor]:
+        """Of the layers of all stages, with this part of the experts."""
+        found: dict[str, Tensor] = {}
+        for stage in range(before.pipeline_model_parallel_size):
+            found |= read(stage * each + part * _split(before))
+        return found
+
+    nearest = of_experts(own % ep_before)
+    staged = max(before.pipeline_model_parallel_size, now.pipeline_model_parallel_size) > 1
+    found = {name: value for name, value in nearest.items() if name in live or not staged}
+    for name, value in found.items():
+        wanted = live.get(name)
+        if wanted is None or ep_now == ep_before or value.shape == wanted.shape or value.dim() == 0:
+            continue
+        parts = [of_experts(part).get(name, value[..., :0]) for part in range(ep_before)]
+        whole, experts = torch.cat(parts, dim=-1), wanted.shape[-1]
+        if whole.shape == (*wanted.shape[:-1], experts * ep_now):
+            found[name] = whole.narrow(-1, own * experts, experts).clone()
+    return found, own % ep_before * _split(before)
