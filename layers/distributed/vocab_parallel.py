@@ -19,6 +19,7 @@ from te_models.kernels.compiling import compiling
 from te_models.kernels.cross_entropy import IGNORE_INDEX, combined_loss, shard_gradient, shard_statistics
 from te_models.kernels.cross_entropy.chunked import loss_and_gradients
 from te_models.kernels.cross_entropy.op import scaled
+from te_models.kernels.cross_entropy.reference import valid_count
 from te_models.kernels.cross_entropy.shards import steps
 from te_models.kernels.embedding import embedding
 
@@ -123,9 +124,11 @@ def vocab_parallel_linear_cross_entropy(
     softcap: float | None = None,
     chunk_tokens: int | None = None,
     main_grad: Tensor | None = None,
-) -> Tensor:
-    """Return the mean cross entropy of all words' logits, a float32 scalar, the same on every rank; 0 if no label is
-    valid.
+    z_loss_coeff: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Return the mean cross entropy of all words' logits plus z_loss_coeff times the z-loss, the mean of logsumexp^2 of
+    them (0 without the coefficient), and the z-loss alone, without a gradient: float32 scalars, the same on every rank;
+    0 if no label is valid.
 
     hidden: [T, H], the same on every rank; weight: [v, H]; bias: [v]; labels: [T] int64, words of the whole vocabulary,
     -100 where a token does not count; other arguments as for `te_models.kernels.cross_entropy.linear_cross_entropy`.
@@ -138,7 +141,9 @@ def vocab_parallel_linear_cross_entropy(
     _check_words(labels, shard.place(weight.shape[0])[1], IGNORE_INDEX)
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     chunk = max(1, hidden.shape[0]) if chunk_tokens is None else chunk_tokens
-    return _LinearLoss.apply(hidden, weight, bias, main_grad, labels, shard, multiplier, softcap, chunk, wanted)
+    scaling = multiplier, softcap, z_loss_coeff
+    loss, z_loss = _LinearLoss.apply(hidden, weight, bias, main_grad, labels, shard, *scaling, chunk, wanted)
+    return loss, z_loss.detach()
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -155,21 +160,31 @@ class _LinearLoss(torch.autograd.Function):
         shard: VocabShard,
         multiplier: float,
         softcap: float | None,
+        z_loss_coeff: float,
         chunk: int,
         wanted: list[bool],
-    ) -> Tensor:
-        of_shard = partial(_loss_and_gradient_, shard=shard, multiplier=multiplier, softcap=softcap)
+    ) -> tuple[Tensor, Tensor]:
+        squares: list[Tensor] = []
+        of_shard = partial(
+            _loss_and_gradient_,
+            shard=shard,
+            multiplier=multiplier,
+            softcap=softcap,
+            z_loss_coeff=z_loss_coeff,
+            squares=squares,
+        )
         loss, *gradients = loss_and_gradients(
             hidden, weight, labels, bias, None, None, chunk, wanted, main_grad is not None, of_shard
         )
         ctx.save_for_backward(*gradients)
         ctx.main_grad, ctx.wanted = main_grad, wanted
-        return loss
+        z_loss = torch.cat(squares).sum() / valid_count(labels) if squares else torch.zeros_like(loss)
+        return loss, z_loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad,) = grads
+        grad, _ = grads
         hidden, weight, bias = ctx.saved_tensors
         dx, dw, db = ctx.wanted
         of_weight = None
@@ -177,7 +192,7 @@ class _LinearLoss(torch.autograd.Function):
             ctx.main_grad.addcmul_(weight, grad)
         elif dw:
             of_weight = scaled(weight, grad)
-        return scaled(hidden, grad) if dx else None, of_weight, scaled(bias, grad) if db else None, *(None,) * 7
+        return scaled(hidden, grad) if dx else None, of_weight, scaled(bias, grad) if db else None, *(None,) * 8
 
 
 def _loss_and_gradient_(
@@ -190,18 +205,29 @@ def _loss_and_gradient_(
     shard: VocabShard,
     multiplier: float,
     softcap: float | None,
+    z_loss_coeff: float,
+    squares: list[Tensor],
 ) -> Tensor:
-    """Return each token's loss [T]; overwrite the projection's output [T, v] by its gradient, unless scale is None."""
+    """Return each token's loss [T]; overwrite the projection's output [T, v] by its gradient, unless scale is None.
+    squares: where logsumexp^2 of the tokens that count is appended, if it is a part of the loss."""
     first, words = shard.place(logits.shape[1])
     final = logits if multiplier == 1.0 else logits * multiplier
     final = final if softcap is None else softcap * torch.tanh(final / softcap)
     loss, normalizer = combined_loss(_gathered(shard_statistics(final, labels, first), shard), labels, words)
+    counted = torch.where(labels != IGNORE_INDEX, normalizer, 0.0)
+    if z_loss_coeff:
+        squares.append(counted.square())
+        loss = loss + z_loss_coeff * squares[-1]
     if scale is None:
         return loss
     for step in steps(logits):
         z = final[step]
         of_loss = scale.expand(z.shape[0])
         gradient = shard_gradient(z, labels[step], first, normalizer[step], of_loss, words)
+        if z_loss_coeff:  # the gradient of logsumexp is the cross entropy's where no word is the label
+            of_square = 2 * z_loss_coeff * scale * counted[step]
+            no_word = torch.full_like(labels[step], words)
+            gradient = gradient + shard_gradient(z, no_word, first, normalizer[step], of_square, words)
         if softcap is not None:
             gradient = gradient * (1 - (z / softcap).square())
         logits[step] = gradient if multiplier == 1.0 else gradient * multiplier

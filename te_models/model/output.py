@@ -77,7 +77,7 @@ class OutputLayer(TensorParallelModule):
     no longer grows with tokens x vocabulary: 8192 tokens, H 576, V 49152 in bfloat16 on CPU by 512 take 223 MB instead
     of 844, and about a fifth more time. None: all tokens at once, as good up to some 2000 tokens.
 
-    logits_z_loss_coeff: set it, not in split layers, to add so many times the mean of logsumexp(logits)^2 to the loss
+    logits_z_loss_coeff: set it to add so many times the mean of logsumexp(logits)^2 to the loss
     of training (z-loss, PaLM, arXiv 2204.02311, section 5); 0: none.
 
     fuse_wgrad_accumulation: set it to add the weight's gradient to `weight.main_grad`, as in `te_models.layers.Linear`.
@@ -150,30 +150,28 @@ class OutputLayer(TensorParallelModule):
             if targets is None:
                 return None, None, None
             scaled["chunk_tokens"] = self.loss_chunk_tokens
-            if with_z_loss and self.logits_z_loss_coeff:
-                self._check_z_loss()
+            if with_z_loss and self.logits_z_loss_coeff and self.shard is None:
                 both = linear_cross_entropy_and_z_loss(x.flatten(0, 1), weight, targets, bias, **scaled)
                 return None, *self._with_z_loss(both, targets)
             if self.shard is None:
                 loss = linear_cross_entropy(x.flatten(0, 1), weight, targets, bias, **scaled)
             else:
+                scaled["z_loss_coeff"] = self.logits_z_loss_coeff if with_z_loss else 0.0
                 of_shard = vocab_parallel_linear_cross_entropy
-                loss = of_shard(x.flatten(0, 1), weight, targets, self.shard, bias, **scaled)
+                loss, z_loss = of_shard(x.flatten(0, 1), weight, targets, self.shard, bias, **scaled)
+                if scaled["z_loss_coeff"]:  # a part of the loss, whose gradient is the loss's
+                    _, z_loss = self._with_z_loss((loss, z_loss), targets)
+                    return None, self._of_all_positions(loss, targets) - z_loss, z_loss
             return None, self._of_all_positions(loss, targets), None
         logits = output_logits(x, weight, bias, **scaled)
         if self.shard is not None:
             logits = gather_logits(logits, self.shard)
         loss = z_loss = None
         if targets is not None and with_z_loss and self.logits_z_loss_coeff:
-            self._check_z_loss()
             loss, z_loss = self._with_z_loss(cross_entropy_and_z_loss(logits.flatten(0, 1), targets), targets)
         elif targets is not None:
             loss = self._of_all_positions(cross_entropy(logits.flatten(0, 1), targets), targets)
         return logits if self.context_shard is None else gather_positions(logits, self.context_shard), loss, z_loss
-
-    def _check_z_loss(self) -> None:
-        if self.shard is not None:
-            raise ValueError(f"logits_z_loss_coeff is {self.logits_z_loss_coeff}; allowed in split layers: 0")
 
     def _with_z_loss(self, both: tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
         loss, z_loss = (self._of_all_positions(term, targets) for term in both)

@@ -121,7 +121,7 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor, aux_loss: Tensor | None = None, *, labels: Tensor) -> Any:
         """x: [B, S] int64 of the first stage, else [B, S, H]; aux_loss: float32 scalar; labels: [B, S]. Adds (cross
-        entropy, router losses) of a micro-batch to `losses`, on the last stage."""
+        entropy, router losses, z-loss of the logits) of a micro-batch to `losses`, on the last stage."""
         model = self.model
         what: dict[str, Any] = {"input_ids": x} if model.pre_process else {"inputs_embeds": x}
         with self.context():
@@ -130,8 +130,9 @@ class Stage(nn.Module):
         aux = aux_loss if own is None else own if aux_loss is None else aux_loss + own
         if model.post_process:
             loss = output.loss if aux_loss is None else output.loss + aux_loss
-            aux = torch.zeros_like(loss) if aux is None else aux
-            self.losses.append(torch.stack([(loss - aux).detach(), aux.detach()]))
+            none = torch.zeros_like(loss)
+            aux, z_loss = (none if t is None else t for t in (aux, output.logits_z_loss))
+            self.losses.append(torch.stack([loss - aux - z_loss, aux, z_loss]).detach())
             return loss
         x = output.hidden_states[-1]
         if self.dtype is not None and x.dtype != self.dtype:
@@ -207,8 +208,8 @@ class Pipeline:
         return loss / self.micro_batches
 
     def forward_backward(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """Run micro-batches [B, S] forward and backward; return [cross entropy, router losses], means over them, the
-        same on all ranks of `group`. Gradients are those of the mean loss."""
+        """Run micro-batches [B, S] forward and backward; return [cross entropy, router losses, z-loss of the logits],
+        means over them, the same on all ranks of `group`. Gradients are those of the mean loss, their sum."""
         return self._run(micro_batches, backward=True).mean(0)
 
     def evaluate(self, batches: Sequence[Tensor]) -> Tensor:
@@ -231,7 +232,7 @@ class Pipeline:
                 run(*arguments, labels=ids, target=ids, return_outputs=False)
             except RuntimeError as error:  # torch lists tensors, and says what went wrong only as the cause
                 raise _first_cause(error) from None
-        total = torch.zeros(len(micro_batches), 2, dtype=torch.float32, device=self.device)
+        total = torch.zeros(len(micro_batches), 3, dtype=torch.float32, device=self.device)
         for stage in self.stages:
             if stage.losses:
                 total += torch.stack(stage.losses[-len(micro_batches) :])

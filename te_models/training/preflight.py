@@ -116,11 +116,6 @@ def check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) ->
     if dims.splits_experts_apart:
         check_split_experts(model, etp, config.model.expert_layout)
     check_layers(model, tp, etp)
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        if config.model.logits_z_loss_coeff and getattr(dims, name) > 1:
-            raise ConfigError(
-                f"model.logits_z_loss_coeff is {config.model.logits_z_loss_coeff}; allowed with parallel.{name}: 0"
-            )
     if not dims.is_whole or dims.expert_model_parallel_size > 1 or dims.context_parallel_size > 1:
         check_mtp(model, "a layout that divides model or windows")
     _check_tokens(config, model, dims)

@@ -216,7 +216,7 @@ def train_step(
             before()
     if isinstance(loss_function, Pipeline):
         with microbatch(first=None if before is None else False), collect_statistics(statistics):
-            total[:2] = loss_function.forward_backward(_ids(micro_batches))
+            total[[0, 1, 3]] = loss_function.forward_backward(_ids(micro_batches))
         optimizer.accumulate_gradients()
     else:
         weights = loss_weights(micro_batches, ranks)

@@ -43,7 +43,7 @@ MODELS: dict[str, ModelConfig] = {
     "tied": tiny_model(layers=4).replace(embedding=EmbeddingConfig(share_embeddings_and_output_weights=True)),
 }
 """Kind -> its model; mla_moe has latent attention, groups of experts, a shared one and a bias that balances them;
-two ranks cut "wide" between blocks of 32 rows."""
+two ranks cut "wide" between blocks of 32 rows; "tied" trains with a z-loss of the logits."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "dp2": {},
@@ -131,6 +131,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "optimizer.kind": "muon",
         "optimizer.ema_decay": "0.5",
         "optimizer.freeze": "embedding.*",
+        "model.logits_z_loss_coeff": "0.1",
     },
     "lora": {"precision.dtype": "fp32", "lora.rank": 4, "optimizer.lr": "1e-2"},
     "lora over stored mxfp8": {
@@ -141,8 +142,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "optimizer.lr": "1e-2",
     },
 }
-"""What else a case's `precision` can be: another optimizer, in float32, with averages and frozen parameters; adapters
-in place of the weights."""
+"""What else a case's `precision` can be: another optimizer, in float32, with averages, frozen parameters and a z-loss;
+adapters in place of the weights."""
 SPREAD = {"muon": (1e-5, 1e-4), "fp32": (1e-5, 1e-5), "lora": (1e-5, 1e-4), "delayed": (3e-3, 1e-2)}
 """Relative distances of losses and of gradient norms; (1e-3, 5e-3) where it is not said. A sum of float32 numbers in
 another order differs by 1e-7, of which Muon's steps in bfloat16 make more, one of bf16 numbers or their FP8 by what a
@@ -191,7 +192,7 @@ class Runs:
             config = tiny_run(
                 self.folder,
                 "run",
-                model=ModelSource(config=MODELS[case.kind]),
+                model=ModelSource(config=MODELS[case.kind], logits_z_loss_coeff=0.1 if case.kind == "tied" else 0.0),
                 steps=self.steps,
                 optimizer=OptimizerConfig(lr=1e-3, clip_grad_norm=0.5),
                 precision=PrecisionConfig(),
@@ -236,7 +237,7 @@ class Runs:
     def differences(self, case: Case) -> list[str]:
         """Return where a run is further from that of one rank than the order of sums explains, a line each."""
         loss, norm = SPREAD.get(case.precision, (1e-3, 5e-3))
-        limits = {"loss": loss, "validation_loss": loss, "grad_norm": norm}
+        limits = {"loss": loss, "validation_loss": loss, "logits_z_loss": loss, "grad_norm": norm}
         found, expected = self.curve(case), self.curve(case.reference())
         expected = expected[len(expected) - len(found) :]
         problems = [] if found and found[-1]["step"] == self.steps else [f"{case.name} has {len(found)} steps"]
