@@ -228,6 +228,7 @@ def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_R
         main_grads=main_grads,
         divided=None if parts is None or config.optimizer.kind != "muon" else divided_matrices(parts),
         everywhere=everywhere,
+        own=None if parts is None or not config.optimizer.freeze_experts else parts.stored(),
     )
 
 

@@ -170,9 +170,6 @@ def _check_optimizer(config: TrainConfig, dims: ParallelDims) -> None:
         if used and config.precision.quantized_weights:
             value = getattr(optimizer, key)
             raise ConfigError(f"optimizer.{key} is {value!r}; allowed with precision.quantized_weights: its default")
-    divided = "allowed where experts are distributed, or layers are split or sharded"
-    if optimizer.freeze_experts and not whole:
-        raise ConfigError(f"optimizer.freeze_experts is {list(optimizer.freeze_experts)!r}; {divided}: none")
     if not config.lora.rank or whole:
         return
     split = dims.tensor_model_parallel_size, dims.expert_tensor_parallel_size, dims.pipeline_model_parallel_size

@@ -59,6 +59,7 @@ class Optimizer:
             follows each backward pass.
         divided: the parameters whose matrices ranks have in parts, by name; None: none.
         everywhere: the names of the whole model's parameters, which patterns may mean; None: these.
+        own: what part of each parameter this rank has, by name; None: it has all of each.
     """
 
     def __init__(
@@ -75,13 +76,15 @@ class Optimizer:
         main_grads: bool = False,
         divided: Mapping[str, DividedMatrix] | None = None,
         everywhere: Iterable[str] | None = None,
+        own: Mapping[str, LocalPart] | None = None,
     ) -> None:
         self.config = config
         self.experts = experts
         self._groups = groups or {}
         self._stages, self._elsewhere = stages, elsewhere
         self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
-        self._frozen = FrozenExperts(config, self.parameters)
+        everywhere = None if everywhere is None else list(everywhere)
+        self._frozen = FrozenExperts(config, self.parameters, own, everywhere)
         owner: Any
         for owner in self.parameters.values() if main_grads else ():
             owner.main_grad = torch.zeros_like(owner, dtype=torch.float32, requires_grad=False)

@@ -131,6 +131,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "optimizer.kind": "muon",
         "optimizer.ema_decay": "0.5",
         "optimizer.freeze": "embedding.*",
+        "optimizer.freeze_experts": "decoder.layers.1.mlp.experts.*=0,3",
         "model.logits_z_loss_coeff": "0.1",
     },
     "lora": {"precision.dtype": "fp32", "lora.rank": 4, "optimizer.lr": "1e-2"},
