@@ -10,7 +10,7 @@ B batch, S sequence, H hidden.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -107,6 +107,10 @@ class StageLayout:
         return [range(begin, end) for begin, end in pairwise(edges)]
 
 
+Fields = Mapping[str, Tensor]
+"""A micro-batch: `input_ids` [B, S], and where it has them `labels` and what else `Stage` takes, all with B rows."""
+
+
 class Stage(nn.Module):
     """A pipeline stage: from hidden states [B, S, H] and, of a mixture of experts, the router losses until there, to
     those after its layers; the last stage returns the loss. number: of the stage. context: what a call runs in."""
@@ -119,20 +123,35 @@ class Stage(nn.Module):
         self.dtype: torch.dtype | None = None
         self.losses: list[Tensor] = []
 
-    def forward(self, x: Tensor, aux_loss: Tensor | None = None, *, labels: Tensor) -> Any:
-        """x: [B, S] int64 of the first stage, else [B, S, H]; aux_loss: float32 scalar; labels: [B, S]. Adds (cross
-        entropy, router losses, z-loss of the logits) of a micro-batch to `losses`, on the last stage."""
+    def forward(
+        self,
+        x: Tensor,
+        aux_loss: Tensor | None = None,
+        *,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        weight: Tensor | None = None,
+    ) -> Any:
+        """x: [B, S] int64 of the first stage, else [B, S, H]; aux_loss: float32 scalar; labels, position_ids and
+        document_ids: [B, S], as of GPTModel. weight: [B], one number, which everything but the router losses is
+        multiplied by; None: 1. Adds (cross entropy, router losses, z-loss of the logits) of a micro-batch to `losses`,
+        on the last stage."""
         model = self.model
         what: dict[str, Any] = {"input_ids": x} if model.pre_process else {"inputs_embeds": x}
         with self.context():
+            what |= {"position_ids": position_ids, "document_ids": document_ids}
             output = model(**what, labels=labels if model.post_process else None, return_logits=False)
         own = output.aux_loss
         aux = aux_loss if own is None else own if aux_loss is None else aux_loss + own
         if model.post_process:
-            loss = output.loss if aux_loss is None else output.loss + aux_loss
+            loss = output.loss if own is None else output.loss - own
             none = torch.zeros_like(loss)
             aux, z_loss = (none if t is None else t for t in (aux, output.logits_z_loss))
-            self.losses.append(torch.stack([loss - aux - z_loss, aux, z_loss]).detach())
+            if weight is not None:
+                loss, z_loss = loss * weight[0], z_loss * weight[0]
+            self.losses.append(torch.stack([loss - z_loss, aux, z_loss]).detach())
+            loss = loss + aux
             return loss
         x = output.hidden_states[-1]
         if self.dtype is not None and x.dtype != self.dtype:
@@ -207,13 +226,13 @@ class Pipeline:
     def _loss(self, loss: Tensor, _: Tensor) -> Tensor:
         return loss / self.micro_batches
 
-    def forward_backward(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """Run micro-batches [B, S] forward and backward; return [cross entropy, router losses, z-loss of the logits],
+    def forward_backward(self, micro_batches: Sequence[Fields]) -> Tensor:
+        """Run micro-batches forward and backward; return [cross entropy, router losses, z-loss of the logits],
         means over them, the same on all ranks of `group`. Gradients are those of the mean loss, their sum."""
         return self._run(micro_batches, backward=True).mean(0)
 
-    def evaluate(self, batches: Sequence[Tensor]) -> Tensor:
-        """Return the cross entropy of each batch [B, S], the same on all ranks of `group`."""
+    def evaluate(self, batches: Sequence[Fields]) -> Tensor:
+        """Return the cross entropy of each batch, times its weight, the same on all ranks of `group`."""
         found = []
         for first in range(0, len(batches), self.micro_batches):
             some = list(batches[first : first + self.micro_batches])
@@ -221,15 +240,16 @@ class Pipeline:
             found.append(self._run(full, backward=False)[: len(some), 0])
         return torch.cat(found)
 
-    def _run(self, micro_batches: Sequence[Tensor], *, backward: bool) -> Tensor:
-        ids = torch.cat(list(micro_batches)).to(self.device)
+    def _run(self, micro_batches: Sequence[Fields], *, backward: bool) -> Tensor:
+        fields = {name: torch.cat([each[name] for each in micro_batches]).to(self.device) for name in micro_batches[0]}
+        ids = fields.pop("input_ids")
         for stage in self.stages:
             stage.losses.clear()
         arguments = (ids,) if any(stage.number == 0 for stage in self.stages) else ()
         run = self._schedule.step if backward else self._schedule.eval
         with contextlib.nullcontext() if backward else torch.no_grad():
             try:
-                run(*arguments, labels=ids, target=ids, return_outputs=False)
+                run(*arguments, **{"labels": ids, **fields}, target=ids, return_outputs=False)
             except RuntimeError as error:  # torch lists tensors, and says what went wrong only as the cause
                 raise _first_cause(error) from None
         total = torch.zeros(len(micro_batches), 3, dtype=torch.float32, device=self.device)

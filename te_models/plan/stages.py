@@ -109,7 +109,7 @@ def record_stages_of_layers(
         pipeline = make_pipeline(gpt.train(), config, "cpu", layout)
         shape = config.data.micro_batch_size, config.data.sequence_length
         with _unrecorded_vote():
-            pipeline.forward_backward([torch.zeros(shape, dtype=torch.int64) for _ in range(micro_batches)])
+            pipeline.forward_backward([{"input_ids": torch.zeros(shape, dtype=torch.int64)}] * micro_batches)
         optimizer.accumulate_gradients()
         reduce_gradients(optimizer, layout.gradients)
         pipeline.sum_embedding_gradients()

@@ -151,16 +151,13 @@ def _check_reshard(config: TrainConfig, dims: ParallelDims) -> None:
 
 
 def _check_documents(config: TrainConfig, dims: ParallelDims) -> None:
-    """Raise ConfigError where ranks that share sequences, or layers, are to tell documents or predictions apart."""
-    for name in ("context_parallel_size", "pipeline_model_parallel_size"):
-        size = getattr(dims, name)
-        if size > 1 and (config.data.by_document or config.data.messages_field is not None):
-            raise ConfigError(
-                f"parallel.{name} is {size}; allowed with data.pack_documents, reset_position_ids, "
-                "reset_attention_mask and messages_field: 1"
-            )
-    if dims.pipeline_model_parallel_size > 1 and config.data.eod_mask_loss:
-        raise ConfigError("data.eod_mask_loss is True; allowed with parallel.pipeline_model_parallel_size: False")
+    """Raise ConfigError where ranks that share sequences are to tell documents or predictions apart."""
+    size = dims.context_parallel_size
+    if size > 1 and (config.data.by_document or config.data.messages_field is not None):
+        raise ConfigError(
+            f"parallel.context_parallel_size is {size}; allowed with data.pack_documents, reset_position_ids, "
+            "reset_attention_mask and messages_field: 1"
+        )
 
 
 def _check_optimizer(config: TrainConfig, dims: ParallelDims) -> None:

@@ -164,13 +164,17 @@ def _scored(batch: torch.Tensor | Batch) -> torch.Tensor:
     return torch.full((), ids[:, 1:].numel(), dtype=torch.float64, device=ids.device)
 
 
-def _ids(batches: Sequence[torch.Tensor | Batch]) -> list[torch.Tensor]:
-    """Return the input ids of batches for pipeline stages, which tell neither documents nor predictions apart."""
+def _fields(
+    batches: Sequence[torch.Tensor | Batch], weights: Sequence[torch.Tensor | None]
+) -> list[dict[str, torch.Tensor]]:
+    """Return what pipeline stages take of batches and of what their losses are multiplied by."""
     found = []
-    for batch in batches:
-        if isinstance(batch, Batch) and any(field is not None for field in batch[1:]):
-            raise TrainingError("the data have documents or a loss mask; allowed with pipeline stages: neither")
-        found.append(batch if isinstance(batch, torch.Tensor) else batch.input_ids)
+    for batch, weight in zip(batches, weights, strict=True):
+        ids, labels, positions, documents = batch if isinstance(batch, Batch) else (batch, None, None, None)
+        rows = None if weight is None else weight.to(ids.device).expand(ids.shape[0])
+        fields = {"input_ids": ids, "labels": ids if labels is None else labels, "position_ids": positions}
+        fields |= {"document_ids": documents, "weight": rows}
+        found.append({name: value for name, value in fields.items() if value is not None})
     return found
 
 
@@ -214,12 +218,12 @@ def train_step(
     if before is not None:
         with collect_statistics(statistics):
             before()
+    weights = loss_weights(micro_batches, ranks)
     if isinstance(loss_function, Pipeline):
         with microbatch(first=None if before is None else False), collect_statistics(statistics):
-            total[[0, 1, 3]] = loss_function.forward_backward(_ids(micro_batches))
+            total[[0, 1, 3]] = loss_function.forward_backward(_fields(micro_batches, weights))
         optimizer.accumulate_gradients()
     else:
-        weights = loss_weights(micro_batches, ranks)
         for i, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
             noting = statistics and i == len(micro_batches)
             with microbatch(first=None if before is None else False), collect_statistics(noting):
@@ -271,10 +275,11 @@ def reduce_gradients(optimizer: Optimizer, ranks: Ranks) -> None:
 @torch.no_grad()
 def evaluate(loss_function: LossFunction | Pipeline, batches: Sequence[torch.Tensor | Batch], ranks: Ranks) -> float:
     """Return the mean cross entropy over this rank's batches and all ranks. The caller has called `model.eval()`."""
+    weights = loss_weights(batches, ranks)
     if isinstance(loss_function, Pipeline):
-        return float(mean_over_ranks(loss_function.evaluate(_ids(batches)).mean(), ranks))
+        return float(mean_over_ranks(loss_function.evaluate(_fields(batches, weights)).mean(), ranks))
     losses = []
-    for batch, weight in zip(batches, loss_weights(batches, ranks), strict=True):
+    for batch, weight in zip(batches, weights, strict=True):
         loss, terms = loss_function(batch) if weight is None else loss_function(batch, weight)
         losses.append(loss - terms.sum())
     return float(mean_over_ranks(torch.stack(losses).mean(), ranks))

@@ -134,6 +134,12 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "optimizer.freeze_experts": "decoder.layers.1.mlp.experts.*=0,3",
         "model.logits_z_loss_coeff": "0.1",
     },
+    "documents": {
+        "precision.dtype": "fp32",
+        "data.reset_position_ids": True,  # tokens see other documents, or positions of each would change nothing
+        "data.eod_mask_loss": True,
+    },
+    "packed": {"precision.dtype": "fp32", "data.pack_documents": True},
     "lora": {"precision.dtype": "fp32", "lora.rank": 4, "optimizer.lr": "1e-2"},
     "lora over stored mxfp8": {
         "precision.dtype": "bf16",
@@ -145,7 +151,14 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 """What else a case's `precision` can be: another optimizer, in float32, with averages, frozen parameters and a z-loss;
 adapters in place of the weights."""
-SPREAD = {"muon": (1e-5, 1e-4), "fp32": (1e-5, 1e-5), "lora": (1e-5, 1e-4), "delayed": (3e-3, 1e-2)}
+SPREAD = {
+    "muon": (1e-5, 1e-4),
+    "fp32": (1e-5, 1e-5),
+    "documents": (1e-5, 1e-5),
+    "packed": (1e-5, 1e-5),
+    "lora": (1e-5, 1e-4),
+    "delayed": (3e-3, 1e-2),
+}
 """Relative distances of losses and of gradient norms; (1e-3, 5e-3) where it is not said. A sum of float32 numbers in
 another order differs by 1e-7, of which Muon's steps in bfloat16 make more, one of bf16 numbers or their FP8 by what a
 step of rounding moves; the scales of delayed scaling follow the largest amax of all ranks, once a step, where one rank
@@ -206,11 +219,21 @@ class Runs:
         options |= {"data.gradient_accumulation": share, "evaluation.batches": share}
         options |= {f"precision.{name}": value for name, value in PRECISIONS.get(case.precision, {}).items()}
         options |= OPTIMIZERS.get(case.precision, {})
+        if case.precision in ("documents", "packed"):
+            options |= {"data.path": str(self.folder / "short"), "data.text": str(self._short_documents())}
         words = [str(file), "--output-dir", str(self.output_dir(case))]
         for name, value in options.items():
             option = f"--{name.replace('_', '-')}"
             words += [option] if value is True else [option, str(value)]
         return words
+
+    def _short_documents(self) -> Path:
+        """Return a file of documents of which a window has several."""
+        file = self.folder / "short.jsonl"
+        if not file.exists():
+            texts = ["to be or not to be, that is the question"[: 3 + 7 * i % 23] for i in range(4000)]
+            file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return file
 
     def on_one_rank(self, cases: Sequence[Case]) -> None:
         """Run cases in this process."""

@@ -44,6 +44,9 @@ TRAINED = [
     Case("moe", "mxfp8", "etp2"),
     Case("moe", "fp32", "tp2 etp1 ep2"),
     Case("moe", "delayed", "ep2 fsdp2"),
+    Case("tied", "documents", "pp2"),
+    Case("deep", "documents", "pp2 Interleaved1F1B"),
+    Case("deep", "packed", "pp2 ZBVZeroBubble"),
     *MUON,
     *LORA,
 ]
