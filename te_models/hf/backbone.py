@@ -67,5 +67,5 @@ def output_embeddings(output_layer: nn.Module, shared_weight: torch.Tensor | Non
     words, hidden = shared_weight.shape
     linear = nn.Linear(hidden, words, bias=False, device="meta")
     linear.weight = shared_weight  # type: ignore[assignment]
-    linear.bias = output_layer.bias
+    linear.bias = output_layer.bias  # type: ignore[assignment]
     return linear

@@ -139,6 +139,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             return_hidden_states=bool(output_hidden_states),
         )
         logits = output.logits
+        assert logits is not None, "no stage of a pipeline"
         if isinstance(logits_to_keep, Tensor):
             logits = logits[:, logits_to_keep]
         elif logits_to_keep:
