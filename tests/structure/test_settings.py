@@ -50,7 +50,7 @@ def test_readme_shows_the_two_commands_and_ci_runs_one() -> None:
     assert {c.removeprefix("make ") for c in commands} <= targets()
     script = text(".ci/run")
     assert "set -euo pipefail" in script
-    assert re.search(r"^exec make test\b", script, flags=re.MULTILINE)
+    assert re.search(r"^make site\b.*\nexec make test\b", script, flags=re.MULTILINE)
 
 
 def test_make_has_the_promised_targets() -> None:
