@@ -124,7 +124,7 @@ def start(item: pytest.Item, phase: str) -> None:
 
 
 def finish(item: pytest.Item) -> None:
-    """Note that a test ends; fail it where it took more than BUDGET_S and is not marked slow."""
+    """Note that a test ends; in `make test`, fail it where it took more than BUDGET_S and is not marked slow."""
     starts = item.stash[_CLOCK]
     ends = [*list(starts.values())[1:], processor_time()]
     times = {phase: round(end - begin, 3) for (phase, begin), end in zip(starts.items(), ends, strict=True)}
@@ -132,7 +132,8 @@ def finish(item: pytest.Item) -> None:
     item.config.stash.setdefault(CPU_TIMES, {})[item.nodeid] = times | {"clock": clock}
     spent, costs = sum(times.values()), item.get_closest_marker("costs")
     budget = BUDGET_S if costs is None else costs.args[0]
-    if spent > budget and not any(item.get_closest_marker(name) for name in ("slow", "real", "gpu")):
+    # elsewhere the first test of a file pays for what all of its slow ones share
+    if EVERYDAY[0] and spent > budget and not any(item.get_closest_marker(name) for name in ("slow", "real", "gpu")):
         pytest.fail(
             f"{item.nodeid} took {spent:.1f} s of processor time, fixtures and processes included ({times}); allowed: "
             f"{budget:.0f} s, or the marker slow beside a cheaper test of the same mechanism"

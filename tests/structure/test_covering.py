@@ -81,12 +81,17 @@ def test_a_fixture_may_ask_which_values_are_tested(value: int, request: pytest.F
 
 
 @pytest.mark.parametrize(
-    ("marks", "allowed"),
-    [({}, False), ({"slow": pytest.mark.slow}, True), ({"costs": pytest.mark.costs(20).mark}, True)],
-    ids=["unmarked", "slow", "costs"],
+    ("marks", "everyday", "allowed"),
+    [
+        ({}, True, False),
+        ({}, False, True),  # the first test of a file pays for what all of its slow ones share
+        ({"slow": pytest.mark.slow}, True, True),
+        ({"costs": pytest.mark.costs(20).mark}, True, True),
+    ],
+    ids=["unmarked", "in test-all", "slow", "costs"],
 )
 def test_a_test_that_is_too_dear_fails(
-    marks: dict[str, object], allowed: bool, monkeypatch: pytest.MonkeyPatch
+    marks: dict[str, object], everyday: bool, allowed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten seconds in fixtures, one in the test, five to clean up."""
     spent = iter((100.0, 110.0, 111.0, 116.0))
@@ -95,6 +100,7 @@ def test_a_test_that_is_too_dear_fails(
     refusal = pytest.raises(pytest.fail.Exception, match=r"t.py::test took 16\.0 s of processor time, fixtures")
     with monkeypatch.context() as patch:  # the session measures this test, too
         patch.setattr(covering, "processor_time", lambda: next(spent))
+        patch.setattr(covering, "EVERYDAY", [everyday])
         for phase in ("setup", "call", "teardown"):
             start(item, phase)  # type: ignore[arg-type]
         with contextlib.nullcontext() if allowed else refusal:
