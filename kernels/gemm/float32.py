@@ -36,18 +36,19 @@ def product(
         return found if out is None else out.copy_(found)
     cached = rows <= _CACHED_ROWS
     row_step = max(_PIECE // max(inner, 1), 16)
-    if cached and right.stride(1) == 1 and inner * columns > _CACHED and rows * columns <= _PIECE:
-        found = _sum_of_parts(left.float(), right, max(_CACHED // columns, 16))
+    column_step = max((_CACHED if cached else _PIECE) // max(inner, min(rows, row_step), 1), 16)
+    consecutive = cached and right.stride(1) == 1 and inner * columns > _CACHED and rows * columns <= _PIECE
+    if not consecutive and (rows > row_step or columns > column_step):
+        out = left.new_empty(rows, columns, dtype=out_dtype) if out is None else out
+        for some in _slices(rows, row_step):
+            wide = left[some].float()
+            for part in _slices(columns, column_step):
+                found = torch.mm(wide, right[:, part].float())
+                out[some, part] = found if bias is None else found + bias[part]
+        return out
+    if consecutive:
+        found = _sum_of_parts(left, right, max(_CACHED // columns, 16))
     else:
-        column_step = max((_CACHED if cached else _PIECE) // max(inner, min(rows, row_step), 1), 16)
-        if rows > row_step or columns > column_step:
-            out = left.new_empty(rows, columns, dtype=out_dtype) if out is None else out
-            for some in _slices(rows, row_step):
-                wide = left[some].float()
-                for part in _slices(columns, column_step):
-                    found = torch.mm(wide, right[:, part].float())
-                    out[some, part] = found if bias is None else found + bias[part]
-            return out
         found = torch.mm(left.float(), right.float())
     # not in place: selective checkpointing may have kept the product
     found = found if bias is None else found + bias
@@ -58,9 +59,9 @@ def _sum_of_parts(left: Tensor, right: Tensor, step: int) -> Tensor:
     """Return `left @ right` in float32, `step` rows of `right` at a time: consecutive in memory, where columns would be
     far apart."""
     first, *others = _slices(right.shape[0], step)
-    found = torch.mm(left[:, first], right[first].float())
+    found = torch.mm(left[:, first].float(), right[first].float())
     for part in others:
-        found.addmm_(left[:, part], right[part].float())
+        found.addmm_(left[:, part].float(), right[part].float())
     return found
 
 

@@ -214,8 +214,8 @@ def _loss_and_gradient_(
     final = logits if multiplier == 1.0 else logits * multiplier
     final = final if softcap is None else softcap * torch.tanh(final / softcap)
     loss, normalizer = combined_loss(_gathered(shard_statistics(final, labels, first), shard), labels, words)
-    counted = torch.where(labels != IGNORE_INDEX, normalizer, 0.0)
-    if z_loss_coeff:
+    counted = torch.where(labels != IGNORE_INDEX, normalizer, 0.0) if z_loss_coeff else None
+    if counted is not None:
         squares.append(counted.square())
         loss = loss + z_loss_coeff * squares[-1]
     if scale is None:
@@ -224,7 +224,7 @@ def _loss_and_gradient_(
         z = final[step]
         of_loss = scale.expand(z.shape[0])
         gradient = shard_gradient(z, labels[step], first, normalizer[step], of_loss, words)
-        if z_loss_coeff:  # the gradient of logsumexp is the cross entropy's where no word is the label
+        if counted is not None:  # the gradient of logsumexp is the cross entropy's where no word is the label
             of_square = 2 * z_loss_coeff * scale * counted[step]
             no_word = torch.full_like(labels[step], words)
             gradient = gradient + shard_gradient(z, no_word, first, normalizer[step], of_square, words)

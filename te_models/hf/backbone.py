@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..extras import require
+from .cache import CACHE
 
 if TYPE_CHECKING:
     from transformers import modeling_outputs
@@ -18,8 +19,8 @@ else:
 
 
 class Backbone:
-    """What `TEModelForCausalLM.base_model` returns: called with the model's arguments but `labels`, it returns hidden
-    states in place of logits.
+    """What `TEModelForCausalLM.base_model` returns: called with the model's arguments but `labels` and those that
+    choose what is returned, it returns hidden states in place of logits.
 
     Not a module, for the model's parameters have one name each.
     """
@@ -45,8 +46,12 @@ class Backbone:
                 "transformers.Trainer.compute_loss), or a model without these terms, as "
                 "model.gpt.set_aux_loss_coeff(0.0) makes it"
             )
-        output = self._owner.hidden_output(*args, **kwargs)
-        return modeling_outputs.BaseModelOutputWithPast(**output)
+        owner = self._owner
+        only = {"labels": None, "logits_to_keep": 1, "output_hidden_states": True, "return_dict": True}
+        # of the class: a trainer may have put its own forward, which calls this, in the place of the instance's
+        output: Any = type(owner).forward(owner, *args, **kwargs, **only)
+        found = {"last_hidden_state": output.hidden_states[-1], CACHE: getattr(output, CACHE)}
+        return modeling_outputs.BaseModelOutputWithPast(**found)
 
     def _further_terms(self) -> list[str]:
         gpt = self._owner.gpt

@@ -21,7 +21,6 @@ from ..extras import require
 from ..generation import positions_of
 from ..model import GPTModel
 from ..model.embedding import input_size
-from ..model.output import ModelOutput
 from .backbone import Backbone, output_embeddings
 from .cache import CACHE, TransformersCache, one_cache
 from .config import TEConfig
@@ -122,69 +121,12 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         last layer after the final norm, [B, S, hidden] each; None follows the configuration. Mixtures also return the
         router losses as `aux_loss`. Raises ValueError for output_attentions.
         """
+        batch, length = input_size(input_ids, inputs_embeds)
+        cache = one_cache(cache, past_key_values)
         if output_attentions:
             raise ValueError("output_attentions is True; allowed: False, for the attention's weights are never formed")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        last_only = labels is None and isinstance(logits_to_keep, int) and logits_to_keep == 1
-        output, cache = self._output(
-            input_ids,
-            attention_mask,
-            position_ids,
-            one_cache(cache, past_key_values),
-            inputs_embeds,
-            labels,
-            use_cache,
-            last_logits_only=last_only,
-            return_hidden_states=bool(output_hidden_states),
-        )
-        logits = output.logits
-        assert logits is not None, "no stage of a pipeline"
-        if isinstance(logits_to_keep, Tensor):
-            logits = logits[:, logits_to_keep]
-        elif logits_to_keep:
-            logits = logits[:, -logits_to_keep:]
-        values: dict[str, Any] = {"loss": output.loss, "logits": logits, CACHE: cache}
-        values["hidden_states"] = output.hidden_states
-        if self.gpt.config.moe is None:
-            result = modeling_outputs.CausalLMOutputWithPast(**values)
-        else:
-            result = modeling_outputs.MoeCausalLMOutputWithPast(**values, aux_loss=output.aux_loss)
-        as_tuple = not (self.config.return_dict if return_dict is None else return_dict)
-        return result.to_tuple() if as_tuple else result
-
-    def hidden_output(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: transformers.Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        *,
-        past_key_values: transformers.Cache | None = None,
-    ) -> dict[str, Any]:
-        """Return what `base_model` does, by name; see `forward` for the arguments, and `Backbone`."""
-        cache = one_cache(cache, past_key_values)
-        inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds)
-        options = {"last_logits_only": True, "return_hidden_states": True}
-        output, cache = self._output(*inputs, labels=None, use_cache=use_cache, **options)
-        assert output.hidden_states is not None
-        return {"last_hidden_state": output.hidden_states[-1], CACHE: cache}
-
-    def _output(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cache: transformers.Cache | None,
-        inputs_embeds: Tensor | None,
-        labels: Tensor | None,
-        use_cache: bool | None,
-        **options: bool,
-    ) -> tuple[ModelOutput, transformers.Cache | None]:
-        """Return the output of `gpt` under the recipe, and the cache: a new one, where one is wanted."""
-        batch, length = input_size(input_ids, inputs_embeds)
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: [batch, keys]")
         if cache is None and not use_cache and attention_mask is None and position_ids is not None:
@@ -201,6 +143,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             # training step would wait for the device
             free = attention_mask.device.type == "cpu" or not torch.is_grad_enabled()
             attention_mask = None if free and bool(attention_mask.all()) else attention_mask
+        last_only = labels is None and isinstance(logits_to_keep, int) and logits_to_keep == 1
         with autocast(recipe=self.recipe) if self.recipe is not None else contextlib.nullcontext():
             output = self.gpt(
                 input_ids,
@@ -209,9 +152,23 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
                 attention_mask=attention_mask,
                 inputs_embeds=inputs_embeds,
                 cache=past,
-                **options,
+                last_logits_only=last_only,
+                return_hidden_states=bool(output_hidden_states),
             )
-        return output, cache
+        logits = output.logits
+        assert logits is not None, "no stage of a pipeline"
+        if isinstance(logits_to_keep, Tensor):
+            logits = logits[:, logits_to_keep]
+        elif logits_to_keep:
+            logits = logits[:, -logits_to_keep:]
+        values: dict[str, Any] = {"loss": output.loss, "logits": logits, CACHE: cache}
+        values["hidden_states"] = output.hidden_states
+        if self.gpt.config.moe is None:
+            result = modeling_outputs.CausalLMOutputWithPast(**values)
+        else:
+            result = modeling_outputs.MoeCausalLMOutputWithPast(**values, aux_loss=output.aux_loss)
+        as_tuple = not (self.config.return_dict if return_dict is None else return_dict)
+        return result.to_tuple() if as_tuple else result
 
     @property
     def base_model(self) -> Backbone:  # type: ignore[override]

@@ -77,8 +77,8 @@ class OutputLayer(TensorParallelModule):
     no longer grows with tokens x vocabulary: 8192 tokens, H 576, V 49152 in bfloat16 on CPU by 512 take 223 MB instead
     of 844, and about a fifth more time. None: all tokens at once, as good up to some 2000 tokens.
 
-    logits_z_loss_coeff: set it to add so many times the mean of logsumexp(logits)^2 to the loss
-    of training (z-loss, PaLM, arXiv 2204.02311, section 5); 0: none.
+    logits_z_loss_coeff: set it to add so many times the mean of logsumexp(logits)^2 to the loss of training (z-loss,
+    PaLM, arXiv 2204.02311, section 5); 0: none.
 
     fuse_wgrad_accumulation: set it to add the weight's gradient to `weight.main_grad`, as in `te_models.layers.Linear`.
     """
@@ -160,8 +160,8 @@ class OutputLayer(TensorParallelModule):
                 of_shard = vocab_parallel_linear_cross_entropy
                 loss, z_loss = of_shard(x.flatten(0, 1), weight, targets, self.shard, bias, **scaled)
                 if scaled["z_loss_coeff"]:  # a part of the loss, whose gradient is the loss's
-                    _, z_loss = self._with_z_loss((loss, z_loss), targets)
-                    return None, self._of_all_positions(loss, targets) - z_loss, z_loss
+                    loss, z_loss = self._with_z_loss((loss, z_loss), targets)
+                    return None, loss - z_loss, z_loss
             return None, self._of_all_positions(loss, targets), None
         logits = output_logits(x, weight, bias, **scaled)
         if self.shard is not None:

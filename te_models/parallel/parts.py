@@ -57,10 +57,14 @@ class LocalPart:
         """Return a tensor that this rank has whole."""
         return cls(tensor, tuple(tensor.shape), {})
 
+    def ranges(self, dim: int) -> Iterator[tuple[int, int, int]]:
+        """Return (begin, end, offset) of each range that the part has of a dimension: where it is of the whole tensor,
+        and from where on of this rank's."""
+        return _with_offsets(self.cuts.get(dim, ((0, self.shape[dim]),)))
+
     def boxes(self) -> Iterator[Box]:
         """Yield the boxes of the part, none of an empty one."""
-        ranges = [self.cuts.get(dim, ((0, size),)) for dim, size in enumerate(self.shape)]
-        along = [list(_with_offsets(its)) for its in ranges]
+        along = [list(self.ranges(dim)) for dim in range(len(self.shape))]
         for box in itertools.product(*along):
             shape = tuple(end - begin for begin, end, _ in box)
             if 0 not in shape:

@@ -139,8 +139,8 @@ class Stage(nn.Module):
         on the last stage."""
         model = self.model
         what: dict[str, Any] = {"input_ids": x} if model.pre_process else {"inputs_embeds": x}
+        what |= {"position_ids": position_ids, "document_ids": document_ids}
         with self.context():
-            what |= {"position_ids": position_ids, "document_ids": document_ids}
             output = model(**what, labels=labels if model.post_process else None, return_logits=False)
         own = output.aux_loss
         aux = aux_loss if own is None else own if aux_loss is None else aux_loss + own
@@ -151,8 +151,7 @@ class Stage(nn.Module):
             if weight is not None:
                 loss, z_loss = loss * weight[0], z_loss * weight[0]
             self.losses.append(torch.stack([loss - z_loss, aux, z_loss]).detach())
-            loss = loss + aux
-            return loss
+            return loss + aux
         x = output.hidden_states[-1]
         if self.dtype is not None and x.dtype != self.dtype:
             raise RuntimeError(f"stage {self.number} returned {x.dtype}; allowed: {self.dtype}, as the parameters have")

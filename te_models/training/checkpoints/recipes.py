@@ -74,9 +74,8 @@ def _places(dims: ParallelDims) -> tuple[object, ...]:
 
 def _split(dims: ParallelDims) -> int:
     """Return how many consecutive ranks have parts of the same experts."""
-    split = dims.expert_tensor_parallel_size if dims.splits_experts_apart else dims.tensor_model_parallel_size
-    assert split is not None, "filled in"
-    return split
+    assert dims.expert_tensor_parallel_size is not None, "filled in"
+    return dims.expert_tensor_parallel_size
 
 
 def _moved(

@@ -7,7 +7,7 @@ E experts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -82,13 +82,9 @@ class FrozenExperts:
                 tensor.index_copy_(0, rows, values)
 
 
-def _own_rows(experts: Iterable[int], part: LocalPart) -> list[int]:
+def _own_rows(experts: Sequence[int], part: LocalPart) -> list[int]:
     """Return the rows that a rank's part of a stack has of experts."""
-    rows, offset = [], 0
-    for begin, end in part.cuts.get(0, ((0, part.shape[0]),)):
-        rows += [offset + expert - begin for expert in experts if begin <= expert < end]
-        offset += end - begin
-    return rows
+    return [offset + e - begin for begin, end, offset in part.ranges(0) for e in experts if begin <= e < end]
 
 
 def _is_stack(name: str) -> bool:

@@ -33,10 +33,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def experts_of(rank: int, dims: ParallelDims) -> range:
     """By the order of the dimensions of `ParallelMesh.experts`: pp, dp_replicate, fsdp, ep, and then tp or etp."""
-    etp = dims.expert_tensor_parallel_size
-    inner = etp if etp != dims.tensor_model_parallel_size else dims.tensor_model_parallel_size
     each = EXPERTS // dims.expert_model_parallel_size
-    part = rank // inner % dims.expert_model_parallel_size
+    part = rank // dims.expert_tensor_parallel_size % dims.expert_model_parallel_size
     return range(part * each, (part + 1) * each)
 
 
