@@ -4,7 +4,11 @@ A mask of a row of S tokens has S^2 entries, and attention under it computes S^2
 use S n. Here the boundaries are data: a registered operation reads them, so that one graph serves all of them.
 FlexAttention, torch's way to say this with a mask function, has no backward pass on a CPU.
 
-B batch, S sequence, N query heads, G key/value heads, D channels of q and k, Dv channels of v.
+Queries may be those of the last positions alone. A document that began before them is attended to in two calls, to the
+keys before the queries and, causally, to those beside them; the logs of their sums of exponentials say how much each
+part counts. The backward pass of either part needs the joint result and sum alone.
+
+B batch, S sequence, Q queries, N query heads, G key/value heads, D channels of q and k, Dv channels of v.
 """
 
 from __future__ import annotations
@@ -30,20 +34,23 @@ def _results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Output, Output]:
 def packed_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return attention [B, N, S, Dv] and the log of the sum of exponentials of each query's scores, float32 [B, N, S].
+    """Return attention [B, N, Q, Dv] and the log of the sum of exponentials of each query's scores, float32 [B, N, Q].
 
-    q: [B, N, S, D]; k: [B, G, S, D]; v: [B, G, S, Dv]; documents: int64 [B, S], see `packed_attention`. Differentiable
+    q: [B, N, Q, D]; k: [B, G, S, D]; v: [B, G, S, Dv]; documents: int64 [B, S], see `packed_attention`. Differentiable
     once in q, k and v.
     """
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     logsumexp = q.new_zeros(q.shape[:-1], dtype=torch.float32)
-    for part in _parts(documents):
-        arguments = _flash_arguments(q[part], k[part], v[part])
-        found, own = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *arguments, 0.0, causal, attn_mask=None, scale=scale
-        )
-        out[part] = found[..., : v.shape[-1]]
-        logsumexp[part] = own
+    for queries, keys in _documents(documents, q.shape[2]):
+        joint = _NOTHING
+        for part, is_causal in _parts(queries, keys, documents.shape[1] - q.shape[2], causal):
+            arguments = _flash_arguments(q[queries], k[part], v[part])
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *arguments, 0.0, is_causal, attn_mask=None, scale=scale
+            )
+            joint = found if joint is _NOTHING else _joined(joint, found)
+        out[queries] = joint[0][..., : v.shape[-1]]
+        logsumexp[queries] = joint[1]
     return out, logsumexp
 
 
@@ -63,20 +70,25 @@ def packed_attention_bwd(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v of `packed_attention_fwd`, from its results. grad: [B, N, S, Dv]."""
+    """Return the gradients of q, k and v of `packed_attention_fwd`, from its results. grad: [B, N, Q, Dv]."""
     gradients = tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    for part in _parts(documents):
-        query, key, value = _flash_arguments(q[part], k[part], v[part])
-        outer, own = (_wide(x[part], query) for x in (grad, out))
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            outer, query, key, value, own, logsumexp[part], 0.0, causal, attn_mask=None, scale=scale
-        )
-        for whole, gradient in zip(gradients, found, strict=True):
-            heads, channels = whole.shape[1], whole.shape[-1]
-            gradient = gradient[..., :channels]
-            if heads != gradient.shape[1]:  # of a key head, over the query heads that share it
-                gradient = gradient.unflatten(1, (heads, -1)).sum(2)
-            whole[part] = gradient
+    for queries, keys in _documents(documents, q.shape[2]):
+        of_queries: Tensor | None = None
+        for part, is_causal in _parts(queries, keys, documents.shape[1] - q.shape[2], causal):
+            query, key, value = _flash_arguments(q[queries], k[part], v[part])
+            outer, own = (_wide(x[queries], query) for x in (grad, out))
+            dq, *others = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                outer, query, key, value, own, logsumexp[queries], 0.0, is_causal, attn_mask=None, scale=scale
+            )
+            of_queries = dq if of_queries is None else of_queries + dq
+            for whole, gradient in zip(gradients[1:], others, strict=True):
+                heads, channels = whole.shape[1], whole.shape[-1]
+                gradient = gradient[..., :channels]
+                if heads != gradient.shape[1]:  # of a key head, over the query heads that share it
+                    gradient = gradient.unflatten(1, (heads, -1)).sum(2)
+                whole[part] = gradient
+        assert of_queries is not None, "a document has a token"
+        gradients[0][queries] = of_queries[..., : q.shape[-1]]
     return gradients  # type: ignore[return-value]
 
 
@@ -95,17 +107,19 @@ def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor, *, scale: float, causal: bool = True
 ) -> Tensor:
-    """Return softmax attention within documents, [B, N, S, Dv]. On a CPU only; memory is linear in S.
+    """Return softmax attention within documents, [B, N, Q, Dv]. On a CPU only; memory is linear in S.
 
-    q: [B, N, S, D]; k: [B, G, S, D]; v: [B, G, S, Dv], one dtype. documents: int64 [B, S], a number for each token;
-    neighbours of the same number are a document, and a negative number is padding, which gets zeros and no gradient.
-    causal: a token sees those of its document up to itself. Differentiable once in q, k and v. Raises ValueError for
-    another device and for documents of another shape.
+    q: [B, N, Q, D], of the last Q of S positions; k: [B, G, S, D]; v: [B, G, S, Dv], one dtype. documents: int64
+    [B, S], a number for each token; neighbours of the same number are a document, and a negative number is padding,
+    which gets zeros and no gradient. causal: a token sees those of its document up to itself. Differentiable once in q,
+    k and v. Raises ValueError for another device, for documents of another shape, and for more queries than keys.
     """
     if q.device.type != "cpu":
         raise ValueError(f"the queries are on {q.device.type}; allowed: cpu")
-    if documents.shape != (q.shape[0], q.shape[2]):
-        raise ValueError(f"documents has shape {tuple(documents.shape)}; allowed: {(q.shape[0], q.shape[2])}")
+    if documents.shape != (k.shape[0], k.shape[2]):
+        raise ValueError(f"documents has shape {tuple(documents.shape)}; allowed: {(k.shape[0], k.shape[2])}")
+    if q.shape[2] > k.shape[2]:
+        raise ValueError(f"there are {q.shape[2]} queries; allowed: up to {k.shape[2]}, as there are keys")
     return packed_attention_fwd(q, k, v, documents, scale, causal)[0]
 
 
@@ -117,21 +131,50 @@ def documents_of_lengths(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.where(place < cu_seqlens[-1], number, -1)[None]
 
 
-def sees_own_document(documents: Tensor) -> Tensor:
-    """documents: [B, S], negative for padding -> [B, S, S] bool, true where a token may see another; padding sees
-    nothing, itself neither. The mask where `packed_attention` does not serve."""
-    return (documents[:, :, None] == documents[:, None, :]) & (documents >= 0)[:, :, None]
+def sees_own_document(documents: Tensor, queries: Tensor | None = None) -> Tensor:
+    """documents: [B, S], negative for padding -> [B, Q, S] bool, true where a token may see another; padding sees
+    nothing, itself neither. queries: the numbers [B, Q] of the tokens that see; None: of all. The mask where
+    `packed_attention` does not serve."""
+    queries = documents if queries is None else queries
+    return (queries[:, :, None] == documents[:, None, :]) & (queries >= 0)[:, :, None]
 
 
-def _parts(documents: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield where each document lies in [B, heads, S]: its row, all heads, its tokens."""
+Place = tuple[slice, slice, slice]
+"""Where tokens lie in [B, heads, S]: their row, all heads, their positions."""
+_NOTHING = (torch.empty(0), torch.empty(0))
+
+
+def _documents(documents: Tensor, count: int) -> Iterator[tuple[Place, Place]]:
+    """Yield where the queries of each document lie, of those of the last `count` positions, and where its keys do."""
+    first = documents.shape[1] - count
     for row, numbers in enumerate(documents):
         values, counts = torch.unique_consecutive(numbers, return_counts=True)
-        begin = 0
-        for value, count in zip(values.tolist(), counts.tolist(), strict=True):
-            if value >= 0:
-                yield slice(row, row + 1), slice(None), slice(begin, begin + count)
-            begin += count
+        begin, own = 0, slice(row, row + 1)
+        for value, length in zip(values.tolist(), counts.tolist(), strict=True):
+            end = begin + length
+            if value >= 0 and end > first:
+                queries = slice(max(begin - first, 0), end - first)
+                yield (own, slice(None), queries), (own, slice(None), slice(begin, end))
+            begin = end
+
+
+def _parts(queries: Place, keys: Place, first: int, causal: bool) -> Iterator[tuple[Place, bool]]:
+    """Yield the keys of a document in parts that flash attention takes, whose causal mask begins with the first key and
+    the first query, and whether it is to use that. first: the position of the first of all queries."""
+    row, heads, tokens = keys
+    begin = first + queries[2].start
+    if not causal or begin == tokens.start:
+        yield keys, causal
+        return
+    yield (row, heads, slice(tokens.start, begin)), False
+    yield (row, heads, slice(begin, tokens.stop)), True
+
+
+def _joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return attention to two parts of the keys as attention to both, with the log of the sum of exponentials."""
+    both = torch.logaddexp(one[1], other[1])
+    parts = (out.float() * (own - both).exp()[..., None] for out, own in (one, other))
+    return sum(parts).to(one[0].dtype), both  # type: ignore[union-attr]
 
 
 def _flash_arguments(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -73,17 +73,17 @@ def attention_of_chunks(
     shard: ContextShard,
 ) -> Tensor:
     """Return attention of this rank's queries: q [B, S / ranks, ...] of its two chunks; k and v [B, S, ...] of all
-    positions; hidden_keys [B, 1, 1 or S, S] bool or None -> [B, S / ranks, ...].
+    positions; hidden_keys [B, 1, 1 or S / ranks, S] bool, the numbers of documents [B, S] int64, or None ->
+    [B, S / ranks, ...].
 
     attention: a function of queries, which are the last positions, of keys and values up to them, and of hidden keys
-    [B, 1, 1 or queries, keys].
+    [B, 1, 1 or queries, keys], or documents [B, keys].
     """
     parts = []
-    for queries, (begin, end) in zip(q.chunk(2, 1), shard.chunks(k.shape[1]), strict=True):
-        hidden = None
-        if hidden_keys is not None:
-            rows = slice(None) if hidden_keys.shape[2] == 1 else slice(begin, end)
-            hidden = hidden_keys[:, :, rows, :end]
+    for chunk, (queries, (_, end)) in enumerate(zip(q.chunk(2, 1), shard.chunks(k.shape[1]), strict=True)):
+        hidden = None if hidden_keys is None else hidden_keys[..., :end]
+        if hidden is not None and hidden.dim() == 4 and hidden.shape[2] > 1:
+            hidden = hidden.chunk(2, 2)[chunk]
         parts.append(attention(queries, k[:, :end], v[:, :end], hidden))
     return torch.cat(parts, 1)
 

@@ -81,7 +81,7 @@ class Decoder(nn.Module):
     def _packs(self, device: torch.device) -> bool:
         """Whether every layer attends within documents without a mask."""
         layers = (cast(TransformerLayer, layer) for layer in self.layers)
-        return self.context_shard is None and all(layer.self_attention.packs(device) for layer in layers)
+        return all(layer.self_attention.packs(device) for layer in layers)
 
     def _own_tables(self, tables: Rotary) -> Rotary:
         cos, sin = tables
@@ -99,19 +99,21 @@ class Decoder(nn.Module):
         """Return what all layers read beside the hidden states; arguments as for `forward`."""
         # of all positions, whose number the frequencies may depend on
         tables = [self._own_tables(rotary(position_ids)) for rotary in self.rotary_embeddings]
-        length, position_ids = position_ids.shape[1], own_positions(position_ids, self.context_shard)
+        shard, length = self.context_shard, position_ids.shape[1]
+        position_ids = own_positions(position_ids, shard)
         query_scale = None if self.temperature is None else temperature_of(position_ids, self.temperature)
         hidden_keys = token_mask = None
         if attention_mask is not None and attention_mask.dim() == 3:
-            hidden_keys = ~attention_mask[:, None]
-            if x.shape[1] == attention_mask.shape[2]:  # a token that does not even see itself is padding
-                token_mask = attention_mask.diagonal(dim1=1, dim2=2)
+            hidden_keys = ~own_positions(attention_mask, shard)[:, None]
+            if length == attention_mask.shape[2]:  # a token that does not even see itself is padding
+                token_mask = own_positions(attention_mask.diagonal(dim1=1, dim2=2), shard)
         elif attention_mask is not None:
             hidden_keys = ~attention_mask[:, None, None, :]
-            token_mask = own_positions(attention_mask[:, -length:], self.context_shard)
+            token_mask = own_positions(attention_mask[:, -length:], shard)
         elif document_ids is not None:
-            token_mask = document_ids >= 0
-            hidden_keys = document_ids if self._packs(x.device) else ~sees_own_document(document_ids)[:, None]
+            own = own_positions(document_ids, shard)
+            token_mask = own >= 0
+            hidden_keys = document_ids if self._packs(x.device) else ~sees_own_document(document_ids, own)[:, None]
         return LayerInputs(tables, query_scale, hidden_keys, token_mask, cache, batch_size)
 
     def run_layer(

@@ -41,7 +41,7 @@ from .pretrained.in_memory import converter_of, fill_from_hf, to_hf
 from .pretrained.keep_in_fp32 import keep_dtypes
 from .pretrained.split_saving import save_split
 from .router import load_balancing_losses
-from .stage import with_layers
+from .stage import size_of_parts, with_layers
 
 if TYPE_CHECKING:
     import transformers
@@ -223,7 +223,7 @@ class GPTModel(SharedModel):
         Raises ValueError where the rotary frequencies depend on the length ("longrope", "dynamic") and the cached
         tokens were rotated for another one: their keys and values are others now, and all have to be given again.
         """
-        batch, length = input_size(input_ids, inputs_embeds)
+        batch, length = self._input_size(input_ids, inputs_embeds, position_ids)
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         assert inputs is not None
         if labels is not None and last_logits_only:
@@ -246,10 +246,8 @@ class GPTModel(SharedModel):
         if document_ids is not None:
             if tuple(document_ids.shape) != (batch, length):
                 raise ValueError(f"document_ids has shape {tuple(document_ids.shape)}; allowed: [{batch}, {length}]")
-            if attention_mask is not None or cache is not None or self.context_shard is not None:
-                raise ValueError(
-                    "document_ids are given with an attention_mask, a cache or context parallelism; allowed: without"
-                )
+            if attention_mask is not None or cache is not None:
+                raise ValueError("document_ids are given with an attention_mask or a cache; allowed: without")
         if position_ids is None:
             position_ids = torch.arange(begin, begin + length, device=inputs.device)[None]
         elif position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
@@ -270,8 +268,9 @@ class GPTModel(SharedModel):
         own_ids = position_ids
         if shard is not None:
             shard.check(length)
-            input_ids = None if input_ids is None else own_positions(input_ids, shard)
-            inputs_embeds = None if inputs_embeds is None else own_positions(inputs_embeds, shard)
+            if self.pre_process:  # a later stage gets this rank's positions
+                input_ids = None if input_ids is None else own_positions(input_ids, shard)
+                inputs_embeds = None if inputs_embeds is None else own_positions(inputs_embeds, shard)
             own_ids, length = own_positions(position_ids, shard), length // shard.ranks
         if self.sequence_parallel:
             check_tokens(batch * length, self.tp_size)
@@ -324,13 +323,22 @@ class GPTModel(SharedModel):
                 output.loss = loss + output.aux_loss
         return output
 
+    def _input_size(
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, position_ids: Tensor | None
+    ) -> tuple[int, int]:
+        """Return (B, S) of a call."""
+        if not self.pre_process and inputs_embeds is not None and (self.sequence_parallel or self.context_shard):
+            return size_of_parts(self, inputs_embeds, position_ids)
+        return input_size(input_ids, inputs_embeds)
+
     def stage(self, first: int, last: int) -> GPTModel:
         """Return layers `first` to `last` - 1 as a pipeline stage, with the embedding if `first` is 0, and with final
         norm and output layer if `last` is the number of layers.
 
         Stage and model share their modules, so that names, and values, are those of the whole model; of a model on the
         meta device only the stages that a rank has need data. Call a later stage with `inputs_embeds`, the
-        `hidden_states[-1]` [B, S, H] of the stage before it; an earlier stage than the last returns no logits and no
+        `hidden_states[-1]` [B, S, H] of the stage before it (a rank's part of the tokens, and position_ids, where ranks
+        share them); an earlier stage than the last returns no logits and no
         loss, and `aux_loss` is of its own layers. Where embedding and output layer share their weight, the last stage
         has the embedding, too: add up the gradients that both leave. Raises ConfigError for layers that the model does
         not have.

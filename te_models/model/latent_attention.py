@@ -9,6 +9,8 @@ C + R numbers per position for all heads together, and the heads' keys and value
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -123,7 +125,8 @@ class LatentAttention(nn.Module):
         elif self.context_shard is None:
             y = attention_of(self.core_attention, q, k, v, hidden_keys)
         else:
-            y = attention_of_chunks(self.core_attention, q, k, v, hidden_keys, self.context_shard)
+            attention = functools.partial(attention_of, self.core_attention)
+            y = attention_of_chunks(attention, q, k, v, hidden_keys, self.context_shard)
         return self.linear_proj(y if batch_size is None else y.flatten(0, 1))
 
     def packs(self, device: torch.device) -> bool:

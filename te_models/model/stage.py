@@ -10,7 +10,7 @@ import copy
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import ConfigError
 from .mtp import check_mtp
@@ -53,6 +53,35 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
     decoder.tuned_layers = [model.decoder.tuned_layers[place] for place in places]
     stage.decoder = decoder
     return stage
+
+
+def shape_of_part(model: GPTModel, batch: int, length: int) -> tuple[int, ...]:
+    """Return the shape of what a stage hands to the next, [B, S, H] of `batch` and `length`; where ranks share the
+    tokens, of a rank's part: [B, S / ranks, H] of shared sequences, [B S / ranks, H] under sequence parallelism."""
+    own = length if model.context_shard is None else length // model.context_shard.ranks
+    tokens = (batch * own // model.tp_size,) if model.sequence_parallel else (batch, own)
+    return *tokens, model.config.hidden_size
+
+
+def size_of_parts(model: GPTModel, x: Tensor, position_ids: Tensor | None) -> tuple[int, int]:
+    """Return (B, S) of the whole sequences of which a stage got a rank's part `x`, see `shape_of_part`. Raises
+    ValueError without their positions, [B or 1, S], and for a part of another shape."""
+    if position_ids is None or position_ids.dim() != 2:
+        found = None if position_ids is None else tuple(position_ids.shape)
+        raise ValueError(
+            f"position_ids is {found} in a stage whose ranks share tokens; allowed: those of the whole sequences, "
+            "[batch or 1, sequence]"
+        )
+    tokens = x.shape[:-1].numel() * (model.tp_size if model.sequence_parallel else 1)
+    tokens *= 1 if model.context_shard is None else model.context_shard.ranks
+    batch, length = max(tokens // max(position_ids.shape[1], 1), 1), position_ids.shape[1]
+    expected = shape_of_part(model, batch, length)
+    if x.shape != expected:
+        raise ValueError(
+            f"inputs_embeds has shape {tuple(x.shape)} with {length} positions; allowed: {list(expected)}, the rank's "
+            "part of what the stage before returned"
+        )
+    return batch, length
 
 
 def _layers(model: GPTModel) -> dict[str, Any]:

@@ -69,11 +69,6 @@ class ParallelDims:
         left = self._left("pipeline_model_parallel_size", self.pipeline_model_parallel_size, self.ranks)
         left = self._left("tensor_model_parallel_size", self.tensor_model_parallel_size, left)
         left = self._left("context_parallel_size", self.context_parallel_size, left)
-        if self.pipeline_model_parallel_size > 1 and self.context_parallel_size > 1:
-            raise ConfigError(
-                f"context_parallel_size is {self.context_parallel_size}; allowed with pipeline stages: 1",
-                "context_parallel_size",
-            )
         shard, replicate = self.data_parallel_shard_size, self.data_parallel_replicate_size
         if shard == REST:
             replicate = 1 if replicate is None else replicate

@@ -27,6 +27,7 @@ from te_models.layers.tensor.fsdp import local_part
 
 from ..config import ConfigError
 from ..model import GPTModel
+from ..model.stage import shape_of_part
 
 ABSTRACT = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -112,8 +113,8 @@ Fields = Mapping[str, Tensor]
 
 
 class Stage(nn.Module):
-    """A pipeline stage: from hidden states [B, S, H] and, of a mixture of experts, the router losses until there, to
-    those after its layers; the last stage returns the loss. number: of the stage. context: what a call runs in."""
+    """A pipeline stage: from hidden states [B, S, H] (a rank's part, where ranks share tokens) and, of a mixture of
+    experts, the router losses until there, to those after its layers; the last stage returns the loss. number: of the stage. context: what a call runs in."""
 
     def __init__(self, model: GPTModel, number: int) -> None:
         super().__init__()
@@ -139,6 +140,8 @@ class Stage(nn.Module):
         on the last stage."""
         model = self.model
         what: dict[str, Any] = {"input_ids": x} if model.pre_process else {"inputs_embeds": x}
+        if position_ids is None and not model.pre_process:  # of a part of the tokens, they say how many there are
+            position_ids = torch.arange(labels.shape[1], device=x.device)[None]
         what |= {"position_ids": position_ids, "document_ids": document_ids}
         with self.context():
             output = model(**what, labels=labels if model.post_process else None, return_logits=False)
@@ -189,8 +192,9 @@ class Pipeline:
         parameter = next(model.decoder.parameters())
         self.device = parameter.device
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
-        hidden = torch.empty(*shape, model.config.hidden_size, dtype=parameter.dtype, device="meta", requires_grad=True)
-        scalar = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
+        options: dict[str, Any] = {"device": "meta", "requires_grad": True}
+        hidden = torch.empty(shape_of_part(self.stages[0].model, *shape), dtype=parameter.dtype, **options)
+        scalar = torch.empty((), dtype=torch.float32, **options)
         between = (hidden, scalar) if model.config.moe is not None else (hidden,)
         stages = []
         for stage in self.stages:
@@ -199,7 +203,7 @@ class Pipeline:
             first, last = stage.number == 0, stage.number == layout.stages - 1
             stages.append(self._stage(stage, (ids,) if first else between, (scalar,) if last else between))
         schedule = schedule_class(layout.schedule)
-        options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
+        options = {"loss_fn": self._loss, "scale_grads": False}
         try:
             single = layout.stages_per_rank == 1
             self._schedule = schedule(stages[0] if single else stages, micro_batches, **options)

@@ -107,7 +107,6 @@ def _read_model(
 
 def check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -> None:
     """Raise ConfigError where a layout cannot have this model, or these formats."""
-    _check_documents(config, dims)
     precision, sharded, tp = config.precision, dims.is_sharded, dims.tensor_model_parallel_size
     if dims.expert_model_parallel_size > 1:
         check_distribution(model, dims.expert_model_parallel_size, config.model.expert_layout)
@@ -148,16 +147,6 @@ def _check_reshard(config: TrainConfig, dims: ParallelDims) -> None:
         raise ConfigError(f"{what} with precision.quantized_weights or distributed experts: default, always, never")
     if over % ranks:
         raise ConfigError(f"{what}: a divisor of the {over} ranks over which parameters are sharded")
-
-
-def _check_documents(config: TrainConfig, dims: ParallelDims) -> None:
-    """Raise ConfigError where ranks that share sequences are to tell documents or predictions apart."""
-    size = dims.context_parallel_size
-    if size > 1 and (config.data.by_document or config.data.messages_field is not None):
-        raise ConfigError(
-            f"parallel.context_parallel_size is {size}; allowed with data.pack_documents, reset_position_ids, "
-            "reset_attention_mask and messages_field: 1"
-        )
 
 
 def _check_optimizer(config: TrainConfig, dims: ParallelDims) -> None:
@@ -202,16 +191,9 @@ def _check_stages(config: TrainConfig, model: ModelConfig, ranks: int) -> None:
     """Raise ConfigError where pipeline stages cannot have this model, or these formats."""
     from ..parallel.pipeline import StageLayout
 
-    parallel, precision = config.parallel, config.precision
+    parallel = config.parallel
     stages = StageLayout(ranks, parallel.pipeline_schedule, parallel.virtual_pipeline_model_parallel_size)
     stages.layers(model.num_layers)
-    allowed = "allowed with parallel.pipeline_model_parallel_size: False"
-    for name, value in {
-        "precision.cache_weights": precision.cache_weights,
-        "parallel.sequence_parallel": parallel.sequence_parallel,
-    }.items():
-        if value:
-            raise ConfigError(f"{name} is True; {allowed}")
     if model.moe is not None and model.moe.moe_router_load_balancing_type == "global_aux_loss":
         raise ConfigError(
             "moe.moe_router_load_balancing_type is 'global_aux_loss'; allowed with pipeline stages: 'aux_loss', "

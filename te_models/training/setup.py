@@ -153,7 +153,8 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     else:
         compiled = config.compile
         loss_function = make_loss_function(model, config.precision, device, compiled=compiled, mode=config.compile_mode)
-    quantize_weights = make_weight_cache(model, config.precision, device)
+    same_layers = None if layout.mesh is None else layout.mesh.same_layers
+    quantize_weights = make_weight_cache(model, config.precision, device, same_layers)
     set_rounding_seed(model, rounding_seed(config.seed, ranks.rank))
     stages = None if layout.mesh is None else layout.mesh.stages
     stage = () if stages is None else ("stage", stages.rank())  # whose dropout is its own

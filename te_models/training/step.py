@@ -178,15 +178,18 @@ def _fields(
     return found
 
 
-def make_weight_cache(model: GPTModel, precision: PrecisionConfig, device: str) -> Callable[[], None] | None:
+def make_weight_cache(
+    model: GPTModel, precision: PrecisionConfig, device: str, group: dist.ProcessGroup | None = None
+) -> Callable[[], None] | None:
     """Return a function to call before a step's micro-batches, which quantizes every weight for all of them; None
-    where `precision.cache_weights` is off. Then they run under `microbatch(first=False)`."""
+    where `precision.cache_weights` is off. Then they run under `microbatch(first=False)`. group: see
+    `compute_precision`."""
     if not precision.cache_weights:
         return None
     recipe = build_recipe(precision, model.config.num_layers)
 
     def quantize_weights() -> None:
-        with compute_precision(precision, recipe, device):
+        with compute_precision(precision, recipe, device, group):
             cache_weights(model)
 
     return quantize_weights

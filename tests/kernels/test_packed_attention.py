@@ -45,11 +45,27 @@ def test_values_and_gradients_are_those_of_the_mask(sizes: tuple[int, int, int, 
     assert not found[1][0, :, 33:].any(), "padding"
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("queries", [1, 8, 20, 33, 40])
+def test_the_last_queries_are_those_of_all(queries: int, causal: bool) -> None:
+    """Also where they begin within a document, or within padding."""
+    q, k, v = case(6, 2, 16, 20)
+    whole = packed_attention(q, k, v, DOCUMENTS, scale=0.3, causal=causal)[:, :, -queries:]
+    last = packed_attention(q[:, :, -queries:], k, v, DOCUMENTS, scale=0.3, causal=causal)
+    torch.testing.assert_close(last, whole, rtol=1e-5, atol=2e-6)
+    dy = torch.randn_like(last)
+    found, wanted = (torch.autograd.grad(y, (q, k, v), dy) for y in (last, whole))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=5e-6)
+
+
 def test_in_bfloat16_it_is_as_near_as_the_mask() -> None:
     inputs = case(4, 2, 16, 16, torch.bfloat16)
+    q, k, v = inputs
     out = packed_attention(*inputs, DOCUMENTS, scale=0.3)
-    assert out.dtype is torch.bfloat16
+    last = packed_attention(q[:, :, -16:], k, v, DOCUMENTS, scale=0.3)
+    assert out.dtype is last.dtype is torch.bfloat16
     torch.testing.assert_close(out, masked(*inputs, True), rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(last, masked(*inputs, True)[:, :, -16:], rtol=2**-7, atol=2**-7)
 
 
 class Largest(TorchDispatchMode):
@@ -122,6 +138,8 @@ def test_bad_arguments_are_named() -> None:
     inputs = case(2, 2, 8, 8)
     with pytest.raises(ValueError, match=r"documents has shape \(2, 39\); allowed: \(2, 40\)"):
         packed_attention(*inputs, DOCUMENTS[:, 1:], scale=1.0)
+    with pytest.raises(ValueError, match="there are 40 queries; allowed: up to 39"):
+        packed_attention(inputs[0], *(x[:, :, 1:] for x in inputs[1:]), DOCUMENTS[:, 1:], scale=1.0)
     with pytest.raises(ValueError, match="the queries are on meta; allowed: cpu"):
         packed_attention(*(x.to("meta") for x in inputs), DOCUMENTS, scale=1.0)
     model = GPTModel(tiny_model(), dtype=torch.float32)

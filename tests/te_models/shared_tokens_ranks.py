@@ -56,19 +56,25 @@ def wrong_gradients(kind: str, whole: GPTModel, shared: GPTModel) -> list[str]:
 
 
 def is_the_whole_model(kind: str, variant: str) -> None:
-    """Without padding, with padding, with two texts in a row; with activation checkpoints and without."""
+    """Without padding, with padding, with two texts in a row, as a mask and as numbers of documents, padded as well;
+    with activation checkpoints and without."""
     whole, shared = pair(kind, variant)
     length = LENGTH[kind]
     ids = token_ids(2, length)
     padded, texts = torch.ones_like(ids), torch.ones(2, length, length, dtype=torch.bool)
     padded[0, :2], texts[:, 5:, :5] = 0, False
-    for number, mask in enumerate((None, padded, texts)):
+    documents = (torch.arange(length) >= 5).long().repeat(2, 1)
+    documents[1, :2] = -1
+    some = texts.clone()
+    some[1, :2], some[1, :, :2] = False, False
+    for number, mask in enumerate((None, padded, texts, some, documents)):
         whole.zero_grad()
         shared.zero_grad()
         shared.activation_checkpointing = number > 0
-        expected = whole(ids, labels=ids, attention_mask=mask)
+        told = {"document_ids" if mask is documents else "attention_mask": mask}
+        expected = whole(ids, labels=ids, **told)
         expected.loss.backward()
-        found = shared(ids, labels=ids, attention_mask=mask, return_logits=number > 0)
+        found = shared(ids, labels=ids, **told, return_logits=number > 0)
         found.loss.backward()
         assert close(found.loss, expected.loss)
         assert found.logits is None or close(found.logits, expected.logits)
@@ -101,14 +107,14 @@ def is_refused() -> None:
 
 
 def compiles(kind: str, variant: str) -> None:
-    """One graph a layer, without breaks, and the same numbers."""
+    """One graph a layer, without breaks, and the same numbers, of two documents."""
     whole, shared = pair(kind, variant)
-    ids = token_ids(2, 16)
-    expected = whole(ids, labels=ids, return_logits=False).loss
+    ids, documents = token_ids(2, 16), (torch.arange(16) >= 6).long().repeat(2, 1)
+    expected = whole(ids, labels=ids, document_ids=documents, return_logits=False).loss
     expected.backward()
     compile_model(shared, "block", dynamic=False)
     shared.output_layer.loss_chunk_tokens = 10
-    loss = shared(ids, labels=ids, return_logits=False).loss
+    loss = shared(ids, labels=ids, document_ids=documents, return_logits=False).loss
     loss.backward()
     assert close(loss, expected) and wrong_gradients(kind, whole, shared) == []
 

@@ -131,12 +131,6 @@ DEEP = tiny_model(layers=4)
 TIED = EmbeddingConfig(share_embeddings_and_output_weights=True)
 STAGED: dict[str, tuple[Callable[[TrainConfig], TrainConfig], str]] = {
     "layers": (lambda c: c, "is 2 with 2 stages each, and the model has 2 layers; allowed: at most as many stages"),
-    "quantized weights": (
-        lambda c: c.replace(
-            precision=PrecisionConfig(recipe="mxfp8", cache_weights=True), model=ModelSource(config=DEEP)
-        ),
-        "precision.cache_weights is True; allowed with parallel.pipeline_model_parallel_size: False",
-    ),
     "compiled": (
         lambda c: c.replace(compile=True, compile_mode="block", model=ModelSource(config=DEEP)),
         "compile is True; allowed with parallel.pipeline_schedule = 'ZBVZeroBubble', .*: False",

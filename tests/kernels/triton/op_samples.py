@@ -237,6 +237,9 @@ def packed_attentions(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         yield "packed_attention_fwd", (q, k, v, documents, 0.3, causal)
         out, logsumexp = torch.randn(3, 4, 6, 5).to(dtype), torch.rand(3, 4, 6)
         yield "packed_attention_bwd", (out, q, k, v, out, logsumexp, documents, 0.3, causal)
+    q, out, logsumexp = (x[:, :, -2:] for x in (q, out, logsumexp))  # of the last positions alone
+    yield "packed_attention_fwd", (q, k, v, documents, 0.3, True)
+    yield "packed_attention_bwd", (out, q, k, v, out, logsumexp, documents, 0.3, True)
 
 
 def _moved(operand: ScaledOperand, device: torch.device) -> ScaledOperand:

@@ -99,10 +99,6 @@ def test_sizes_that_are_left_open_are_filled(sizes: dict[str, int], filled: tupl
         ({"pipeline_model_parallel_size": 3}, "pipeline_model_parallel_size is 3; allowed: a divisor of the number"),
         ({"context_parallel_size": 3}, "context_parallel_size is 3; allowed: a divisor of the number of ranks, 8"),
         (
-            {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
-            "context_parallel_size is 2; allowed with pipeline stages: 1",
-        ),
-        (
             {"data_parallel_shard_size": 2, "expert_tensor_parallel_size": 4},
             "expert_tensor_parallel_size is 4; allowed: a divisor of data_parallel_shard_size, 2",
         ),

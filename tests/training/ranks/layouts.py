@@ -40,10 +40,11 @@ MODELS: dict[str, ModelConfig] = {
     "mla_moe": balanced_model(),
     "wide": tiny_model(hidden=128),
     "deep": tiny_model(moe=True, layers=4),
+    "uneven": tiny_model(layers=3),
     "tied": tiny_model(layers=4).replace(embedding=EmbeddingConfig(share_embeddings_and_output_weights=True)),
 }
 """Kind -> its model; mla_moe has latent attention, groups of experts, a shared one and a bias that balances them;
-two ranks cut "wide" between blocks of 32 rows; "tied" trains with a z-loss of the logits."""
+two ranks cut "wide" between blocks of 32 rows, and "uneven" into stages of one layer and of two; "tied" trains with a z-loss of the logits."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "dp2": {},
@@ -79,6 +80,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 fsdp2": {"pipeline_model_parallel_size": 2, "data_parallel_shard_size": 2},
     "pp2 dp2": {"pipeline_model_parallel_size": 2},
     "pp2 tp2": {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+    "pp2 cp2": {"pipeline_model_parallel_size": 2, "context_parallel_size": 2},
+    "pp2 tp2 sp": {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2 tp2 sp ZBVZeroBubble": {
+        "pipeline_model_parallel_size": 2,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "pipeline_schedule": "ZBVZeroBubble",
+    },
+    "pp2 cp2 Interleaved1F1B": {
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 2,
+        "pipeline_schedule": "Interleaved1F1B",
+    },
     "pp2 ep2": {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
     "ep2 etp2": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
     "etp2 fsdp4": {"expert_tensor_parallel_size": 2, "data_parallel_shard_size": 4},
@@ -107,6 +121,10 @@ DATA_RANKS = dict.fromkeys(SCHEDULES, 1) | {
     "pp2": 1,
     "tp2 etp1 ep2": 1,
     "pp2 tp2": 1,
+    "pp2 cp2": 1,
+    "pp2 cp2 Interleaved1F1B": 1,
+    "pp2 tp2 sp": 1,
+    "pp2 tp2 sp ZBVZeroBubble": 1,
     "fsdp4": 4,
     "fsdp4 kept over 2": 4,
     "hsdp 2x2": 4,
@@ -122,6 +140,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16-mixed": {"dtype": "bf16-mixed"},
     "mxfp8": {"dtype": "bf16", "recipe": "mxfp8"},
     "delayed": {"dtype": "bf16", "recipe": "delayed"},
+    "cached mxfp8": {"dtype": "bf16", "recipe": "mxfp8", "cache_weights": True},
+    "cached delayed": {"dtype": "bf16", "recipe": "delayed", "cache_weights": True},
     "stored mxfp8": {"dtype": "bf16", "recipe": "mxfp8", "quantized_weights": True},
     "stored current": {"dtype": "bf16", "recipe": "current", "quantized_weights": True},
 }
