@@ -217,8 +217,8 @@ class DotProductAttention(nn.Module):
     def attend_documents(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor, *, causal: bool = True
     ) -> Tensor:
-        """Attend within documents, whatever the module's mask type and window: query [B, Q, N, D] of the last positions,
-        key [B, S, G, D], value [B, S, G, Dv] -> [B, Q, N * Dv]. documents: int64 [B, S], see
+        """Attend within documents, whatever the module's mask type and window: query [B, Q, N, D], of the last
+        positions, key [B, S, G, D], value [B, S, G, Dv] -> [B, Q, N * Dv]. documents: int64 [B, S], see
         `te_models.kernels.packed_attention`. The memory is linear in S."""
         if torch.is_autocast_enabled("cpu"):
             query, key, value = (t.to(torch.get_autocast_dtype("cpu")) for t in (query, key, value))

@@ -34,14 +34,14 @@ from .cache import Memory
 from .decoder import Decoder
 from .embedding import Embedding, check_words, input_size, resize_rows
 from .moe import Experts
-from .mtp import MultiTokenPrediction, check_mtp
+from .mtp import MultiTokenPrediction
 from .output import ModelOutput, OutputLayer, RouterLossWeights
 from .parallel import SharedModel, check_split, check_tokens, check_tokens_shared, groups_of, place_of, reset_model
 from .pretrained.in_memory import converter_of, fill_from_hf, to_hf
 from .pretrained.keep_in_fp32 import keep_dtypes
 from .pretrained.split_saving import save_split
 from .router import load_balancing_losses
-from .stage import size_of_parts, with_layers
+from .stage import embed_in_last_stage, size_of_parts, with_layers
 
 if TYPE_CHECKING:
     import transformers
@@ -114,8 +114,6 @@ class GPTModel(SharedModel):
             expert_dispatch=expert_dispatch,
         )
         check_split(config, build)
-        if max(build.tp_size, build.expert_model_parallel_size, build.expert_tensor_parallel_size) > 1:
-            check_mtp(config, "layers that are split, or experts that are distributed")
         self.tp_size = build.tp_size
         self.sequence_parallel = build.sequence_shard is not None
         self.context_shard: ContextShard | None = None
@@ -155,8 +153,6 @@ class GPTModel(SharedModel):
         shard = None
         if cp_group is not None:
             check_member("cp_group", cp_group)
-            if cp_group.size() > 1:
-                check_mtp(self.config, "sequences that ranks share")
             if cp_group.size() > 1:
                 shard = ContextShard(cp_group.rank(), cp_group.size(), cp_group.group_name)
         for module in self.modules():
@@ -223,6 +219,9 @@ class GPTModel(SharedModel):
         Raises ValueError where the rotary frequencies depend on the length ("longrope", "dynamic") and the cached
         tokens were rotated for another one: their keys and values are others now, and all have to be given again.
         """
+        further_ids = None  # what a last stage embeds for the layers that predict further tokens
+        if self.mtp is not None and not self.pre_process and inputs_embeds is not None:
+            further_ids, input_ids = input_ids, None
         batch, length = self._input_size(input_ids, inputs_embeds, position_ids)
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         assert inputs is not None
@@ -299,7 +298,10 @@ class GPTModel(SharedModel):
             loss = loss if loss is None or z_loss is None else loss + z_loss
             if self.mtp is not None and loss is not None and self.training:
                 assert labels is not None
-                inputs = self.decoder.layer_inputs(embedded, position_ids, attention_mask, document_ids=document_ids)
+                if not self.pre_process:
+                    embedded = embed_in_last_stage(self, further_ids, own_ids)
+                options = {"batch_size": batch_size, "document_ids": document_ids}
+                inputs = self.decoder.layer_inputs(embedded, position_ids, attention_mask, **options)
                 layers = (self.decoder, inputs, self.output_layer, weight)
                 texts = attention_mask if document_ids is None else document_ids
                 mtp_loss, further = self.mtp(x, embedded, labels, texts, *layers)
@@ -340,8 +342,9 @@ class GPTModel(SharedModel):
         `hidden_states[-1]` [B, S, H] of the stage before it (a rank's part of the tokens, and position_ids, where ranks
         share them); an earlier stage than the last returns no logits and no
         loss, and `aux_loss` is of its own layers. Where embedding and output layer share their weight, the last stage
-        has the embedding, too: add up the gradients that both leave. Raises ConfigError for layers that the model does
-        not have.
+        has the embedding, too: add up the gradients that both leave. So it has where layers predict further tokens,
+        which are the last stage's; its loss in training needs the `input_ids`, too. Raises ConfigError for layers that
+        the model does not have.
 
         Example:
             begin, end = (GPTModel(config, device="meta").stage(*layers) for layers in ((0, 2), (2, 4)))

@@ -4,7 +4,10 @@ section 2.2), for training, and as drafts of speculative decoding.
 Depth k (from 1) reads at position i the hidden state of depth k - 1, that of depth 0 being what the model gives to its
 output layer, and the embedding of token i + k; it predicts token i + k + 1 through the model's own output layer.
 
-B batch, S sequence, H hidden, V vocabulary.
+Where ranks share tokens, a rank has the hidden states of its own, [B, S / ranks, H] or [T / ranks, H], and gathers the
+embeddings of all, because those of the tokens ahead may be on other ranks.
+
+B batch, S sequence, T tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,23 +21,18 @@ from torch import Tensor, nn
 from te_models.kernels.cross_entropy import IGNORE_INDEX
 from te_models.kernels.gemm import linear
 from te_models.kernels.without_autocast import without_autocast
+from te_models.layers.distributed.context_parallel import ContextShard, gather_positions, own_positions
+from te_models.layers.distributed.sequence_parallel import gather_tokens_of_ranks, norm_own_tokens, own_tokens
+from te_models.layers.distributed.tensor_parallel import with_summed_gradient
 from te_models.layers.functional.gemm_operand import compute_dtype
 
-from ..config import ConfigError, ModelConfig
+from ..config import ModelConfig
 from .build import Build, init_method, make_norm
 from .decoder import Decoder, LayerInputs
 from .layer import TransformerLayer
 from .moe import MoELayer
 from .output import OutputLayer
 from .router import RouterOutput
-
-
-def check_mtp(config: ModelConfig, what: str) -> None:
-    """Raise ConfigError where a model with multi-token prediction is to be divided. what: how."""
-    if config.mtp_num_layers:
-        raise ConfigError(
-            f"mtp_num_layers is {config.mtp_num_layers} with {what}; allowed: ranks that each hold the whole model"
-        )
 
 
 class Projection(nn.Module):
@@ -44,6 +42,7 @@ class Projection(nn.Module):
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         self.init_method = init_method(config)
+        self.sequence_shard = build.sequence_shard
         self.weight = build.parameter(config.hidden_size, 2 * config.hidden_size)
         self.reset_parameters()
 
@@ -53,11 +52,13 @@ class Projection(nn.Module):
         self.init_method(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, S, 2 H] -> [B, S, H]."""
-        dtype = compute_dtype(x)
+        """x: [B, S, 2 H] -> [B, S, H], or of a rank's tokens alone; then the gradient of the weight is summed over the
+        ranks."""
+        dtype, shard = compute_dtype(x), self.sequence_shard
+        weight = self.weight if shard is None else with_summed_gradient(self.weight, shard.group)
         x = x.to(dtype)
         with without_autocast(x):
-            return linear(x, self.weight.to(dtype), None)
+            return linear(x, weight.to(dtype), None)
 
 
 class MultiTokenPredictionLayer(nn.Module):
@@ -66,6 +67,7 @@ class MultiTokenPredictionLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
+        self.sequence_shard = build.sequence_shard
         self.enorm = make_norm(config.norm, config.hidden_size, build)
         self.hnorm = make_norm(config.norm, config.hidden_size, build)
         self.eh_proj = Projection(config, build)
@@ -77,9 +79,12 @@ class MultiTokenPredictionLayer(nn.Module):
     ) -> tuple[Tensor, RouterOutput | None]:
         """hidden: [B, S, H], of the depth before; embedded: [B, S, H], of the tokens that follow it -> [B, S, H]."""
         # published weights expect the embedding first, which the paper writes second
-        x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
+        x = self.eh_proj(torch.cat([self._normed(self.enorm, embedded), self._normed(self.hnorm, hidden)], dim=-1))
         x, decided = decoder.run_layer(self.transformer_layer, -1, x, inputs, recompute=recompute)
-        return self.final_layernorm(x), decided
+        return self._normed(self.final_layernorm, x), decided
+
+    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return norm_own_tokens(norm, x, self.sequence_shard)
 
 
 class MTPOutput(NamedTuple):
@@ -95,6 +100,8 @@ class MultiTokenPrediction(nn.Module):
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
+        self.sequence_shard = build.sequence_shard
+        self.context_shard: ContextShard | None = None
         self.layers = nn.ModuleList(MultiTokenPredictionLayer(config, build) for _ in range(config.mtp_num_layers))
 
     def forward(
@@ -109,15 +116,18 @@ class MultiTokenPrediction(nn.Module):
         shared_weight: Tensor | None,
     ) -> MTPOutput:
         """Return the loss of all depths. hidden: [B, S, H], the input of the output layer; embedded: [B, S, H], the
-        input of the first layer; labels: [B, S]. A prediction counts where its label does, and where its position and
-        the tokens that its embeddings are of belong to one of `texts`, see `labels_of_depth`."""
+        input of the first layer, both of a rank's tokens where ranks share them; labels: [B, S]. A prediction counts
+        where its label does, and where its position and the tokens that its embeddings are of belong to one of `texts`,
+        see `labels_of_depth`."""
         recompute = decoder.activation_checkpointing and torch.is_grad_enabled()
+        embedded = self._of_all_tokens(embedded, labels.shape[0])
         losses, routed = [], []
         for depth, layer in enumerate(self.layers, 1):
-            ahead = inputs._replace(token_mask=_followed(inputs.token_mask, hidden, depth))
-            hidden, decided = layer(hidden, _shifted(embedded, depth), decoder, ahead, recompute)
+            ahead = inputs._replace(token_mask=self._followed(inputs.token_mask, labels, depth))
+            following = self._own(_shifted(embedded, depth))
+            hidden, decided = layer(hidden, following, decoder, ahead, recompute)
             targets = labels_of_depth(labels, texts, depth)
-            _, loss, _ = output_layer(hidden, shared_weight, targets, return_logits=False)
+            _, loss, _ = output_layer(hidden, shared_weight, targets, return_logits=False, batch_size=inputs.batch_size)
             assert loss is not None
             losses.append(loss)
             if decided is not None:
@@ -126,6 +136,25 @@ class MultiTokenPrediction(nn.Module):
                 mlp.router.count(decided)
                 routed.append(decided)
         return MTPOutput(torch.stack(losses).mean(), routed)
+
+    def _of_all_tokens(self, embedded: Tensor, batch_size: int) -> Tensor:
+        """Return embeddings [B, S, H] of those of a rank's tokens."""
+        if self.sequence_shard is not None:
+            embedded = gather_tokens_of_ranks(embedded, self.sequence_shard).unflatten(0, (batch_size, -1))
+        return embedded if self.context_shard is None else gather_positions(embedded, self.context_shard)
+
+    def _own(self, embedded: Tensor) -> Tensor:
+        """Return this rank's part of embeddings [B, S, H]."""
+        own = own_positions(embedded, self.context_shard)
+        return own if self.sequence_shard is None else own_tokens(own.flatten(0, 1), self.sequence_shard)
+
+    def _followed(self, token_mask: Tensor | None, labels: Tensor, depth: int) -> Tensor:
+        """Return bool, true where a token that is no padding is followed by `depth` others: routers count these. [B, S]
+        of labels [B, S]; of shared sequences, as token_mask, of this rank's positions."""
+        batch, length = labels.shape
+        followed = (torch.arange(length, device=labels.device) < length - depth).expand(batch, -1)
+        followed = own_positions(followed, self.context_shard)
+        return followed if token_mask is None else followed & token_mask
 
 
 def labels_of_depth(labels: Tensor, texts: Tensor | None, depth: int) -> Tensor:
@@ -146,10 +175,3 @@ def labels_of_depth(labels: Tensor, texts: Tensor | None, depth: int) -> Tensor:
 def _shifted(embedded: Tensor, depth: int) -> Tensor:
     """Return at position i the vector of position i + depth, zeros behind the last one."""
     return F.pad(embedded[:, depth:], (0, 0, 0, min(depth, embedded.shape[1])))
-
-
-def _followed(token_mask: Tensor | None, hidden: Tensor, depth: int) -> Tensor:
-    """Return [B, S] bool, true where a token that is no padding is followed by `depth` others: routers count these."""
-    batch, length = hidden.shape[:2]
-    followed = (torch.arange(length, device=hidden.device) < length - depth).expand(batch, -1)
-    return followed if token_mask is None else followed & token_mask

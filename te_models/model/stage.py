@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
-from ..config import ConfigError
-from .mtp import check_mtp
+from te_models.layers.distributed.context_parallel import own_positions
+
+from ..config import ConfigError, ModelConfig
 
 if TYPE_CHECKING:
     from .gpt import GPTModel
@@ -23,12 +24,12 @@ M = TypeVar("M", bound=nn.Module)
 
 def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
     """Return a model of these layers of `model` alone, in ascending order: with the embedding if layer 0 is among them,
-    and with final norm and output layer if the last one is. Where embedding and output layer share their weight, the
-    last layer brings the embedding, too. The modules are those of `model`, not copies.
+    and with final norm, output layer and the layers that predict further tokens if the last one is. Where embedding and
+    output layer share their weight, or further tokens are predicted, the last layer brings the embedding, too. The
+    modules are those of `model`, not copies.
 
     Raises ConfigError for no layer, and for a layer that the model does not have.
     """
-    check_mtp(model.config, "pipeline stages")
     whole, own = model.config.num_layers, {int(name): layer for name, layer in _layers(model).items()}
     missing = [layer for layer in layers if layer not in own]
     if missing or not layers or list(layers) != sorted(set(layers)):
@@ -37,10 +38,9 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
             f"{sorted(own)}"
         )
     first, last = layers[0] == 0, layers[-1] == whole - 1
-    tied = model.config.embedding.share_embeddings_and_output_weights
-    needed = {"embedding"} if first or (last and tied) else set()
-    needed |= {"output_layer"} if last else set()
-    stage = _copy_without(model, {"embedding", "output_layer"} - needed)
+    needed = {"embedding"} if first or (last and embeds_twice(model.config)) else set()
+    needed |= {"output_layer", "mtp"} if last else set()
+    stage = _copy_without(model, {"embedding", "output_layer", "mtp"} - needed)
     object.__setattr__(stage, "whole", model.whole or model)  # no submodule
     stage.pre_process, stage.post_process = first, last
     decoder = _copy_without(model.decoder, set() if last else {"final_layernorm"})
@@ -53,6 +53,22 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
     decoder.tuned_layers = [model.decoder.tuned_layers[place] for place in places]
     stage.decoder = decoder
     return stage
+
+
+def embeds_twice(config: ModelConfig) -> bool:
+    """Whether the first and the last stage have the embedding: its weight is the output layer's, too, or layers behind
+    the last one read the tokens that they predict further ones from."""
+    return config.embedding.share_embeddings_and_output_weights or config.mtp_num_layers > 0
+
+
+def embed_in_last_stage(model: GPTModel, input_ids: Tensor | None, position_ids: Tensor) -> Tensor:
+    """Return what the first stage embedded, of this rank's tokens. input_ids: of the whole sequences; position_ids: of
+    this rank's."""
+    if input_ids is None:
+        raise ValueError(
+            "this stage predicts further tokens, and input_ids is None; allowed: what the first stage reads"
+        )
+    return model.embedding(own_positions(input_ids, model.context_shard), position_ids)
 
 
 def shape_of_part(model: GPTModel, batch: int, length: int) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from te_models.layers.tensor.fsdp import local_part
 
 from ..config import ConfigError
 from ..model import GPTModel
-from ..model.stage import shape_of_part
+from ..model.stage import embeds_twice, shape_of_part
 
 ABSTRACT = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -114,7 +114,8 @@ Fields = Mapping[str, Tensor]
 
 class Stage(nn.Module):
     """A pipeline stage: from hidden states [B, S, H] (a rank's part, where ranks share tokens) and, of a mixture of
-    experts, the router losses until there, to those after its layers; the last stage returns the loss. number: of the stage. context: what a call runs in."""
+    experts, the router losses until there, to those after its layers; the last stage returns the loss. number: of the
+    stage. context: what a call runs in."""
 
     def __init__(self, model: GPTModel, number: int) -> None:
         super().__init__()
@@ -133,15 +134,19 @@ class Stage(nn.Module):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         weight: Tensor | None = None,
+        input_ids: Tensor | None = None,
     ) -> Any:
         """x: [B, S] int64 of the first stage, else [B, S, H]; aux_loss: float32 scalar; labels, position_ids and
         document_ids: [B, S], as of GPTModel. weight: [B], one number, which everything but the router losses is
-        multiplied by; None: 1. Adds (cross entropy, router losses, z-loss of the logits) of a micro-batch to `losses`,
-        on the last stage."""
+        multiplied by; None: 1. input_ids: [B, S], which the last stage reads where layers predict further tokens. Adds
+        (cross entropy, router losses, loss of further tokens, z-loss of the logits) of a micro-batch to `losses`, on
+        the last stage."""
         model = self.model
         what: dict[str, Any] = {"input_ids": x} if model.pre_process else {"inputs_embeds": x}
         if position_ids is None and not model.pre_process:  # of a part of the tokens, they say how many there are
             position_ids = torch.arange(labels.shape[1], device=x.device)[None]
+        if model.mtp is not None and not model.pre_process:
+            what["input_ids"] = input_ids
         what |= {"position_ids": position_ids, "document_ids": document_ids}
         with self.context():
             output = model(**what, labels=labels if model.post_process else None, return_logits=False)
@@ -150,10 +155,11 @@ class Stage(nn.Module):
         if model.post_process:
             loss = output.loss if own is None else output.loss - own
             none = torch.zeros_like(loss)
-            aux, z_loss = (none if t is None else t for t in (aux, output.logits_z_loss))
+            aux, further, z_loss = (none if t is None else t for t in (aux, output.mtp_loss, output.logits_z_loss))
+            further = further * model.config.mtp_loss_scaling_factor
             if weight is not None:
-                loss, z_loss = loss * weight[0], z_loss * weight[0]
-            self.losses.append(torch.stack([loss - z_loss, aux, z_loss]).detach())
+                loss, further, z_loss = (term * weight[0] for term in (loss, further, z_loss))
+            self.losses.append(torch.stack([loss - further - z_loss, aux, further, z_loss]).detach())
             return loss + aux
         x = output.hidden_states[-1]
         if self.dtype is not None and x.dtype != self.dtype:
@@ -230,8 +236,9 @@ class Pipeline:
         return loss / self.micro_batches
 
     def forward_backward(self, micro_batches: Sequence[Fields]) -> Tensor:
-        """Run micro-batches forward and backward; return [cross entropy, router losses, z-loss of the logits],
-        means over them, the same on all ranks of `group`. Gradients are those of the mean loss, their sum."""
+        """Run micro-batches forward and backward; return [cross entropy, router losses, loss of further tokens, z-loss
+        of the logits], means over them, the same on all ranks of `group`. Gradients are those of the mean loss, their
+        sum."""
         return self._run(micro_batches, backward=True).mean(0)
 
     def evaluate(self, batches: Sequence[Fields]) -> Tensor:
@@ -246,6 +253,8 @@ class Pipeline:
     def _run(self, micro_batches: Sequence[Fields], *, backward: bool) -> Tensor:
         fields = {name: torch.cat([each[name] for each in micro_batches]).to(self.device) for name in micro_batches[0]}
         ids = fields.pop("input_ids")
+        if self.model.config.mtp_num_layers:
+            fields["input_ids"] = ids
         for stage in self.stages:
             stage.losses.clear()
         arguments = (ids,) if any(stage.number == 0 for stage in self.stages) else ()
@@ -255,7 +264,7 @@ class Pipeline:
                 run(*arguments, **{"labels": ids, **fields}, target=ids, return_outputs=False)
             except RuntimeError as error:  # torch lists tensors, and says what went wrong only as the cause
                 raise _first_cause(error) from None
-        total = torch.zeros(len(micro_batches), 3, dtype=torch.float32, device=self.device)
+        total = torch.zeros(len(micro_batches), 4, dtype=torch.float32, device=self.device)
         for stage in self.stages:
             if stage.losses:
                 total += torch.stack(stage.losses[-len(micro_batches) :])
@@ -264,9 +273,8 @@ class Pipeline:
 
     @property
     def shares_embedding(self) -> bool:
-        """Whether the first and the last stage, on two ranks, both have the weight of embedding and output layer."""
-        tied = self.model.config.embedding.share_embeddings_and_output_weights
-        return tied and self.layout.ranks > 1 and not self.layout.is_v_shaped
+        """Whether the first and the last stage, on two ranks, both have the weight of the embedding."""
+        return embeds_twice(self.model.config) and self.layout.ranks > 1 and not self.layout.is_v_shaped
 
     @torch.no_grad()
     def sum_embedding_gradients(self) -> None:

@@ -19,9 +19,8 @@ from te_models.layers.tensor.fsdp import shards_of_blocks
 
 from ..config import ConfigError
 from ..model import GPTModel
-from ..model.mtp import check_mtp
 from ..model.parallel import reset_parameters
-from ..model.stage import with_layers
+from ..model.stage import embeds_twice, with_layers
 from .mesh import ParallelMesh
 from .pipeline import Stage, StageLayout
 
@@ -70,8 +69,6 @@ def parallelize(
     if mesh is not None:
         model.set_context_parallel_group(mesh.cp_group)
     over = mesh if mesh is not None and mesh.dims.is_sharded else None
-    if over is not None:
-        check_mtp(model.config, "parameters that are sharded")
     tied = model.config.embedding.share_embeddings_and_output_weights
     with_the_rest = [model.decoder.final_layernorm, *([model.embedding, model.output_layer] if tied else ())]
     target = torch.empty((), device=device).device
@@ -135,11 +132,10 @@ def _own_stages(model: GPTModel, mesh: ParallelMesh, stages: StageLayout, *, sha
 
     Raises ConfigError where the stages cannot have this model."""
     assert mesh.stages is not None
-    tied = model.config.embedding.share_embeddings_and_output_weights
-    if tied and sharded and stages.is_v_shaped:
+    if embeds_twice(model.config) and sharded and stages.is_v_shaped:
         raise ConfigError(
             f"parallel.pipeline_schedule is {stages.schedule!r}, in which two stages of a rank share the weight of "
-            "embedding and output layer; allowed with data_parallel_shard_size: 1F1B, GPipe and interleaved schedules, "
+            "the embedding; allowed with data_parallel_shard_size: 1F1B, GPipe and interleaved schedules, "
             "or a model that shares none"
         )
     spans, numbers = stages.layers(model.config.num_layers), stages.of_rank(mesh.stages.rank())
@@ -155,7 +151,8 @@ def _reshard_of(asked: ReshardAfterForward) -> bool | int | None:
 def parts_of(model: GPTModel) -> Iterator[nn.Module]:
     """Yield the parts of a model that are sharded one by one, in the order in which they are created."""
     parts = (model.embedding, *model.decoder.layers, model.decoder.final_layernorm, model.output_layer)
-    yield from (part for part in parts if part is not None)
+    further = () if model.mtp is None else model.mtp.layers
+    yield from (part for part in (*parts, *further) if part is not None)
 
 
 def _store_quantized(part: nn.Module, recipe: Recipe) -> None:

@@ -195,8 +195,11 @@ def balance_experts(model: GPTModel, rate: float, layout: Layout) -> ExpertLoad:
             move_expert_bias(model, load.tokens, rate)
         return load
     assert layout.mesh is not None and model.config.moe is not None
-    layers = [layer for layer in range(model.config.num_layers) if model.config.is_moe_layer(layer)]
-    own = [layers.index(int(name)) for name in model.decoder.layers._modules if int(name) in layers]
+    total, further = model.config.num_layers, model.config.mtp_num_layers  # whose layers are of the last one's kind
+    layers = [layer for layer in range(total + further) if model.config.is_moe_layer(min(layer, total - 1))]
+    names = [int(name) for name in model.decoder.layers._modules]
+    names += [] if model.mtp is None else range(total, total + further)
+    own = [layers.index(name) for name in names if name in layers]
     device = next(model.parameters()).device
     counts = torch.zeros(len(layers), model.config.moe.num_moe_experts + 1, dtype=torch.int64, device=device)
     if own:

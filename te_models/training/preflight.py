@@ -13,7 +13,6 @@ from te_models.checkpoints.folder.hf_config import find_family
 
 from ..config import ConfigError, ModelConfig
 from ..extras import require
-from ..model.mtp import check_mtp
 from ..model.parallel import check_distribution, check_layers, check_sequence, check_split_experts
 from ..parallel.dims import ParallelDims
 from ..sizes import format_size
@@ -115,8 +114,6 @@ def check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) ->
     if dims.splits_experts_apart:
         check_split_experts(model, etp, config.model.expert_layout)
     check_layers(model, tp, etp)
-    if not dims.is_whole or dims.expert_model_parallel_size > 1 or dims.context_parallel_size > 1:
-        check_mtp(model, "a layout that divides model or windows")
     _check_tokens(config, model, dims)
     _check_optimizer(config, dims)
     _check_reshard(config, dims)
@@ -189,6 +186,7 @@ def _check_tokens(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -
 
 def _check_stages(config: TrainConfig, model: ModelConfig, ranks: int) -> None:
     """Raise ConfigError where pipeline stages cannot have this model, or these formats."""
+    from ..model.stage import embeds_twice
     from ..parallel.pipeline import StageLayout
 
     parallel = config.parallel
@@ -204,11 +202,11 @@ def _check_stages(config: TrainConfig, model: ModelConfig, ranks: int) -> None:
             f"compile is True; allowed with parallel.pipeline_schedule = {parallel.pipeline_schedule!r}, which "
             "computes weight gradients apart: False"
         )
-    tied = model.embedding.share_embeddings_and_output_weights
-    if tied and config.optimizer.moment_dtype != "float32":
+    if embeds_twice(model) and config.optimizer.moment_dtype != "float32":
         raise ConfigError(
             f"optimizer.moment_dtype is {config.optimizer.moment_dtype!r}; allowed with pipeline stages of a model "
-            "whose embedding and output layer share their weight: 'float32', because two stages update it alike"
+            "whose embedding two stages have (for the output layer, or to predict further tokens), and update alike: "
+            "'float32'"
         )
     if config.parallel.data_parallel_shard_size != 1 and stages.is_later:
         raise ConfigError(

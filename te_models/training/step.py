@@ -224,7 +224,7 @@ def train_step(
     weights = loss_weights(micro_batches, ranks)
     if isinstance(loss_function, Pipeline):
         with microbatch(first=None if before is None else False), collect_statistics(statistics):
-            total[[0, 1, 3]] = loss_function.forward_backward(_fields(micro_batches, weights))
+            total += loss_function.forward_backward(_fields(micro_batches, weights))
         optimizer.accumulate_gradients()
     else:
         for i, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):

@@ -139,6 +139,15 @@ VARIANTS: dict[str, ModelConfig] = {
 }
 
 
+FURTHER: dict[str, ModelConfig] = {
+    "moe_ahead": VARIANTS["moe"].replace(mtp_num_layers=2),
+    "tied_latent_ahead": VARIANTS["latent"].replace(
+        mtp_num_layers=1, embedding=EmbeddingConfig(share_embeddings_and_output_weights=True)
+    ),
+}
+"""Models with layers that predict further tokens."""
+
+
 def token_ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     """Random tokens, [batch, length]."""
     return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))

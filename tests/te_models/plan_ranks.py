@@ -44,11 +44,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 long": {"pipeline_model_parallel_size": 2},
     "pp2 Interleaved1F1B": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "Interleaved1F1B"},
     "pp2 ZBVZeroBubble": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "ZBVZeroBubble"},
+    "fsdp2 ahead": {"data_parallel_shard_size": 2},
+    "tp2 sp ahead": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2 ahead": {"pipeline_model_parallel_size": 2},
 }
 STAGES = {name: sizes for name, sizes in LAYOUTS.items() if name.startswith("pp")}
 DENSE = ("fsdp2 mxfp8", "pp2")
 MICRO_BATCHES = {"pp2": 3}
-"""Of a step. "pp2 long" has 8, of which a plan runs 4 and 6."""
+"""Of a step. "pp2 long" has 8, of which a plan runs 4 and 6; models of "ahead" predict a further token."""
 
 
 def values_of(found: Recorded) -> dict[str, Any]:
@@ -91,7 +94,9 @@ def main(results: str, fake: bool, layouts: list[str], rank: int = 0) -> None:
                 parallel=config.parallel.replace(**sizes),
                 precision=config.precision.replace(dtype="bf16", recipe="mxfp8" if "mxfp8" in name else "none"),
                 model=config.model.replace(
-                    config=tiny_model(moe=name not in DENSE, layers=LAYERS),
+                    config=tiny_model(moe=name not in DENSE, layers=LAYERS).replace(
+                        mtp_num_layers=int("ahead" in name)
+                    ),
                     activation_checkpointing="checkpointed" in name,
                 ),
                 data=config.data.replace(gradient_accumulation=MICRO_BATCHES.get(name, 8 if name in STAGES else 2)),

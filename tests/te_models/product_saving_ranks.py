@@ -39,7 +39,8 @@ CASES: dict[str, dict[str, int]] = {
     "mxfp8-ep2-fsdp4": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 4},
 }
 """Layouts of four ranks; "mxfp8" stores weights quantized."""
-MOE, QUANTIZED = tiny_moe(), CONFIGS["moe"].replace(hidden_size=128, mlp=tiny().mlp.replace(ffn_hidden_size=128))
+MOE = tiny_moe().replace(mtp_num_layers=1)
+QUANTIZED = CONFIGS["moe"].replace(hidden_size=128, mlp=tiny().mlp.replace(ffn_hidden_size=128))
 if not shards_experts_apart():
     CASES = {name: sizes for name, sizes in CASES.items() if name in ("tp2-fsdp2", "tp2-ep2")}
 
@@ -61,8 +62,14 @@ def whole(config: ModelConfig, weights: str | None) -> GPTModel:
 def is_the_folder_of_one_rank(case: str, results: str) -> None:
     """File by file, byte for byte."""
     config, weights = (QUANTIZED, "mxfp8") if "mxfp8" in case else (MOE, None)
-    divided(config, CASES[case], weights).save_pretrained(f"{results}.{case}")
+    model = divided(config, CASES[case], weights)
+    model.save_pretrained(f"{results}.{case}")
     dist.barrier()
+    if "sdp" not in case:
+        mesh = ParallelDims(ranks=RANKS, **CASES[case]).build_mesh("cpu").model
+        again = GPTModel.from_pretrained(f"{results}.{case}", device_mesh=mesh)
+        for (name, read), saved in zip(again.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(read, saved), name
     if dist.get_rank() == 0:
         whole(config, weights).save_pretrained(f"{results}.{case}.one")
         found, expected = (Path(f"{results}.{case}{end}") for end in ("", ".one"))

@@ -17,7 +17,7 @@ from te_models import ConfigError, GPTModel, KVCache, compile_model
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.plan.rank_shards import Place, parts
 from tests.ranks import report_cases
-from tests.te_models.configs import VARIANTS, tiny, token_ids
+from tests.te_models.configs import FURTHER, VARIANTS, tiny, token_ids
 from tests.te_models.split_model_ranks import close
 
 LENGTH = {"sp": 7, "cp": 16}
@@ -25,7 +25,7 @@ LENGTH = {"sp": 7, "cp": 16}
 
 def pair(kind: str, variant: str) -> tuple[GPTModel, GPTModel]:
     """The whole model, and the one whose ranks share tokens, of the same values."""
-    config, options = VARIANTS[variant], {}
+    config, options = (VARIANTS | FURTHER)[variant], {}
     if variant == "dynamic_rope":  # longer sequences than in the first training, on which the frequencies depend
         config = config.replace(max_position_embeddings=8)
     if kind == "sp":
@@ -78,8 +78,9 @@ def is_the_whole_model(kind: str, variant: str) -> None:
         found.loss.backward()
         assert close(found.loss, expected.loss)
         assert found.logits is None or close(found.logits, expected.logits)
-        if expected.aux_loss is not None:
-            assert close(found.aux_loss, expected.aux_loss)
+        for name in ("aux_loss", "mtp_loss"):
+            value = getattr(expected, name)
+            assert value is None or close(getattr(found, name), value), name
         assert wrong_gradients(kind, whole, shared) == []
 
 
@@ -123,4 +124,7 @@ if __name__ == "__main__":
     asked = sys.argv[2:]
     cases = {name: partial(is_the_whole_model, *name.split()) for name in asked if len(name.split()) == 2}
     cases |= {name: partial(compiles, *name.split()[1:]) for name in asked if name.startswith("compiled")}
-    report_cases(cases | {name: is_refused for name in asked if name == "refused"}, sys.argv[1])
+    report_cases(
+        cases | {name: is_refused for name in asked if name == "refused"},
+        sys.argv[1],
+    )

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from te_models import ConfigError, GPTModel
+from te_models import GPTModel
 from te_models.checkpoints import expected_tensors
-from te_models.parallel.dims import ParallelDims
 from te_models.training import CheckpointConfig, ModelSource, PrecisionConfig, read_metrics, train
-from te_models.training.preflight import check_layout
 from tests.training.runs import curve, tiny_model, tiny_run
 
 
@@ -28,10 +26,3 @@ def test_learns_and_resumes(tmp_path: Path) -> None:
     trained = GPTModel.from_pretrained(result.model_dir)
     assert dict(trained.named_parameters()).keys() == expected_tensors(trained.config).keys()
     assert trained.config.mtp_num_layers == 1
-
-
-def test_layouts_that_divide_are_refused(tmp_path: Path) -> None:
-    config, model = tiny_run(tmp_path), tiny_model().replace(mtp_num_layers=1)
-    for name in ("data_parallel_shard_size", "tensor_model_parallel_size", "context_parallel_size"):
-        with pytest.raises(ConfigError, match="mtp_num_layers is 1 with a layout that divides model or windows"):
-            check_layout(config, model, ParallelDims(ranks=2, **{name: 2}))

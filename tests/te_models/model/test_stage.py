@@ -8,12 +8,12 @@ import torch
 from te_models import GPTModel
 from te_models.config import ConfigError
 from te_models.parallel import StageLayout
-from tests.te_models.configs import VARIANTS, token_ids
+from tests.te_models.configs import FURTHER, VARIANTS, token_ids
 
 
-@pytest.mark.parametrize("name", ["dense", "tied", "moe_shared", "latent"])
+@pytest.mark.parametrize("name", ["dense", "tied", "moe_shared", "latent", *FURTHER])
 def test_stages_one_after_the_other_are_the_model(name: str) -> None:
-    config = VARIANTS[name]
+    config = (VARIANTS | FURTHER)[name]
     model, ids = GPTModel(config), token_ids(2, 12)
     expected = model(ids, labels=ids)
     expected.loss.backward()
@@ -24,7 +24,8 @@ def test_stages_one_after_the_other_are_the_model(name: str) -> None:
     first, last = model.stage(0, half), model.stage(half, config.num_layers)
     begun = first(ids)
     assert begun.logits is None and begun.loss is None
-    found = last(inputs_embeds=begun.hidden_states[-1], labels=ids)
+    told = {"input_ids": ids} if config.mtp_num_layers else {}
+    found = last(inputs_embeds=begun.hidden_states[-1], labels=ids, **told)
     assert torch.equal(found.logits, expected.logits)
     loss = found.loss if begun.aux_loss is None else found.loss + begun.aux_loss
     torch.testing.assert_close(loss, expected.loss)
@@ -35,6 +36,16 @@ def test_stages_one_after_the_other_are_the_model(name: str) -> None:
     for n, parameter in model.named_parameters():
         assert names[n] is parameter
         torch.testing.assert_close(parameter.grad, gradients[n], msg=n)
+
+
+def test_a_stage_that_predicts_further_tokens_needs_them() -> None:
+    model = GPTModel(FURTHER["moe_ahead"])
+    last, x, ids = model.stage(1, 2), torch.zeros(1, 4, model.config.hidden_size), token_ids(1, 4)
+    with pytest.raises(
+        ValueError, match="this stage predicts further tokens, and input_ids is None; allowed: what the"
+    ):
+        last(inputs_embeds=x, labels=ids)
+    assert last.eval()(inputs_embeds=x, labels=ids).mtp_loss is None
 
 
 def test_a_middle_stage_has_layers_alone() -> None:

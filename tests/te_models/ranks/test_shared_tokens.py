@@ -10,7 +10,7 @@ import torch
 
 from te_models.layers.distributed.context_parallel import ContextShard, own_positions
 from te_models.layers.distributed.vocab_parallel import vocab_range
-from tests.te_models.configs import VARIANTS
+from tests.te_models.configs import FURTHER, VARIANTS
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 if torch.distributed.is_available():
@@ -19,7 +19,7 @@ if torch.distributed.is_available():
 
 SP = ("sandwich", "parallel_shared_norm", "biases", "learned_positions", "qk_full", "latent", "moe_shared")
 CP = ("mixed_layers", "sinks_clip", "softcaps", "chunked_l2_temperature", "dynamic_rope", "latent", "moe")
-CASES = [*(f"sp {name}" for name in SP), *(f"cp {name}" for name in CP), "refused"]
+CASES = [*(f"sp {name}" for name in (*SP, *FURTHER)), *(f"cp {name}" for name in (*CP, *FURTHER)), "refused"]
 MODULE = "tests.te_models.shared_tokens_ranks"
 
 
@@ -31,7 +31,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     )
 
 
-@pytest.mark.sentinels("sp sandwich", "sp biases", "sp moe_shared", "cp mixed_layers", "cp latent", "cp moe", "refused")
+@pytest.mark.sentinels(
+    "sp sandwich", "sp biases", "sp moe_shared", "cp mixed_layers", "cp latent", "cp moe_ahead", "refused"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]
@@ -41,6 +43,7 @@ def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
 def test_every_kind_of_model(tmp_path: Path) -> None:
     cases = [f"{kind} {name}" for kind in ("sp", "cp") for name in VARIANTS]
     cases += ["compiled sp moe_shared", "compiled cp moe_shared", "compiled cp latent"]
+    cases += ["compiled sp moe_ahead", "compiled cp tied_latent_ahead"]
     assert outcomes_on_ranks(MODULE, tmp_path / "results", *cases, timeout=900) == [dict.fromkeys(cases, "ok")] * 2
 
 

@@ -41,10 +41,15 @@ MODELS: dict[str, ModelConfig] = {
     "wide": tiny_model(hidden=128),
     "deep": tiny_model(moe=True, layers=4),
     "uneven": tiny_model(layers=3),
+    "ahead": tiny_model(moe=True, layers=4).replace(mtp_num_layers=2),
+    "tied ahead": balanced_model().replace(
+        mtp_num_layers=1, embedding=EmbeddingConfig(share_embeddings_and_output_weights=True)
+    ),
     "tied": tiny_model(layers=4).replace(embedding=EmbeddingConfig(share_embeddings_and_output_weights=True)),
 }
 """Kind -> its model; mla_moe has latent attention, groups of experts, a shared one and a bias that balances them;
-two ranks cut "wide" between blocks of 32 rows, and "uneven" into stages of one layer and of two; "tied" trains with a z-loss of the logits."""
+two ranks cut "wide" between blocks of 32 rows, and "uneven" into stages of one layer and of two; "tied" trains with a
+z-loss of the logits, "ahead" predicts two further tokens, "tied ahead" one."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "dp2": {},
@@ -281,7 +286,7 @@ class Runs:
     def differences(self, case: Case) -> list[str]:
         """Return where a run is further from that of one rank than the order of sums explains, a line each."""
         loss, norm = SPREAD.get(case.precision, (1e-3, 5e-3))
-        limits = {"loss": loss, "validation_loss": loss, "logits_z_loss": loss, "grad_norm": norm}
+        limits = {"loss": loss, "validation_loss": loss, "mtp_loss": loss, "logits_z_loss": loss, "grad_norm": norm}
         found, expected = self.curve(case), self.curve(case.reference())
         expected = expected[len(expected) - len(found) :]
         problems = [] if found and found[-1]["step"] == self.steps else [f"{case.name} has {len(found)} steps"]

@@ -52,6 +52,18 @@ TRAINED = [
     Case("uneven", "cached delayed", "pp2"),
     Case("deep", "cached mxfp8", "pp2 ZBVZeroBubble"),
     Case("mla_moe", "documents", "cp2"),
+    Case("ahead", "fp32", "fsdp2"),
+    Case("ahead", "delayed", "tp2"),
+    Case("ahead", "fp32", "tp2 sp"),
+    Case("ahead", "packed", "cp2"),
+    Case("ahead", "fp32", "ep2 fsdp2"),
+    Case("ahead", "fp32", "tp2 etp1 ep2"),
+    Case("ahead", "documents", "pp2"),
+    Case("ahead", "mxfp8", "pp2 Interleaved1F1B"),
+    Case("ahead", "packed", "pp2 ZBVZeroBubble"),
+    Case("tied ahead", "fp32", "fsdp2"),
+    Case("tied ahead", "fp32", "pp2"),
+    Case("tied ahead", "muon", "tp2"),
     *MUON,
     *LORA,
 ]
@@ -77,6 +89,8 @@ CONTINUED = [
     Case("moe", "delayed", "tp2 etp1 ep2", start="ep2 fsdp2"),
     Case("moe", "lora", "fsdp2", start="fsdp2"),
     Case("moe", "lora", "fsdp2", start="one"),
+    Case("ahead", "fp32", "fsdp2", start="tp2 sp"),
+    Case("ahead", "fp32", "tp2 sp", start="fsdp2"),
 ]
 FOUR = [
     Case("moe", "fp32", "tp2 ep2 fsdp2"),
@@ -94,6 +108,9 @@ FOUR = [
     Case("deep", "fp32", "pp2 tp2 sp"),
     Case("tied", "fp32", "pp2 tp2 sp ZBVZeroBubble"),
     Case("deep", "packed", "pp2 cp2"),
+    Case("ahead", "packed", "pp2 cp2"),
+    Case("ahead", "fp32", "pp2 tp2 sp"),
+    Case("ahead", "fp32", "pp2 fsdp2"),
 ]
 BACK = [
     Case("moe", "fp32", "one", start="tp2 ep2 fsdp2"),
@@ -103,6 +120,8 @@ BACK = [
     Case("moe", "fp32", "one", start="ep2 etp2"),
     Case("moe", "delayed", "one", start="ep2 fsdp2"),
     Case("moe", "lora over stored mxfp8", "one", start="hsdp 2x2"),
+    Case("ahead", "fp32", "one", start="pp2 fsdp2"),
+    Case("ahead", "packed", "one", start="pp2 ZBVZeroBubble"),
 ]
 
 
@@ -169,7 +188,17 @@ def test_the_same_layout_continues_bit_for_bit(case: Case, runs: Runs) -> None:
 
 
 @pytest.mark.sentinels("dense_fp32_fsdp2", "moe_fp32_ep2_fsdp2")
-@pytest.mark.parametrize("case", each([*(TRAINED[i] for i in (0, 3, 4, 7, 14)), FOUR[0], FOUR[7], FOUR[8], FOUR[9]]))
+@pytest.mark.parametrize(
+    "case",
+    each(
+        [
+            *(TRAINED[i] for i in (0, 3, 4, 7, 14)),
+            *(FOUR[i] for i in (0, 7, 8, 9)),
+            Case("ahead", "fp32", "ep2 fsdp2"),
+            Case("ahead", "fp32", "pp2 fsdp2"),
+        ]
+    ),
+)
 def test_the_result_is_an_ordinary_folder(case: Case, runs: Runs) -> None:
     """Of the weights of one rank, but for sums in another order, which Adam may turn into steps of the size of lr."""
     final = runs.output_dir(case) / "final"
