@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from te_models.kernels.packed_attention import documents_of_lengths, packed_attention
 
-from ..collectives import ranks_of
+from ..collectives import check_member, ranks_of
+from ..distributed.context_parallel import ContextShard, attention_of_chunks, gather_positions
 from ..recipe.activation_checkpoint import checkpointed
 from ..te_arguments import leave_extra_state, require_default, takes_at_default, takes_parallel_options
 from .core import attend
@@ -25,6 +26,7 @@ from .qkv_format import QkvFormat, batch_first, check_qkv_format, from_batch_fir
 
 _WHOLE = ((-1, -1), (-1, 0))
 """Windows that hide nothing, of a type without and with causality."""
+_COMMUNICATIONS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
@@ -46,7 +48,7 @@ class DotProductAttention(nn.Module):
     get_rng_state_tracker: Callable[[], Any] | None = None
 
     @takes_parallel_options
-    @takes_at_default(cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", return_max_logit=False)
+    @takes_at_default(return_max_logit=False)
     def __init__(
         self,
         num_attention_heads: int,
@@ -68,6 +70,10 @@ class DotProductAttention(nn.Module):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
+        cp_group: dist.ProcessGroup | None = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
     ) -> None:
         super().__init__()
         for option, value, allowed in (
@@ -103,6 +109,30 @@ class DotProductAttention(nn.Module):
         if softmax_type == "learnable":
             new = {"dtype": params_dtype or torch.get_default_dtype(), "device": device}
             self.softmax_offset = nn.Parameter(torch.zeros(self.num_attention_heads, **new))  # type: ignore[arg-type]
+        self.cp_shard: ContextShard | None = None
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def set_context_parallel_group(
+        self,
+        cp_group: dist.ProcessGroup | None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Share each sequence among these ranks; None: none. Rank r of n has chunks r and 2 n - 1 - r of the 2 n that a
+        sequence is cut into, one after the other, of queries, keys and values, and gets its rows of the result; all
+        keys and values are gathered, whatever cp_comm_type ("p2p", "all_gather", "a2a", "a2a+p2p") says, and a rank's
+        gradients of its keys and values are the sum over the ranks. Without meaning: cp_global_ranks, cp_stream.
+
+        ValueError for another cp_comm_type, and for a group without this rank.
+        """
+        if cp_comm_type not in _COMMUNICATIONS:
+            raise ValueError(f"cp_comm_type is {cp_comm_type!r}; allowed: {', '.join(map(repr, _COMMUNICATIONS))}")
+        self.cp_shard = None
+        if cp_group is not None:
+            check_member("cp_group", cp_group)
+            if cp_group.size() > 1:
+                self.cp_shard = ContextShard(cp_group.rank(), cp_group.size(), cp_group.group_name)
 
     @property
     def softmax_scale(self) -> float:
@@ -189,19 +219,43 @@ class DotProductAttention(nn.Module):
             ScoreBias(core_attention_bias_type, core_attention_bias, alibi_slopes),
             packed=layout == "thd",
         )
-        plain = self.softcap is None and self.softmax_type == "vanilla"
+        if self.cp_shard is not None:
+            return from_batch_first(self._attend_shared(query, key, value, masking, checkpoint_core_attention), layout)
         if cu_seqlens_q is not None and self._without_mask(masking, query):
             masking.check()
             documents = documents_of_lengths(cu_seqlens_q, query.shape[1])
             causal = "causal" in masking.mask_type
             return from_batch_first(self.attend_documents(query, key, value, documents, causal=causal), layout)
-        masks = masks_of(masking, query, key, self._scale_now(), plain=plain)
-        arguments = query, key, value, *masks
-        if checkpoint_core_attention:
-            out = checkpointed(self._attend, *arguments, get_rng_state_tracker=self.get_rng_state_tracker)
-        else:
-            out = self._attend(*arguments)
-        return from_batch_first(out, layout)
+        return from_batch_first(self._masked(query, key, value, masking, checkpoint_core_attention), layout)
+
+    def _masked(self, query: Tensor, key: Tensor, value: Tensor, masking: Masking, checkpoint: bool) -> Tensor:
+        plain = self.softcap is None and self.softmax_type == "vanilla"
+        arguments = query, key, value, *masks_of(masking, query, key, self._scale_now(), plain=plain)
+        if checkpoint:
+            return checkpointed(self._attend, *arguments, get_rng_state_tracker=self.get_rng_state_tracker)
+        return self._attend(*arguments)
+
+    def _attend_shared(self, query: Tensor, key: Tensor, value: Tensor, masking: Masking, checkpoint: bool) -> Tensor:
+        """Attend from this rank's queries to the keys of all ranks."""
+        shard = self.cp_shard
+        assert shard is not None
+        masking.check_shared()
+        if query.shape[1] != key.shape[1] or query.shape[1] % 2:
+            raise ValueError(
+                f"there are {query.shape[1]} queries and {key.shape[1]} keys; allowed with a context-parallel group: "
+                "as many of both, an even number"
+            )
+        both = gather_positions(torch.cat((key, value), -1), shard)
+        key, value = both.split((key.shape[-1], value.shape[-1]), -1)
+        if masking.mask_type == "no_mask":
+            return self._masked(query, key, value, masking, checkpoint)
+        # the queries of a chunk are the last positions of the keys that it sees
+        masking = masking._replace(mask_type="causal_bottom_right", bottom_right_diagonal=None)
+
+        def attention(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None) -> Tensor:
+            return self._masked(q, k, v, masking, checkpoint)
+
+        return attention_of_chunks(attention, query, key, value, None, shard)
 
     def _without_mask(self, masking: Masking, query: Tensor) -> bool:
         q, kv = masking.cu_seqlens

@@ -114,6 +114,24 @@ class Masking(NamedTuple):
     bias: ScoreBias
     packed: bool
 
+    def check_shared(self) -> None:
+        """Raise ValueError for what ranks that share sequences do not have."""
+        kind, causal = self.mask_type, self.mask_type in ("causal", "causal_bottom_right")
+        refused = {
+            f"attn_mask_type {kind!r}": not (causal or kind == "no_mask"),
+            "qkv_format 'thd'": self.packed,
+            "an attention_mask": self.attention_mask is not None,
+            f"core_attention_bias_type {self.bias.kind!r}": self.bias.kind != "no_bias",
+            f"window_size {self.window_size}": not causal and window_of(self.window_size, kind) != (-1, -1),
+        }
+        for what, asked in refused.items():
+            if asked:
+                raise ValueError(
+                    f"a context-parallel group with {what}; allowed: attn_mask_type 'causal', 'causal_bottom_right', "
+                    "or 'no_mask' without a window, no mask, no bias, qkv_format 'sbhd' or 'bshd'"
+                )
+        self.check()
+
     def check(self) -> None:
         """Raise ValueError where something is missing, or given and would not be looked at."""
         kind, mask, (q, kv) = self.mask_type, self.attention_mask, self.cu_seqlens

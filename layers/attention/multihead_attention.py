@@ -180,6 +180,19 @@ class MultiheadAttention(nn.Module):
             return (*y, normed) if self.return_bias else (y, normed)
         return y
 
+    def set_context_parallel_group(
+        self,
+        cp_group: dist.ProcessGroup | None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Share each sequence among these ranks, see `DotProductAttention.set_context_parallel_group`. rotary_pos_emb
+        is then of the whole sequences. ValueError in cross attention, whose queries and keys are of two sequences."""
+        if cp_group is not None and self.key_value is not None:
+            raise ValueError("cp_group is given with attention_type 'cross'; allowed: 'self'")
+        self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
     def _placed(
         self, q: Tensor, k: Tensor, angles: RotaryAngles | None, cu_q: Tensor | None, cu_kv: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -190,6 +203,8 @@ class MultiheadAttention(nn.Module):
             of_q, of_k = angles if isinstance(angles, tuple) else (angles, angles)
             cu_q, cu_kv = (cu_q, cu_kv) if self.qkv_format == "thd" else (None, None)
             options: dict[str, Any] = {"tensor_format": self.qkv_format, "interleaved": self.rotary_pos_interleaved}
+            shard = self.core_attention.cp_shard
+            options |= {} if shard is None else {"cp_size": shard.ranks, "cp_rank": shard.rank}
             q = apply_rotary_pos_emb(q, of_q, cu_seqlens=cu_q, **options)
             k = apply_rotary_pos_emb(k, of_k, cu_seqlens=cu_kv, **options)
         return (q, k) if self.qk_norm_before_rope else self._normed(q, k)

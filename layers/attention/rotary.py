@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from te_models.kernels.rope import apply_rope
 
-from ..te_arguments import require_default
+from ..distributed.context_parallel import ContextShard, own_positions
 from .qkv_format import QkvFormat, check_qkv_format, from_batch_first, moved_batch_first, packed_rows
 
 
@@ -75,13 +75,18 @@ def apply_rotary_pos_emb(
     """Rotate the first R channels of t: [S, B, N, D], [B, S, N, D] or packed [T, N, D]; the others pass through.
 
     freqs: angles [positions, 1, 1, R] from `RotaryPositionEmbedding`; start_positions: [B] integer, the position of
-    each sequence's first row, None: 0; cu_seqlens: [B + 1], where packed sequences begin. Everything is float32 until
-    the result is rounded to t's dtype, with fused and without. Returns a tensor like t. ValueError for a layout that
-    does not exist or has no cu_seqlens, too few positions, and context parallelism.
+    each sequence's first row, None: 0; cu_seqlens: [B + 1], where packed sequences begin. cp_size, cp_rank: t has the
+    rows of rank cp_rank of cp_size that share each sequence, see `DotProductAttention.set_context_parallel_group`.
+    Everything is float32 until the result is rounded to t's dtype, with fused and without. Returns a tensor like t.
+    ValueError for a layout that does not exist or has no cu_seqlens, too few positions, and ranks that share packed
+    sequences, or sequences that begin elsewhere.
     """
     check_qkv_format(tensor_format)
-    require_default("cp_size", cp_size, 1)
-    require_default("cp_rank", cp_rank, 0)
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank is {cp_rank} and cp_size {cp_size}; allowed: a rank from 0 to cp_size - 1")
+    if cp_size > 1 and (tensor_format == "thd" or start_positions is not None):
+        what = "start_positions" if start_positions is not None else "tensor_format 'thd'"
+        raise ValueError(f"cp_size is {cp_size} with {what}; allowed: 1")
     if (cu_seqlens is None) == (tensor_format == "thd"):
         is_given = "missing" if cu_seqlens is None else "given"
         raise ValueError(f"cu_seqlens is {is_given} with tensor_format {tensor_format!r}; it is for 'thd'")
@@ -95,8 +100,13 @@ def apply_rotary_pos_emb(
             position = position + start_positions[rows.sequence[0]]
         angles = angles[position][None]
     else:
-        if x.shape[1] > freqs.shape[0]:
-            raise ValueError(f"freqs has {freqs.shape[0]} positions; allowed: at least {x.shape[1]}")
+        length = x.shape[1] * cp_size
+        if length > freqs.shape[0]:
+            raise ValueError(f"freqs has {freqs.shape[0]} positions; allowed: at least {length}")
+        if cp_size > 1:
+            shard = ContextShard(cp_rank, cp_size, "")
+            shard.check(length)
+            angles = own_positions(angles[:length], shard, dim=0)
         position = torch.arange(x.shape[1], device=t.device)
         angles = angles[: x.shape[1]][None] if start_positions is None else angles[start_positions[:, None] + position]
     style = "interleaved" if interleaved else "half"

@@ -226,6 +226,19 @@ class TransformerLayer(nn.Module):
         x = self._added_to(x, self.layernorm_mlp(x, is_first_microbatch))
         return x if self.layernorm is None else self.layernorm(x)
 
+    def set_context_parallel_group(
+        self,
+        cp_group: dist.ProcessGroup | None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Share each sequence among these ranks: hidden_states are of a rank's own positions, see
+        `DotProductAttention.set_context_parallel_group`. ValueError for a decoder with cross attention."""
+        if cp_group is not None and self.inter_attention is not None:
+            raise ValueError("cp_group is given with layer_type 'decoder'; allowed: 'encoder'")
+        self.self_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
     def _added_to(self, x: Tensor, results: tuple[Tensor | None, ...], *, whole: bool = False) -> Tensor:
         """Return x, or the norm of it that comes with the results of a sublayer, plus these: (y, its bias). whole: they
         are never left out."""

@@ -43,6 +43,11 @@ class Box(NamedTuple):
     shape: Shape
     offset: Shape
 
+    def within(self, begin: Shape, shape: Shape) -> Box:
+        """Return a box inside of this one, of indices from `begin` on of the whole tensor."""
+        offset = (o + b - own for o, b, own in zip(self.offset, begin, self.begin, strict=True))
+        return Box(begin, shape, tuple(offset))
+
 
 @dataclass(frozen=True, eq=False)
 class LocalPart:

@@ -119,12 +119,7 @@ def check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) ->
     _check_reshard(config, dims)
     if dims.is_whole and not (config.checkpoint.async_save and dims.expert_model_parallel_size > 1):
         return
-    moments, pp = config.optimizer.moment_dtype, dims.pipeline_model_parallel_size
-    if moments == "float8":
-        raise ConfigError(
-            f"optimizer.moment_dtype is {moments!r}, whose blocks of 128 values cannot be divided anew; "
-            "allowed where layers are split or sharded: 'float32', 'bfloat16'"
-        )
+    pp = dims.pipeline_model_parallel_size
     if sharded and precision.cache_weights:
         raise ConfigError("precision.cache_weights is True; allowed with parallel.data_parallel_shard_size: False")
     if pp > 1 and config.data.rampup_batch_size:

@@ -304,7 +304,7 @@ def check_ranges(tensors: Mapping[str, torch.Tensor]) -> None:
     """Check the values of an optimizer's and of recipes' state: no NaN where a run has none, no negative square, no
     scale that is not a positive number. Raises TrainingCheckpointError."""
     for name, value in tensors.items():
-        allowed = _violated(name.rpartition(".")[2], value.detach())
+        allowed = _violated(name.partition("@")[0].rpartition(".")[2], value.detach())
         if allowed is not None:
             raise TrainingCheckpointError(f"{quote(name)} has values out of range; allowed: {allowed}")
 

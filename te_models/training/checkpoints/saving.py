@@ -31,6 +31,7 @@ from .background import PATIENCE, BackgroundWriter, copied
 from .checkpoint import TrainingState, export_model, export_tensors, save_checkpoint
 from .checks import MODEL
 from .files import checkpoint_dir
+from .fp8_moments import load_pieces, load_whole, pieces
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,15 @@ class Saving:
             from .sharded.checkpoint import load_parts
 
             load_parts(start.parts, self._parts())
+            load_pieces(start.parts, self.optimizer, ModelParts(self.model))
         elif self.layout.dims.is_whole:
             self.optimizer.load_state_tensors(start.tensors)
             if self.adapters is not None:
                 self.adapters.load_state_tensors(start.tensors)
         else:
-            self.optimizer.load_whole_state(start.tensors, ModelParts(self.model))
+            own = ModelParts(self.model)
+            self.optimizer.load_whole_state(start.tensors, own)
+            load_whole(start.tensors, self.optimizer, own)
             if self.adapters is not None:
                 self.adapters.load_state_tensors(start.tensors)
 
@@ -134,7 +138,8 @@ class Saving:
         if self._divided:
             from .sharded.checkpoint import private_states, save_parts
 
-            parts = self._parts() | private_states(random_state(), "rng", ranks.rank)
+            parts = self._parts() | pieces(self.optimizer, ModelParts(self.model))
+            parts |= private_states(random_state(), "rng", ranks.rank)
             parts = own_copies(parts | private_states(recipe, "recipe", ranks.rank))
             counts = {"world_size": ranks.world_size, "data_ranks": self.layout.data.world_size}
             whole, group = {**values, **counts}, self.group

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from te_models.layers import FusedAdamW, gradient_of
+from te_models.layers.optimizers.moments import MOMENT_KEYS
 from te_models.layers.optimizers.norm import tensor_norm
 from te_models.layers.tensor.fsdp import local_part
 
-from ...config import ConfigError
 from ..checkpoints.checks import check_ranges, check_same_layout
 from ..config import OptimizerConfig
 from ..host import reads_are_free
@@ -132,10 +132,10 @@ class Optimizer:
     @property
     def masters(self) -> dict[str, torch.Tensor]:
         """The float32 masters, of the parameters that have one."""
-        states = {name: self._entries(name) for name in self.parameters}
+        states = {name: self.entries(name) for name in self.parameters}
         return {name: state["master"] for name, state in states.items() if "master" in state}
 
-    def _entries(self, name: str) -> dict[str, torch.Tensor]:
+    def entries(self, name: str) -> dict[str, torch.Tensor]:
         """Return the state of a parameter."""
         parameter = self.parameters[name]
         optimizer = self._muon if self._muon is not None and parameter in self._muon.state else self._adamw
@@ -180,7 +180,7 @@ class Optimizer:
     def _update_averages(self, noop: torch.Tensor | None) -> None:
         decay = self.config.ema_decay
         for name, average in self.averages.items() if decay is not None else ():
-            parameter, state = self.parameters[name], self._entries(name)
+            parameter, state = self.parameters[name], self.entries(name)
             new = average.lerp(local_part(state.get("master", parameter)).float(), 1 - float(decay or 0))
             average.copy_(new if noop is None else torch.where(noop.bool(), average, new))
 
@@ -263,40 +263,42 @@ class Optimizer:
             value.copy_(experts.own(whole) if experts is not None and experts.owns(parameter) else whole)
 
     def parts(self, own: ModelParts) -> dict[str, LocalPart]:
-        """Return this rank's parts of the state, by the names of `state_tensors`.
-
-        Raises ConfigError for moments in FP8, whose blocks are of a rank's own elements."""
+        """Return this rank's parts of the state, by the names of `state_tensors`, but for moments in FP8, whose blocks
+        are of a rank's own elements: see `checkpoints.fp8_moments`."""
         from ...parallel.parts import LocalPart
 
         found = {key: LocalPart.undivided(value) for key, value in self._shared_state().items()}
         for name, parameter in self.parameters.items():
-            local = local_part(parameter)
-            for key, value in self._entries(name).items():
+            for key, value in self.entries(name).items():
                 tensor = local_part(value)
-                if tensor.dim() == 0:
-                    part = LocalPart.undivided(tensor)
-                elif tensor.shape == local.shape:
-                    part = own.like(name, parameter, tensor)
-                else:
-                    raise ConfigError(
-                        f"optimizer.moment_dtype is {self.config.moment_dtype!r}, whose blocks of 128 values cannot "
-                        "be divided anew; allowed where layers are split or sharded: 'float32', 'bfloat16'"
-                    )
+                if self._is_fp8_moment(name, key):
+                    continue
+                undivided = tensor.dim() == 0
+                part = LocalPart.undivided(tensor) if undivided else own.like(name, parameter, tensor)
                 found[f"optimizer.{name}.{key}"] = part
         return found
 
     @torch.no_grad()
     def load_whole_state(self, tensors: Mapping[str, torch.Tensor], own: ModelParts) -> None:
-        """Take this rank's parts of the state of a whole model, as `whole_state_tensors` gives it; errors as for
-        `load_state_tensors`."""
+        """Take this rank's parts of the state of a whole model, as `whole_state_tensors` gives it, but for moments in
+        FP8; errors as for `load_state_tensors`."""
         parts = self.parts(own)
         found = {name: value for name, value in tensors.items() if name.startswith("optimizer.")}
         others = tuple(f"optimizer.{name}." for name in own.elsewhere())
+        others += tuple(
+            f"optimizer.{name}.{key}"
+            for name in self.parameters
+            for key in self.entries(name)
+            if self._is_fp8_moment(name, key)
+        )
         found = {name: value for name, value in found.items() if not name.startswith(others)}
         check_same_layout(found, {key: (p.shape, p.tensor.dtype) for key, p in parts.items()}, "optimizer")
         check_ranges(found)
         for key, part in parts.items():
             part.tensor.copy_(part.of_whole(found[key]))
+
+    def _is_fp8_moment(self, name: str, key: str) -> bool:
+        return key in MOMENT_KEYS["float8"] and "exp_avg_scale_inv" in self.entries(name)
 
     def _shared_state(self) -> dict[str, torch.Tensor]:
         """Return the state that belongs to no parameter, the same on all ranks."""
@@ -312,5 +314,5 @@ class Optimizer:
     def _state(self) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
         """Yield (parameter, name, tensor) of the state."""
         for name, parameter in self.parameters.items():
-            for key, value in self._entries(name).items():
+            for key, value in self.entries(name).items():
                 yield parameter, f"optimizer.{name}.{key}", value

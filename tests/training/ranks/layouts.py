@@ -165,6 +165,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "data.eod_mask_loss": True,
     },
     "packed": {"precision.dtype": "fp32", "data.pack_documents": True},
+    "fp8 moments": {"precision.dtype": "fp32", "optimizer.moment_dtype": "float8"},
     "lora": {"precision.dtype": "fp32", "lora.rank": 4, "optimizer.lr": "1e-2"},
     "lora over stored mxfp8": {
         "precision.dtype": "bf16",
@@ -183,6 +184,7 @@ SPREAD = {
     "packed": (1e-5, 1e-5),
     "lora": (1e-5, 1e-4),
     "delayed": (3e-3, 1e-2),
+    "fp8 moments": (2e-4, 2e-3),
 }
 """Relative distances of losses and of gradient norms; (1e-3, 5e-3) where it is not said. A sum of float32 numbers in
 another order differs by 1e-7, of which Muon's steps in bfloat16 make more, one of bf16 numbers or their FP8 by what a

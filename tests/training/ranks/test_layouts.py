@@ -64,6 +64,9 @@ TRAINED = [
     Case("tied ahead", "fp32", "fsdp2"),
     Case("tied ahead", "fp32", "pp2"),
     Case("tied ahead", "muon", "tp2"),
+    Case("moe", "fp8 moments", "fsdp2"),
+    Case("moe", "fp8 moments", "ep2 fsdp2"),
+    Case("deep", "fp8 moments", "pp2"),
     *MUON,
     *LORA,
 ]
@@ -91,6 +94,9 @@ CONTINUED = [
     Case("moe", "lora", "fsdp2", start="one"),
     Case("ahead", "fp32", "fsdp2", start="tp2 sp"),
     Case("ahead", "fp32", "tp2 sp", start="fsdp2"),
+    Case("moe", "fp8 moments", "fsdp2", start="fsdp2"),
+    Case("moe", "fp8 moments", "tp2", start="fsdp2"),
+    Case("moe", "fp8 moments", "etp2", start="one"),
 ]
 FOUR = [
     Case("moe", "fp32", "tp2 ep2 fsdp2"),
@@ -122,6 +128,7 @@ BACK = [
     Case("moe", "lora over stored mxfp8", "one", start="hsdp 2x2"),
     Case("ahead", "fp32", "one", start="pp2 fsdp2"),
     Case("ahead", "packed", "one", start="pp2 ZBVZeroBubble"),
+    Case("deep", "fp8 moments", "one", start="pp2"),
 ]
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from te_models.checkpoints import CheckpointError, save_model
@@ -92,14 +93,14 @@ def _reason(error: CheckpointException) -> str:
     return f"rank {rank}: {cause}"
 
 
-def load_parts(folder: Path, parts: Mapping[str, LocalPart]) -> None:
-    """Fill this rank's parts from a checkpoint, in any layout. Each rank reads for itself.
+def load_parts(folder: Path, parts: Mapping[str, LocalPart], metadata: Metadata | None = None) -> None:
+    """Fill this rank's parts from a checkpoint, in any layout. Each rank reads for itself. metadata: of `read_index`.
 
     Raises TrainingCheckpointError where the checkpoint lacks one of them, or holds it with another
     shape or dtype.
     """
     try:
-        metadata = read_index(folder / PARTS)
+        metadata = metadata or read_index(folder / PARTS)
         for name, part in parts.items():
             saved: Any = metadata.state_dict_metadata.get(name)
             if saved is None:

@@ -1,0 +1,211 @@
+"""FP8 moments in checkpoints, whatever the layout: blocks of 128 values of whatever part of a parameter a rank has.
+
+The elements of a rank's part follow one another in blocks, so that another part has other blocks. A sharded checkpoint
+therefore holds the blocks of each part as they are, under a name that says which part it is:
+
+    optimizer.decoder.layers.0.mlp.linear_fc1.weight.exp_avg@0=0-64&1=0-16,64-80
+
+Here it is rows 0 to 63, and of these two ranges of columns; "exp_avg@" is of the whole parameter. A rank with the same
+part takes the blocks, bit for bit. For another part the values of all parts that overlap it are put together and
+encoded again, rounded to the nearest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.layers.optimizers.moments import (
+    BLOCK,
+    MOMENT_KEYS,
+    decode_first,
+    decode_second,
+    encode_first,
+    encode_second,
+)
+from te_models.layers.tensor.fsdp import local_part
+
+from ...parallel.parts import LocalPart, ModelParts, cut_shape
+from ..optimizer.adamw import Optimizer
+from .checks import TrainingCheckpointError, check_ranges
+
+FIELDS = MOMENT_KEYS["float8"]
+_NEAREST = 1 << 15
+"""The random bits with which stochastic rounding is rounding to the nearest."""
+
+
+def pieces(optimizer: Optimizer, own: ModelParts) -> dict[str, LocalPart]:
+    """Return the fields of this rank's FP8 moments, by their names in checkpoints; none where moments are wider."""
+    found: dict[str, LocalPart] = {}
+    for name, state, part in _states(optimizer, own):
+        if part.tensor.numel():  # of few rows, some ranks have none
+            where = _text_of(part)
+            found |= {_key(name, field, where): LocalPart.undivided(state[field]) for field in FIELDS}
+    return found
+
+
+@torch.no_grad()
+def load_pieces(folder: Path, optimizer: Optimizer, own: ModelParts) -> None:
+    """Take this rank's FP8 moments from a sharded checkpoint of any layout; nothing where moments are wider.
+
+    Raises TrainingCheckpointError where the checkpoint lacks some of them.
+    """
+    mine = pieces(optimizer, own)
+    if not mine:
+        return
+    saved = _Saved(folder)
+    same = {key: part for key, part in mine.items() if saved.shape(key) == part.shape}
+    saved.load(same)
+    for name, state, part in _states(optimizer, own):
+        if not part.tensor.numel() or all(_key(name, field, _text_of(part)) in same for field in FIELDS):
+            continue
+        missing = part.tensor.numel()
+        moments = [dataclasses.replace(part, tensor=torch.zeros(part.tensor.shape)) for _ in range(2)]
+        for where in saved.parts_of(name):
+            cuts = _cuts_of(where)
+            size = cut_shape(part.shape, cuts)
+            count = _overlap(LocalPart(torch.empty(size, device="meta"), part.shape, cuts), part)
+            if not count:
+                continue
+            missing -= count
+            for moment, value in zip(moments, saved.moments(name, where, size), strict=True):
+                _overlap(LocalPart(value, part.shape, cuts), moment, copy=True)
+        if missing:
+            raise TrainingCheckpointError(f"{folder} lacks FP8 moments of {missing} values of {name!r}")
+        _encode(state, *(moment.tensor for moment in moments))
+
+
+@torch.no_grad()
+def load_whole(tensors: Mapping[str, Tensor], optimizer: Optimizer, own: ModelParts) -> None:
+    """Take this rank's FP8 moments from those of a whole model; nothing where moments are wider. Errors as for
+    `Optimizer.load_state_tensors`."""
+    for name, state, part in _states(optimizer, own):
+        shape = own.shape(name)
+        blocks = -(-torch.Size(shape).numel() // BLOCK)
+        fields = {f"optimizer.{name}.{field}": tensors.get(f"optimizer.{name}.{field}") for field in FIELDS}
+        expected = ((blocks, BLOCK), (blocks,), (blocks, BLOCK), (blocks,))
+        for (key, value), size in zip(fields.items(), expected, strict=True):
+            if value is None or tuple(value.shape) != size or value.dtype != state[key.rpartition(".")[2]].dtype:
+                found = "nothing" if value is None else f"{value.dtype} {list(value.shape)}"
+                raise TrainingCheckpointError(f"the state of the optimizer holds {found} as {key!r}; allowed: {size}")
+        check_ranges({key: value for key, value in fields.items() if value is not None})
+        values = _decode([value for value in fields.values() if value is not None], torch.Size(shape))
+        if part.tensor.numel():
+            _encode(state, *(part.of_whole(value) for value in values))
+
+
+def _states(optimizer: Optimizer, own: ModelParts) -> Iterator[tuple[str, dict[str, Tensor], LocalPart]]:
+    """Yield, of each parameter with FP8 moments, its name, this rank's fields, and the part that they are of."""
+    for name, parameter in optimizer.parameters.items():
+        state = optimizer.entries(name)
+        if FIELDS[1] in state:
+            yield name, {f: local_part(state[f]) for f in FIELDS}, own.like(name, parameter, local_part(parameter))
+
+
+def _key(name: str, field: str, where: str) -> str:
+    return f"optimizer.{name}.{field}@{where}"
+
+
+def _text_of(part: LocalPart) -> str:
+    """Return which part of its tensor it is, as a name says it."""
+    some = {dim: ranges for dim, ranges in sorted(part.cuts.items()) if ranges != ((0, part.shape[dim]),)}
+    return "&".join(f"{dim}=" + ",".join(f"{b}-{e}" for b, e in ranges) for dim, ranges in some.items())
+
+
+def _cuts_of(where: str) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Undo `_text_of`. Raises TrainingCheckpointError for another text."""
+    found: dict[int, tuple[tuple[int, int], ...]] = {}
+    try:
+        for cut in where.split("&") if where else ():
+            dim, _, ranges = cut.partition("=")
+            pairs = (each.split("-") for each in ranges.split(","))
+            found[int(dim)] = tuple((int(begin), int(end)) for begin, end in pairs)
+    except ValueError:
+        raise TrainingCheckpointError(f"{where!r} does not say a part of a parameter, such as '0=0-64'") from None
+    return found
+
+
+class _Saved:
+    """The FP8 moments that a sharded checkpoint holds."""
+
+    def __init__(self, folder: Path) -> None:
+        from .sharded.storage import PARTS, read_index
+
+        self._folder = folder
+        self._metadata: Any = read_index(folder / PARTS)
+        self._parts: dict[str, list[str]] = {}
+        for key in sorted(self._metadata.state_dict_metadata):
+            entry, _, where = key.partition("@")
+            if entry.endswith(f".{FIELDS[0]}") and "@" in key:
+                self._parts.setdefault(entry, []).append(where)
+
+    def parts_of(self, name: str) -> list[str]:
+        """Return which parts of a parameter there are."""
+        return self._parts.get(f"optimizer.{name}.{FIELDS[0]}", [])
+
+    def shape(self, key: str) -> tuple[int, ...] | None:
+        """Return the shape of an entry; None where there is none."""
+        saved = self._metadata.state_dict_metadata.get(key)
+        return None if saved is None else tuple(saved.size)
+
+    def load(self, parts: Mapping[str, LocalPart]) -> None:
+        """Fill tensors with the entries of their names."""
+        from .sharded.checkpoint import load_parts
+
+        load_parts(self._folder, parts, self._metadata)
+
+    def moments(self, name: str, where: str, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return both moments of a part of a parameter, float32 of shape `size`."""
+        fields = {}
+        for field in FIELDS:
+            key = _key(name, field, where)
+            shape = self.shape(key)
+            if shape is None:
+                raise TrainingCheckpointError(f"{self._folder} lacks {key!r}")
+            dtype = torch.float32 if field.endswith("_scale_inv") else torch.float8_e4m3fn
+            fields[key] = LocalPart.undivided(torch.empty(shape, dtype=dtype))
+        self.load(fields)
+        return _decode([part.tensor for part in fields.values()], torch.Size(size))
+
+
+def _decode(fields: list[Tensor], size: torch.Size) -> tuple[Tensor, Tensor]:
+    first, first_scale, second, second_scale = fields
+    needed = -(-size.numel() // BLOCK)
+    if min(first_scale.numel(), second_scale.numel()) < needed:
+        raise TrainingCheckpointError(f"FP8 moments of {size.numel()} values have fewer than {needed} blocks")
+    return (
+        decode_first(first.view(-1, BLOCK), first_scale.view(-1), size),
+        decode_second(second.view(-1, BLOCK), second_scale.view(-1), size),
+    )
+
+
+def _encode(state: Mapping[str, Tensor], first: Tensor, second: Tensor) -> None:
+    """Store both moments, float32 of this rank's part, in its fields: the first of their blocks."""
+    bits = torch.full((first.numel(),), _NEAREST, dtype=torch.int32)
+    encoded = *encode_first(first.reshape(-1), bits), *encode_second(second.reshape(-1), bits)
+    for field, value in zip(FIELDS, encoded, strict=True):
+        rows = state[field].view(-1, BLOCK) if value.dim() == 2 else state[field].view(-1)
+        rows[: value.shape[0]].copy_(value)
+
+
+def _overlap(source: LocalPart, target: LocalPart, *, copy: bool = False) -> int:
+    """Return how many elements two parts of a tensor have in common; copy: write those of `target`."""
+    count = 0
+    for one in source.boxes():
+        for other in target.boxes():
+            begin = tuple(map(max, one.begin, other.begin))
+            end = tuple(
+                min(b + n, c + m) for b, n, c, m in zip(one.begin, one.shape, other.begin, other.shape, strict=True)
+            )
+            shape = tuple(e - b for b, e in zip(begin, end, strict=True))
+            if min(shape, default=1) <= 0:
+                continue
+            count += torch.Size(shape).numel()
+            if copy:
+                target.view(other.within(begin, shape)).copy_(source.view(one.within(begin, shape)))
+    return count
