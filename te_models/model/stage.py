@@ -25,8 +25,8 @@ M = TypeVar("M", bound=nn.Module)
 def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
     """Return a model of these layers of `model` alone, in ascending order: with the embedding if layer 0 is among them,
     and with final norm, output layer and the layers that predict further tokens if the last one is. Where embedding and
-    output layer share their weight, or further tokens are predicted, the last layer brings the embedding, too. The
-    modules are those of `model`, not copies.
+    output layer share their weight, or further tokens are predicted, the last layer brings the embedding, too, but for
+    positions that the model learned. The modules are those of `model`, not copies.
 
     Raises ConfigError for no layer, and for a layer that the model does not have.
     """
@@ -41,6 +41,8 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
     needed = {"embedding"} if first or (last and embeds_twice(model.config)) else set()
     needed |= {"output_layer", "mtp"} if last else set()
     stage = _copy_without(model, {"embedding", "output_layer", "mtp"} - needed)
+    if stage.embedding is not None and not first:  # positions are added by the first stage, which updates theirs alone
+        stage.embedding = _copy_without(stage.embedding, {"position_embeddings"})
     object.__setattr__(stage, "whole", model.whole or model)  # no submodule
     stage.pre_process, stage.post_process = first, last
     decoder = _copy_without(model.decoder, set() if last else {"final_layernorm"})

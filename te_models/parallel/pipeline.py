@@ -282,7 +282,10 @@ class Pipeline:
         rank, last = self.group.rank(), self.layout.ranks - 1
         if not self.shares_embedding or rank not in (0, last):
             return
-        gradient = gradient_of(self.model.embedding.word_embeddings.weight)
+        weight = self.model.embedding.word_embeddings.weight
+        if not weight.requires_grad:  # it is frozen
+            return
+        gradient = gradient_of(weight)
         assert gradient is not None, "both stages use it"
         own = local_part(gradient)
         theirs, other = torch.empty_like(own), dist.get_global_rank(self.group, last - rank)

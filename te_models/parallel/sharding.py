@@ -77,9 +77,9 @@ def parallelize(
         stages = stages or StageLayout(mesh.dims.pipeline_model_parallel_size)
         model = _own_stages(model, mesh, stages, sharded=over is not None)
         roots = model.pipeline_stages
-    own = {id(part) for part in parts_of(model)}
+    own = {id(part) for part in parts_of(model)} | {id(p) for p in model.parameters()}
     for part in parts_of(whole):
-        if id(part) not in own:
+        if id(part) not in own and not any(id(p) in own for p in part.parameters()):
             if any(p.is_meta for p in part.parameters()) and (fill is None or weights is not None):
                 part.to_empty(device=target)
                 if fill is None:  # the next part draws what it draws of the whole model

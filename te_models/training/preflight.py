@@ -181,7 +181,6 @@ def _check_tokens(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -
 
 def _check_stages(config: TrainConfig, model: ModelConfig, ranks: int) -> None:
     """Raise ConfigError where pipeline stages cannot have this model, or these formats."""
-    from ..model.stage import embeds_twice
     from ..parallel.pipeline import StageLayout
 
     parallel = config.parallel
@@ -196,12 +195,6 @@ def _check_stages(config: TrainConfig, model: ModelConfig, ranks: int) -> None:
         raise ConfigError(
             f"compile is True; allowed with parallel.pipeline_schedule = {parallel.pipeline_schedule!r}, which "
             "computes weight gradients apart: False"
-        )
-    if embeds_twice(model) and config.optimizer.moment_dtype != "float32":
-        raise ConfigError(
-            f"optimizer.moment_dtype is {config.optimizer.moment_dtype!r}; allowed with pipeline stages of a model "
-            "whose embedding two stages have (for the output layer, or to predict further tokens), and update alike: "
-            "'float32'"
         )
     if config.parallel.data_parallel_shard_size != 1 and stages.is_later:
         raise ConfigError(

@@ -11,7 +11,7 @@ import pytest
 
 from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.plan.rank_shards import Place
-from te_models.config import ConfigError, EmbeddingConfig
+from te_models.config import ConfigError
 from te_models.parallel import ParallelDims
 from te_models.training import (
     DataError,
@@ -128,19 +128,11 @@ CASES: dict[str, tuple[Callable[[TrainConfig, Path], TrainConfig], str]] = {
 
 
 DEEP = tiny_model(layers=4)
-TIED = EmbeddingConfig(share_embeddings_and_output_weights=True)
 STAGED: dict[str, tuple[Callable[[TrainConfig], TrainConfig], str]] = {
     "layers": (lambda c: c, "is 2 with 2 stages each, and the model has 2 layers; allowed: at most as many stages"),
     "compiled": (
         lambda c: c.replace(compile=True, compile_mode="block", model=ModelSource(config=DEEP)),
         "compile is True; allowed with parallel.pipeline_schedule = 'ZBVZeroBubble', .*: False",
-    ),
-    "moments": (
-        lambda c: c.replace(
-            optimizer=c.optimizer.replace(moment_dtype="bfloat16"),
-            model=ModelSource(config=replace(DEEP, embedding=TIED)),
-        ),
-        "optimizer.moment_dtype is 'bfloat16'; allowed with pipeline stages .*: 'float32'",
     ),
     "shards": (
         lambda c: c.replace(parallel=c.parallel.replace(data_parallel_shard_size=2), model=ModelSource(config=DEEP)),

@@ -41,6 +41,9 @@ MODELS: dict[str, ModelConfig] = {
     "wide": tiny_model(hidden=128),
     "deep": tiny_model(moe=True, layers=4),
     "uneven": tiny_model(layers=3),
+    "learned": tiny_model(layers=3).replace(
+        embedding=EmbeddingConfig(share_embeddings_and_output_weights=True, position_embedding_type="learned_absolute")
+    ),
     "ahead": tiny_model(moe=True, layers=4).replace(mtp_num_layers=2),
     "tied ahead": balanced_model().replace(
         mtp_num_layers=1, embedding=EmbeddingConfig(share_embeddings_and_output_weights=True)
@@ -48,8 +51,8 @@ MODELS: dict[str, ModelConfig] = {
     "tied": tiny_model(layers=4).replace(embedding=EmbeddingConfig(share_embeddings_and_output_weights=True)),
 }
 """Kind -> its model; mla_moe has latent attention, groups of experts, a shared one and a bias that balances them;
-two ranks cut "wide" between blocks of 32 rows, and "uneven" into stages of one layer and of two; "tied" trains with a
-z-loss of the logits, "ahead" predicts two further tokens, "tied ahead" one."""
+two ranks cut "wide" between blocks of 32 rows, "uneven" and "learned" (positions) into stages of one layer and of two;
+"tied" trains with a z-loss of the logits, "ahead" predicts two further tokens, "tied ahead" one."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "dp2": {},
@@ -165,6 +168,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "data.eod_mask_loss": True,
     },
     "packed": {"precision.dtype": "fp32", "data.pack_documents": True},
+    "frozen": {"precision.dtype": "fp32", "optimizer.freeze": "embedding.*"},
+    "bf16 moments": {"precision.dtype": "fp32", "optimizer.moment_dtype": "bfloat16"},
     "fp8 moments": {"precision.dtype": "fp32", "optimizer.moment_dtype": "float8"},
     "lora": {"precision.dtype": "fp32", "lora.rank": 4, "optimizer.lr": "1e-2"},
     "lora over stored mxfp8": {
@@ -184,6 +189,8 @@ SPREAD = {
     "packed": (1e-5, 1e-5),
     "lora": (1e-5, 1e-4),
     "delayed": (3e-3, 1e-2),
+    "frozen": (1e-5, 1e-5),
+    "bf16 moments": (2e-4, 2e-3),
     "fp8 moments": (2e-4, 2e-3),
 }
 """Relative distances of losses and of gradient norms; (1e-3, 5e-3) where it is not said. A sum of float32 numbers in

@@ -67,6 +67,10 @@ TRAINED = [
     Case("moe", "fp8 moments", "fsdp2"),
     Case("moe", "fp8 moments", "ep2 fsdp2"),
     Case("deep", "fp8 moments", "pp2"),
+    Case("learned", "fp32", "pp2"),
+    Case("tied", "frozen", "pp2"),
+    Case("tied", "bf16 moments", "pp2"),
+    Case("tied ahead", "fp8 moments", "pp2"),
     *MUON,
     *LORA,
 ]
@@ -97,6 +101,8 @@ CONTINUED = [
     Case("moe", "fp8 moments", "fsdp2", start="fsdp2"),
     Case("moe", "fp8 moments", "tp2", start="fsdp2"),
     Case("moe", "fp8 moments", "etp2", start="one"),
+    Case("tied", "bf16 moments", "pp2", start="pp2"),
+    Case("tied ahead", "fp8 moments", "pp2", start="pp2"),
 ]
 FOUR = [
     Case("moe", "fp32", "tp2 ep2 fsdp2"),
@@ -168,6 +174,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     "moe_fp32_cp2",
     "tied_fp32_pp2",
     "dense_fp32_fsdp2_after_fsdp2",
+    "learned_fp32_pp2",
     "moe_lora_over_stored_mxfp8_fsdp2",
 )
 @pytest.mark.parametrize("case", each([*TRAINED, *CONTINUED, *FOUR]))
@@ -194,7 +201,7 @@ def test_the_same_layout_continues_bit_for_bit(case: Case, runs: Runs) -> None:
     assert [[row.get(name) for name in columns] for row in runs.curve(case)] == rows[2:]
 
 
-@pytest.mark.sentinels("dense_fp32_fsdp2", "moe_fp32_ep2_fsdp2")
+@pytest.mark.sentinels("dense_fp32_fsdp2", "moe_fp32_ep2_fsdp2", "learned_fp32_pp2")
 @pytest.mark.parametrize(
     "case",
     each(
@@ -203,6 +210,7 @@ def test_the_same_layout_continues_bit_for_bit(case: Case, runs: Runs) -> None:
             *(FOUR[i] for i in (0, 7, 8, 9)),
             Case("ahead", "fp32", "ep2 fsdp2"),
             Case("ahead", "fp32", "pp2 fsdp2"),
+            Case("learned", "fp32", "pp2"),
         ]
     ),
 )
