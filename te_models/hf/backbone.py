@@ -64,13 +64,16 @@ class Backbone:
         return [term for term, present in terms.items() if present]
 
 
-def output_embeddings(output_layer: nn.Module, shared_weight: torch.Tensor | None) -> nn.Module:
+def output_embeddings(output_layer: nn.Module, embedding: nn.Module, *, shared: bool) -> nn.Module:
     """Return a module with the `weight` [V, H] and the `bias` of the output layer: the layer itself, or, where it
-    shares the embedding's weight, a linear layer of that weight."""
-    if shared_weight is None:
+    shares the embedding's weight, the embedding, which is a module of the model as peft's "all-linear" wants it, and
+    has no bias; only where the output layer has one, a linear layer of both."""
+    if not shared:
         return output_layer
-    words, hidden = shared_weight.shape
+    if output_layer.bias is None:
+        return embedding
+    words, hidden = embedding.weight.shape  # type: ignore[misc]
     linear = nn.Linear(hidden, words, bias=False, device="meta")
-    linear.weight = shared_weight  # type: ignore[assignment]
+    linear.weight = embedding.weight  # type: ignore[assignment]
     linear.bias = output_layer.bias  # type: ignore[assignment]
     return linear

@@ -297,7 +297,8 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
     def get_output_embeddings(self) -> nn.Module:
         """Return a module with the `weight` [V, H] and the `bias` of the output layer; a weight that the embedding
         shares is the embedding's."""
-        return output_embeddings(self.gpt.output_layer, self.gpt.shared_output_weight)
+        shared = self.gpt.shared_output_weight is not None
+        return output_embeddings(self.gpt.output_layer, self.gpt.embedding.word_embeddings, shared=shared)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Return how many numbers the parameters hold: all, or those that are trained, or those outside of the tables

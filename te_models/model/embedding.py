@@ -40,6 +40,8 @@ class Table(TensorParallelModule):
 
     parallel_mode = None
     fuse_wgrad_accumulation = False
+    bias: None = None
+    """None: where the table is the output layer's weight, too, those who ask for both find that it has no other."""
 
     def __init__(self, rows: int, config: ModelConfig, build: Build) -> None:
         super().__init__()

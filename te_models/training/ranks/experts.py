@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from te_models.layers.tensor.fsdp import local_part
+from te_models.layers.tensor.fsdp import sharded
 
 if TYPE_CHECKING:
     from ...parallel.mesh import ParallelMesh
@@ -35,8 +35,9 @@ class ExpertRanks:
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 shards them, and averages their gradients over the ranks that have the same experts."""
-        return local_part(self.parameters[0]) is not self.parameters[0]
+        """Whether FSDP2 shards them, and averages their gradients over the ranks that have the same experts; False of
+        none, as a pipeline stage of dense layers has."""
+        return sharded(self.parameters)
 
     @property
     def saves(self) -> bool:

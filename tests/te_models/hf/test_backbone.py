@@ -74,6 +74,7 @@ def test_loss_and_gradients_are_the_models(embedding: str) -> None:
         losses.append(loss.detach())
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     torch.testing.assert_close(*losses)
+    assert any(module is model.get_output_embeddings() for module in model.modules()), "as peft looks for it"
     assert gradients[0].keys() == gradients[1].keys() == dict(model.named_parameters()).keys()
     torch.testing.assert_close(*gradients)
 

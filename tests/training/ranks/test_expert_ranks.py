@@ -22,6 +22,7 @@ from te_models.training import (
     train,
 )
 from te_models.training.metrics import read_metrics
+from te_models.training.ranks.experts import ExpertRanks
 from tests.training.processes import train_on_ranks
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
@@ -87,6 +88,12 @@ def test_distributed_experts_train_as_on_one_rank(ranks: int, tmp_path: Path) ->
         elif name.startswith("model/"):
             close = (two[name] - expected).abs() < 1e-5
             assert close.float().mean() > 0.99 and (two[name] - expected).abs().max() < 3 * 3e-3, name
+
+
+def test_a_stage_of_dense_layers_has_none() -> None:
+    """Its gradients are averaged as those of a model without experts."""
+    experts = ExpertRanks((), None, None, 2.0)
+    assert not experts.sharded and not experts.owns(torch.zeros(1))
 
 
 @pytest.mark.slow

@@ -120,6 +120,7 @@ FOUR = [
     Case("deep", "fp32", "pp2 tp2 sp"),
     Case("tied", "fp32", "pp2 tp2 sp ZBVZeroBubble"),
     Case("deep", "packed", "pp2 cp2"),
+    Case("mla_moe", "fp32", "pp2 ep2"),
     Case("ahead", "packed", "pp2 cp2"),
     Case("ahead", "fp32", "pp2 tp2 sp"),
     Case("ahead", "fp32", "pp2 fsdp2"),
