@@ -72,8 +72,9 @@ def output_embeddings(output_layer: nn.Module, embedding: nn.Module, *, shared: 
         return output_layer
     if output_layer.bias is None:
         return embedding
-    words, hidden = embedding.weight.shape  # type: ignore[misc]
+    weight: Any = embedding.weight
+    words, hidden = weight.shape
     linear = nn.Linear(hidden, words, bias=False, device="meta")
-    linear.weight = embedding.weight  # type: ignore[assignment]
+    linear.weight = weight
     linear.bias = output_layer.bias  # type: ignore[assignment]
     return linear

@@ -172,7 +172,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     "dense_delayed_tp2",
     "moe_fp32_ep2_fsdp2",
     "moe_muon_tp2",
-    "moe_fp32_cp2",
+    "ahead_packed_cp2",
     "tied_fp32_pp2",
     "dense_fp32_fsdp2_after_fsdp2",
     "learned_fp32_pp2",
