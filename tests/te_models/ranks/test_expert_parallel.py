@@ -32,7 +32,7 @@ else:
 def run(folder: Path, *cases: str, ranks: int = 2) -> list[dict[str, str]]:
     """Run the cases on so many ranks, return what each says of each case."""
     module, results = "tests.te_models.expert_parallel_ranks", folder / "results"
-    return outcomes_on_ranks(module, results, str(folder), *cases, ranks=ranks, timeout=400)
+    return outcomes_on_ranks(module, results, str(folder), *cases, ranks=ranks, timeout=900)
 
 
 def save_models(folder: Path) -> None:

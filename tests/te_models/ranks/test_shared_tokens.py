@@ -44,7 +44,7 @@ def test_every_kind_of_model(tmp_path: Path) -> None:
     cases = [f"{kind} {name}" for kind in ("sp", "cp") for name in VARIANTS]
     cases += ["compiled sp moe_shared", "compiled cp moe_shared", "compiled cp latent"]
     cases += ["compiled sp moe_ahead", "compiled cp tied_latent_ahead"]
-    assert outcomes_on_ranks(MODULE, tmp_path / "results", *cases, timeout=900) == [dict.fromkeys(cases, "ok")] * 2
+    assert outcomes_on_ranks(MODULE, tmp_path / "results", *cases, timeout=1500) == [dict.fromkeys(cases, "ok")] * 2
 
 
 def test_each_position_and_each_word_is_of_one_rank() -> None:
