@@ -10,7 +10,7 @@ B batch, S sequence, H hidden.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -177,6 +177,7 @@ class Pipeline:
         layout: Of the stages.
         group: The ranks that have the other stages of this copy.
         micro_batches: Of a step.
+        fewer: Other numbers that steps may have.
         shape: (B, S) of a micro-batch.
         context: What each call of a stage runs in; None: nothing.
 
@@ -191,6 +192,7 @@ class Pipeline:
         *,
         micro_batches: int,
         shape: tuple[int, int],
+        fewer: Iterable[int] = (),
         context: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self.model, self.layout, self.group, self.micro_batches = model, layout, group, micro_batches
@@ -202,25 +204,34 @@ class Pipeline:
         hidden = torch.empty(shape_of_part(self.stages[0].model, *shape), dtype=parameter.dtype, **options)
         scalar = torch.empty((), dtype=torch.float32, **options)
         between = (hidden, scalar) if model.config.moe is not None else (hidden,)
-        stages = []
+        self._ends, self._between, self._running = ((ids,), (scalar,)), between, micro_batches
         for stage in self.stages:
             stage.dtype = parameter.dtype
             stage.context = context or contextlib.nullcontext
-            first, last = stage.number == 0, stage.number == layout.stages - 1
-            stages.append(self._stage(stage, (ids,) if first else between, (scalar,) if last else between))
-        schedule = schedule_class(layout.schedule)
-        options = {"loss_fn": self._loss, "scale_grads": False}
+        self._builders = {stage: _later_gradients(stage) if layout.is_later else None for stage in self.stages}
+        self._schedules = {count: self._schedule(count) for count in sorted({micro_batches, *fewer})}
+
+    def _schedule(self, count: int) -> Any:
+        """Return torch's schedule of so many micro-batches, with stages of its own for this rank's modules."""
+        layout = self.layout
+        schedule, (first, last) = schedule_class(layout.schedule), self._ends
+        stages = []
+        for stage in self.stages:
+            inputs = first if stage.number == 0 else self._between
+            outputs = last if stage.number == layout.stages - 1 else self._between
+            stages.append(self._stage(stage, inputs, outputs))
         try:
             single = layout.stages_per_rank == 1
-            self._schedule = schedule(stages[0] if single else stages, micro_batches, **options)
+            return schedule(stages[0] if single else stages, count, loss_fn=self._loss, scale_grads=False)
         except ValueError as error:
+            what = f"data.gradient_accumulation is {count}"
+            if count != self.micro_batches:
+                what = f"data.rampup_batch_size has steps of {count} micro-batches"
             raise ConfigError(
-                f"data.gradient_accumulation is {micro_batches}, with which {WHERE} = {layout.schedule!r} cannot be on "
-                f"{layout.ranks} ranks: {error}"
+                f"{what}, with which {WHERE} = {layout.schedule!r} cannot be on {layout.ranks} ranks: {error}"
             ) from None
 
     def _stage(self, stage: Stage, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> Any:
-        builder = _later_gradients(stage) if self.layout.is_later else None
         return _stage_class()(
             stage,
             stage.number,
@@ -229,11 +240,11 @@ class Pipeline:
             input_args=inputs,
             output_args=outputs,
             group=self.group,
-            dw_builder=builder,
+            dw_builder=self._builders[stage],
         )
 
     def _loss(self, loss: Tensor, _: Tensor) -> Tensor:
-        return loss / self.micro_batches
+        return loss / self._running
 
     def forward_backward(self, micro_batches: Sequence[Fields]) -> Tensor:
         """Run micro-batches forward and backward; return [cross entropy, router losses, loss of further tokens, z-loss
@@ -258,7 +269,8 @@ class Pipeline:
         for stage in self.stages:
             stage.losses.clear()
         arguments = (ids,) if any(stage.number == 0 for stage in self.stages) else ()
-        run = self._schedule.step if backward else self._schedule.eval
+        schedule, self._running = self._schedules[len(micro_batches)], len(micro_batches)
+        run = schedule.step if backward else schedule.eval
         with contextlib.nullcontext() if backward else torch.no_grad():
             try:
                 run(*arguments, **{"labels": ids, **fields}, target=ids, return_outputs=False)

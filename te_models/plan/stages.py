@@ -94,7 +94,7 @@ def record_stages_of_layers(
     spans = tuple(range(begin, end) for begin, end in pairwise(edges))
     layout = dataclasses.replace(layout, stages=FewLayers(stages.ranks, stages.schedule, stages.stages_per_rank, spans))
     config = with_loss_chunk(config, None, model.vocab_size).replace(
-        compile=False, data=config.data.replace(gradient_accumulation=micro_batches)
+        compile=False, data=config.data.replace(gradient_accumulation=micro_batches, rampup_batch_size=())
     )
     recorder = recorder_of(layout)
     few = of_layers(model, [layer for layers in chosen for layer in layers])

@@ -122,9 +122,6 @@ def check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) ->
     pp = dims.pipeline_model_parallel_size
     if sharded and precision.cache_weights:
         raise ConfigError("precision.cache_weights is True; allowed with parallel.data_parallel_shard_size: False")
-    if pp > 1 and config.data.rampup_batch_size:
-        ramp = list(config.data.rampup_batch_size)
-        raise ConfigError(f"data.rampup_batch_size is {ramp}; allowed with pipeline stages: none")
     if pp > 1:
         _check_stages(config, model, pp)
 

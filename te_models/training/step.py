@@ -26,6 +26,7 @@ from ..compile.compile_model import Mode, compile_model, with_room
 from ..model import GPTModel
 from ..parallel.pipeline import Pipeline
 from .config import PrecisionConfig, TrainConfig
+from .data.batch_size import batch_size
 from .data.windows import Batch
 from .host import reads_are_free
 from .optimizer.adamw import Optimizer
@@ -140,6 +141,7 @@ def make_pipeline(model: GPTModel, config: TrainConfig, device: str, layout: Lay
         layout.stages,
         layout.mesh.stages,
         micro_batches=config.data.gradient_accumulation,
+        fewer=batch_size(config.data, layout.data.world_size).micro_batches(),
         shape=(config.data.micro_batch_size, config.data.sequence_length),
         context=lambda: compute_precision(config.precision, recipe, device, group),
     )

@@ -48,6 +48,11 @@ class BatchSize:
         start, increment, samples = self.ramp
         return start + increment * (position * ((self.windows - start) // increment) // samples)
 
+    def micro_batches(self) -> list[int]:
+        """Return how many micro-batches of each rank steps may have."""
+        start, increment, _ = self.ramp or (self.windows, self.windows, 0)
+        return [windows // self.multiple for windows in range(start, self.windows + 1, increment)]
+
     def position(self, steps: int) -> int:
         """Return how many windows the first `steps` steps read."""
         position = 0

@@ -23,6 +23,8 @@ def test_sizes_and_positions() -> None:
     # each of the three sizes below the full one lasts 20 windows
     assert sizes == [4] * 5 + [8] * 3 + [12] * 2 + [16] * 2
     assert BatchSize(windows=16).position(1000) == 16_000
+    assert BatchSize(windows=16, multiple=4, ramp=(4, 4, 60)).micro_batches() == [1, 2, 3, 4]
+    assert BatchSize(windows=16, multiple=4).micro_batches() == [4]
     with pytest.raises(ConfigError, match=r"rampup_batch_size is \[4, 5, 60\]; allowed: a start below the 16 windows"):
         BatchSize(windows=16, ramp=(4, 5, 60))
     with pytest.raises(

@@ -168,6 +168,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "data.eod_mask_loss": True,
     },
     "packed": {"precision.dtype": "fp32", "data.pack_documents": True},
+    "growing": {"precision.dtype": "fp32", "data.rampup_batch_size": (4, 4, 12)},
     "frozen": {"precision.dtype": "fp32", "optimizer.freeze": "embedding.*"},
     "bf16 moments": {"precision.dtype": "fp32", "optimizer.moment_dtype": "bfloat16"},
     "fp8 moments": {"precision.dtype": "fp32", "optimizer.moment_dtype": "float8"},
@@ -189,6 +190,7 @@ SPREAD = {
     "packed": (1e-5, 1e-5),
     "lora": (1e-5, 1e-4),
     "delayed": (3e-3, 1e-2),
+    "growing": (1e-5, 1e-5),
     "frozen": (1e-5, 1e-5),
     "bf16 moments": (2e-4, 2e-3),
     "fp8 moments": (2e-4, 2e-3),
@@ -258,7 +260,8 @@ class Runs:
         words = [str(file), "--output-dir", str(self.output_dir(case))]
         for name, value in options.items():
             option = f"--{name.replace('_', '-')}"
-            words += [option] if value is True else [option, str(value)]
+            values = value if isinstance(value, tuple) else () if value is True else (value,)
+            words += [option, *map(str, values)]
         return words
 
     def _short_documents(self) -> Path:

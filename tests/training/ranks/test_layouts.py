@@ -69,6 +69,8 @@ TRAINED = [
     Case("deep", "fp8 moments", "pp2"),
     Case("learned", "fp32", "pp2"),
     Case("tied", "frozen", "pp2"),
+    Case("deep", "growing", "pp2 Interleaved1F1B"),
+    Case("tied", "growing", "pp2 ZBVZeroBubble"),
     Case("tied", "bf16 moments", "pp2"),
     Case("tied ahead", "fp8 moments", "pp2"),
     *MUON,
