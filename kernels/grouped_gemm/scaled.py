@@ -222,7 +222,8 @@ def emulated_wgrad(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, 
 def dequantized_wgrad(a: Operand, b: Operand, m_splits: Tensor, out_dtype: torch.dtype) -> Tensor:
     """[N, T] x [K, T] -> [G, N, K], of dequantized operands; a scale that is left is one for each group."""
     factor = epilogue_scale(a, b)
-    dy, x = (a.values, b.values) if factor is None else unrounded(a.values, b.values)
+    rounds = factor is None and out_dtype != torch.float32  # eager code may have made the operands in float32
+    dy, x = (a.values, b.values) if rounds else unrounded(a.values, b.values)
     dw = grouped_gemm_wgrad(dy.mT, x.mT, m_splits)
     return (dw if factor is None else dw.float() * factor[:, None, None]).to(out_dtype)
 
