@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from te_models.kernels.compiling import compiling
+from te_models.kernels.gemm.float32 import gemm_float32
 
 from ..quantizer.state import QuantizerState
 from ..te_arguments import require_default
@@ -101,6 +102,11 @@ class _Both:
         self.outer.__exit__(*exc_info)
 
 
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+_IN_FLOAT32 = gemm_float32._opoverload
+"""What stands in a graph in their place on a CPU that multiplies in float32."""
+
+
 def recompute_contexts(save: Saved | None = None) -> tuple[Any, Any]:
     """Return contexts for the first run and the recomputation of a region under `torch.utils.checkpoint`.
 
@@ -109,8 +115,12 @@ def recompute_contexts(save: Saved | None = None) -> tuple[Any, Any]:
 
     In a compiled function it may be given, too. save: operators, or a policy function, whose results are saved and not
     computed again, as torch's `create_selective_checkpoint_contexts` takes them:
-    `context_fn=functools.partial(recompute_contexts, [torch.ops.aten.mm.default])`.
+    `context_fn=functools.partial(recompute_contexts, [torch.ops.aten.mm.default])`. Among operators torch's products
+    mean those of graphs on a CPU that multiplies in float32, too; to a policy function these are
+    `torch.ops.te_models.gemm_float32.default`.
     """
+    if save is not None and not callable(save) and _PRODUCTS.intersection(save):
+        save = [*save, _IN_FLOAT32]
     if TracingContext.try_get() is not None:
         # in a graph the compiler recomputes what it traced: no state is looked up a second time
         return create_selective_checkpoint_contexts(save or [])

@@ -33,6 +33,7 @@ from tests.layers.matrix_recipes import NAMES, fresh
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+COUNTED = [*PRODUCTS, torch.ops.te_models.gemm_float32.default]
 BF16 = torch.bfloat16
 
 
@@ -146,7 +147,7 @@ def compiled(block: Block, saved: str, name: str | None) -> tuple[list[Tensor], 
     products: list[int] = []
 
     def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
-        products.append(sum(node.target in PRODUCTS for node in graph.graph.nodes))
+        products.append(sum(node.target in COUNTED for node in graph.graph.nodes))
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
