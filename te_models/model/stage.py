@@ -41,7 +41,8 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
     needed = {"embedding"} if first or (last and embeds_twice(model.config)) else set()
     needed |= {"output_layer", "mtp"} if last else set()
     stage = _copy_without(model, {"embedding", "output_layer", "mtp"} - needed)
-    if stage.embedding is not None and not first:  # positions are added by the first stage, which updates theirs alone
+    if not first and stage.embedding is not None and stage.embedding.position_embeddings is not None:
+        # positions are added by the first stage, which updates theirs alone
         stage.embedding = _copy_without(stage.embedding, {"position_embeddings"})
     object.__setattr__(stage, "whole", model.whole or model)  # no submodule
     stage.pre_process, stage.post_process = first, last
