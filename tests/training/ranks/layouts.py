@@ -190,6 +190,7 @@ SPREAD = {
     "packed": (1e-5, 1e-5),
     "lora": (1e-5, 1e-4),
     "delayed": (3e-3, 1e-2),
+    "cached delayed": (3e-3, 1e-2),
     "growing": (1e-5, 1e-5),
     "frozen": (1e-5, 1e-5),
     "bf16 moments": (2e-4, 2e-3),
