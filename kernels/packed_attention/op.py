@@ -13,6 +13,7 @@ B batch, S sequence, Q queries, N query heads, G key/value heads, D channels of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -41,16 +42,16 @@ def packed_attention_fwd(
     """
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     logsumexp = q.new_zeros(q.shape[:-1], dtype=torch.float32)
-    for queries, keys in _documents(documents, q.shape[2]):
-        joint = _NOTHING
-        for part, is_causal in _parts(queries, keys, documents.shape[1] - q.shape[2], causal):
-            arguments = _flash_arguments(q[queries], k[part], v[part])
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *arguments, 0.0, is_causal, attn_mask=None, scale=scale
+    for queries, parts in _documents(documents, q.shape[2], causal):
+        each = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *_flash_arguments(q[queries], k[keys], v[keys]), 0.0, is_causal, attn_mask=None, scale=scale
             )
-            joint = found if joint is _NOTHING else _joined(joint, found)
-        out[queries] = joint[0][..., : v.shape[-1]]
-        logsumexp[queries] = joint[1]
+            for keys, is_causal in parts
+        )
+        found, own = functools.reduce(_joined, each)
+        out[queries] = found[..., : v.shape[-1]]
+        logsumexp[queries] = own
     return out, logsumexp
 
 
@@ -72,23 +73,22 @@ def packed_attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of `packed_attention_fwd`, from its results. grad: [B, N, Q, Dv]."""
     gradients = tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    for queries, keys in _documents(documents, q.shape[2]):
-        of_queries: Tensor | None = None
-        for part, is_causal in _parts(queries, keys, documents.shape[1] - q.shape[2], causal):
-            query, key, value = _flash_arguments(q[queries], k[part], v[part])
+    for queries, parts in _documents(documents, q.shape[2], causal):
+        of_queries: list[Tensor] = []
+        for keys, is_causal in parts:
+            query, key, value = _flash_arguments(q[queries], k[keys], v[keys])
             outer, own = (_wide(x[queries], query) for x in (grad, out))
             dq, *others = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 outer, query, key, value, own, logsumexp[queries], 0.0, is_causal, attn_mask=None, scale=scale
             )
-            of_queries = dq if of_queries is None else of_queries + dq
+            of_queries.append(dq)
             for whole, gradient in zip(gradients[1:], others, strict=True):
                 heads, channels = whole.shape[1], whole.shape[-1]
                 gradient = gradient[..., :channels]
                 if heads != gradient.shape[1]:  # of a key head, over the query heads that share it
                     gradient = gradient.unflatten(1, (heads, -1)).sum(2)
-                whole[part] = gradient
-        assert of_queries is not None, "a document has a token"
-        gradients[0][queries] = of_queries[..., : q.shape[-1]]
+                whole[keys] = gradient
+        gradients[0][queries] = functools.reduce(torch.add, of_queries)[..., : q.shape[-1]]
     return gradients  # type: ignore[return-value]
 
 
@@ -141,33 +141,28 @@ def sees_own_document(documents: Tensor, queries: Tensor | None = None) -> Tenso
 
 Place = tuple[slice, slice, slice]
 """Where tokens lie in [B, heads, S]: their row, all heads, their positions."""
-_NOTHING = (torch.empty(0), torch.empty(0))
 
 
-def _documents(documents: Tensor, count: int) -> Iterator[tuple[Place, Place]]:
-    """Yield where the queries of each document lie, of those of the last `count` positions, and where its keys do."""
-    first = documents.shape[1] - count
+def _documents(documents: Tensor, count: int, causal: bool) -> Iterator[tuple[Place, list[tuple[Place, bool]]]]:
+    """Yield where the queries of each document lie, of those of the last `count` positions, and where its keys do: in
+    parts that flash attention takes, whose causal mask begins with the first key and the first query, each with whether
+    it is to use that."""
+    first = documents.shape[1] - count  # the position of the first of all queries
     for row, numbers in enumerate(documents):
         values, counts = torch.unique_consecutive(numbers, return_counts=True)
-        begin, own = 0, slice(row, row + 1)
+
+        def place(begin: int, end: int, row: int = row) -> Place:
+            return slice(row, row + 1), slice(None), slice(begin, end)
+
+        begin = 0
         for value, length in zip(values.tolist(), counts.tolist(), strict=True):
-            end = begin + length
+            end, own = begin + length, max(begin, first)
             if value >= 0 and end > first:
-                queries = slice(max(begin - first, 0), end - first)
-                yield (own, slice(None), queries), (own, slice(None), slice(begin, end))
+                parts = [(place(begin, end), causal)]
+                if causal and own > begin:
+                    parts = [(place(begin, own), False), (place(own, end), True)]
+                yield place(own - first, end - first), parts
             begin = end
-
-
-def _parts(queries: Place, keys: Place, first: int, causal: bool) -> Iterator[tuple[Place, bool]]:
-    """Yield the keys of a document in parts that flash attention takes, whose causal mask begins with the first key and
-    the first query, and whether it is to use that. first: the position of the first of all queries."""
-    row, heads, tokens = keys
-    begin = first + queries[2].start
-    if not causal or begin == tokens.start:
-        yield keys, causal
-        return
-    yield (row, heads, slice(tokens.start, begin)), False
-    yield (row, heads, slice(begin, tokens.stop)), True
 
 
 def _joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

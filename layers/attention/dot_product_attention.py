@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from te_models.kernels.packed_attention import documents_of_lengths, packed_attention
 
-from ..collectives import check_member, ranks_of
-from ..distributed.context_parallel import ContextShard, attention_of_chunks, gather_positions
+from ..collectives import ranks_of
+from ..distributed.context_parallel import attention_of_chunks, context_shard, gather_positions
 from ..recipe.activation_checkpoint import checkpointed
 from ..te_arguments import leave_extra_state, require_default, takes_at_default, takes_parallel_options
 from .core import attend
@@ -109,7 +109,6 @@ class DotProductAttention(nn.Module):
         if softmax_type == "learnable":
             new = {"dtype": params_dtype or torch.get_default_dtype(), "device": device}
             self.softmax_offset = nn.Parameter(torch.zeros(self.num_attention_heads, **new))  # type: ignore[arg-type]
-        self.cp_shard: ContextShard | None = None
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def set_context_parallel_group(
@@ -128,11 +127,7 @@ class DotProductAttention(nn.Module):
         """
         if cp_comm_type not in _COMMUNICATIONS:
             raise ValueError(f"cp_comm_type is {cp_comm_type!r}; allowed: {', '.join(map(repr, _COMMUNICATIONS))}")
-        self.cp_shard = None
-        if cp_group is not None:
-            check_member("cp_group", cp_group)
-            if cp_group.size() > 1:
-                self.cp_shard = ContextShard(cp_group.rank(), cp_group.size(), cp_group.group_name)
+        self.cp_shard = context_shard(cp_group)
 
     @property
     def softmax_scale(self) -> float:

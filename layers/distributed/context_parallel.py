@@ -15,9 +15,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import all_gather, all_reduce, reduce_scatter
+from ..collectives import all_gather, all_reduce, check_member, reduce_scatter
 
 
 class ContextShard(NamedTuple):
@@ -40,6 +41,15 @@ class ContextShard(NamedTuple):
                 f"the sequence has {length} positions; allowed with {self.ranks} context-parallel ranks: a multiple of "
                 f"{2 * self.ranks}"
             )
+
+
+def context_shard(cp_group: dist.ProcessGroup | None) -> ContextShard | None:
+    """Return this rank's place among the ranks of a group that share sequences; None where there is one. Raises
+    ValueError for a group without this rank."""
+    if cp_group is None:
+        return None
+    check_member("cp_group", cp_group)
+    return ContextShard(cp_group.rank(), cp_group.size(), cp_group.group_name) if cp_group.size() > 1 else None
 
 
 def own_positions(x: Tensor, shard: ContextShard | None, dim: int = 1) -> Tensor:

@@ -24,8 +24,7 @@ from te_models.layers import (
     storage_recipe,
     store_weights,
 )
-from te_models.layers.collectives import check_member
-from te_models.layers.distributed.context_parallel import ContextShard, own_positions
+from te_models.layers.distributed.context_parallel import ContextShard, context_shard, own_positions
 from te_models.layers.tensor.fsdp import sharded
 
 from ..config import ModelConfig
@@ -150,11 +149,7 @@ class GPTModel(SharedModel):
         Sequences are multiples of twice as many positions as there are ranks. Transformer Engine: the method of this
         name of its layers. ValueError for a group without this rank.
         """
-        shard = None
-        if cp_group is not None:
-            check_member("cp_group", cp_group)
-            if cp_group.size() > 1:
-                shard = ContextShard(cp_group.rank(), cp_group.size(), cp_group.group_name)
+        shard = context_shard(cp_group)
         for module in self.modules():
             if hasattr(module, "context_shard"):
                 module.context_shard = shard  # type: ignore[assignment]

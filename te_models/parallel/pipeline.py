@@ -204,25 +204,30 @@ class Pipeline:
         hidden = torch.empty(shape_of_part(self.stages[0].model, *shape), dtype=parameter.dtype, **options)
         scalar = torch.empty((), dtype=torch.float32, **options)
         between = (hidden, scalar) if model.config.moe is not None else (hidden,)
-        self._ends, self._between, self._running = ((ids,), (scalar,)), between, micro_batches
+        last, stages = layout.stages - 1, []
         for stage in self.stages:
             stage.dtype = parameter.dtype
             stage.context = context or contextlib.nullcontext
-        self._builders = {stage: _later_gradients(stage) if layout.is_later else None for stage in self.stages}
-        self._schedules = {count: self._schedule(count) for count in sorted({micro_batches, *fewer})}
+            options = {
+                "input_args": (ids,) if stage.number == 0 else between,
+                "output_args": (scalar,) if stage.number == last else between,
+                "dw_builder": _later_gradients(stage) if layout.is_later else None,
+            }
+            stages.append((stage, options))
+        self._schedules = {count: self._schedule(count, stages) for count in sorted({micro_batches, *fewer})}
 
-    def _schedule(self, count: int) -> Any:
-        """Return torch's schedule of so many micro-batches, with stages of its own for this rank's modules."""
+    def _schedule(self, count: int, stages: Sequence[tuple[Stage, dict[str, Any]]]) -> Any:
+        """Return torch's schedule of so many micro-batches, with stages of its own. stages: this rank's modules, and
+        options of torch's stages."""
         layout = self.layout
-        schedule, (first, last) = schedule_class(layout.schedule), self._ends
-        stages = []
-        for stage in self.stages:
-            inputs = first if stage.number == 0 else self._between
-            outputs = last if stage.number == layout.stages - 1 else self._between
-            stages.append(self._stage(stage, inputs, outputs))
+        own = [
+            _stage_class()(stage, stage.number, layout.stages, self.device, group=self.group, **options)
+            for stage, options in stages
+        ]
+        options: dict[str, Any] = {"loss_fn": lambda loss, _: loss / count, "scale_grads": False}
         try:
             single = layout.stages_per_rank == 1
-            return schedule(stages[0] if single else stages, count, loss_fn=self._loss, scale_grads=False)
+            return schedule_class(layout.schedule)(own[0] if single else own, count, **options)
         except ValueError as error:
             what = f"data.gradient_accumulation is {count}"
             if count != self.micro_batches:
@@ -230,21 +235,6 @@ class Pipeline:
             raise ConfigError(
                 f"{what}, with which {WHERE} = {layout.schedule!r} cannot be on {layout.ranks} ranks: {error}"
             ) from None
-
-    def _stage(self, stage: Stage, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> Any:
-        return _stage_class()(
-            stage,
-            stage.number,
-            self.layout.stages,
-            self.device,
-            input_args=inputs,
-            output_args=outputs,
-            group=self.group,
-            dw_builder=self._builders[stage],
-        )
-
-    def _loss(self, loss: Tensor, _: Tensor) -> Tensor:
-        return loss / self._running
 
     def forward_backward(self, micro_batches: Sequence[Fields]) -> Tensor:
         """Run micro-batches forward and backward; return [cross entropy, router losses, loss of further tokens, z-loss
@@ -269,7 +259,7 @@ class Pipeline:
         for stage in self.stages:
             stage.losses.clear()
         arguments = (ids,) if any(stage.number == 0 for stage in self.stages) else ()
-        schedule, self._running = self._schedules[len(micro_batches)], len(micro_batches)
+        schedule = self._schedules[len(micro_batches)]
         run = schedule.step if backward else schedule.eval
         with contextlib.nullcontext() if backward else torch.no_grad():
             try:

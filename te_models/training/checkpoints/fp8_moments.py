@@ -13,6 +13,7 @@ encoded again, rounded to the nearest.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from te_models.layers.optimizers.moments import (
 )
 from te_models.layers.tensor.fsdp import local_part
 
-from ...parallel.parts import LocalPart, ModelParts, cut_shape
+from ...parallel.parts import Box, LocalPart, ModelParts, cut_shape
 from ..optimizer.adamw import Optimizer
 from .checks import TrainingCheckpointError, check_ranges
 
@@ -69,12 +70,14 @@ def load_pieces(folder: Path, optimizer: Optimizer, own: ModelParts) -> None:
         for where in saved.parts_of(name):
             cuts = _cuts_of(where)
             size = cut_shape(part.shape, cuts)
-            count = _overlap(LocalPart(torch.empty(size, device="meta"), part.shape, cuts), part)
-            if not count:
+            common = list(_common(LocalPart(torch.empty(size, device="meta"), part.shape, cuts), part))
+            if not common:
                 continue
-            missing -= count
+            missing -= sum(math.prod(mine.shape) for _, mine in common)
             for moment, value in zip(moments, saved.moments(name, where, size), strict=True):
-                _overlap(LocalPart(value, part.shape, cuts), moment, copy=True)
+                source = LocalPart(value, part.shape, cuts)
+                for theirs, mine in common:
+                    moment.view(mine).copy_(source.view(theirs))
         if missing:
             raise TrainingCheckpointError(f"{folder} lacks FP8 moments of {missing} values of {name!r}")
         _encode(state, *(moment.tensor for moment in moments))
@@ -102,9 +105,9 @@ def load_whole(tensors: Mapping[str, Tensor], optimizer: Optimizer, own: ModelPa
 def _states(optimizer: Optimizer, own: ModelParts) -> Iterator[tuple[str, dict[str, Tensor], LocalPart]]:
     """Yield, of each parameter with FP8 moments, its name, this rank's fields, and the part that they are of."""
     for name, parameter in optimizer.parameters.items():
-        state = optimizer.entries(name)
-        if FIELDS[1] in state:
-            yield name, {f: local_part(state[f]) for f in FIELDS}, own.like(name, parameter, local_part(parameter))
+        fields = {key: local_part(field) for key, field in optimizer.fp8_moments(name).items()}
+        if fields:
+            yield name, fields, own.like(name, parameter, local_part(parameter))
 
 
 def _key(name: str, field: str, where: str) -> str:
@@ -193,19 +196,12 @@ def _encode(state: Mapping[str, Tensor], first: Tensor, second: Tensor) -> None:
         rows[: value.shape[0]].copy_(value)
 
 
-def _overlap(source: LocalPart, target: LocalPart, *, copy: bool = False) -> int:
-    """Return how many elements two parts of a tensor have in common; copy: write those of `target`."""
-    count = 0
+def _common(source: LocalPart, target: LocalPart) -> Iterator[tuple[Box, Box]]:
+    """Yield the boxes that two parts of a tensor have in common, each as it lies in either."""
     for one in source.boxes():
         for other in target.boxes():
             begin = tuple(map(max, one.begin, other.begin))
-            end = tuple(
-                min(b + n, c + m) for b, n, c, m in zip(one.begin, one.shape, other.begin, other.shape, strict=True)
-            )
-            shape = tuple(e - b for b, e in zip(begin, end, strict=True))
-            if min(shape, default=1) <= 0:
-                continue
-            count += torch.Size(shape).numel()
-            if copy:
-                target.view(other.within(begin, shape)).copy_(source.view(one.within(begin, shape)))
-    return count
+            ends = (tuple(b + n for b, n in zip(box.begin, box.shape, strict=True)) for box in (one, other))
+            shape = tuple(end - first for end, first in zip(map(min, *ends), begin, strict=True))
+            if min(shape, default=1) > 0:
+                yield one.within(begin, shape), other.within(begin, shape)

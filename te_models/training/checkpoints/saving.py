@@ -70,8 +70,9 @@ class Saving:
         if start.parts is not None:
             from .sharded.checkpoint import load_parts
 
-            load_parts(start.parts, self._parts())
-            load_pieces(start.parts, self.optimizer, ModelParts(self.model))
+            own = self._own()
+            load_parts(start.parts, self._parts(own))
+            load_pieces(start.parts, self.optimizer, own)
         elif self.layout.dims.is_whole:
             self.optimizer.load_state_tensors(start.tensors)
             if self.adapters is not None:
@@ -83,10 +84,13 @@ class Saving:
             if self.adapters is not None:
                 self.adapters.load_state_tensors(start.tensors)
 
-    def _parts(self) -> dict[str, Any]:
-        """Return this rank's parts of weights and optimizer state, by the names that they have in checkpoints."""
+    def _own(self) -> ModelParts:
+        """Return what says which parts of the model this rank has."""
         reshard(self.model)
-        own = ModelParts(self.model)
+        return ModelParts(self.model)
+
+    def _parts(self, own: ModelParts) -> dict[str, Any]:
+        """Return this rank's parts of weights and optimizer state, by the names that they have in checkpoints."""
         weights = {f"model.{name}": part for name, part in own.stored().items()}
         adapters = {} if self.adapters is None else self.adapters.state_tensors()
         weights |= {name: LocalPart.undivided(tensor) for name, tensor in adapters.items()}
@@ -138,7 +142,8 @@ class Saving:
         if self._divided:
             from .sharded.checkpoint import private_states, save_parts
 
-            parts = self._parts() | pieces(self.optimizer, ModelParts(self.model))
+            own = self._own()
+            parts = self._parts(own) | pieces(self.optimizer, own)
             parts |= private_states(random_state(), "rng", ranks.rank)
             parts = own_copies(parts | private_states(recipe, "recipe", ranks.rank))
             counts = {"world_size": ranks.world_size, "data_ranks": self.layout.data.world_size}

@@ -269,10 +269,11 @@ class Optimizer:
 
         found = {key: LocalPart.undivided(value) for key, value in self._shared_state().items()}
         for name, parameter in self.parameters.items():
+            in_blocks = self.fp8_moments(name)
             for key, value in self.entries(name).items():
-                tensor = local_part(value)
-                if self._is_fp8_moment(name, key):
+                if key in in_blocks:
                     continue
+                tensor = local_part(value)
                 undivided = tensor.dim() == 0
                 part = LocalPart.undivided(tensor) if undivided else own.like(name, parameter, tensor)
                 found[f"optimizer.{name}.{key}"] = part
@@ -285,20 +286,17 @@ class Optimizer:
         parts = self.parts(own)
         found = {name: value for name, value in tensors.items() if name.startswith("optimizer.")}
         others = tuple(f"optimizer.{name}." for name in own.elsewhere())
-        others += tuple(
-            f"optimizer.{name}.{key}"
-            for name in self.parameters
-            for key in self.entries(name)
-            if self._is_fp8_moment(name, key)
-        )
+        others += tuple(f"optimizer.{name}.{key}" for name in self.parameters for key in self.fp8_moments(name))
         found = {name: value for name, value in found.items() if not name.startswith(others)}
         check_same_layout(found, {key: (p.shape, p.tensor.dtype) for key, p in parts.items()}, "optimizer")
         check_ranges(found)
         for key, part in parts.items():
             part.tensor.copy_(part.of_whole(found[key]))
 
-    def _is_fp8_moment(self, name: str, key: str) -> bool:
-        return key in MOMENT_KEYS["float8"] and "exp_avg_scale_inv" in self.entries(name)
+    def fp8_moments(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the fields of a parameter's moments in FP8; nothing where they are wider."""
+        state = self.entries(name)
+        return {key: state[key] for key in MOMENT_KEYS["float8"]} if "exp_avg_scale_inv" in state else {}
 
     def _shared_state(self) -> dict[str, torch.Tensor]:
         """Return the state that belongs to no parameter, the same on all ranks."""
