@@ -13,6 +13,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from te_models.config import ModelConfig
 from te_models.layers.distributed.vocab_parallel import vocab_range
 from te_models.layers.quantizer import Quantizer
@@ -126,6 +129,14 @@ class RankPart:
 def cut_shape(whole: Shape, cuts: Cuts) -> Shape:
     """Return the shape of what is left of a tensor."""
     return tuple(sum(e - b for b, e in cuts[d]) if d in cuts else n for d, n in enumerate(whole))
+
+
+def part_of(whole: Tensor, cuts: Cuts) -> Tensor:
+    """Return the part of a whole tensor that is cut out so."""
+    for dim, ranges in cuts.items():
+        some = [whole.narrow(dim, begin, end - begin) for begin, end in ranges or ((0, 0),)]  # a shard may be empty
+        whole = torch.cat(some, dim)
+    return whole
 
 
 def parts(config: ModelConfig, shapes: Mapping[str, Shape], place: Place) -> dict[str, RankPart]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, QuantizedTensor
+from te_models.layers.distributed.tensor_parallel import part_of
 from te_models.layers.functional.grouped_linear import add_bias_rows
 from te_models.layers.module.weight_cache import forget_cached_weights
 
@@ -40,9 +41,22 @@ def magnitude_name(pair: tuple[str, str]) -> str:
 
 class Adapter(AdaptedLayer):
     """A layer with one adapter. rank: r; alpha: s times r; dropout: the part of an adapter's input that is dropped in
-    training; use_dora: train the lengths of the rows, too. Raises ValueError for what cannot be."""
+    training; use_dora: train the lengths of the rows, too. experts: (the first of this rank's, how many there are) of
+    a `GroupedLinear` whose members are distributed over ranks; None: this rank has all. Raises ValueError for what
+    cannot be.
 
-    def __init__(self, base_layer: nn.Module, rank: int, alpha: float, dropout: float, use_dora: bool) -> None:
+    Where ranks split the layer, a factor is split along with the side of the weight that it stands for: A with the
+    columns, B with the rows. What a rank has is its part of what one rank would have drawn."""
+
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        rank: int,
+        alpha: float,
+        dropout: float,
+        use_dora: bool,
+        experts: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__()
         check_layer(base_layer, "")
         self.base_layer = base_layer
@@ -53,12 +67,29 @@ class Adapter(AdaptedLayer):
             weight = getattr(base_layer, names[0])
             new = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
             a, b = self.factor(inputs, rank, **new), self.factor(rank, outputs, **new)
-            nn.init.uniform_(a.weight, -(inputs**-0.5), inputs**-0.5)  # type: ignore[arg-type]
-            nn.init.zeros_(b.weight)  # type: ignore[arg-type]
+            self._fill(a.weight, self._mode(pair), experts)
+            nn.init.zeros_(b.weight)
             setattr(self, pair[0], a)
             setattr(self, pair[1], b)
             if use_dora:
                 setattr(self, magnitude_name(pair), nn.Parameter(self._norms(pair)))
+
+    @torch.no_grad()
+    def _fill(self, a: nn.Parameter, mode: str | None, experts: tuple[int, int] | None) -> None:
+        """Draw a factor A as one rank does, on any device and for layers that another pipeline stage has, too."""
+        layer, shape = self.base_layer, list(a.shape)
+        rank, ranks = (layer.tp_rank, layer.tp_size) if mode == "row" else (0, 1)
+        shape[-1] *= ranks
+        if experts is not None:
+            shape[0] = experts[1]
+        bound = shape[-1] ** -0.5
+        drawn = torch.empty(shape, dtype=a.dtype, device="cpu").uniform_(-bound, bound)
+        if experts is not None:
+            drawn = drawn.narrow(0, experts[0], a.shape[0])
+        a.copy_(part_of(drawn, -1, rank, ranks))
+
+    def _mode(self, pair: tuple[str, str]) -> str | None:
+        return self.modes()[self.PAIRS.index(pair)]
 
     def applied(self, options: dict[str, Any]) -> list[str]:
         return _NAME
@@ -66,9 +97,7 @@ class Adapter(AdaptedLayer):
     def changed(
         self, result: Any, x: Tensor, adapters: list[str], pair: tuple[str, str] = FIRST, m_splits: Tensor | None = None
     ) -> Any:
-        a, b = getattr(self, pair[0]), getattr(self, pair[1])
-        more = () if m_splits is None else (m_splits,)
-        delta = b(a(self.dropout(x).to(a.weight.dtype), *more), *more) * self.scaling
+        delta = self._delta(x, pair, m_splits)
         if not self.use_dora:
             return plus(result, delta)
         y = result[0] if isinstance(result, tuple) else result
@@ -79,6 +108,25 @@ class Adapter(AdaptedLayer):
             bias = None if bias is None else add_bias_rows(zeros, bias, m_splits)
         product = y if bias is None else y - bias
         return plus(result, (ratio - 1) * product + ratio * delta)
+
+    def _delta(self, x: Tensor, pair: tuple[str, str], m_splits: Tensor | None) -> Tensor:
+        """Return `s B A x`. Where ranks split the layer, they exchange the r numbers of each row that are between the
+        factors, not rows of x; of a `GroupedLinear`, whose callers gather rows and add up results, nothing.
+
+        The gradient of a factor that every rank has in full is summed over those that used it for something else."""
+        a, b, layer, mode = getattr(self, pair[0]), getattr(self, pair[1]), self.base_layer, self._mode(pair)
+        of_a, of_b, x = a.weight, b.weight, self.dropout(x).to(a.weight.dtype)
+        if mode is not None and m_splits is not None:
+            of_a = layer.for_own_features(of_a) if mode == "column" else of_a
+            of_b = layer.for_own_features(of_b) if mode == "row" else of_b
+        elif mode == "column":
+            of_a = layer.for_own_rows(of_a)
+        elif mode == "row":
+            of_b = layer.for_own_rows(of_b)
+        z = a.product(x, of_a, m_splits)
+        if mode is not None and m_splits is None:
+            z = layer.whole_rows(z) if mode == "column" else layer.summed(z, None)
+        return b.product(z, of_b, m_splits) * self.scaling
 
     def _bias(self, pair: tuple[str, str]) -> Tensor | None:
         """Return the bias in what the layer returns, [out] or [num_gemms, out]: its length is not trained."""

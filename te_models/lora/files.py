@@ -17,19 +17,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from te_models.checkpoints import AutoConverter, CheckpointError
+from te_models.checkpoints import AutoConverter, CheckpointError, expected_tensors
 from te_models.checkpoints.families.base.text_part import text_family
 from te_models.checkpoints.folder.hf_config import choose_family
 from te_models.checkpoints.io.atomic import new_folder
 from te_models.checkpoints.io.store import read_tensors
 from te_models.checkpoints.io.strict_json import read_object
+from te_models.checkpoints.plan.rank_shards import part_of, parts
 from te_models.checkpoints.write.writer import write_tensors
 
 from ..extras import require
 from ..model import GPTModel
+from ..model.parallel import place_of
 from .adapter import Adapter, magnitude_name
 from .layers import FIRST
 from .model import adapters_of, add_lora, lora_state_dict
+from .parts import adapter_parameters
 
 if TYPE_CHECKING:
     from te_models.checkpoints.plan.tensor_map import Link
@@ -42,15 +45,17 @@ _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 def save_adapter(model: GPTModel, folder: str | Path, *, base_model: str = "") -> None:
     """Write the adapters of a model with the names of our layers, in place of what is there. base_model: the folder of
-    the model without adapters, for the file. Raises ValueError for a model without adapters."""
+    the model without adapters, for the file. Raises ValueError for a model without adapters, and for one of which this
+    rank has a part."""
     tensors = {f"{_PREFIX}{name}": t for name, t in lora_state_dict(model).items()}
     targets = [name for name, _ in adapters_of(model)]
     _write(Path(folder), tensors, _config(model, base_model) | {"target_modules": targets})
 
 
 def load_adapter(model: GPTModel, folder: str | Path) -> None:
-    """Put the adapters that `save_adapter` wrote over the layers of a model. Raises CheckpointError for a folder that
-    holds other adapters, ValueError for a model that cannot have them."""
+    """Put the adapters that `save_adapter` wrote over the layers of a model; of a model that ranks share, each rank
+    takes its part. Raises CheckpointError for a folder that holds other adapters, ValueError for a model that cannot
+    have them."""
     folder = Path(folder)
     config = read_object(folder / CONFIG)
     try:
@@ -66,13 +71,18 @@ def load_adapter(model: GPTModel, folder: str | Path) -> None:
             f"{folder / CONFIG} has no {error.args[0]!r}; allowed: a folder of save_adapter"
         ) from None
     add_lora(model, **options)
-    own = {f"{_PREFIX}{name}": t for name, t in lora_state_dict(model).items()}
+    shapes = expected_tensors(model.config, model.expert_layout)
+    wholes = adapter_parameters(model.whole or model, shapes)
+    owned = parts(model.config, shapes, place_of(model))
     found, _ = read_tensors(folder / WEIGHTS)
-    wrong = sorted({n for n in {*own, *found} if n not in own or n not in found or own[n].shape != found[n].shape})
+    saved = {name.removeprefix(_PREFIX): tensor for name, tensor in found.items()}
+    wrong = {n for n in {*wholes, *saved} if n not in wholes or n not in saved or wholes[n].shape != saved[n].shape}
     if wrong:
-        raise CheckpointError(f"{folder / WEIGHTS} does not hold adapters of this model: {wrong[0]} is not of it")
-    for name, tensor in own.items():
-        tensor.copy_(found[name])
+        name = f"{_PREFIX}{min(wrong)}"
+        raise CheckpointError(f"{folder / WEIGHTS} does not hold adapters of this model: {name} is not of it")
+    for name, tensor in lora_state_dict(model).items():
+        weight = wholes[name].weight
+        tensor.copy_(part_of(saved[name], wholes[name].part(owned[weight], shapes[weight]).cuts()))
 
 
 @torch.no_grad()
@@ -81,7 +91,8 @@ def export_adapter(model: GPTModel, folder: str | Path, *, base_model: str = "",
 
     base_model: the Hugging Face folder or hub id of that model, for the file. family: None means the one that the model
     came from, or the first that can express it. Needs the extra `hf`. Raises ValueError for a model without adapters,
-    and for adapters that peft cannot put over that model: DoRA of experts that are one parameter there.
+    for one of which this rank has a part, and for adapters that peft cannot put over that model: DoRA of experts that
+    are one parameter there.
     """
     transformers: Any = require("transformers", "hf", feature="export_adapter")
     chosen = text_family(choose_family(model.config, model.origin, family), model.config)
@@ -170,6 +181,11 @@ def _config(model: GPTModel, base_model: str) -> dict[str, Any]:
     adapter = next((adapter for _, adapter in adapters_of(model)), None)
     if adapter is None:
         raise ValueError("the model has no adapters; allowed: a model after add_lora or load_adapter")
+    if model.shares_parameters or model.whole is not None:
+        raise ValueError(
+            "this rank has a part of the model, and a folder holds all adapters; allowed: a whole model, which "
+            "load_adapter gives the adapters that a run has written"
+        )
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.kernels.grouped_gemm import grouped_gemm
@@ -28,9 +29,13 @@ FIRST, SECOND = ("lora_A", "lora_B"), ("lora_fc2_A", "lora_fc2_B")
 
 
 def check_layer(layer: nn.Module, name: str) -> None:
-    """Raise ValueError for a layer whose weights several ranks share, or are joined of several parameters."""
+    """Raise ValueError for a layer whose weight is joined of several parameters."""
     if getattr(layer, "weight_is_joined", False):
         raise ValueError(f"{name or type(layer).__name__} has parameters_split; allowed: layers with one weight")
+
+
+def check_undivided(layer: nn.Module, name: str) -> None:
+    """Raise ValueError for a layer that is split over ranks."""
     if getattr(layer, "tp_size", 1) > 1:
         raise ValueError(
             f"{name or type(layer).__name__} is split over {layer.tp_size} ranks, and adapters are not; allowed: a "
@@ -39,13 +44,27 @@ def check_layer(layer: nn.Module, name: str) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ValueError for a model whose experts are distributed over ranks: an adapter's file holds all of them."""
+    """Raise ValueError for a model whose experts are distributed over ranks."""
     for module in model.modules():
         if isinstance(module, MoELayer) and module.expert_model_parallel_size > 1:
             raise ValueError(
                 f"the experts are distributed over {module.expert_model_parallel_size} ranks, and adapters are not; "
                 "allowed: a model without expert parallelism"
             )
+
+
+class Factor(nn.Linear):
+    """weight: [out, in], without a bias; whoever makes it fills it."""
+
+    def __init__(self, inputs: int, outputs: int, **new: Any) -> None:
+        super().__init__(inputs, outputs, bias=False, **new)
+
+    def reset_parameters(self) -> None:
+        """Draw nothing: a rank's part of a factor would draw fewer numbers than the factor."""
+
+    def product(self, x: Tensor, weight: Tensor, m_splits: Tensor | None) -> Tensor:
+        """x: [..., in] -> [..., out], with what `weight` is of the parameter: the parameter, with another gradient."""
+        return F.linear(x, weight)
 
 
 class GroupedFactor(nn.Module):
@@ -57,8 +76,13 @@ class GroupedFactor(nn.Module):
 
     def forward(self, x: Tensor, m_splits: Tensor) -> Tensor:
         """x: [T, in], rows sorted by member; m_splits: [num_gemms] -> [T, out]; rows past the last member are zero."""
+        return self.product(x, self.weight, m_splits)
+
+    def product(self, x: Tensor, weight: Tensor, m_splits: Tensor | None) -> Tensor:
+        """As `Factor.product`, of rows as `forward` takes them."""
+        assert m_splits is not None, "a stack has rows of each member"
         dtype = compute_dtype(x)
-        return grouped_gemm(x.to(dtype), self.weight.to(dtype), m_splits)
+        return grouped_gemm(x.to(dtype), weight.to(dtype), m_splits)
 
 
 def plus(result: Any, delta: Tensor) -> Any:
@@ -83,9 +107,13 @@ class AdaptedLayer(nn.Module):
         """Return the names of the parameters that hold the weight of each pair; several hold one member each."""
         return (self.base_layer.weight_names(),)
 
-    def factor(self, inputs: int, outputs: int, **new: Any) -> nn.Module:
+    def modes(self) -> tuple[str | None, ...]:
+        """Return how ranks split the weight of each pair: "column" by rows, "row" by columns, or not at all."""
+        return (self.base_layer.parallel_mode,)
+
+    def factor(self, inputs: int, outputs: int, **new: Any) -> Any:
         """Return a new factor, whose `weight` is [outputs, inputs] or a stack of such."""
-        return nn.Linear(inputs, outputs, bias=False, **new)
+        return Factor(inputs, outputs, **new)
 
     def applied(self, options: dict[str, Any]) -> list[str]:
         """Return the names of the adapters of a call with these options, and take out those that the layer lacks."""
@@ -101,8 +129,13 @@ class AdaptedLayer(nn.Module):
 
     @property
     def tp_size(self) -> int:
-        """1: layers that several ranks share take no adapters."""
+        """As the layer."""
         return self.base_layer.tp_size
+
+    @property
+    def tp_rank(self) -> int:
+        """As the layer."""
+        return self.base_layer.tp_rank
 
     def whole_rows(self, x: Tensor) -> Tensor:
         """As the layer."""
@@ -115,6 +148,10 @@ class AdaptedLayer(nn.Module):
     def summed(self, y: Tensor, bias: Tensor | None) -> Tensor:
         """As the layer."""
         return self.base_layer.summed(y, bias)
+
+    def summed_for_all(self, x: Tensor) -> Tensor:
+        """As the layer."""
+        return self.base_layer.summed_for_all(x)
 
     def weight_names(self) -> tuple[str, ...]:
         """As the layer."""
@@ -157,6 +194,9 @@ class AdaptedLayerNormMLP(AdaptedLayer):
     def weights(self) -> tuple[tuple[str, ...], ...]:
         return ("fc1_weight",), ("fc2_weight",)
 
+    def modes(self) -> tuple[str | None, ...]:
+        return ("column", "row") if self.base_layer.set_parallel_mode else (None, None)
+
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None, **options: Any) -> Any:
         """As the layer's: x: [..., hidden_size] -> [..., hidden_size]."""
         adapters, layer = self.applied(options), self.base_layer
@@ -172,16 +212,16 @@ class AdaptedGroupedLinear(AdaptedLayer):
     """`y[g] = x[g] w[g]^T + b[g] + scaling * (x[g] A[g]^T) B[g]^T`, on a `GroupedLinear`; A: [num_gemms, r, in], B:
     [num_gemms, out, r]. Each expert has its own rank-r product."""
 
-    def factor(self, inputs: int, outputs: int, **new: Any) -> nn.Module:
+    def factor(self, inputs: int, outputs: int, **new: Any) -> Any:
         return GroupedFactor(self.base_layer.num_gemms, inputs, outputs, **new)
 
     def row_align(self, device: torch.device) -> int:
         """1: adapters read the rows in high precision, so these are made before any of them is quantized."""
         return 1
 
-    def with_bias(self, y: Tensor, m_splits: Tensor) -> Tensor:
+    def with_bias(self, y: Tensor, m_splits: Tensor, *, partial: bool = False) -> Tensor:
         """As the layer."""
-        return self.base_layer.with_bias(y, m_splits)
+        return self.base_layer.with_bias(y, m_splits, partial=partial)
 
     def forward(
         self,

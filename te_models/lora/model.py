@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..model import GPTModel
+from ..model.moe import MoELayer
 from .adapter import ADAPTERS, Adapter
-from .layers import LAYERS, check_layer, check_model
+from .layers import LAYERS, check_layer, check_model, check_undivided
 
 ALL_LINEAR = "all-linear"
 _BASE = ".base_layer."
@@ -39,8 +40,11 @@ def add_lora(
     names, or of their last words ("linear_qkv", "decoder.layers.0.*"); "all-linear" means every GEMM layer, experts
     included, and neither routers, embedding nor output layer. A are drawn from torch's generator, B begin as zero.
 
+    Where ranks share the model, each gets its part of the adapters that one rank would have, and calls this with the
+    same arguments and the same state of the generator. A target may mean layers of another pipeline stage alone.
+
     Raises ValueError for a target that means no layer, for numbers out of range, for a model that has adapters, and for
-    layers that ranks share.
+    DoRA of layers that ranks share.
 
     Example:
         add_lora(model, rank=8, targets=["linear_qkv", "experts.*"])
@@ -52,24 +56,54 @@ def add_lora(
         raise ValueError(f"{name} is {value}; allowed: alpha > 0, 0 <= dropout < 1")
     if any(True for _ in adapters_of(model)):
         raise ValueError("the model has adapters already; allowed: merge_lora first")
-    check_model(model)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LAYERS)}
-    chosen: set[str] = set()
+    whole = getattr(model, "whole", None) or model
+    layers = {name: module for name, module in whole.named_modules() if isinstance(module, LAYERS)}
+    chosen = targeted(layers, targets)
+    for name in chosen:
+        check_layer(layers[name], name)
+    if use_dora:
+        check_undivided_model(whole)
+    whole.requires_grad_(False)
+    model.requires_grad_(False)
+    experts = _experts_of_rank(whole)
+    for name, layer in layers.items():
+        if name in chosen:
+            adapter = ADAPTERS[type(layer)](layer, rank, alpha, dropout, use_dora, experts.get(id(layer)))
+            _replace(whole, name, adapter)
+
+
+def targeted(layers: Iterable[str], targets: Iterable[str]) -> set[str]:
+    """Return the names of the layers that targets mean, of the names of all GEMM layers. Raises ValueError for a target
+    that means none."""
+    names, chosen = list(layers), set()
     for target in targets:
-        found = {name for name in layers if target == ALL_LINEAR or matches(name, target)}
+        found = {name for name in names if target == ALL_LINEAR or matches(name, target)}
         if not found:
-            last = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+            last = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise ValueError(
                 f"{target!r} is not found among the GEMM layers; allowed: {ALL_LINEAR!r}, or globs of names that end "
                 f"with {last}"
             )
         chosen |= found
-    for name in chosen:
-        check_layer(layers[name], name)
-    model.requires_grad_(False)
-    for name, layer in layers.items():
-        if name in chosen:
-            _replace(model, name, ADAPTERS[type(layer)](layer, rank, alpha, dropout, use_dora))
+    return chosen
+
+
+def _experts_of_rank(model: nn.Module) -> dict[int, tuple[int, int]]:
+    """Return, by the identity of a layer of experts that are distributed, (this rank's first, how many there are)."""
+    found = {}
+    for module in model.modules():
+        if isinstance(module, MoELayer) and module.expert_model_parallel_size > 1:
+            place = module.experts.first_expert, module.moe.num_moe_experts
+            found |= {id(layer): place for layer in (module.experts.linear_fc1, module.experts.linear_fc2)}
+    return found
+
+
+def check_undivided_model(model: nn.Module) -> None:
+    """Raise ValueError for a model whose layers are split over ranks, or whose experts are distributed."""
+    check_model(model)
+    for name, module in model.named_modules():
+        if isinstance(module, LAYERS):
+            check_undivided(module, name)
 
 
 def adapters_of(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
@@ -78,7 +112,8 @@ def adapters_of(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
 
 
 def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return what is trained, by name: "decoder.layers.0.self_attention.linear_qkv.lora_A.weight"; not copied."""
+    """Return what is trained, by name: "decoder.layers.0.self_attention.linear_qkv.lora_A.weight"; not copied. Where
+    ranks share the model, it is this rank's part."""
     return {name: p.detach() for name, p in model.named_parameters() if base_name(name) is None}
 
 

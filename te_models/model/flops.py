@@ -7,8 +7,10 @@ arXiv 2204.02311, appendix B). A query counts the keys that it sees: half a sequ
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 from te_models.checkpoints import expected_tensors
+from te_models.checkpoints.plan.param_shapes import is_expert_stack
 
 from ..config import ModelConfig
 
@@ -24,25 +26,45 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     return 2.0 * _active_weights(config) + _attention_flops(config, sequence_length)
 
 
-def training_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
-    """Return the FLOPs of forward and backward pass per token; what is computed again counts nothing."""
-    return 3.0 * forward_flops_per_token(config, sequence_length)
+def training_flops_per_token(
+    config: ModelConfig,
+    sequence_length: int,
+    *,
+    frozen: Callable[[str], bool] | None = None,
+    lora: Mapping[str, int] | None = None,
+) -> float:
+    """Return the FLOPs of forward and backward pass per token; what is computed again counts nothing.
+
+    frozen: whether a parameter of this name, in the grouped layout, is not trained: its gradient is not computed, while
+    gradients pass it. lora: the ranks of adapters by the name of the weight that they adapt, in the grouped layout.
+    """
+    total = 3.0 * forward_flops_per_token(config, sequence_length)
+    if frozen is not None:
+        total -= 2.0 * _active_weights(config, frozen)
+    for name, rank in (lora or {}).items():
+        *lead, rows, columns = expected_tensors(config, "grouped")[name]
+        total += 6.0 * _share(config, name) * math.prod(lead) * rank * (rows + columns)
+    return total
 
 
-def _active_weights(config: ModelConfig) -> float:
-    """Count the elements of the matrices that a token is multiplied by."""
+def _active_weights(config: ModelConfig, counted: Callable[[str], bool] = lambda name: True) -> float:
+    """Count the elements of the matrices that a token is multiplied by. counted: which do, by name."""
     total = 0.0
     for name, shape in expected_tensors(config, "grouped").items():
-        if len(shape) < 2 or any(word in name for word in _NO_GEMM):
+        if len(shape) < 2 or any(word in name for word in _NO_GEMM) or not counted(name):
             continue
-        share = 1.0
-        if ".experts." in name:
-            assert config.moe is not None
-            share = config.moe.moe_router_topk / config.moe.num_moe_experts
-        total += share * math.prod(shape)
-    if config.embedding.share_embeddings_and_output_weights:
+        total += _share(config, name) * math.prod(shape)
+    if config.embedding.share_embeddings_and_output_weights and counted("embedding.word_embeddings.weight"):
         total += config.vocab_size * config.hidden_size
     return total
+
+
+def _share(config: ModelConfig, name: str) -> float:
+    """Return the part of a matrix, or of a stack of them, that a token is multiplied by."""
+    if not is_expert_stack(name):
+        return 1.0
+    assert config.moe is not None
+    return config.moe.moe_router_topk / config.moe.num_moe_experts
 
 
 def _attention_flops(config: ModelConfig, length: int) -> float:

@@ -20,7 +20,9 @@ class ParallelMesh:
     pp, dp, tp, where dp are the ranks over which gradients are averaged, those with data of their own and those that
     share sequences with them; None where these are a dimension of `layers`. shards: pp, dp_replicate, dp_shard_cp, tp,
     where dp_shard_cp are the ranks over which FSDP2 shards what is no expert; None where these are dp_shard.
-    layer_ranks: pp, stage, where stage are the ranks that have the same layers; None where all have.
+    layer_ranks: pp, stage, where stage are the ranks that have the same layers; None where all have. expert_copies: pp,
+    same, ep, tp or etp, where same are the ranks that have the same experts, or shards of them; None where these are
+    a dimension of `experts`.
     """
 
     dims: ParallelDims
@@ -29,6 +31,7 @@ class ParallelMesh:
     data: DeviceMesh | None
     shards: DeviceMesh | None
     layer_ranks: DeviceMesh | None
+    expert_copies: DeviceMesh | None = None
 
     @property
     def model(self) -> DeviceMesh | None:
@@ -80,6 +83,15 @@ class ParallelMesh:
         return None if self.layer_ranks is None else self.layer_ranks.get_group("stage")
 
     @property
+    def same_experts(self) -> dist.ProcessGroup | None:
+        """The ranks that have the same experts, or shards of them; None where each rank has all experts."""
+        if self.expert_copies is not None:
+            return self.expert_copies.get_group("same")
+        if self.experts is None:
+            return None
+        return self.experts.get_group("fsdp" if self.experts["fsdp"].size() > 1 else "dp_replicate")
+
+    @property
     def data_group(self) -> dist.ProcessGroup:
         """The ranks over which gradients are averaged: with data of their own, or with a part of their sequences."""
         if self.data is not None:
@@ -125,16 +137,18 @@ def _new_mesh(dims: ParallelDims, device_type: str) -> ParallelMesh:
     def mesh(**sizes: int) -> DeviceMesh:
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
-    experts = data = shards = None
+    experts = data = shards = expert_copies = None
     if ep > 1 or dims.splits_experts_apart:
         split = {"etp": etp} if dims.splits_experts_apart else {"tp": tp}
         same = dims.expert_ranks // (ep * etp if dims.splits_experts_apart else ep)
         copies, fsdp = (replicate, same) if dims.is_sharded else (same, 1)
         experts = mesh(pp=pp, dp_replicate=copies, fsdp=fsdp, ep=ep, **split)
+        if copies > 1 and fsdp > 1:
+            expert_copies = mesh(pp=pp, same=same * replicate, ep=ep, **split)
     if sum(size > 1 for size in (replicate, shard, cp)) > 1:
         data = mesh(pp=pp, dp=replicate * shard * cp, tp=tp)
     if dims.is_sharded and cp > 1:
         shards = mesh(pp=pp, dp_replicate=replicate, dp_shard_cp=shard * cp, tp=tp)
     layers = mesh(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
     same_layers = mesh(pp=pp, stage=dims.ranks // pp) if pp > 1 else None
-    return ParallelMesh(dims, layers, experts, data, shards, same_layers)
+    return ParallelMesh(dims, layers, experts, data, shards, same_layers, expert_copies)

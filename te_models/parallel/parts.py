@@ -24,12 +24,13 @@ from te_models.checkpoints.folder.load import layout_of
 from te_models.checkpoints.plan.param_shapes import is_expert_stack
 from te_models.checkpoints.plan.parameters import Parameters
 from te_models.checkpoints.plan.quantized_format import SUFFIXES, describe, empty
-from te_models.checkpoints.plan.rank_shards import Cuts, Ranges, RankPart, cut_shape, parts
+from te_models.checkpoints.plan.rank_shards import Cuts, Ranges, RankPart, cut_shape, part_of, parts
 from te_models.layers import QuantizedTensor
 from te_models.layers.tensor.fsdp import entries_of_rows, is_one_matrix, largest_shard, local_part
 
 from ..config import ConfigError
-from ..lora.model import base_name, base_state_dict
+from ..lora.model import base_name, base_state_dict, lora_state_dict
+from ..lora.parts import adapter_parameters
 from ..model import GPTModel
 from ..model.parallel import place_of
 
@@ -84,10 +85,7 @@ class LocalPart:
 
     def of_whole(self, whole: Tensor) -> Tensor:
         """Return this part of a whole tensor."""
-        for dim, ranges in self.cuts.items():
-            some = [whole.narrow(dim, begin, end - begin) for begin, end in ranges or ((0, 0),)]  # a shard may be empty
-            whole = torch.cat(some, dim)
-        return whole
+        return part_of(whole, self.cuts)
 
 
 def _with_offsets(ranges: Ranges) -> Iterator[tuple[int, int, int]]:
@@ -102,8 +100,10 @@ class ModelParts:
 
     def __init__(self, model: GPTModel) -> None:
         self.model = model
-        self._shapes = expected_tensors(model.config, model.expert_layout)
-        self._owned = parts(model.config, self._shapes, place_of(model))
+        self._weights = expected_tensors(model.config, model.expert_layout)
+        self._adapters = adapter_parameters(model.whole or model, self._weights)
+        self._shapes = self._weights | {name: its.shape for name, its in self._adapters.items()}
+        self._owned = self._at()
 
     def shape(self, name: str) -> Shape:
         """Return the shape of a whole parameter."""
@@ -134,15 +134,17 @@ class ModelParts:
         return [self._at(etp_rank=rank) for rank in range(place_of(self.model).expert_split[1])]
 
     def _at(self, **changes: int) -> Mapping[str, RankPart]:
-        return parts(self.model.config, self._shapes, dataclasses.replace(place_of(self.model), **changes))
+        owned = parts(self.model.config, self._weights, dataclasses.replace(place_of(self.model), **changes))
+        adapters = self._adapters.items()
+        return owned | {name: its.part(owned[its.weight], self._weights[its.weight]) for name, its in adapters}
 
     def elsewhere(self) -> list[str]:
         """Return the names of the parameters that only other pipeline stages have."""
-        own = {base_name(name) for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        own = {base_name(name) or name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         return [name for name in self._shapes if name not in own]
 
     def stored(self) -> dict[str, LocalPart]:
-        """Return everything that a checkpoint holds of the model, but for adapters, by the names that it has in files:
+        """Return everything that a checkpoint holds of the model but for `adapters`, by the names that it has in files:
         plain tensors, and the fields of quantized ones, eight-bit numbers as bytes."""
         found: dict[str, LocalPart] = {}
         for name, tensor in base_state_dict(self.model).items():
@@ -153,11 +155,12 @@ class ModelParts:
                 found[name] = self.like(name, tensor, local)
         return found
 
+    def adapters(self) -> dict[str, LocalPart]:
+        """Return the adapters that this rank has, by name."""
+        return {name: self.like(name, t, t) for name, t in lora_state_dict(self.model).items()}
+
     def like(self, name: str, parameter: Tensor, tensor: Tensor) -> LocalPart:
-        """Return the part of a tensor that is divided among the ranks as a parameter is. tensor: this rank's. Every
-        rank has the adapters whole."""
-        if base_name(name) is None:
-            return LocalPart.undivided(tensor)
+        """Return the part of a tensor that is divided among the ranks as a parameter is. tensor: this rank's."""
         whole, cuts = self._shapes[name], dict(self._owned[name].cuts())
         if local_part(parameter) is not parameter:
             rank, ranks, dim = _place_of_shard(parameter)
@@ -197,10 +200,10 @@ class ModelParts:
 
     def groups(self) -> dict[str, tuple[dist.ProcessGroup, ...]]:
         """Return the groups over which each trainable parameter is divided, by name: a sum over all of its elements is
-        the sum over their ranks. Adapters are divided over none, and are not among them."""
+        the sum over their ranks."""
         found: dict[str, tuple[dist.ProcessGroup, ...]] = {}
         for name, parameter in self.model.named_parameters():
-            if not parameter.requires_grad or base_name(name) is None:
+            if not parameter.requires_grad:
                 continue
             owned, groups = self._owned[name], []
             if local_part(parameter) is not parameter:

@@ -9,12 +9,12 @@ from typing import Any, Self
 from te_models.checkpoints import open_checkpoint
 
 from ..config import ConfigError, ModelConfig
-from ..model.flops import training_flops_per_token
 from ..training.build import read_model_config
 from ..training.config import TrainConfig
 from ..training.preflight import check_layout
 from ..training.ranks.data_parallel import Ranks
 from ..training.ranks.layout import Layout, layout_of
+from ..training.trained import check_names, step_flops_per_token
 from .micro_batch import record
 from .simulation import Traffic, fake_ranks, fake_tensors
 from .stages import record_stages
@@ -128,6 +128,7 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
     with fake_ranks(ranks, rank):
         layout = layout_of(config.parallel, Ranks(rank, ranks), "cpu")
         check_layout(config, model, layout.dims)
+        check_names(config, model)
         with fake_tensors():
             found = (record if layout.stages is None else record_stages)(config, model, layout)
         dims, stages = layout.dims, layout.stages
@@ -137,7 +138,7 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
         key: found.each.get(key, Traffic()).times(micro_batches) + found.once.get(key, Traffic())
         for key in sorted({*found.each, *found.once})
     }
-    flops = training_flops_per_token(model, config.data.sequence_length) * tokens
+    flops = step_flops_per_token(config, model) * tokens
     flops /= dims.tensor_model_parallel_size * dims.context_parallel_size * pipeline
     again = 4 / 3 if config.model.activation_checkpointing else 1.0  # the forward pass runs twice
     compute = again * flops / (hardware.tflops * 1e12 * hardware.efficiency)

@@ -21,8 +21,10 @@ from ..model.moe import MoELayer
 from ..parallel.sharding import parallelize
 from ..training.build import build_optimizer, random_model
 from ..training.config import TrainConfig
+from ..training.lora import Adapters
 from ..training.ranks.layout import Layout
 from ..training.step import make_loss_function, reduce_gradients
+from ..training.trained import trained_by_layer, with_layers_alone
 from .simulation import Recorder, Traffic, without_values
 
 
@@ -57,7 +59,7 @@ def record(config: TrainConfig, model: ModelConfig, layout: Layout) -> Recorded:
 
     Called inside `fake_ranks`.
     """
-    places = by_kind(model, range(model.num_layers))
+    places = by_kind(config, model, range(model.num_layers))
     few = sorted(layer for layers in places for layer in layers[:3])
     base = record_layers(config, model, layout, few)
     total = base
@@ -71,9 +73,12 @@ def record(config: TrainConfig, model: ModelConfig, layout: Layout) -> Recorded:
 def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layers: list[int]) -> Recorded:
     """Run a micro-batch and the end of a step with these layers of the model alone, and return what was recorded."""
     recorder = recorder_of(layout)
+    config = with_layers_alone(config, model, layers)
     gpt = random_model(config, of_layers(model, layers), "cpu", layout)
     if layout.dims.is_sharded:
         divided(gpt, config, layout)
+    if config.lora.rank:
+        Adapters(config, gpt)
     gpt.activation_checkpointing = config.model.activation_checkpointing
     tokens = config.data.micro_batch_size * config.data.sequence_length
     gpt.output_layer.loss_chunk_tokens = config.model.loss_chunk(model.vocab_size, tokens)
@@ -145,11 +150,14 @@ def divided(gpt: GPTModel, config: TrainConfig, layout: Layout) -> GPTModel:
     )
 
 
-def by_kind(model: ModelConfig, layers: Iterable[int]) -> list[list[int]]:
-    """Return layers in lists of those that are alike: with experts or without, attending in the same way."""
-    places: dict[tuple[bool, str], list[int]] = {}
+def by_kind(config: TrainConfig, model: ModelConfig, layers: Iterable[int]) -> list[list[int]]:
+    """Return layers in lists of those that are alike: with experts or without, attending in the same way, and trained
+    in the same parts."""
+    places: dict[tuple[bool, str, frozenset[str]], list[int]] = {}
+    trained = trained_by_layer(config, model)
     for layer in layers:
-        places.setdefault((model.is_moe_layer(layer), model.layer_type(layer)), []).append(layer)
+        kind = model.is_moe_layer(layer), model.layer_type(layer), trained[layer]
+        places.setdefault(kind, []).append(layer)
     return list(places.values())
 
 

@@ -21,9 +21,11 @@ from ..config import ModelConfig
 from ..parallel.pipeline import StageLayout
 from ..training.build import build_optimizer, random_model
 from ..training.config import TrainConfig
+from ..training.lora import Adapters
 from ..training.ranks.layout import Layout
 from ..training.setup import set_loss_options, with_loss_chunk
 from ..training.step import make_pipeline, reduce_gradients
+from ..training.trained import with_layers_alone
 from .micro_batch import Recorded, as_few_operations, by_kind, divided, of_layers, recorder_of, suppose_balance
 from .simulation import without_values
 
@@ -68,7 +70,7 @@ def _record_layers(
     few: dict[int, list[int]] = {}
     rest: list[tuple[int, list[int]]] = []  # of a stage and kind: the layers that are not among the few
     for stage in own:
-        places = by_kind(model, spans[stage])
+        places = by_kind(config, model, spans[stage])
         few[stage] = sorted(layer for layers in places for layer in layers[:_FEW])
         rest += [(stage, layers[_FEW:]) for layers in places if len(layers) > _FEW]
 
@@ -97,9 +99,12 @@ def record_stages_of_layers(
         compile=False, data=config.data.replace(gradient_accumulation=micro_batches, rampup_batch_size=())
     )
     recorder = recorder_of(layout)
-    few = of_layers(model, [layer for layers in chosen for layer in layers])
+    layers = [layer for layers in chosen for layer in layers]
+    few, config = of_layers(model, layers), with_layers_alone(config, model, layers)
     gpt = divided(random_model(config, few, "cpu", layout), config, layout)
     set_loss_options(gpt, config.model)
+    if config.lora.rank:
+        Adapters(config, gpt)
     suppose_balance(gpt)
     recorder.hold([list(gpt.parameters()), list(gpt.buffers())])
     found = Recorded(parameters=recorder.live)

@@ -214,7 +214,8 @@ def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_R
             module.fuse_wgrad_accumulation = True
     for parameter in model.parameters() if main_grads and not sharded and layout.stages is not None else ():
         # a schedule runs all micro-batches, so that nobody else adds up what each leaves in `.grad`
-        parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
     parts = None if layout.mesh is None else ModelParts(model)
     return Optimizer(
         model.named_parameters(),

@@ -20,16 +20,20 @@ from ..config import ConfigError
 from ..lora import add_lora, export_adapter, lora_state_dict, merge_lora, save_adapter
 from ..lora.model import base_state_dict, merged_weights
 from ..model import GPTModel
+from ..parallel.parts import ModelParts
 from .checkpoints.checks import check_same_layout
 from .config import TrainConfig
 from .seeding import derive_seed
 
 ADAPTER, ADAPTER_HF = "adapter", "adapter-hf"
 """Where in a run's folder the adapters are."""
+ADAPTERS = "lora."
+"""How the names of the adapters' tensors begin in a checkpoint."""
 
 
 class Adapters:
-    """The adapters of a model, which has them from here on: its base weights are not trained.
+    """The adapters of a model, which has them from here on: its base weights are not trained. Where ranks share the
+    model, this rank's part of them.
 
     Raises ConfigError for targets that mean no layer, and for layers that cannot be adapted.
     """
@@ -42,20 +46,37 @@ class Adapters:
             add_lora(model, lora.rank, targets=lora.targets, **options)
         except ValueError as error:
             raise ConfigError(f"lora.targets is {list(lora.targets)!r}: {error}") from None
-        self._model, self._base = model, config.model.path or ""
+        if not lora_state_dict(model):
+            allowed = "targets that leave something to train, in every pipeline stage"
+            raise ConfigError(f"lora.targets is {list(lora.targets)!r}; allowed: {allowed}")
+        self._model, self._config = model, config
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Return what is trained by name, ready for a checkpoint."""
-        return {f"lora.{name}": t for name, t in lora_state_dict(self._model).items()}
+        return {f"{ADAPTERS}{name}": t for name, t in lora_state_dict(self._model).items()}
 
     @torch.no_grad()
-    def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Undo `state_tensors`. Raises TrainingCheckpointError for the tensors of other adapters."""
-        own = self.state_tensors()
-        found = {name: value for name, value in tensors.items() if name.startswith("lora.")}
-        check_same_layout(found, {name: (tuple(t.shape), t.dtype) for name, t in own.items()}, "lora")
-        for name, value in own.items():
-            value.copy_(found[name])
+    def load_state_tensors(self, tensors: Mapping[str, torch.Tensor], own: ModelParts) -> None:
+        """Take this rank's part of the adapters of a whole model, by the names of `state_tensors`. Raises
+        TrainingCheckpointError for the tensors of other adapters."""
+        parts, others = own.adapters(), {f"{ADAPTERS}{name}" for name in own.elsewhere()}
+        found = {n: value for n, value in tensors.items() if n.startswith(ADAPTERS) and n not in others}
+        check_same_layout(found, {f"{ADAPTERS}{n}": (p.shape, p.tensor.dtype) for n, p in parts.items()}, "lora")
+        for name, part in parts.items():
+            part.tensor.copy_(part.of_whole(found[f"{ADAPTERS}{name}"]))
+
+    def of_whole_model(self, tensors: Mapping[str, torch.Tensor]) -> Adapters:
+        """Return the same adapters, whole, over the whole model without the data of its weights. tensors: by the names
+        of `state_tensors`."""
+        model = self._model
+        whole = GPTModel(model.config, device="meta", expert_layout=model.expert_layout)
+        whole.origin, whole.pretrained_folder = model.origin, model.pretrained_folder
+        found = Adapters(self._config, whole)
+        for name in list(lora_state_dict(whole)):
+            module, _, last = name.rpartition(".")
+            values = tensors[f"{ADAPTERS}{name}"]
+            setattr(whole.get_submodule(module), last, torch.nn.Parameter(values, requires_grad=False))
+        return found
 
     def base_tensors(self) -> dict[str, torch.Tensor]:
         """Return what a folder of the base model holds."""
@@ -64,7 +85,7 @@ class Adapters:
     def save(self, output_dir: Path) -> str | None:
         """Write the adapters in the run's folder. Returns why there is none for transformers' model, if so: a model of
         no family, adapters that peft has no form for, or no transformers."""
-        save_adapter(self._model, output_dir / ADAPTER, base_model=self._base)
+        save_adapter(self._model, output_dir / ADAPTER, base_model=self._config.model.path or "")
         shutil.rmtree(output_dir / ADAPTER_HF, ignore_errors=True)
         if importlib.util.find_spec("transformers") is None:
             return "transformers is not installed"

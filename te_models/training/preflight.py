@@ -145,16 +145,17 @@ def _check_optimizer(config: TrainConfig, dims: ParallelDims) -> None:
         if used and config.precision.quantized_weights:
             value = getattr(optimizer, key)
             raise ConfigError(f"optimizer.{key} is {value!r}; allowed with precision.quantized_weights: its default")
-    if not config.lora.rank or whole:
+    lora = config.lora
+    if not lora.rank or whole:
         return
-    split = dims.tensor_model_parallel_size, dims.expert_tensor_parallel_size, dims.pipeline_model_parallel_size
-    if (*split, dims.expert_model_parallel_size) != (1, 1, 1, 1):
+    if lora.use_dora:
+        raise ConfigError("lora.use_dora is True; allowed where ranks have parts of the model: False")
+    if lora.dropout and dims.splits_experts_apart and dims.tensor_model_parallel_size > 1:
+        # rows of an expert differ between ranks that split the layers, and after them their generators
         raise ConfigError(
-            f"lora.rank is {config.lora.rank}; allowed where layers or experts are divided, but for "
-            "data_parallel_shard_size: 0"
+            f"lora.dropout is {lora.dropout}; allowed with expert_tensor_parallel_size other than "
+            "tensor_model_parallel_size: 0"
         )
-    if config.lora.use_dora:
-        raise ConfigError("lora.use_dora is True; allowed with data_parallel_shard_size: False")
 
 
 def _check_tokens(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -> None:

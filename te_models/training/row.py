@@ -10,12 +10,12 @@ from typing import Any
 from te_models.layers import quantization_statistics
 
 from ..model.expert_bias import ExpertLoad
-from ..model.flops import training_flops_per_token
 from .metrics import finite
 from .ranks.data_parallel import Ranks
 from .ranks.spread import spread_over_ranks
 from .setup import SetUp
 from .step import StepResult
+from .trained import step_flops_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Rows:
     @classmethod
     def of(cls, run: SetUp, device: str, ranks: Ranks) -> Rows:
         """Return the rows of a run, whose clock starts now."""
-        flops = training_flops_per_token(run.model_config, run.config.data.sequence_length)
+        flops = step_flops_per_token(run.config, run.model_config)
         return cls(run=run, device=device, ranks=ranks, tflop_per_token=flops / ranks.world_size / 1e12)
 
     def row(

@@ -268,13 +268,14 @@ def reduce_gradients(optimizer: Optimizer, ranks: Ranks) -> None:
     has averaged the gradients of what it shards; of experts over the ranks that have the same ones alone."""
     experts = optimizer.experts
     whole = [p for p in optimizer.parameters.values() if local_part(p) is p]
-    distributed, copies = ((), None) if experts is None or experts.sharded else (experts.parameters, experts.copies)
-    average_gradients(whole, ranks, distributed=distributed, copies=copies)
-    if experts is not None and experts.sharded:
-        for parameter in experts.parameters:
-            gradient = gradient_of(parameter)
-            if gradient is not None:
-                local_part(gradient).div_(experts.token_shares)
+    if experts is None:
+        average_gradients(whole, ranks)
+        return
+    average_gradients(whole, ranks, distributed=experts.parameters, copies=experts.copies)
+    for parameter in experts.parameters:
+        gradient = gradient_of(parameter)
+        if gradient is not None and local_part(parameter) is not parameter:
+            local_part(gradient).div_(experts.token_shares)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from te_models.plan.estimate import model_of
 from te_models.plan.micro_batch import Recorded, record, record_layers
 from te_models.plan.simulation import fake_ranks, fake_tensors
 from te_models.plan.stages import record_stages, record_stages_of_layers
-from te_models.training import TrainConfig
+from te_models.training import LoRAConfig, OptimizerConfig, TrainConfig
 from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.ranks.layout import Layout, layout_of
 from tests.training.runs import tiny_model, tiny_run
@@ -47,11 +47,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2 ahead": {"data_parallel_shard_size": 2},
     "tp2 sp ahead": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2 ahead": {"pipeline_model_parallel_size": 2},
+    "fsdp2 lora": {"data_parallel_shard_size": 2},
+    "tp2 sp lora": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "ep2 lora": {"expert_model_parallel_size": 2},
+    "pp2 lora": {"pipeline_model_parallel_size": 2},
+    "fsdp2 frozen": {"data_parallel_shard_size": 2},
 }
 STAGES = {name: sizes for name, sizes in LAYOUTS.items() if name.startswith("pp")}
 DENSE = ("fsdp2 mxfp8", "pp2")
 MICRO_BATCHES = {"pp2": 3}
-"""Of a step. "pp2 long" has 8, of which a plan runs 4 and 6; models of "ahead" predict a further token."""
+"""Of a step. "pp2 long" has 8, of which a plan runs 4 and 6; models of "ahead" predict a further token. With "lora" one
+layer is adapted in other places than the others, and "frozen" is all of one."""
 
 
 def values_of(found: Recorded) -> dict[str, Any]:
@@ -101,6 +107,12 @@ def main(results: str, fake: bool, layouts: list[str], rank: int = 0) -> None:
                 ),
                 data=config.data.replace(gradient_accumulation=MICRO_BATCHES.get(name, 8 if name in STAGES else 2)),
             )
+            if "lora" in name:
+                config = config.replace(
+                    lora=LoRAConfig(rank=8, targets=("linear_qkv", "experts.*", "*.4.*.linear_proj"))
+                )
+            if "frozen" in name:
+                config = config.replace(optimizer=OptimizerConfig(freeze=("decoder.layers.4.*", "embedding.*")))
             layout = layout_of(config.parallel, Ranks(dist.get_rank(), 2), "cpu")
             with fake_tensors() if fake else contextlib.nullcontext():
                 if layout.stages is not None:

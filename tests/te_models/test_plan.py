@@ -15,12 +15,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from te_models import GPTModel
+from te_models.checkpoints import expected_tensors
 from te_models.cli.main import main
 from te_models.config import ConfigError, ModelConfig
+from te_models.lora import add_lora
 from te_models.model.flops import forward_flops_per_token, training_flops_per_token
 from te_models.plan import Hardware, Plan, Refused, plan_layouts, plan_run
 from te_models.plan.layouts import layouts_of
 from te_models.plan.micro_batch import of_layers
+from te_models.training import LoRAConfig, ModelSource
+from te_models.training.trained import step_flops_per_token
 from tests.covering import selected
 from tests.fork_server import run_python
 from tests.ranks import run_on_ranks
@@ -101,6 +105,25 @@ def test_flops_are_those_of_the_gemms(name: str) -> None:
     gemms = counted.get("aten.mm", 0) + counted.get("aten.addmm", 0)
     assert length * forward_flops_per_token(config, length) == gemms + attention_flops(config, length)
     assert training_flops_per_token(config, length) == 3 * forward_flops_per_token(config, length)
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("linear_qkv", "*.1.*.linear_fc2")])
+def test_flops_of_adapters_are_those_of_a_step(targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Of frozen weights no gradients, and what reaches the embedding, which nobody needs, is not computed, either."""
+    model, length, lora = VARIANTS["dense"], 16, LoRAConfig(rank=4, targets=targets)
+    run = tiny_run(tmp_path, model=ModelSource(config=model), lora=lora)
+    run = run.replace(data=run.data.replace(sequence_length=length))
+    gpt, ids = GPTModel(model), token_ids(1, length)
+    add_lora(gpt, 4, targets=targets)
+    with FlopCounterMode(display=False) as counter:
+        gpt(ids, labels=ids).loss.backward()
+    counted = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    gemms = counted.get("aten.mm", 0) + counted.get("aten.addmm", 0)
+    rows, columns = expected_tensors(model)["decoder.layers.0.self_attention.linear_qkv.weight"]
+    to_embedding = 2.0 * length * (rows * columns + 4 * columns)
+    flops = length * step_flops_per_token(run, model) - 3 * attention_flops(model, length)
+    assert flops == gemms + to_embedding
+    assert step_flops_per_token(run.replace(lora=LoRAConfig()), model) == training_flops_per_token(model, length)
 
 
 def test_a_token_is_multiplied_by_its_own_experts() -> None:

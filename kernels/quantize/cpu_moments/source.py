@@ -13,20 +13,6 @@ inline uint32_t mixed(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// a magnitude of at most 448, and a random number in [0, 1) -> the byte of an E4M3 number; square: the mean of the
-// square is kept, not 0. In units of the quantum, which is exact, the number below is a whole one, k.
-template <bool square>
-inline int32_t drawn_e4m3(float magnitude, float uniform) {
-  const int32_t exponent = int32_t(bits_of(magnitude < 0x1p-6f ? 0x1p-6f : magnitude) >> 23);
-  const float m = magnitude * float_of(uint32_t(257 - exponent) << 23);
-  const int32_t below = int32_t(m);
-  const float k = float(below);
-  const int32_t drawn = (square ? uniform * (k + k + 1.0f) < m * m - k * k : uniform < m - k) ? -1 : 0;
-  const int32_t small = square && k < 1.0f ? -1 : 0, some = m > 0.0f ? -1 : 0;
-  const int32_t up = drawn | (small & some);
-  return below + (exponent - 121) * 8 - up;
-}
-
 // Copy `count` values of a block, or their roots; returns the largest magnitude's bits and the block's scale.
 template <bool root>
 inline uint32_t read_block(const float* values, int64_t count, float* x, Scale* scale) {
@@ -41,10 +27,21 @@ inline uint32_t read_block(const float* values, int64_t count, float* x, Scale* 
   return largest;
 }
 
+// a number times its block's scale, and a random number in [0, 1) -> the byte of an E4M3 number; square: the mean of
+// the square is kept, not 0. In units of the quantum, which is exact, the number below is a whole one, `below`.
+// In integers where it can be: a compiler makes three branches of a limit on a float, and a vector computes them all.
 template <bool square>
 inline int32_t code(float x, float scale, float uniform) {
-  const float scaled = clamped(x * scale, 448.0f);
-  return drawn_e4m3<square>(std::fabs(scaled), uniform) | int32_t(bits_of(scaled) >> 24 & 0x80);
+  const uint32_t u = bits_of(x * scale);
+  const int32_t unlimited = int32_t(u & 0x7FFFFFFF), magnitude = unlimited < 0x43E00000 ? unlimited : 0x43E00000;
+  const int32_t exponent = (magnitude > 0x3C800000 ? magnitude : 0x3C800000) >> 23;
+  const float m = float_of(uint32_t(magnitude)) * float_of(uint32_t(257 - exponent) << 23);
+  const int32_t below = int32_t(m);
+  const float k = float(below);
+  const float missing = square ? uniform * (k + k + 1.0f) - (m * m - k * k) : uniform - (m - k);  // negative: up
+  const int32_t positive = square ? (below - 1) & -magnitude : 0;  // negative: up, too
+  const int32_t up = (int32_t(bits_of(missing)) | positive) >> 31;
+  return (below + exponent * 8 - 968 - up) | int32_t(u >> 24 & 0x80);
 }
 
 }  // namespace te_models

@@ -18,7 +18,7 @@ from torch import nn
 from te_models.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 
 from ...extras import require
-from ...lora.layers import LAYERS, check_layer, check_model
+from ...lora.layers import LAYERS, check_layer, check_model, check_undivided
 from .adapter import LoraAdapter
 from .layers import LoraGroupedLinear, LoraLayerNormLinear, LoraLayerNormMLP, LoraLinear
 from .support import (
@@ -88,6 +88,7 @@ def _before_injection(tuner: BaseTuner, model: nn.Module, adapter_name: str, *_:
     check_model(model)
     for name, layer in wanted:
         check_layer(layer, name)
+        check_undivided(layer, name)
         check_bias(config, name, layer)
     config._register_custom_module(ADAPTERS)
 

@@ -20,9 +20,9 @@ from te_models.checkpoints import save_model
 
 from ...model import GPTModel
 from ...model.parallel import reshard
-from ...parallel.parts import LocalPart, ModelParts
+from ...parallel.parts import ModelParts
 from ...terminal import say
-from ..lora import ADAPTER_HF, Adapters
+from ..lora import ADAPTER_HF, ADAPTERS, Adapters
 from ..optimizer.adamw import Optimizer
 from ..ranks.data_parallel import Ranks, barrier, gather_tensors
 from ..ranks.layout import Layout
@@ -73,16 +73,15 @@ class Saving:
             own = self._own()
             load_parts(start.parts, self._parts(own))
             load_pieces(start.parts, self.optimizer, own)
-        elif self.layout.dims.is_whole:
-            self.optimizer.load_state_tensors(start.tensors)
-            if self.adapters is not None:
-                self.adapters.load_state_tensors(start.tensors)
         else:
             own = ModelParts(self.model)
-            self.optimizer.load_whole_state(start.tensors, own)
-            load_whole(start.tensors, self.optimizer, own)
+            if self.layout.dims.is_whole:
+                self.optimizer.load_state_tensors(start.tensors)
+            else:
+                self.optimizer.load_whole_state(start.tensors, own)
+                load_whole(start.tensors, self.optimizer, own)
             if self.adapters is not None:
-                self.adapters.load_state_tensors(start.tensors)
+                self.adapters.load_state_tensors(start.tensors, own)
 
     def _own(self) -> ModelParts:
         """Return what says which parts of the model this rank has."""
@@ -92,8 +91,7 @@ class Saving:
     def _parts(self, own: ModelParts) -> dict[str, Any]:
         """Return this rank's parts of weights and optimizer state, by the names that they have in checkpoints."""
         weights = {f"model.{name}": part for name, part in own.stored().items()}
-        adapters = {} if self.adapters is None else self.adapters.state_tensors()
-        weights |= {name: LocalPart.undivided(tensor) for name, tensor in adapters.items()}
+        weights |= {f"{ADAPTERS}{name}": part for name, part in own.adapters().items()}
         return weights | self.optimizer.parts(own)
 
     def save(self, values: Mapping[str, Any], recipe: Mapping[str, torch.Tensor], *, keep_last: int) -> None:
@@ -130,8 +128,14 @@ class Saving:
     def _divided(self) -> bool:
         """Whether every rank writes its own part: also of distributed experts, where a thread writes them, because they
         would have to be sent to the first rank while other collectives run."""
+        return self._exports_parts or (self.writer is not None and self.layout.dims.expert_model_parallel_size > 1)
+
+    @property
+    def _exports_parts(self) -> bool:
+        """Whether the first rank puts the model together from the parts in a checkpoint: no rank has it whole, or has
+        the adapters of all experts."""
         dims = self.layout.dims
-        return not dims.is_whole or (self.writer is not None and dims.expert_model_parallel_size > 1)
+        return not dims.is_whole or (self.adapters is not None and dims.expert_model_parallel_size > 1)
 
     def _work(
         self, values: Mapping[str, Any], recipe: Mapping[str, torch.Tensor], keep_last: int
@@ -193,19 +197,23 @@ class Saving:
 
     def export(self, folder: Path, step: int) -> None:
         """Write the trained model as an ordinary folder; called by all ranks. step: of the newest checkpoint."""
-        if self.adapters is not None:
-            note = self.adapters.save(self.output_dir) if self.ranks.is_main else None
+        adapters, newest = self.adapters, checkpoint_dir(self.output_dir, step)
+        if adapters is not None and self._exports_parts and self.ranks.is_main:
+            from .sharded.checkpoint import read_wholes
+
+            adapters = adapters.of_whole_model(read_wholes(newest, ADAPTERS))
+        if adapters is not None and self.ranks.is_main:
+            note = adapters.save(self.output_dir)
             if note is not None:
                 say(f"note: there is no {ADAPTER_HF}/ for transformers' model: {note}")
-        if not self.layout.dims.is_whole:
+        if self._exports_parts:
             from .sharded.checkpoint import export_parts
 
             if self.ranks.is_main:
-                merged = None if self.adapters is None else self.adapters.merged_weights()
-                newest = checkpoint_dir(self.output_dir, step)
+                merged = None if adapters is None else adapters.merged_weights()
                 export_parts(newest, self.model, folder, self._origin, merged=merged)
             return
-        if self.adapters is not None:
-            self.adapters.merge()
+        if adapters is not None:
+            adapters.merge()
         if self._takes_part:
             export_model(self.model, folder, self.output_dir, self._origin)

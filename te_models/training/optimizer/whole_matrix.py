@@ -82,10 +82,10 @@ def _has_parts(parameter: Any) -> bool:
 
 
 def divided_matrices(parts: ModelParts) -> dict[str, DividedMatrix]:
-    """Return what of a model's parameters ranks have parts of matrices of, by name."""
+    """Return what of a model's trainable parameters ranks have parts of matrices of, by name."""
     found: dict[str, DividedMatrix] = {}
     for name, parameter in parts.model.named_parameters():
-        if parameter.dim() not in (2, 3):
+        if not parameter.requires_grad or parameter.dim() not in (2, 3):
             continue
         group, owned = parts.split_group(name), parts.of_split_ranks(name)
         split = group is not None and owned[0].dim is not None

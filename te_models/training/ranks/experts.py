@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from te_models.layers.tensor.fsdp import sharded
-
 if TYPE_CHECKING:
     from ...parallel.mesh import ParallelMesh
 
@@ -32,12 +30,6 @@ class ExpertRanks:
     group: dist.ProcessGroup
     copies: dist.ProcessGroup
     token_shares: float
-
-    @property
-    def sharded(self) -> bool:
-        """Whether FSDP2 shards them, and averages their gradients over the ranks that have the same experts; False of
-        none, as a pipeline stage of dense layers has."""
-        return sharded(self.parameters)
 
     @property
     def saves(self) -> bool:
@@ -76,5 +68,6 @@ def expert_ranks(parameters: Iterable[nn.Parameter], mesh: ParallelMesh | None) 
         return None
     dims, group = mesh.dims, mesh.experts.get_group("ep")
     assert dims.expert_tensor_parallel_size is not None, "a mesh is of dimensions that are filled in"
+    assert mesh.same_experts is not None, "experts are distributed"
     share = dims.expert_tensor_parallel_size / dims.tensor_model_parallel_size
-    return ExpertRanks(tuple(parameters), group, mesh.experts.get_group("dp_replicate"), group.size() * share)
+    return ExpertRanks(tuple(parameters), group, mesh.same_experts, group.size() * share)

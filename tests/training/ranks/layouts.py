@@ -170,6 +170,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "packed": {"precision.dtype": "fp32", "data.pack_documents": True},
     "growing": {"precision.dtype": "fp32", "data.rampup_batch_size": (4, 4, 12)},
     "frozen": {"precision.dtype": "fp32", "optimizer.freeze": "embedding.*"},
+    "frozen bf16": {"precision.dtype": "bf16", "optimizer.freeze": "embedding.*"},
     "bf16 moments": {"precision.dtype": "fp32", "optimizer.moment_dtype": "bfloat16"},
     "fp8 moments": {"precision.dtype": "fp32", "optimizer.moment_dtype": "float8"},
     "lora": {"precision.dtype": "fp32", "lora.rank": 4, "optimizer.lr": "1e-2"},

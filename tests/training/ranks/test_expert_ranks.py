@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from te_models.training import (
     train,
 )
 from te_models.training.metrics import read_metrics
+from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.ranks.experts import ExpertRanks
+from te_models.training.step import reduce_gradients
 from tests.training.processes import train_on_ranks
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
@@ -93,7 +96,11 @@ def test_distributed_experts_train_as_on_one_rank(ranks: int, tmp_path: Path) ->
 def test_a_stage_of_dense_layers_has_none() -> None:
     """Its gradients are averaged as those of a model without experts."""
     experts = ExpertRanks((), None, None, 2.0)
-    assert not experts.sharded and not experts.owns(torch.zeros(1))
+    assert not experts.owns(torch.zeros(1))
+    optimizer: Any = SimpleNamespace(experts=experts, parameters={"weight": torch.nn.Parameter(torch.ones(2))})
+    optimizer.parameters["weight"].grad = torch.full((2,), 3.0)
+    reduce_gradients(optimizer, Ranks())
+    assert optimizer.parameters["weight"].grad.tolist() == [3.0, 3.0]
 
 
 @pytest.mark.slow

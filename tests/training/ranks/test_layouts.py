@@ -24,7 +24,27 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="th
 
 LAST = "step-00000004/model"
 MUON = [Case("moe", "muon", layout) for layout in ("tp2", "ep2", "ep2 fsdp2", "etp2")]
-LORA = [Case("moe", "lora", "fsdp2"), Case("moe", "lora over stored mxfp8", "fsdp2"), Case("dense", "lora", "cp2")]
+LORA = [
+    Case("moe", "lora", "fsdp2"),
+    Case("moe", "lora over stored mxfp8", "fsdp2"),
+    Case("dense", "lora", "cp2"),
+    Case("moe", "lora", "tp2 sp"),
+    Case("moe", "lora", "ep2"),
+    Case("moe", "lora", "ep2 fsdp2"),
+    Case("moe", "lora", "etp2"),
+    Case("mla_moe", "lora", "tp2 etp1 ep2"),
+    Case("wide", "lora over stored mxfp8", "tp2"),
+    Case("deep", "lora over stored mxfp8", "pp2"),
+    Case("ahead", "lora", "pp2"),
+    Case("ahead", "lora", "pp2 ZBVZeroBubble"),
+]
+LORA_FOUR = [
+    Case("moe", "lora over stored mxfp8", "hsdp 2x2"),
+    Case("moe", "lora", "tp2 ep2 fsdp2"),
+    Case("moe", "lora", "ep2 hsdp 2x2"),
+    Case("moe", "lora", "ep2 etp2"),
+    Case("ahead", "lora", "pp2 tp2 sp"),
+]
 TRAINED = [
     Case("dense", "fp32", "fsdp2"),
     Case("dense", "delayed", "tp2"),
@@ -69,6 +89,7 @@ TRAINED = [
     Case("deep", "fp8 moments", "pp2"),
     Case("learned", "fp32", "pp2"),
     Case("tied", "frozen", "pp2"),
+    Case("tied", "frozen bf16", "pp2"),
     Case("deep", "growing", "pp2 Interleaved1F1B"),
     Case("tied", "growing", "pp2 ZBVZeroBubble"),
     Case("tied", "bf16 moments", "pp2"),
@@ -98,6 +119,12 @@ CONTINUED = [
     Case("moe", "delayed", "tp2 etp1 ep2", start="ep2 fsdp2"),
     Case("moe", "lora", "fsdp2", start="fsdp2"),
     Case("moe", "lora", "fsdp2", start="one"),
+    Case("moe", "lora", "tp2 sp", start="ep2"),
+    Case("moe", "lora", "ep2", start="one"),
+    Case("moe", "lora", "etp2", start="tp2 sp"),
+    Case("moe", "lora", "ep2 fsdp2", start="ep2 fsdp2"),
+    Case("ahead", "lora", "pp2", start="one"),
+    Case("ahead", "lora", "pp2", start="pp2"),
     Case("ahead", "fp32", "fsdp2", start="tp2 sp"),
     Case("ahead", "fp32", "tp2 sp", start="fsdp2"),
     Case("moe", "fp8 moments", "fsdp2", start="fsdp2"),
@@ -116,7 +143,7 @@ FOUR = [
     Case("dense", "fp32", "fsdp4 kept over 2"),
     Case("moe", "fp32", "ep2 etp2"),
     Case("moe", "fp32", "tp2 sp etp1 ep2 fsdp2"),
-    Case("moe", "lora over stored mxfp8", "hsdp 2x2"),
+    *LORA_FOUR,
     Case("tied", "fp32", "pp2 cp2"),
     Case("deep", "mxfp8", "pp2 cp2 Interleaved1F1B"),
     Case("deep", "fp32", "pp2 tp2 sp"),
@@ -135,6 +162,8 @@ BACK = [
     Case("moe", "fp32", "one", start="ep2 etp2"),
     Case("moe", "delayed", "one", start="ep2 fsdp2"),
     Case("moe", "lora over stored mxfp8", "one", start="hsdp 2x2"),
+    Case("moe", "lora", "one", start="ep2"),
+    Case("ahead", "lora", "one", start="pp2 tp2 sp"),
     Case("ahead", "fp32", "one", start="pp2 fsdp2"),
     Case("ahead", "packed", "one", start="pp2 ZBVZeroBubble"),
     Case("deep", "fp8 moments", "one", start="pp2"),
@@ -184,6 +213,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     "dense_fp32_fsdp2_after_fsdp2",
     "learned_fp32_pp2",
     "moe_lora_over_stored_mxfp8_fsdp2",
+    "moe_lora_tp2_sp",
+    "moe_lora_ep2",
 )
 @pytest.mark.parametrize("case", each([*TRAINED, *CONTINUED, *FOUR]))
 def test_a_layout_trains_as_one_rank(case: Case, runs: Runs) -> None:
@@ -235,8 +266,8 @@ def test_the_result_is_an_ordinary_folder(case: Case, runs: Runs) -> None:
         assert case.precision != "fp32" or (distance < 1e-5).float().mean() > 0.99, name
 
 
-@pytest.mark.sentinels("moe_lora_over_stored_mxfp8_fsdp2")
-@pytest.mark.parametrize("case", each([*LORA, FOUR[9]]))
+@pytest.mark.sentinels("moe_lora_over_stored_mxfp8_fsdp2", "moe_lora_ep2")
+@pytest.mark.parametrize("case", each([*LORA, *LORA_FOUR]))
 def test_the_result_is_the_base_with_the_adapters(case: Case, runs: Runs) -> None:
     """Bit for bit what the adapters that the run wrote make of its weights, which stayed what one rank has."""
     folders = runs.output_dir(case), runs.output_dir(case.reference())

@@ -129,17 +129,23 @@ def private_states(states: Mapping[str, Tensor], prefix: str, rank: int) -> dict
 
 def read_private(folder: Path, prefix: str, rank: int) -> dict[str, Tensor]:
     """Return what a rank of the run before had alone."""
-    own, metadata = f"{prefix}.{rank}.", read_index(folder / PARTS)
+    own = f"{prefix}.{rank}."
+    return {name.removeprefix(own): tensor for name, tensor in read_wholes(folder, own).items()}
+
+
+def read_wholes(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with `prefix`, whole, by the names that they have in the checkpoint."""
+    metadata = read_index(folder / PARTS)
     found = {}
     for name, saved in metadata.state_dict_metadata.items():
-        if name.startswith(own):
+        if name.startswith(prefix):
             tensor = torch.empty(saved.size, dtype=saved.properties.dtype)  # type: ignore[union-attr]
             found[name] = LocalPart.undivided(tensor)
     try:
         _read(PartReader(folder / PARTS, metadata), found)
     except CheckpointError as error:
         raise TrainingCheckpointError(f"{folder} cannot be used: {error}") from None
-    return {name.removeprefix(own): part.tensor for name, part in found.items()}
+    return {name: part.tensor for name, part in found.items()}
 
 
 def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
