@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -45,6 +46,9 @@ SUFFIXES = {
 """Field of a quantized tensor -> what its entry's name adds to the parameter's name."""
 
 _LOGICAL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_ELEMENTS = 2**60
+"""Of which eight bytes each are more than 63 bits count."""
 
 Description = Mapping[str, Any]
 
@@ -83,6 +87,8 @@ def field_specs(name: str, shape: Shape, meta: Description) -> dict[str, Stored]
         raise CheckpointError(
             f"{name} of shape {list(shape)} cannot be quantized; only weights [out, in] and stacks of them"
         )
+    if max(*shape, math.prod(shape)) >= _ELEMENTS:
+        raise CheckpointError(f"{name} of shape {list(shape)} has more elements than a tensor can")
     return _field_specs(quantizer_of(name, meta)[0], shape)
 
 

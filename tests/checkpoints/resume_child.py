@@ -1,5 +1,7 @@
 """Kill conversions with SIGKILL after random times, run each again, and report what was left and what came of it.
 
+Half of them are killed at any time, half after their first file was finished, however long that takes here.
+
 The process that imports everything forks for each conversion, so that many moments cost little.
 """
 
@@ -60,7 +62,13 @@ def main(source: Path, work: Path, count: int, seed: int) -> None:
         shutil.rmtree(work / "whole")
         out = work / "out"
         pid = start(convert, source, out)
-        time.sleep(rng.uniform(0, seconds))
+        if number % 4 < 2:
+            time.sleep(rng.uniform(0, seconds))
+        else:
+            finished, latest = work / f".{out.name}.partial" / "finished", time.monotonic() + 30
+            while not (out.exists() or list(finished.glob("*.json"))) and time.monotonic() < latest:
+                time.sleep(0.0005)
+            time.sleep(rng.uniform(0, seconds / 4))
         os.kill(pid, signal.SIGKILL)
         killed = os.WIFSIGNALED(os.waitpid(pid, 0)[1])
         report: dict[str, Any] = {"conversion": name, "killed": killed, "appeared": out.exists()}

@@ -100,6 +100,17 @@ def test_the_configuration_of_a_folder(folder: Path) -> None:
     check_config(folder, 12)
 
 
+@pytest.mark.parametrize("field", ["hidden_size", "ffn_hidden_size"])
+def test_sizes_that_no_tensor_has(folder: Path, field: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    model = config["config"]
+    part = model if field in model else model["mlp"]
+    part[field] = 2**70
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="has more elements than a tensor can"):
+        open_checkpoint(folder)
+
+
 @pytest.mark.parametrize("name", ["block", "nvfp4"])
 def test_descriptions_in_a_state_dict(name: str) -> None:
     check_state_dict(name)

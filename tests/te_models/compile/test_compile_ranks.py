@@ -19,7 +19,8 @@ MISSING = {
     "uncompiled": "compile a model",
 }
 """In vain, with the rank that is missing."""
-MISSING_CASES = (*MISSING, "block_desert", "block_absent")
+MISSING_CASES = ("block_desert", "block_absent", *MISSING)
+"""Last the one after which ranks have made different numbers of process groups, so that none comes about any more."""
 LAUNCHES = {
     "two": (2, ("dense", "desert_layer"), "eager"),
     "two_full": (2, (*TRAINED, *MISSING_CASES), "aot_eager"),
