@@ -311,7 +311,7 @@ class GPTModel(SharedModel):
             weights = self.router_loss_weights
             further = [] if self.mtp is None else [depth.transformer_layer for depth in self.mtp.layers]
             routers = [layer.mlp.router for layer in (*self.decoder.layers, *further) if layer.is_moe]  # type: ignore[union-attr]
-            balance = load_balancing_losses(routed, routers)  # type: ignore[arg-type]
+            balance = load_balancing_losses(routed, routers, whole=self.whole is None)  # type: ignore[arg-type]
             z = torch.stack([r.z_loss for r in routed])
             output.tokens_per_expert = torch.stack([r.tokens_per_expert for r in routed])
             output.load_balancing_loss, output.z_loss = balance.mean(), z.mean()

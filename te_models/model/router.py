@@ -47,11 +47,14 @@ class RouterOutput(NamedTuple):
 class Router(nn.Module):
     """The router projection. weight: [E, H]; bias: [E] if `linear_bias`. Buffers: expert_bias [E] with the option of
     this name, kept in float32; and expert_counts [E] and dropped_tokens [1] int64, which no checkpoint holds: how many
-    tokens chose each expert, and found no room, since the last `update_expert_bias` or `take_expert_load`."""
+    tokens chose each expert, and found no room, since the last `update_expert_bias` or `take_expert_load`.
+
+    layer_group: the name of the group of the ranks that have the layer; None: all, if any of a whole model."""
 
     expert_bias: Tensor | None
     expert_counts: Tensor
     dropped_tokens: Tensor
+    layer_group: str | None = None
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -122,16 +125,22 @@ def count_choices(indices: Tensor, experts: int, mask: Tensor | None = None) -> 
     return (chosen if mask is None else chosen & mask[:, None, None]).sum((0, 1))
 
 
-def load_balancing_losses(routed: list[RouterOutput], routers: list[Router]) -> Tensor:
-    """Return the loss of each MoE layer, [MoE layers]. routers: of the layers in order, which may be more. Over the
-    global batch, experts' shares are those of the choices of all ranks since the last `take_expert_load`; evaluation
-    compares a rank's own."""
+def load_balancing_losses(routed: list[RouterOutput], routers: list[Router], *, whole: bool) -> Tensor:
+    """Return the loss of each MoE layer, [MoE layers]. routers: of the layers in order, which may be more; whole:
+    whether they are of a whole model, not of a stage. Over the global batch, experts' shares are those of the choices
+    of all ranks that have these layers since the last `take_expert_load`; evaluation compares a rank's own. Raises
+    RuntimeError where it is not known which ranks these are."""
     if routed[0].mean_probabilities is None:
         return torch.stack([r.load_balancing_loss for r in routed])
     if routers[0].counting:
         counts = torch.stack([router.expert_counts for router in routers[: len(routed)]])
-        group = group_of_all()
-        counts = counts if group is None else all_reduce(counts, group)
+        group, everyone = routers[0].layer_group, group_of_all()
+        if group is None and everyone is not None and not whole:
+            raise RuntimeError(
+                "moe_router_load_balancing_type is 'global_aux_loss' in a stage, and which ranks have the same layers "
+                "is not known; allowed: the stages that te_models.parallel.parallelize makes"
+            )
+        counts = counts if everyone is None else all_reduce(counts, group or everyone)
     else:
         counts = torch.stack([r.tokens_per_expert for r in routed])
     shares = counts.float() / counts.sum(-1, keepdim=True).clamp(min=1)

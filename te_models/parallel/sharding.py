@@ -20,6 +20,7 @@ from te_models.layers.tensor.fsdp import shards_of_blocks
 from ..config import ConfigError
 from ..model import GPTModel
 from ..model.parallel import reset_parameters
+from ..model.router import Router
 from ..model.stage import embeds_twice, with_layers
 from .mesh import ParallelMesh
 from .pipeline import Stage, StageLayout
@@ -141,6 +142,10 @@ def _own_stages(model: GPTModel, mesh: ParallelMesh, stages: StageLayout, *, sha
     spans, numbers = stages.layers(model.config.num_layers), stages.of_rank(mesh.stages.rank())
     own = with_layers(model, [layer for number in numbers for layer in spans[number]])
     own.pipeline_stages = tuple(Stage(with_layers(own, spans[number]), number) for number in numbers)
+    assert mesh.same_layers is not None, "there are stages"
+    for router in own.modules():
+        if isinstance(router, Router):
+            router.layer_group = mesh.same_layers.group_name
     return own
 
 

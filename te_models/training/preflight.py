@@ -184,11 +184,6 @@ def _check_stages(config: TrainConfig, model: ModelConfig, ranks: int) -> None:
     parallel = config.parallel
     stages = StageLayout(ranks, parallel.pipeline_schedule, parallel.virtual_pipeline_model_parallel_size)
     stages.layers(model.num_layers)
-    if model.moe is not None and model.moe.moe_router_load_balancing_type == "global_aux_loss":
-        raise ConfigError(
-            "moe.moe_router_load_balancing_type is 'global_aux_loss'; allowed with pipeline stages: 'aux_loss', "
-            "'seq_aux_loss'"
-        )
     if config.compile and stages.is_later:
         raise ConfigError(
             f"compile is True; allowed with parallel.pipeline_schedule = {parallel.pipeline_schedule!r}, which "

@@ -9,6 +9,7 @@ from te_models import GPTModel
 from te_models.config import ConfigError
 from te_models.parallel import StageLayout
 from tests.te_models.configs import FURTHER, VARIANTS, token_ids
+from tests.training.runs import tiny_model
 
 
 @pytest.mark.parametrize("name", ["dense", "tied", "moe_shared", "latent", *FURTHER])
@@ -46,6 +47,18 @@ def test_a_stage_that_predicts_further_tokens_needs_them() -> None:
     ):
         last(inputs_embeds=x, labels=ids)
     assert last.eval()(inputs_embeds=x, labels=ids).mtp_loss is None
+
+
+def test_a_stage_does_not_guess_which_ranks_balance_its_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks may have other stages, whose experts are others."""
+    config = tiny_model(moe=True)
+    moe = config.moe.replace(moe_router_load_balancing_type="global_aux_loss", aux_loss_coeff=0.1)
+    model, ids = GPTModel(config.replace(moe=moe)), token_ids(1, 8)
+    stage = model.stage(0, 1)
+    stage(ids)
+    monkeypatch.setattr("te_models.model.router.group_of_all", lambda: "all")
+    with pytest.raises(RuntimeError, match="which ranks have the same layers is not known"):
+        stage(ids)
 
 
 def test_a_middle_stage_has_layers_alone() -> None:

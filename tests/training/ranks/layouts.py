@@ -37,6 +37,7 @@ MODELS: dict[str, ModelConfig] = {
     "dense": tiny_model(),
     "moe": tiny_model(moe=True),
     "seq_moe": _balanced("seq_aux_loss"),
+    "global_moe": _balanced("global_aux_loss").replace(num_layers=4),
     "mla_moe": balanced_model(),
     "wide": tiny_model(hidden=128),
     "deep": tiny_model(moe=True, layers=4),
