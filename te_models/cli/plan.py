@@ -17,15 +17,18 @@ DESCRIPTION = """\
 Plan a training run on any number of ranks, without them: memory, FLOPs, bytes of every
 collective and a model of step time. One micro-batch, of a pipeline its whole schedule, runs on
 tensors without values, as a rank of the layout in CONFIG.toml would run it on CPU. --layouts
-tries every layout of tensor, pipeline and expert parallelism that ranks and micro-batches allow,
-and says which ones fit. Exit code 1: nothing fits."""
+tries layouts of tensor, sequence, pipeline, context and expert parallelism that ranks,
+micro-batches and sequences allow, and says which ones fit. Exit code 1: nothing fits."""
 
 _SHORT = {
     "data_parallel_replicate_size": "dp_replicate",
     "data_parallel_shard_size": "dp_shard",
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
     "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+    "sequence_parallel": "sp",
 }
 
 
@@ -79,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tables(plan: Plan, hardware: Hardware) -> list[Table]:
-    sizes = ", ".join(f"{_SHORT[name]} {size}" for name, size in plan.sizes.items() if name in _SHORT)
+    sizes = ", ".join(f"{_SHORT[name]} {_size(size)}" for name, size in plan.sizes.items() if name in _SHORT)
     verdict = "fits" if plan.fits else "does not fit"
     memory = Table(
         [
@@ -108,13 +111,26 @@ def _tables(plan: Plan, hardware: Hardware) -> list[Table]:
     return [memory, Table(rows, "collectives of a step", heading=True), step]
 
 
+def _size(size: int | bool | None) -> str:
+    return ("yes" if size else "no") if isinstance(size, bool) else str(size)
+
+
+def _differs(name: str, plans: list[Plan | Refused]) -> bool:
+    """Whether a column says something: that layers are split, staged or their experts distributed is always told."""
+    if name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
+        return True
+    if name == "expert_tensor_parallel_size":
+        return any(plan.sizes[name] != plan.sizes["tensor_model_parallel_size"] for plan in plans)
+    return any(plan.sizes[name] != (False if name == "sequence_parallel" else 1) for plan in plans)
+
+
 def _layouts(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -> Table:
     from ..plan import Refused
 
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    names = [name for name in _SHORT if not name.startswith("data_") and _differs(name, plans)]
     rows: list[tuple[str, ...]] = [(*(_SHORT[name] for name in names), "memory", "fits", "step", "MFU")]
     for plan in plans:
-        sizes = [str(plan.sizes[name]) for name in names]
+        sizes = [_size(plan.sizes[name]) for name in names]
         if isinstance(plan, Refused):
             rows.append((*sizes, "refused", "", "", plan.reason))
         else:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, QuantizedTensor
+from te_models.layers.collectives import all_reduce
 from te_models.layers.distributed.tensor_parallel import part_of
 from te_models.layers.functional.grouped_linear import add_bias_rows
 from te_models.layers.module.weight_cache import forget_cached_weights
@@ -97,11 +98,15 @@ class Adapter(AdaptedLayer):
     def changed(
         self, result: Any, x: Tensor, adapters: list[str], pair: tuple[str, str] = FIRST, m_splits: Tensor | None = None
     ) -> Any:
-        delta = self._delta(x, pair, m_splits)
+        delta, layer = self._delta(x, pair, m_splits), self.base_layer
         if not self.use_dora:
             return plus(result, delta)
         y = result[0] if isinstance(result, tuple) else result
-        ratio, bias = getattr(self, magnitude_name(pair)) / self._norms(pair), self._bias(pair)
+        magnitude, bias = getattr(self, magnitude_name(pair)), self._bias(pair)
+        if self._mode(pair) == "row":  # every rank has all of it, and uses it for its own tokens, or its part of a sum
+            magnitude = layer.for_own_rows(magnitude) if m_splits is None else layer.for_own_features(magnitude)
+            bias = bias if m_splits is None else None
+        ratio = magnitude / self._norms(pair)
         if m_splits is not None:  # a row's own expert; zeros past the last one
             zeros = delta.new_zeros(delta.shape)
             ratio = add_bias_rows(zeros, ratio, m_splits)
@@ -147,7 +152,12 @@ class Adapter(AdaptedLayer):
 
     @torch.no_grad()
     def _norms(self, pair: tuple[str, str]) -> Tensor:
-        return torch.linalg.vector_norm(self._sum(pair), dim=-1)
+        """Return the lengths of the rows, [out] or [num_gemms, out], of all columns; collective where ranks split
+        these."""
+        norms = torch.linalg.vector_norm(self._sum(pair), dim=-1)
+        if self._mode(pair) != "row" or norms.is_meta:
+            return norms
+        return all_reduce(norms.square(), self.base_layer.tp_group_name).sqrt()
 
     @torch.no_grad()
     def merged_weight(self, name: str, weight: Tensor) -> Tensor:
@@ -168,7 +178,13 @@ class Adapter(AdaptedLayer):
 
     @torch.no_grad()
     def merge(self) -> nn.Module:
-        """Return the layer with the adapter in its weights, as `merged_weight` gives them."""
+        """Return the layer with the adapter in its weights, as `merged_weight` gives them. Raises ValueError for DoRA
+        where this rank has a part of each row."""
+        if self.use_dora and "row" in self.modes():
+            raise ValueError(
+                "this rank has a part of each row of the weight, and DoRA merges whole rows; allowed: a whole model, "
+                "which load_adapter gives the adapters that a run has written"
+            )
         for name in chain.from_iterable(self.weights()):
             weight = getattr(self.base_layer, name)
             merged = self.merged_weight(name, weight)

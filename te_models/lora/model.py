@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from ..model import GPTModel
 from ..model.moe import MoELayer
 from .adapter import ADAPTERS, Adapter
-from .layers import LAYERS, check_layer, check_model, check_undivided
+from .layers import LAYERS, check_layer
 
 ALL_LINEAR = "all-linear"
 _BASE = ".base_layer."
@@ -43,8 +44,7 @@ def add_lora(
     Where ranks share the model, each gets its part of the adapters that one rank would have, and calls this with the
     same arguments and the same state of the generator. A target may mean layers of another pipeline stage alone.
 
-    Raises ValueError for a target that means no layer, for numbers out of range, for a model that has adapters, and for
-    DoRA of layers that ranks share.
+    Raises ValueError for a target that means no layer, for numbers out of range, and for a model that has adapters.
 
     Example:
         add_lora(model, rank=8, targets=["linear_qkv", "experts.*"])
@@ -61,15 +61,18 @@ def add_lora(
     chosen = targeted(layers, targets)
     for name in chosen:
         check_layer(layers[name], name)
-    if use_dora:
-        check_undivided_model(whole)
     whole.requires_grad_(False)
     model.requires_grad_(False)
     experts = _experts_of_rank(whole)
-    for name, layer in layers.items():
-        if name in chosen:
+    for part, names in groupby((name for name in layers if name in chosen), partial(_sharded_part, whole)):
+        if part is not None and use_dora:  # whose rows are measured
+            part.unshard()
+        for name in names:
+            layer = layers[name]
             adapter = ADAPTERS[type(layer)](layer, rank, alpha, dropout, use_dora, experts.get(id(layer)))
             _replace(whole, name, adapter)
+        if part is not None and use_dora:
+            part.reshard()
 
 
 def targeted(layers: Iterable[str], targets: Iterable[str]) -> set[str]:
@@ -98,12 +101,13 @@ def _experts_of_rank(model: nn.Module) -> dict[int, tuple[int, int]]:
     return found
 
 
-def check_undivided_model(model: nn.Module) -> None:
-    """Raise ValueError for a model whose layers are split over ranks, or whose experts are distributed."""
-    check_model(model)
-    for name, module in model.named_modules():
-        if isinstance(module, LAYERS):
-            check_undivided(module, name)
+def _sharded_part(model: nn.Module, name: str) -> Any:
+    """Return what FSDP2 shards as one, and the layer of this name is in; None where it is not sharded."""
+    found, module = None, model
+    for word in name.split("."):
+        module = module.get_submodule(word)
+        found = module if hasattr(module, "unshard") else found
+    return found
 
 
 def adapters_of(model: nn.Module) -> Iterator[tuple[str, Adapter]]:

@@ -47,14 +47,15 @@ class Hardware:
 class Plan:
     """What one rank takes, the one that takes the most memory. Bytes; FLOPs and seconds are of one optimizer step.
 
-    parameters: as they are stored on this rank. optimizer: moments, masters and main gradients. activations: the most
-    that a micro-batch takes beyond those, gradients and gathered parameters included. traffic: (collective, dimension
-    of the mesh) -> `Traffic` of a step. compute_s, communication_s: of a step, with what a pipeline waits while it
+    sizes: of the layout, by name, and whether it has sequence parallelism. parameters: as they are stored on this rank.
+    optimizer: moments, masters and main gradients. activations: the most that a micro-batch takes beyond those,
+    gradients and gathered parameters included. traffic: (collective, dimension of the mesh) -> `Traffic` of a step.
+    compute_s, communication_s: of a step, with what a pipeline waits while it
     fills and empties (nothing under schedules that compute weight gradients meanwhile); step_s: communication of
     sharded parameters overlaps with compute, all other waits. memory_limit, peak_flops: of a device.
     """
 
-    sizes: dict[str, int | None]
+    sizes: dict[str, int | bool | None]
     ranks: int
     parameters: int
     optimizer: int
@@ -148,7 +149,7 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
     overlapped = sum(s for key, s in seconds.items() if _overlaps(*key))
     waiting = sum(s for key, s in seconds.items() if not _overlaps(*key))
     return Plan(
-        sizes=dims.sizes(),
+        sizes={**dims.sizes(), "sequence_parallel": config.parallel.sequence_parallel},
         ranks=ranks,
         parameters=round(found.parameters),
         optimizer=round(found.optimizer),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from ..config import ConfigError, ModelConfig
 from ..training.config import TrainConfig
@@ -11,6 +13,7 @@ from .estimate import Hardware, Plan, model_of
 from .process import plan_each
 
 Layout = dict[str, int]
+"""Sizes by name; "sequence_parallel" is a bool."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,9 @@ def plan_layouts(config: TrainConfig, ranks: int, hardware: Hardware) -> list[Pl
     """
     found: list[Plan | Refused] = []
     sizes, runs = [], []
-    for its in layouts_of(model_of(config), ranks, hardware.node_ranks, config.data.gradient_accumulation):
+    data = config.data
+    length = {"sequence_length": data.sequence_length, "tokens": data.micro_batch_size * data.sequence_length}
+    for its in layouts_of(model_of(config), ranks, hardware.node_ranks, data.gradient_accumulation, **length):
         try:
             runs.append(_run(config, ranks, its))
             sizes.append(its)
@@ -41,21 +46,42 @@ def plan_layouts(config: TrainConfig, ranks: int, hardware: Hardware) -> list[Pl
 
 
 MOST_STAGES = 16
+FEWEST_TOKENS = 8192
+"""Of a sequence, that a rank is to have where ranks share it."""
 
 
-def layouts_of(model: ModelConfig, ranks: int, node_ranks: int, micro_batches: int = 1) -> Iterator[Layout]:
-    """Yield the sizes to try: tensor parallelism inside a node by powers of two, pipeline stages over 1, 4 and 16 ranks
-    where a step has as many micro-batches, experts over 1, 4, 16, ... ranks, and everything sharded over the ranks that
-    are left."""
+def layouts_of(
+    model: ModelConfig,
+    ranks: int,
+    node_ranks: int,
+    micro_batches: int = 1,
+    *,
+    sequence_length: int = 1,
+    tokens: int = 0,
+) -> Iterator[Layout]:
+    """Yield the sizes to try: tensor parallelism inside a node by powers of two, with sequence parallelism where the
+    tokens of a micro-batch can be shared; pipeline stages over 1, 4 and 16 ranks where a step has as many
+    micro-batches; long sequences over 1, 4 and 16 ranks; experts over 1, 4, 16, ... ranks, split as the other layers
+    or not at all; and everything sharded over the ranks that are left."""
     experts = 1 if model.moe is None else model.moe.num_moe_experts
-    for tp in _powers(2, min(node_ranks, ranks)):
-        for pp in _powers(4, min(MOST_STAGES, micro_batches, model.num_layers, ranks // tp)):
-            for ep in _powers(4, min(experts, ranks // tp // pp)):
-                if ranks % (tp * pp) == 0 and ranks // tp // pp % ep == 0 and experts % ep == 0:
+    for tp, pp, cp in product(
+        _powers(2, min(node_ranks, ranks)),
+        _powers(4, min(MOST_STAGES, micro_batches, model.num_layers, ranks)),
+        _powers(4, max(1, min(sequence_length // FEWEST_TOKENS, ranks))),
+    ):
+        if ranks % (tp * pp * cp):
+            continue
+        for etp in (tp, 1) if tp > 1 and experts > 1 else (tp,):
+            over = ranks // pp // etp
+            for ep in _powers(4, min(experts, over)):
+                if over % ep == 0 and experts % ep == 0:
                     yield {
                         "tensor_model_parallel_size": tp,
                         "pipeline_model_parallel_size": pp,
+                        "context_parallel_size": cp,
                         "expert_model_parallel_size": ep,
+                        "expert_tensor_parallel_size": etp,
+                        "sequence_parallel": tp > 1 and model.hidden_dropout == 0 and tokens // cp % tp == 0,
                     }
 
 
@@ -67,7 +93,8 @@ def _powers(base: int, most: int) -> Iterator[int]:
 
 
 def _run(config: TrainConfig, ranks: int, sizes: Layout) -> TrainConfig:
-    shards = -1 if ranks > sizes["tensor_model_parallel_size"] * sizes["pipeline_model_parallel_size"] else 1
+    fixed = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    shards = -1 if ranks > math.prod(sizes[name] for name in fixed) else 1
     every = {"data_parallel_replicate_size": None, "data_parallel_shard_size": shards, **sizes}
     return config.replace(parallel=config.parallel.replace(**every))
 

@@ -140,17 +140,12 @@ def _check_reshard(config: TrainConfig, dims: ParallelDims) -> None:
 
 def _check_optimizer(config: TrainConfig, dims: ParallelDims) -> None:
     """Raise ConfigError for optimizers, averages and adapters that a layout, or stored weights, cannot have."""
-    optimizer, whole = config.optimizer, dims.is_whole and dims.expert_model_parallel_size == 1
+    optimizer, lora = config.optimizer, config.lora
     for key, used in (("kind", optimizer.kind == "muon"), ("ema_decay", optimizer.ema_decay is not None)):
         if used and config.precision.quantized_weights:
             value = getattr(optimizer, key)
             raise ConfigError(f"optimizer.{key} is {value!r}; allowed with precision.quantized_weights: its default")
-    lora = config.lora
-    if not lora.rank or whole:
-        return
-    if lora.use_dora:
-        raise ConfigError("lora.use_dora is True; allowed where ranks have parts of the model: False")
-    if lora.dropout and dims.splits_experts_apart and dims.tensor_model_parallel_size > 1:
+    if lora.rank and lora.dropout and dims.splits_experts_apart and dims.tensor_model_parallel_size > 1:
         # rows of an expert differ between ranks that split the layers, and after them their generators
         raise ConfigError(
             f"lora.dropout is {lora.dropout}; allowed with expert_tensor_parallel_size other than "

@@ -20,7 +20,7 @@ from te_models.cli.main import main
 from te_models.config import ConfigError, ModelConfig
 from te_models.lora import add_lora
 from te_models.model.flops import forward_flops_per_token, training_flops_per_token
-from te_models.plan import Hardware, Plan, Refused, plan_layouts, plan_run
+from te_models.plan import Hardware, Plan, plan_layouts, plan_run
 from te_models.plan.layouts import layouts_of
 from te_models.plan.micro_batch import of_layers
 from te_models.training import LoRAConfig, ModelSource
@@ -144,12 +144,20 @@ def test_layers_that_are_left_out_leave_the_others_as_they_were() -> None:
 
 
 def test_layouts_are_those_that_divide_the_ranks_and_the_experts() -> None:
-    model = tiny_model(moe=True)  # four experts
-    found = [tuple(sizes.values()) for sizes in layouts_of(model, 8, node_ranks=2)]
-    assert found == [(1, 1, 1), (1, 1, 4), (2, 1, 1), (2, 1, 4)]
-    assert [tuple(sizes.values()) for sizes in layouts_of(tiny_model(), 2, node_ranks=8)] == [(1, 1, 1), (2, 1, 1)]
-    staged = [tuple(s.values()) for s in layouts_of(tiny_model(layers=8), 8, node_ranks=2, micro_batches=4)]
-    assert staged == [(1, 1, 1), (1, 4, 1), (2, 1, 1), (2, 4, 1)]
+    """In order: tensor, pipeline, context and expert parallelism, split experts, sequence parallelism."""
+
+    def found(model: ModelConfig, ranks: int, **options: int) -> list[tuple[int, ...]]:
+        return [tuple(map(int, sizes.values())) for sizes in layouts_of(model, ranks, **options)]
+
+    moe = [(1, 1, 1, 1, 1, 0), (1, 1, 1, 4, 1, 0)]
+    moe += [(2, 1, 1, 1, 2, 1), (2, 1, 1, 4, 2, 1), (2, 1, 1, 1, 1, 1), (2, 1, 1, 4, 1, 1)]
+    assert found(tiny_model(moe=True), 8, node_ranks=2) == moe  # four experts
+    assert found(tiny_model(), 2, node_ranks=8, tokens=33) == [(1, 1, 1, 1, 1, 0), (2, 1, 1, 1, 2, 0)]
+    staged = [(1, 1, 1, 1, 1, 0), (1, 4, 1, 1, 1, 0), (2, 1, 1, 1, 2, 1), (2, 4, 1, 1, 2, 1)]
+    assert found(tiny_model(layers=8), 8, node_ranks=2, micro_batches=4) == staged
+    long = [(1, 1, 1, 1, 1, 0), (1, 1, 4, 1, 1, 0)]
+    assert found(tiny_model(), 8, node_ranks=1, sequence_length=40960) == long
+    assert found(tiny_model().replace(hidden_dropout=0.1), 2, node_ranks=2)[-1][-1] == 0
 
 
 @pytest.mark.parametrize("name", ["memory_gib", "efficiency"])
@@ -213,13 +221,13 @@ def test_a_process_that_is_killed_is_one_sentence() -> None:
 def test_layouts_are_planned_by_utilization_and_refused_ones_come_last(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, moe=True)
     found = plan_layouts(config, 4, Hardware())
-    assert {
-        tuple(plan.sizes[name] for name in ("tensor_model_parallel_size", "expert_model_parallel_size"))
-        for plan in found
-    } == {(1, 1), (1, 4), (2, 1), (4, 1)}
-    assert [isinstance(plan, Refused) for plan in found] == [False, False, False, True]
-    assert "which 4 ranks cannot share equally" in found[-1].reason
-    assert [plan.mfu for plan in found[:3]] == sorted((plan.mfu for plan in found[:3]), reverse=True)
+    names = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+    sizes = {tuple(plan.sizes[name] for name in names) for plan in found}
+    assert sizes == {(1, 1, 1), (1, 4, 1), (2, 1, 2), (2, 1, 1), (2, 4, 1), (4, 1, 4), (4, 1, 1), (4, 4, 1)}
+    plans = [plan for plan in found if isinstance(plan, Plan)]
+    assert found[: len(plans)] == plans and len(plans) == 5
+    assert all("which 4 ranks cannot share equally" in refused.reason for refused in found[len(plans) :])
+    assert [plan.mfu for plan in plans] == sorted((plan.mfu for plan in plans), reverse=True)
 
 
 @pytest.mark.usefixtures("forked")

@@ -141,12 +141,6 @@ def test_what_cannot_be_is_named(tmp_path: Path) -> None:
         run.replace(optimizer=run.optimizer.replace(ema_decay=0.9))
     with pytest.raises(ConfigError, match=r"optimizer.freeze is .*; allowed: none with lora.rank"):
         run.replace(optimizer=run.optimizer.replace(freeze=("*",)))
-    dora = run.replace(lora=LoRAConfig(rank=2, use_dora=True))
-    for size in ("data_parallel_shard", "tensor_model_parallel", "pipeline_model_parallel", "expert_model_parallel"):
-        dims = ParallelDims.of({f"{size}_size": 2}, 2)
-        check_layout(run, tiny_model(moe=True), dims)
-        with pytest.raises(ConfigError, match=r"lora.use_dora is True; allowed where ranks have parts of the model"):
-            check_layout(dora, tiny_model(moe=True), dims)
     apart = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}
     dropping = run.replace(lora=LoRAConfig(rank=2, dropout=0.1))
     with pytest.raises(ConfigError, match=r"lora.dropout is 0.1; allowed with expert_tensor_parallel_size"):

@@ -175,6 +175,15 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "bf16 moments": {"precision.dtype": "fp32", "optimizer.moment_dtype": "bfloat16"},
     "fp8 moments": {"precision.dtype": "fp32", "optimizer.moment_dtype": "float8"},
     "lora": {"precision.dtype": "fp32", "lora.rank": 4, "optimizer.lr": "1e-2"},
+    "dora": {"precision.dtype": "fp32", "lora.rank": 4, "lora.use_dora": True, "optimizer.lr": "1e-2"},
+    "dora over stored mxfp8": {
+        "precision.dtype": "bf16",
+        "precision.recipe": "mxfp8",
+        "precision.quantized_weights": True,
+        "lora.rank": 4,
+        "lora.use_dora": True,
+        "optimizer.lr": "1e-2",
+    },
     "lora over stored mxfp8": {
         "precision.dtype": "bf16",
         "precision.recipe": "mxfp8",
@@ -191,6 +200,7 @@ SPREAD = {
     "documents": (1e-5, 1e-5),
     "packed": (1e-5, 1e-5),
     "lora": (1e-5, 1e-4),
+    "dora": (1e-5, 1e-4),
     "delayed": (3e-3, 1e-2),
     "cached delayed": (3e-3, 1e-2),
     "growing": (1e-5, 1e-5),

@@ -37,6 +37,11 @@ LORA = [
     Case("deep", "lora over stored mxfp8", "pp2"),
     Case("ahead", "lora", "pp2"),
     Case("ahead", "lora", "pp2 ZBVZeroBubble"),
+    Case("moe", "dora", "tp2 sp"),
+    Case("moe", "dora", "ep2 fsdp2"),
+    Case("moe", "dora", "etp2"),
+    Case("moe", "dora over stored mxfp8", "fsdp2"),
+    Case("ahead", "dora", "pp2"),
 ]
 LORA_FOUR = [
     Case("moe", "lora over stored mxfp8", "hsdp 2x2"),
@@ -44,6 +49,7 @@ LORA_FOUR = [
     Case("moe", "lora", "ep2 hsdp 2x2"),
     Case("moe", "lora", "ep2 etp2"),
     Case("ahead", "lora", "pp2 tp2 sp"),
+    Case("moe", "dora", "tp2 ep2 fsdp2"),
 ]
 TRAINED = [
     Case("dense", "fp32", "fsdp2"),
@@ -125,6 +131,8 @@ CONTINUED = [
     Case("moe", "lora", "ep2", start="one"),
     Case("moe", "lora", "etp2", start="tp2 sp"),
     Case("moe", "lora", "ep2 fsdp2", start="ep2 fsdp2"),
+    Case("moe", "dora", "etp2", start="tp2 sp"),
+    Case("moe", "dora", "ep2 fsdp2", start="one"),
     Case("ahead", "lora", "pp2", start="one"),
     Case("ahead", "lora", "pp2", start="pp2"),
     Case("ahead", "fp32", "fsdp2", start="tp2 sp"),
