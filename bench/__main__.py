@@ -23,6 +23,7 @@ BENCHMARKS = {
     "moments": [],
     "noting_statistics": [],
     "stored_decode": [],
+    "windowed_attention": [],
     "expert_dispatch": [],
 }
 """What runs without a name, each with its arguments."""

@@ -23,6 +23,7 @@ from ..te_arguments import leave_extra_state, require_default, takes_at_default,
 from .core import attend
 from .mask import AttentionMask, BiasType, Masking, ScoreBias, Window, mask_type_of, masks_of, window_of
 from .qkv_format import QkvFormat, batch_first, check_qkv_format, from_batch_first
+from .windowed import attend_in_window, saves
 
 _WHOLE = ((-1, -1), (-1, 0))
 """Windows that hide nothing, of a type without and with causality."""
@@ -219,16 +220,38 @@ class DotProductAttention(nn.Module):
         if cu_seqlens_q is not None and self._without_mask(masking, query):
             masking.check()
             documents = documents_of_lengths(cu_seqlens_q, query.shape[1])
-            causal = "causal" in masking.mask_type
-            return from_batch_first(self.attend_documents(query, key, value, documents, causal=causal), layout)
+            options: dict[str, Any] = {"causal": "causal" in masking.mask_type}
+            options["window"] = window_of(masking.window_size, masking.mask_type)
+            return from_batch_first(self.attend_documents(query, key, value, documents, **options), layout)
         return from_batch_first(self._masked(query, key, value, masking, checkpoint_core_attention), layout)
 
     def _masked(self, query: Tensor, key: Tensor, value: Tensor, masking: Masking, checkpoint: bool) -> Tensor:
+        # an exported program has any length, so that none decides what is in it
+        fits = query.device.type == "cpu" and not torch.compiler.is_exporting()
+        window = masking.causal_window(query.shape[1], key.shape[1]) if fits else None
+        if window is not None and saves(window, query.shape[1], key.shape[1]):
+            masking.check()
+            return self._attend_window(query, key, value, window, checkpoint, hidden=masking.hidden_keys)
         plain = self.softcap is None and self.softmax_type == "vanilla"
         arguments = query, key, value, *masks_of(masking, query, key, self._scale_now(), plain=plain)
         if checkpoint:
             return checkpointed(self._attend, *arguments, get_rng_state_tracker=self.get_rng_state_tracker)
         return self._attend(*arguments)
+
+    def _attend_window(
+        self, query: Tensor, key: Tensor, value: Tensor, window: int, checkpoint: bool = False, **others: Tensor | None
+    ) -> Tensor:
+        """Attend in a causal window, see `attend_in_window`."""
+
+        def attend_block(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+            return self._attend(q, k, v, visible, None, False)
+
+        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return attend_in_window(attend_block, query, key, value, window, **others)
+
+        if checkpoint:
+            return checkpointed(run, query, key, value, get_rng_state_tracker=self.get_rng_state_tracker)
+        return run(query, key, value)
 
     def _attend_shared(self, query: Tensor, key: Tensor, value: Tensor, masking: Masking, checkpoint: bool) -> Tensor:
         """Attend from this rank's queries to the keys of all ranks."""
@@ -255,20 +278,35 @@ class DotProductAttention(nn.Module):
     def _without_mask(self, masking: Masking, query: Tensor) -> bool:
         q, kv = masking.cu_seqlens
         same = masking.packed and q is kv and masking.cu_seqlens_padded == (None, None)
-        simple = window_of(masking.window_size, masking.mask_type) in _WHOLE and masking.bias == ScoreBias()
-        return same and simple and "padding" in masking.mask_type and self.attends_documents(query.device)
+        same = same and "padding" in masking.mask_type and masking.bias == ScoreBias()
+        return same and self.attends_documents(query.device, window_of(masking.window_size, masking.mask_type))
 
-    def attends_documents(self, device: torch.device) -> bool:
-        """Whether `attend_documents` serves as the module is now: on a CPU, without dropout, softcap and sink."""
+    def attends_documents(self, device: torch.device, window: tuple[int, int] | None = None) -> bool:
+        """Whether `attend_documents` serves as the module is now: on a CPU, in a window of positions before a query, or
+        without dropout, softcap and sink in no window. window: in place of the module's, as `window_of` returns it."""
+        window = window_of(self.window_size, self.attn_mask_type) if window is None else window
+        if device.type != "cpu" or (window not in _WHOLE and not (window[0] >= 0 and window[1] == 0)):
+            return False
         dropout = self.attention_dropout > 0 and self.training
-        return device.type == "cpu" and not dropout and self.softcap is None and self.softmax_type == "vanilla"
+        return window not in _WHOLE or not (dropout or self.softcap is not None or self.softmax_type != "vanilla")
 
     def attend_documents(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor, *, causal: bool = True
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Tensor,
+        *,
+        causal: bool = True,
+        window: tuple[int, int] | None = None,
     ) -> Tensor:
-        """Attend within documents, whatever the module's mask type and window: query [B, Q, N, D], of the last
-        positions, key [B, S, G, D], value [B, S, G, Dv] -> [B, Q, N * Dv]. documents: int64 [B, S], see
-        `te_models.kernels.packed_attention`. The memory is linear in S."""
+        """Attend within documents, whatever the module's mask type, and within its window: query [B, Q, N, D], of the
+        last positions, key [B, S, G, D], value [B, S, G, Dv] -> [B, Q, N * Dv]. documents: int64 [B, S], see
+        `te_models.kernels.packed_attention`. window: as for `attends_documents`, which says what serves. The memory is
+        linear in S."""
+        window = window_of(self.window_size, self.attn_mask_type) if window is None else window
+        if window not in _WHOLE:
+            return self._attend_window(query, key, value, window[0] + 1, documents=documents)
         if torch.is_autocast_enabled("cpu"):
             query, key, value = (t.to(torch.get_autocast_dtype("cpu")) for t in (query, key, value))
         query, scale = self._scaled(query)

@@ -114,6 +114,25 @@ class Masking(NamedTuple):
     bias: ScoreBias
     packed: bool
 
+    def causal_window(self, queries: int, keys: int) -> int | None:
+        """Return how many positions a query sees, its own and those before it, where that and `hidden_keys` is all that
+        hides keys from so many queries of the last positions; None where there is no window, or more is hidden."""
+        causal, mask = self.mask_type in ("causal", "causal_bottom_right"), self.attention_mask
+        if not causal or self.bias != ScoreBias() or isinstance(mask, tuple):
+            return None
+        at_end = self.bottom_right_diagonal
+        if keys != queries and not (self.mask_type == "causal_bottom_right" if at_end is None else at_end):
+            return None
+        if mask is not None and (mask.dim() != 4 or tuple(mask.shape[1:]) != (1, 1, keys)):
+            return None
+        before = window_of(self.window_size, self.mask_type)[0]
+        return None if before < 0 else before + 1
+
+    @property
+    def hidden_keys(self) -> Tensor | None:
+        """The keys that `attention_mask` hides from all queries, bool [B, L]; None without a mask."""
+        return None if self.attention_mask is None else self.attention_mask[:, 0, 0]  # type: ignore[call-overload]
+
     def check_shared(self) -> None:
         """Raise ValueError for what ranks that share sequences do not have."""
         kind, causal = self.mask_type, self.mask_type in ("causal", "causal_bottom_right")

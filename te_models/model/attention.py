@@ -151,8 +151,8 @@ class SelfAttention(nn.Module):
 
 
 def packs(core_attention: DotProductAttention, device: torch.device) -> bool:
-    """Whether an attention takes document numbers in place of a mask: as its layer has no window, and it can."""
-    return core_attention.window_size is None and core_attention.attends_documents(device)
+    """Whether an attention takes document numbers in place of a mask."""
+    return core_attention.attends_documents(device)
 
 
 def attention_of(

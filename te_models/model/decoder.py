@@ -26,7 +26,8 @@ from .router import RouterOutput
 class LayerInputs(NamedTuple):
     """What all layers read beside the hidden states. tables: of each rotary embedding; query_scale: of the layers whose
     temperature is tuned; hidden_keys: bool, True where a query does not see a key; token_mask: [B, S] bool, False for
-    padding; cache: what layers keep; batch_size: see `Decoder.forward`."""
+    padding; cache: what layers keep; batch_size: see `Decoder.forward`; documents: int64 [B, S], which layers that
+    attend within documents without a mask get in place of `hidden_keys`, None where all are such layers."""
 
     tables: list[Rotary]
     query_scale: Tensor | None
@@ -34,6 +35,7 @@ class LayerInputs(NamedTuple):
     token_mask: Tensor | None
     cache: Memory | None = None
     batch_size: int | None = None
+    documents: Tensor | None = None
 
 
 class Decoder(nn.Module):
@@ -78,7 +80,7 @@ class Decoder(nn.Module):
     def _rotaries(self) -> list[RotaryEmbedding]:
         return [rotary for rotary in self.rotary_embeddings if isinstance(rotary, RotaryEmbedding)]
 
-    def _packs(self, device: torch.device) -> bool:
+    def _all_pack(self, device: torch.device) -> bool:
         """Whether every layer attends within documents without a mask."""
         layers = (cast(TransformerLayer, layer) for layer in self.layers)
         return all(layer.self_attention.packs(device) for layer in layers)
@@ -102,7 +104,7 @@ class Decoder(nn.Module):
         shard, length = self.context_shard, position_ids.shape[1]
         position_ids = own_positions(position_ids, shard)
         query_scale = None if self.temperature is None else temperature_of(position_ids, self.temperature)
-        hidden_keys = token_mask = None
+        hidden_keys = token_mask = documents = None
         if attention_mask is not None and attention_mask.dim() == 3:
             hidden_keys = ~own_positions(attention_mask, shard)[:, None]
             if length == attention_mask.shape[2]:  # a token that does not even see itself is padding
@@ -112,19 +114,22 @@ class Decoder(nn.Module):
             token_mask = own_positions(attention_mask[:, -length:], shard)
         elif document_ids is not None:
             own = own_positions(document_ids, shard)
-            token_mask = own >= 0
-            hidden_keys = document_ids if self._packs(x.device) else ~sees_own_document(document_ids, own)[:, None]
-        return LayerInputs(tables, query_scale, hidden_keys, token_mask, cache, batch_size)
+            token_mask, documents = own >= 0, document_ids
+            if not self._all_pack(x.device):
+                hidden_keys = ~sees_own_document(document_ids, own)[:, None]
+        return LayerInputs(tables, query_scale, hidden_keys, token_mask, cache, batch_size, documents)
 
     def run_layer(
         self, layer: TransformerLayer, number: int, x: Tensor, inputs: LayerInputs, *, recompute: bool
     ) -> tuple[Tensor, RouterOutput | None]:
         """Call a layer as number `number` of this decoder is called, which may be another one than that."""
-        table = self.rotary_of_layer[number]
+        table, documents = self.rotary_of_layer[number], inputs.documents
+        packs = documents is not None and layer.self_attention.packs(x.device)
+        assert packs or documents is None or inputs.hidden_keys is not None, "a mask is there for layers that need it"
         return layer(
             x,
             None if table is None else inputs.tables[table],
-            inputs.hidden_keys,
+            documents if packs else inputs.hidden_keys,
             inputs.token_mask,
             None if inputs.cache is None else inputs.cache.layers[number],
             inputs.query_scale if self.tuned_layers[number] else None,

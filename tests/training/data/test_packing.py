@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from te_models import GPTModel
 from te_models.config import ModelConfig
+from te_models.kernels.packed_attention import sees_own_document
 from te_models.training import PrecisionConfig, TokenDataset, write_dataset
 from te_models.training.data.windows import Batch, Packing, Windows, rows_of
 from te_models.training.data.writer import TokenWriter, write_meta
@@ -92,6 +93,24 @@ def test_packed_documents_have_the_losses_of_separate_rows(config: ModelConfig, 
     for name, p in model.named_parameters():
         if p.grad is not None and name in gradients:
             torch.testing.assert_close(gradients[name], p.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["plain", "sinks", "softcap", "mla"])
+def test_layers_with_windows_read_documents_block_by_block(kind: str) -> None:
+    """As under a mask of all tokens, which layers with sinks or softcaps and no window still have."""
+    config = balanced_model() if kind == "mla" else tiny_model()
+    options = {"sinks": {"sinks": True}, "softcap": {"softcap": 20.0}}.get(kind, {})
+    layers = tuple(("sliding", "full")[i % 2] for i in range(config.num_layers))
+    config = config.replace(layer_types=layers, attention=config.attention.replace(window_size=16, **options))
+    torch.manual_seed(0)
+    model, ids = GPTModel(config, dtype=torch.float32), torch.randint(257, (2, 260))
+    numbers = torch.tensor([[0] * 90 + [1] * 7 + [2] * 150 + [-1] * 13, [0] * 260])
+    visible = sees_own_document(numbers)
+    real = numbers >= 0
+    found, expected = (
+        model(ids, **how).logits[real] for how in ({"document_ids": numbers}, {"attention_mask": visible})
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_padding_counts_for_no_router(tmp_path: Path) -> None:

@@ -1,0 +1,120 @@
+"""Attention in a sliding window (arXiv 2004.05150) block by block, without a mask or scores of all queries and keys.
+
+Queries in blocks of b positions, no fewer than the window reaches, see their own block and the one before it. So blocks
+are rows of a batch, of which each has b queries and b + reach keys: the work and the memory of S queries are S (b +
+reach), and not S^2. What computes a block is the caller's: torch's kernels, soft-capped scores, sinks.
+
+B batch, S queries, of the last positions of L keys; N query heads, G key/value heads, D channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FEWEST = 64
+"""Queries of a block: with fewer, a window of few positions would make too many blocks."""
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of queries [R, b, N, D], keys and values [R, k, G, D] and the bool mask [1 or R, 1, b, k] -> [R, b, N * Dv]."""
+
+
+def block_of(window: int) -> int:
+    """Return b, for a window of so many positions, its own included."""
+    return max(window, FEWEST)
+
+
+def saves(window: int, queries: int, keys: int) -> bool:
+    """Whether blocks have less to do than all queries with all keys have, and can be made: the keys begin where the
+    queries do, or a block before."""
+    block = block_of(window)
+    return queries > 3 * block and (keys == queries or keys >= queries + block)
+
+
+def attend_in_window(
+    attend: Attend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int,
+    *,
+    documents: Tensor | None = None,
+    hidden: Tensor | None = None,
+) -> Tensor:
+    """Return attention of query [B, S, N, D] over the last `window` of key [B, L, G, D] and value [B, L, G, Dv], each
+    query's own position included: [B, S, N * Dv]. A query that sees no key gets what `attend` gives it: zeros.
+
+    documents: int64 [B, L], negative for padding: a query sees keys of its own document. hidden: bool [B, L], True
+    where nobody sees a key (or [1, L]). Where blocks save nothing it is one call with a mask [B or 1, 1, S, L].
+    """
+    length, keys, reach = query.shape[1], key.shape[1], window - 1
+    hidden = None if hidden is None else hidden.expand(query.shape[0], -1)
+    seen = _Seen(documents, hidden, query.device)
+    if not saves(window, length, keys):
+        return attend(query, key, value, seen.mask(keys - length, length, 0, keys, reach))
+    block, found = block_of(window), []
+    if keys == length:  # the first block has none before it
+        own = slice(0, block)
+        found.append(attend(query[:, own], key[:, own], value[:, own], seen.mask(0, block, 0, block, reach)))
+        query, begin = query[:, block:], 0
+    else:
+        begin = keys - length - block
+    rest = query.shape[1]
+    count = -(-rest // block)
+    missing = count * block - rest
+    key, value = (_with_rows(t[:, begin:], missing) for t in (key, value))
+    rows = _with_rows(query, missing).reshape(-1, block, *query.shape[2:])
+    mask = seen.blocks(begin, count, block, reach, missing)
+    y = attend(rows, _overlapping(key, block, reach), _overlapping(value, block, reach), mask)
+    found.append(y.reshape(query.shape[0], count * block, -1)[:, :rest])
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+class _Seen:
+    """Which keys queries see, of some positions."""
+
+    def __init__(self, documents: Tensor | None, hidden: Tensor | None, device: torch.device) -> None:
+        self.documents, self.hidden, self.device = documents, hidden, device
+
+    def mask(self, first: int, queries: int, first_key: int, keys: int, reach: int) -> Tensor:
+        """Return the mask [B or 1, 1, queries, keys] of queries and keys from positions on."""
+        at = torch.arange(first, first + queries, device=self.device)[:, None]
+        distance = at - torch.arange(first_key, first_key + keys, device=self.device)
+        visible = ((distance >= 0) & (distance <= reach))[None]
+        if self.documents is not None:
+            own = self.documents[:, first : first + queries, None]
+            visible = visible & (own == self.documents[:, None, first_key : first_key + keys]) & (own >= 0)
+        if self.hidden is not None:
+            visible = visible & ~self.hidden[:, None, first_key : first_key + keys]
+        return visible[:, None]
+
+    def blocks(self, begin: int, count: int, block: int, reach: int, missing: int) -> Tensor:
+        """Return the mask [1 or B * count, 1, block, reach + block] of blocks of queries, the first of which begins a
+        block behind the key at `begin`."""
+        distance = reach + torch.arange(block, device=self.device)[:, None]
+        distance = distance - torch.arange(reach + block, device=self.device)
+        visible = ((distance >= 0) & (distance <= reach))[None]
+        if self.documents is not None:
+            numbers = _with_rows(self.documents[:, begin:], missing, -1)
+            own = numbers[:, block:].reshape(-1, block)[:, :, None]
+            visible = visible & (own == _overlapping(numbers, block, reach)[:, None]) & (own >= 0)
+        if self.hidden is not None:
+            keys = _with_rows(self.hidden[:, begin:], missing, True)
+            visible = visible & ~_overlapping(keys, block, reach)[:, None]
+        return visible[:, None]
+
+
+def _with_rows(x: Tensor, missing: int, value: Any = 0) -> Tensor:
+    """Return x [B, S, ...] with so many rows of a value behind it."""
+    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing), value=value) if missing else x
+
+
+def _overlapping(x: Tensor, block: int, reach: int) -> Tensor:
+    """Return of x [B, (count + 1) block, ...] each block but the first, behind the last `reach` rows of the one before
+    it: [B * count, reach + block, ...]."""
+    blocks = x.unflatten(1, (-1, block))
+    return torch.cat((blocks[:, :-1, block - reach :], blocks[:, 1:]), 2).flatten(0, 1)

@@ -1,0 +1,173 @@
+"""Attention in a causal window is computed block by block: with the numbers of one mask of all queries and keys, within
+documents and beside hidden keys, too, and without any tensor of their size."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from te_models.kernels.packed_attention import sees_own_document
+from te_models.layers import DotProductAttention
+from te_models.layers.attention import dot_product_attention
+from te_models.layers.attention.windowed import attend_in_window, saves
+
+B, N, G, D = 2, 4, 2, 16
+
+
+def attention(window: int, **options: Any) -> DotProductAttention:
+    torch.manual_seed(0)
+    shared: dict[str, Any] = {"qkv_format": "bshd", "attn_mask_type": "causal_bottom_right", "window_size": window}
+    layer = DotProductAttention(N, D, G, **(shared | options))
+    if layer.softmax_offset is not None:
+        torch.nn.init.normal_(layer.softmax_offset)
+    return layer
+
+
+def inputs(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    return tuple(  # type: ignore[return-value]
+        torch.randn(B, rows, heads, D, requires_grad=True) for rows, heads in ((queries, N), (keys, G), (keys, G))
+    )
+
+
+def documents(keys: int) -> Tensor:
+    """Of many lengths, a few tokens of padding between them and at the end."""
+    generator = torch.Generator().manual_seed(2)
+    numbers = (torch.rand(B, keys, generator=generator) < 0.02).long().cumsum(1)
+    numbers[:, -5:] = -1
+    numbers[0, 30:40] = -1
+    return numbers
+
+
+def with_gradients(y: Tensor, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    weight = torch.linspace(0, 1, y.numel()).view_as(y)
+    return [y, *torch.autograd.grad((y * weight).sum(), tensors)]
+
+
+def close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() <= 3e-6 * b.abs().max()
+
+
+def masked(layer: DotProductAttention, monkeypatch: pytest.MonkeyPatch, tensors: Any, **options: Any) -> list[Tensor]:
+    """Return what one mask gives."""
+    with monkeypatch.context() as patch:
+        patch.setattr(dot_product_attention, "saves", lambda *_: False)
+        return with_gradients(layer(*tensors, **options), tensors)
+
+
+KINDS = {"torch": {}, "softcap": {"softcap": 20.0}, "sinks": {"softmax_type": "learnable"}}
+SIZES = [(257, 257, 8), (300, 300, 70), (640, 770, 100), (257, 297, 8), (193, 193, 64)]
+"""Queries, keys, window: a last block that is not full, blocks larger than a window, earlier keys by more than a block
+and by less, which is computed at once, and as few as there are blocks of."""
+
+
+@pytest.mark.parametrize(("queries", "keys", "window"), SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_give_what_a_mask_gives(
+    kind: str, queries: int, keys: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, tensors = attention(window, **KINDS[kind]), inputs(queries, keys)
+    hidden = [None, *(torch.rand(rows, 1, 1, keys) < 0.2 for rows in (1, B))]
+    for mask in hidden:
+        found = with_gradients(layer(*tensors, attention_mask=mask), tensors)
+        close(found, masked(layer, monkeypatch, tensors, attention_mask=mask))
+    again = with_gradients(layer(*tensors, checkpoint_core_attention=True), tensors)
+    assert all(map(torch.equal, again, with_gradients(layer(*tensors), tensors)))
+
+
+@pytest.mark.parametrize(("queries", "keys", "window"), SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_are_seen_within_the_window(
+    kind: str, queries: int, keys: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, tensors, numbers = attention(window, **KINDS[kind]), inputs(queries, keys), documents(keys)
+    assert layer.attends_documents(torch.device("cpu"))
+    mask = ~sees_own_document(numbers, numbers[:, keys - queries :])[:, None]
+    found = with_gradients(layer.attend_documents(*tensors, numbers), tensors)
+    close(found, masked(layer, monkeypatch, tensors, attention_mask=mask))
+
+
+def test_packed_sequences_have_windows_of_their_own() -> None:
+    """In "thd", of the call's window, too, in place of the module's."""
+    lengths = [3, 200, 1, 90]
+    q, k, v = (t[0].detach() for t in inputs(sum(lengths), sum(lengths)))
+    cu = torch.tensor([0, *itertools.accumulate(lengths)])
+    layer = attention(8, qkv_format="thd", attn_mask_type="padding_causal")
+    alone = attention(8, attn_mask_type="causal")
+    for window in (None, 70, (-1, 0)):
+        packed = layer(q, k, v, cu_seqlens_q=cu, cu_seqlens_kv=cu, window_size=window)
+        rows = [t.split(lengths) for t in (q, k, v)]
+        each = [alone(*(t[None] for t in row), window_size=window)[0] for row in zip(*rows, strict=True)]
+        close([packed], [torch.cat(each)])
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that an operation returns."""
+
+    found = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.found = max(self.found, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_tensor_has_all_queries_and_keys(kind: str) -> None:
+    length, window = 2048, 64
+    layer, tensors, numbers = attention(window, **KINDS[kind]), inputs(length, length), documents(length)
+    for run in (lambda: layer(*tensors), lambda: layer.attend_documents(*tensors, numbers)):
+        with Largest() as largest:
+            run().sum().backward()
+        assert largest.found <= B * N * length * 2 * window < length * length * B
+
+
+def test_blocks_are_for_long_sequences() -> None:
+    """With fewer queries than three blocks they save little; keys before the queries are a whole block, or none."""
+    assert [saves(100, queries, keys) for queries, keys in ((300, 300), (301, 301), (301, 350), (301, 401))] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    calls: list[tuple[int, ...]] = []
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        calls.append((q.shape[0], q.shape[1], k.shape[1], *visible.shape))
+        return q.flatten(2)
+
+    q, k, v = inputs(301, 301)
+    assert torch.equal(attend_in_window(noted, q, k, v, 100), q.flatten(2))
+    assert calls == [(B, 100, 100, 1, 1, 100, 100), (3 * B, 100, 199, 1, 1, 100, 199)]
+
+
+@pytest.mark.slow
+def test_an_exported_program_has_any_length() -> None:
+    layer = attention(8, attn_mask_type="causal")
+    tensors = tuple(t.detach() for t in inputs(32, 32))
+    length = torch.export.Dim("length", min=4, max=512)
+    program = torch.export.export(layer, tensors, dynamic_shapes=({1: length}, {1: length}, {1: length})).module()
+    for rows in (8, 257):
+        some = tuple(t.detach() for t in inputs(rows, rows))
+        close([program(*some)], [layer(*some)])
+
+
+def test_other_lengths_compile_at_most_twice() -> None:
+    """Once for those with blocks, once for those without."""
+    torch._dynamo.reset()
+    layer = attention(8)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (30, 300):
+        compiled(*inputs(length, length))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for length in (40, 180, 257, 400):
+            tensors = inputs(length, length)
+            close([compiled(*tensors)], [layer(*tensors)])
