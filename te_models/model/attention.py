@@ -91,15 +91,21 @@ class SelfAttention(nn.Module):
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, hidden_keys: Tensor | None, first: int = 0) -> Tensor:
         """first: the position of the first key; hidden_keys is of those before it, too."""
-        if self.chunk_size is not None:
-            hidden_keys = other_chunks(q.shape[1], k.shape[1], self.chunk_size, hidden_keys, q.device, first)
-        elif hidden_keys is not None:
-            hidden_keys = hidden_keys[..., first:]
+        size, end = self.chunk_size, first + k.shape[1]
+        if size is None or (end <= size and not torch.compiler.is_exporting()):
+            hidden_keys = None if hidden_keys is None else hidden_keys[..., first:]
+        elif hidden_keys is not None and hidden_keys.dtype != torch.bool:
+            hidden_keys = chunks_of_documents(hidden_keys, size)[:, first:]
+        elif hidden_keys is None and q.shape[1] > 1 and self.packs(q.device) and not torch.compiler.is_exporting():
+            one = torch.zeros(k.shape[0], end, dtype=torch.int64, device=q.device)
+            hidden_keys = chunks_of_documents(one, size)[:, first:]
+        else:
+            hidden_keys = other_chunks(q.shape[1], k.shape[1], size, hidden_keys, q.device, first)
         return attention_of(self.core_attention, q, k, v, hidden_keys)
 
     def packs(self, device: torch.device) -> bool:
-        """Whether the layer attends within documents without a mask."""
-        return self.chunk_size is None and packs(self.core_attention, device)
+        """Whether the layer attends within documents without a mask: of a chunk, each is another document."""
+        return packs(self.core_attention, device)
 
     def _queries_and_keys(self, qkv: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         if self.norm_kind in ("none", "l2"):
@@ -162,6 +168,17 @@ def attention_of(
     if hidden_keys is not None and hidden_keys.dtype != torch.bool:
         return core_attention.attend_documents(q, k, v, hidden_keys)
     return core_attention(q, k, v, hidden_keys)
+
+
+def chunks_of_documents(documents: Tensor, size: int) -> Tensor:
+    """Return numbers of the chunks of `size` tokens of each document, counted from its first one, int64 [B, S]: equal
+    for tokens of one chunk, which follow one another; -1 for padding. documents: int64 [B, S], negative for padding."""
+    position = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    begin = torch.where(begins, position, 0).cummax(1).values
+    chunk = torch.div(position - begin, size, rounding_mode="floor")
+    return torch.where(documents < 0, -1, documents * (documents.shape[1] // size + 1) + chunk)
 
 
 def other_chunks(

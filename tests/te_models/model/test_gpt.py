@@ -21,6 +21,7 @@ from te_models.layers import (
     autocast,
     quantized_model_init,
 )
+from te_models.model.attention import SelfAttention
 from tests.te_models.configs import VARIANTS, tiny, tiny_moe, token_ids
 
 
@@ -356,3 +357,15 @@ def test_dtype_and_params_dtype_are_one_argument() -> None:
         assert {p.dtype for p in parameters} == {torch.bfloat16}
     with pytest.raises(ValueError, match=r"dtype is torch.float32 and params_dtype is torch.bfloat16; allowed: one"):
         GPTModel(tiny(), device="meta", dtype=torch.float32, params_dtype=torch.bfloat16)
+
+
+def test_chunks_are_attended_to_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the numbers of a mask of all tokens; a text that is no longer than a chunk has none."""
+    config = VARIANTS["chunked_l2_temperature"]
+    torch.manual_seed(0)
+    model, ids = GPTModel(config), token_ids(2, 20)
+    found = model(ids).logits
+    monkeypatch.setattr(SelfAttention, "packs", lambda *_: False)
+    torch.testing.assert_close(found, model(ids).logits, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr("te_models.model.attention.other_chunks", None)  # not called
+    torch.testing.assert_close(model(ids[:, :3]).logits, found[:, :3], rtol=1e-4, atol=1e-5)

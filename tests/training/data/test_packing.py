@@ -95,13 +95,14 @@ def test_packed_documents_have_the_losses_of_separate_rows(config: ModelConfig, 
             torch.testing.assert_close(gradients[name], p.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["plain", "sinks", "softcap", "mla"])
-def test_layers_with_windows_read_documents_block_by_block(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["plain", "sinks", "softcap", "mla", "chunked"])
+def test_layers_with_windows_and_chunks_read_documents(kind: str) -> None:
     """As under a mask of all tokens, which layers with sinks or softcaps and no window still have."""
     config = balanced_model() if kind == "mla" else tiny_model()
     options = {"sinks": {"sinks": True}, "softcap": {"softcap": 20.0}}.get(kind, {})
-    layers = tuple(("sliding", "full")[i % 2] for i in range(config.num_layers))
-    config = config.replace(layer_types=layers, attention=config.attention.replace(window_size=16, **options))
+    first, size = ("chunked", "chunk_size") if kind == "chunked" else ("sliding", "window_size")
+    layers = tuple((first, "full")[i % 2] for i in range(config.num_layers))
+    config = config.replace(layer_types=layers, attention=config.attention.replace(**{size: 16}, **options))
     torch.manual_seed(0)
     model, ids = GPTModel(config, dtype=torch.float32), torch.randint(257, (2, 260))
     numbers = torch.tensor([[0] * 90 + [1] * 7 + [2] * 150 + [-1] * 13, [0] * 260])
