@@ -8,6 +8,9 @@ Queries may be those of the last positions alone. A document that began before t
 keys before the queries and, causally, to those beside them; the logs of their sums of exponentials say how much each
 part counts. The backward pass of either part needs the joint result and sum alone.
 
+A sink, one more logit for each head that takes probability and adds nothing (gpt_oss), is one more part of the sum of
+exponentials: with the joint sum the result shrinks, and the backward pass is the same.
+
 B batch, S sequence, Q queries, N query heads, G key/value heads, D channels of q and k, Dv channels of v.
 """
 
@@ -33,13 +36,15 @@ def _results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Output, Output]:
 
 @operation("packed_attention_fwd", _results)
 def packed_attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, scale: float, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, scale: float, causal: bool, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return attention [B, N, Q, Dv] and the log of the sum of exponentials of each query's scores, float32 [B, N, Q].
+    """Return attention [B, N, Q, Dv] and the log of the sum of exponentials of each query's scores, and of the sink,
+    float32 [B, N, Q].
 
-    q: [B, N, Q, D]; k: [B, G, S, D]; v: [B, G, S, Dv]; documents: int64 [B, S], see `packed_attention`. Differentiable
-    once in q, k and v.
+    q: [B, N, Q, D]; k: [B, G, S, D]; v: [B, G, S, Dv]; documents: int64 [B, S], see `packed_attention`; sink: [N].
+    Differentiable once in q, k, v and sink.
     """
+    logit = None if sink is None else sink.float()[None, :, None]
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     logsumexp = q.new_zeros(q.shape[:-1], dtype=torch.float32)
     for queries, parts in _documents(documents, q.shape[2], causal):
@@ -50,7 +55,11 @@ def packed_attention_fwd(
             for keys, is_causal in parts
         )
         found, own = functools.reduce(_joined, each)
-        out[queries] = found[..., : v.shape[-1]]
+        found = found[..., : v.shape[-1]]
+        if logit is not None:
+            both = torch.logaddexp(own, logit)
+            found, own = found.float() * (own - both).exp()[..., None], both
+        out[queries] = found.to(out.dtype)
         logsumexp[queries] = own
     return out, logsumexp
 
@@ -94,25 +103,37 @@ def packed_attention_bwd(
 
 @gradient_of(
     packed_attention_fwd,
-    saves=("q", "k", "v", "documents", "scale", "causal"),
+    saves=("q", "k", "v", "documents", "scale", "causal", "sink"),
     saves_results=(0, 1),
     constant=(1,),
 )
 def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str, Tensor]:
-    flags = (saved.documents, saved.scale, saved.causal)
-    dq, dk, dv = packed_attention_bwd(grad, saved.q, saved.k, saved.v, *saved.results, *flags)
-    return {"q": dq, "k": dk, "v": dv}
+    flags, (out, logsumexp) = (saved.documents, saved.scale, saved.causal), saved.results
+    dq, dk, dv = packed_attention_bwd(grad, saved.q, saved.k, saved.v, out, logsumexp, *flags)
+    found = {"q": dq, "k": dk, "v": dv}
+    if saved.sink is not None and "sink" in needs:
+        share = (saved.sink.float()[None, :, None] - logsumexp).exp()  # of padding it counts with a result of zero
+        found["sink"] = -(share * (grad.float() * out.float()).sum(-1)).sum((0, 2)).to(saved.sink.dtype)
+    return found
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, *, scale: float, causal: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Return softmax attention within documents, [B, N, Q, Dv]. On a CPU only; memory is linear in S.
 
     q: [B, N, Q, D], of the last Q of S positions; k: [B, G, S, D]; v: [B, G, S, Dv], one dtype. documents: int64
     [B, S], a number for each token; neighbours of the same number are a document, and a negative number is padding,
-    which gets zeros and no gradient. causal: a token sees those of its document up to itself. Differentiable once in q,
-    k and v. Raises ValueError for another device, for documents of another shape, and for more queries than keys.
+    which gets zeros and no gradient. causal: a token sees those of its document up to itself. sink: [N], a logit of
+    each head that takes probability and adds nothing. Differentiable once in q, k, v and sink. Raises ValueError for
+    another device, for documents of another shape, and for more queries than keys.
     """
     if q.device.type != "cpu":
         raise ValueError(f"the queries are on {q.device.type}; allowed: cpu")
@@ -120,7 +141,7 @@ def packed_attention(
         raise ValueError(f"documents has shape {tuple(documents.shape)}; allowed: {(k.shape[0], k.shape[2])}")
     if q.shape[2] > k.shape[2]:
         raise ValueError(f"there are {q.shape[2]} queries; allowed: up to {k.shape[2]}, as there are keys")
-    return packed_attention_fwd(q, k, v, documents, scale, causal)[0]
+    return packed_attention_fwd(q, k, v, documents, scale, causal, sink)[0]
 
 
 def documents_of_lengths(cu_seqlens: Tensor, tokens: int) -> Tensor:

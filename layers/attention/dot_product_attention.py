@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal, Self, TypedDict
 
 import torch
@@ -226,32 +227,44 @@ class DotProductAttention(nn.Module):
         return from_batch_first(self._masked(query, key, value, masking, checkpoint_core_attention), layout)
 
     def _masked(self, query: Tensor, key: Tensor, value: Tensor, masking: Masking, checkpoint: bool) -> Tensor:
-        # an exported program has any length, so that none decides what is in it
-        fits = query.device.type == "cpu" and not torch.compiler.is_exporting()
-        window = masking.causal_window(query.shape[1], key.shape[1]) if fits else None
-        if window is not None and saves(window, query.shape[1], key.shape[1]):
-            masking.check()
-            return self._attend_window(query, key, value, window, checkpoint, hidden=masking.hidden_keys)
-        plain = self.softcap is None and self.softmax_type == "vanilla"
-        arguments = query, key, value, *masks_of(masking, query, key, self._scale_now(), plain=plain)
+        attend: Callable[..., Tensor] | None = self._in_linear_memory(masking, query, key)
+        arguments: tuple[Any, ...] = (query, key, value)
+        if attend is None:
+            plain = self.softcap is None and self.softmax_type == "vanilla"
+            attend, arguments = (
+                self._attend,
+                (*arguments, *masks_of(masking, query, key, self._scale_now(), plain=plain)),
+            )
         if checkpoint:
-            return checkpointed(self._attend, *arguments, get_rng_state_tracker=self.get_rng_state_tracker)
-        return self._attend(*arguments)
+            return checkpointed(attend, *arguments, get_rng_state_tracker=self.get_rng_state_tracker)
+        return attend(*arguments)
 
-    def _attend_window(
-        self, query: Tensor, key: Tensor, value: Tensor, window: int, checkpoint: bool = False, **others: Tensor | None
-    ) -> Tensor:
+    def _in_linear_memory(
+        self, masking: Masking, query: Tensor, key: Tensor
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """Return what attends without a mask of all queries and keys where torch's kernels would need one, or have no
+        sinks; None where nothing does. An exported program has any length, so that none decides what is in it."""
+        queries, keys = query.shape[1], key.shape[1]
+        if query.device.type != "cpu" or torch.compiler.is_exporting():
+            return None
+        window = masking.causal_window(queries, keys)
+        if window is not None and saves(window, queries, keys):
+            masking.check()
+            return partial(self._attend_window, window=window, hidden=masking.hidden_keys)
+        sinks = self.softmax_type != "vanilla" and self.attends_documents(query.device, _WHOLE[1])
+        if sinks and masking.hides_later_keys_alone(queries, keys):
+            masking.check()
+            one = torch.zeros(key.shape[:2], dtype=torch.int64, device=key.device)
+            return partial(self.attend_documents, documents=one, window=_WHOLE[1])
+        return None
+
+    def _attend_window(self, query: Tensor, key: Tensor, value: Tensor, window: int, **others: Tensor | None) -> Tensor:
         """Attend in a causal window, see `attend_in_window`."""
 
         def attend_block(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
             return self._attend(q, k, v, visible, None, False)
 
-        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend_in_window(attend_block, query, key, value, window, **others)
-
-        if checkpoint:
-            return checkpointed(run, query, key, value, get_rng_state_tracker=self.get_rng_state_tracker)
-        return run(query, key, value)
+        return attend_in_window(attend_block, query, key, value, window, **others)
 
     def _attend_shared(self, query: Tensor, key: Tensor, value: Tensor, masking: Masking, checkpoint: bool) -> Tensor:
         """Attend from this rank's queries to the keys of all ranks."""
@@ -283,12 +296,12 @@ class DotProductAttention(nn.Module):
 
     def attends_documents(self, device: torch.device, window: tuple[int, int] | None = None) -> bool:
         """Whether `attend_documents` serves as the module is now: on a CPU, in a window of positions before a query, or
-        without dropout, softcap and sink in no window. window: in place of the module's, as `window_of` returns it."""
+        without dropout and softcap in no window. window: in place of the module's, as `window_of` returns it."""
         window = window_of(self.window_size, self.attn_mask_type) if window is None else window
         if device.type != "cpu" or (window not in _WHOLE and not (window[0] >= 0 and window[1] == 0)):
             return False
         dropout = self.attention_dropout > 0 and self.training
-        return window not in _WHOLE or not (dropout or self.softcap is not None or self.softmax_type != "vanilla")
+        return window not in _WHOLE or not (dropout or self.softcap is not None)
 
     def attend_documents(
         self,
@@ -311,7 +324,14 @@ class DotProductAttention(nn.Module):
             query, key, value = (t.to(torch.get_autocast_dtype("cpu")) for t in (query, key, value))
         query, scale = self._scaled(query)
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-        return packed_attention(query, key, value, documents, scale=scale, causal=causal).transpose(1, 2).flatten(2)
+        options = {"scale": scale, "causal": causal, "sink": self._sink(query)}
+        return packed_attention(query, key, value, documents, **options).transpose(1, 2).flatten(2)
+
+    def _sink(self, query: Tensor) -> Tensor | None:
+        """Return the logit of each head that takes probability, [N]."""
+        if self.softmax_type == "off-by-one":
+            return query.new_zeros(self.num_attention_heads)
+        return self.softmax_offset
 
     def _scaled(self, query: Tensor) -> tuple[Tensor, float]:
         """Return the query and the scale of its scores; one that was assigned is data, and multiplies the query."""
@@ -328,9 +348,7 @@ class DotProductAttention(nn.Module):
     ) -> Tensor:
         """[B, S, N, D], [B, L, G, D], [B, L, G, Dv] -> [B, S, N * Dv]. The others: see `attend`."""
         query, scale = self._scaled(query)
-        sink = self.softmax_offset
-        if self.softmax_type == "off-by-one":
-            sink = query.new_zeros(self.num_attention_heads)
+        sink = self._sink(query)
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         dropout = self.attention_dropout if self.training else 0.0
         options = {"causal": causal, "scale": scale, "softcap": self.softcap, "dropout": dropout}

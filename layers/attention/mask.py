@@ -128,6 +128,15 @@ class Masking(NamedTuple):
         before = window_of(self.window_size, self.mask_type)[0]
         return None if before < 0 else before + 1
 
+    def hides_later_keys_alone(self, queries: int, keys: int) -> bool:
+        """Whether each of so many queries of the last positions, more than one, sees all keys up to its own."""
+        if queries == 1 or self.attention_mask is not None or self.mask_type not in ("causal", "causal_bottom_right"):
+            return False
+        at_end = self.bottom_right_diagonal
+        aligned = self.mask_type == "causal_bottom_right" if at_end is None else at_end
+        aligned = keys == queries or (aligned and keys > queries)
+        return aligned and self.bias == ScoreBias() and window_of(self.window_size, self.mask_type)[0] < 0
+
     @property
     def hidden_keys(self) -> Tensor | None:
         """The keys that `attention_mask` hides from all queries, bool [B, L]; None without a mask."""

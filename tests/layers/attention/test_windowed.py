@@ -1,5 +1,5 @@
 """Attention in a causal window is computed block by block: with the numbers of one mask of all queries and keys, within
-documents and beside hidden keys, too, and without any tensor of their size."""
+documents and beside hidden keys, too, and without any tensor of their size. So is attention with sinks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from te_models.kernels.packed_attention import sees_own_document
 from te_models.layers import DotProductAttention
 from te_models.layers.attention import dot_product_attention
+from te_models.layers.attention.mask import Masking
 from te_models.layers.attention.windowed import attend_in_window, saves
 
 B, N, G, D = 2, 4, 2, 16
@@ -128,6 +129,24 @@ def test_no_tensor_has_all_queries_and_keys(kind: str) -> None:
         with Largest() as largest:
             run().sum().backward()
         assert largest.found <= B * N * length * 2 * window < length * length * B
+
+
+@pytest.mark.parametrize("kind", ["learnable", "off-by-one"])
+@pytest.mark.parametrize(("queries", "keys"), [(300, 300), (200, 330)])
+def test_sinks_without_a_window_need_no_scores(
+    kind: str, queries: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's flash attention is scaled by the share of the sink; the sink gets its gradient."""
+    layer, tensors = attention(8, window_size=None, softmax_type=kind), inputs(queries, keys)
+    trained = (*tensors, *layer.parameters())
+    with Largest() as largest:
+        found = with_gradients(layer(*tensors), trained)
+    assert largest.found < queries * keys
+    again = with_gradients(layer(*tensors, checkpoint_core_attention=True), trained)
+    assert all(map(torch.equal, again, found))
+    with monkeypatch.context() as patch:
+        patch.setattr(Masking, "hides_later_keys_alone", lambda *_: False)
+        close(found, with_gradients(layer(*tensors), trained))
 
 
 def test_blocks_are_for_long_sequences() -> None:

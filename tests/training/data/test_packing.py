@@ -97,7 +97,7 @@ def test_packed_documents_have_the_losses_of_separate_rows(config: ModelConfig, 
 
 @pytest.mark.parametrize("kind", ["plain", "sinks", "softcap", "mla", "chunked"])
 def test_layers_with_windows_and_chunks_read_documents(kind: str) -> None:
-    """As under a mask of all tokens, which layers with sinks or softcaps and no window still have."""
+    """As under a mask of all tokens, which layers with softcaps and no window still have."""
     config = balanced_model() if kind == "mla" else tiny_model()
     options = {"sinks": {"sinks": True}, "softcap": {"softcap": 20.0}}.get(kind, {})
     first, size = ("chunked", "chunk_size") if kind == "chunked" else ("sliding", "window_size")
