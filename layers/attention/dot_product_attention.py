@@ -231,10 +231,8 @@ class DotProductAttention(nn.Module):
         arguments: tuple[Any, ...] = (query, key, value)
         if attend is None:
             plain = self.softcap is None and self.softmax_type == "vanilla"
-            attend, arguments = (
-                self._attend,
-                (*arguments, *masks_of(masking, query, key, self._scale_now(), plain=plain)),
-            )
+            attend = self._attend
+            arguments += masks_of(masking, query, key, self._scale_now(), plain=plain)
         if checkpoint:
             return checkpointed(attend, *arguments, get_rng_state_tracker=self.get_rng_state_tracker)
         return attend(*arguments)
