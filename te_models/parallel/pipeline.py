@@ -239,7 +239,7 @@ class Pipeline:
     def forward_backward(self, micro_batches: Sequence[Fields]) -> Tensor:
         """Run micro-batches forward and backward; return [cross entropy, router losses, loss of further tokens, z-loss
         of the logits], means over them, the same on all ranks of `group`. Gradients are those of the mean loss, their
-        sum."""
+        sum. Raises ValueError where micro-batches have different fields."""
         return self._run(micro_batches, backward=True).mean(0)
 
     def evaluate(self, batches: Sequence[Fields]) -> Tensor:
@@ -252,7 +252,10 @@ class Pipeline:
         return torch.cat(found)
 
     def _run(self, micro_batches: Sequence[Fields], *, backward: bool) -> Tensor:
-        fields = {name: torch.cat([each[name] for each in micro_batches]).to(self.device) for name in micro_batches[0]}
+        names = micro_batches[0].keys()
+        if other := [sorted(each.keys() ^ names) for each in micro_batches if each.keys() != names]:
+            raise ValueError(f"some micro-batches have {other[0][0]!r} and some have not; allowed: the same for all")
+        fields = {name: torch.cat([each[name] for each in micro_batches]).to(self.device) for name in names}
         ids = fields.pop("input_ids")
         if self.model.config.mtp_num_layers:
             fields["input_ids"] = ids

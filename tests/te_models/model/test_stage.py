@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from te_models import GPTModel
 from te_models.config import ConfigError
 from te_models.parallel import StageLayout
+from te_models.parallel.pipeline import Pipeline
 from tests.te_models.configs import FURTHER, VARIANTS, token_ids
 from tests.training.runs import tiny_model
 
@@ -59,6 +63,16 @@ def test_a_stage_does_not_guess_which_ranks_balance_its_experts(monkeypatch: pyt
     monkeypatch.setattr("te_models.model.router.group_of_all", lambda: "all")
     with pytest.raises(RuntimeError, match="which ranks have the same layers is not known"):
         stage(ids)
+
+
+def test_micro_batches_of_a_pipeline_have_the_same_fields() -> None:
+    """What only some have would be dropped."""
+    ids = token_ids(1, 8)
+    with pytest.raises(ValueError, match="some micro-batches have 'labels' and some have not"):
+        Pipeline.forward_backward(
+            SimpleNamespace(_run=partial(Pipeline._run, SimpleNamespace())),  # type: ignore[arg-type]
+            [{"input_ids": ids}, {"input_ids": ids, "labels": ids}],
+        )
 
 
 def test_a_middle_stage_has_layers_alone() -> None:
