@@ -117,11 +117,8 @@ class Masking(NamedTuple):
     def causal_window(self, queries: int, keys: int) -> int | None:
         """Return how many positions a query sees, its own and those before it, where that and `hidden_keys` is all that
         hides keys from so many queries of the last positions; None where there is no window, or more is hidden."""
-        causal, mask = self.mask_type in ("causal", "causal_bottom_right"), self.attention_mask
-        if not causal or self.bias != ScoreBias() or isinstance(mask, tuple):
-            return None
-        at_end = self.bottom_right_diagonal
-        if keys != queries and not (self.mask_type == "causal_bottom_right" if at_end is None else at_end):
+        mask = self.attention_mask
+        if not self._hides_later_keys(queries, keys) or isinstance(mask, tuple):
             return None
         if mask is not None and (mask.dim() != 4 or tuple(mask.shape[1:]) != (1, 1, keys)):
             return None
@@ -130,12 +127,19 @@ class Masking(NamedTuple):
 
     def hides_later_keys_alone(self, queries: int, keys: int) -> bool:
         """Whether each of so many queries of the last positions, more than one, sees all keys up to its own."""
-        if queries == 1 or self.attention_mask is not None or self.mask_type not in ("causal", "causal_bottom_right"):
-            return False
+        alone = queries > 1 and self.attention_mask is None and self._hides_later_keys(queries, keys)
+        return alone and window_of(self.window_size, self.mask_type)[0] < 0
+
+    def _hides_later_keys(self, queries: int, keys: int) -> bool:
+        """Whether queries of the last positions do not see keys behind their own, and nothing is added to scores."""
+        causal = self.mask_type in ("causal", "causal_bottom_right") and self.bias == ScoreBias()
+        return causal and (keys == queries or (keys > queries and self.counts_from_end))
+
+    @property
+    def counts_from_end(self) -> bool:
+        """Whether distances count from the ends of the two sequences."""
         at_end = self.bottom_right_diagonal
-        aligned = self.mask_type == "causal_bottom_right" if at_end is None else at_end
-        aligned = keys == queries or (aligned and keys > queries)
-        return aligned and self.bias == ScoreBias() and window_of(self.window_size, self.mask_type)[0] < 0
+        return self.mask_type not in ("causal", "padding_causal") if at_end is None else at_end
 
     @property
     def hidden_keys(self) -> Tensor | None:
@@ -197,9 +201,7 @@ def masks_of(
     window, causal = window_of(masking.window_size, kind), "causal" in kind
     length, keys = query.shape[1], key.shape[1]
     padding = "padding" in kind
-    bottom_right = masking.bottom_right_diagonal
-    if bottom_right is None:
-        bottom_right = kind not in ("causal", "padding_causal")
+    bottom_right = masking.counts_from_end
     if length == 1 and bottom_right and causal and not padding:
         # the last query, one token with a cache, looks at all keys, or at as many as its window reaches
         causal, window = False, _UNLIMITED if 0 <= keys - 1 <= window[0] else (window[0], -1)

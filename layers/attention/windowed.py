@@ -10,11 +10,14 @@ B batch, S queries, of the last positions of L keys; N query heads, G key/value 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from te_models.kernels.packed_attention import sees_own_document
 
 FEWEST = 64
 """Queries of a block: with fewer, a window of few positions would make too many blocks."""
@@ -53,59 +56,44 @@ def attend_in_window(
     """
     length, keys, reach = query.shape[1], key.shape[1], window - 1
     hidden = None if hidden is None else hidden.expand(query.shape[0], -1)
-    seen = _Seen(documents, hidden, query.device)
+    seen = partial(_visible, reach=reach, device=query.device)
     if not saves(window, length, keys):
-        return attend(query, key, value, seen.mask(keys - length, length, 0, keys, reach))
+        return attend(query, key, value, seen(length, keys, documents, hidden))
     block, found = block_of(window), []
     if keys == length:  # the first block has none before it
-        own = slice(0, block)
-        found.append(attend(query[:, own], key[:, own], value[:, own], seen.mask(0, block, 0, block, reach)))
+        q, k, v = (t[:, :block] for t in (query, key, value))
+        own = (None if t is None else t[:, :block] for t in (documents, hidden))
+        found.append(attend(q, k, v, seen(block, block, *own)))
         query, begin = query[:, block:], 0
     else:
         begin = keys - length - block
     rest = query.shape[1]
     count = -(-rest // block)
     missing = count * block - rest
-    key, value = (_with_rows(t[:, begin:], missing) for t in (key, value))
+
+    def with_block_before(t: Tensor, filling: Any = 0) -> Tensor:
+        return _overlapping(_with_rows(t[:, begin:], missing, filling), block, reach)
+
+    numbers = None if documents is None else with_block_before(documents, -1)
+    nobody = None if hidden is None else with_block_before(hidden, True)
     rows = _with_rows(query, missing).reshape(-1, block, *query.shape[2:])
-    mask = seen.blocks(begin, count, block, reach, missing)
-    y = attend(rows, _overlapping(key, block, reach), _overlapping(value, block, reach), mask)
+    mask = seen(block, reach + block, numbers, nobody)
+    y = attend(rows, with_block_before(key), with_block_before(value), mask)
     found.append(y.reshape(query.shape[0], count * block, -1)[:, :rest])
     return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
-class _Seen:
-    """Which keys queries see, of some positions."""
-
-    def __init__(self, documents: Tensor | None, hidden: Tensor | None, device: torch.device) -> None:
-        self.documents, self.hidden, self.device = documents, hidden, device
-
-    def mask(self, first: int, queries: int, first_key: int, keys: int, reach: int) -> Tensor:
-        """Return the mask [B or 1, 1, queries, keys] of queries and keys from positions on."""
-        at = torch.arange(first, first + queries, device=self.device)[:, None]
-        distance = at - torch.arange(first_key, first_key + keys, device=self.device)
-        visible = ((distance >= 0) & (distance <= reach))[None]
-        if self.documents is not None:
-            own = self.documents[:, first : first + queries, None]
-            visible = visible & (own == self.documents[:, None, first_key : first_key + keys]) & (own >= 0)
-        if self.hidden is not None:
-            visible = visible & ~self.hidden[:, None, first_key : first_key + keys]
-        return visible[:, None]
-
-    def blocks(self, begin: int, count: int, block: int, reach: int, missing: int) -> Tensor:
-        """Return the mask [1 or B * count, 1, block, reach + block] of blocks of queries, the first of which begins a
-        block behind the key at `begin`."""
-        distance = reach + torch.arange(block, device=self.device)[:, None]
-        distance = distance - torch.arange(reach + block, device=self.device)
-        visible = ((distance >= 0) & (distance <= reach))[None]
-        if self.documents is not None:
-            numbers = _with_rows(self.documents[:, begin:], missing, -1)
-            own = numbers[:, block:].reshape(-1, block)[:, :, None]
-            visible = visible & (own == _overlapping(numbers, block, reach)[:, None]) & (own >= 0)
-        if self.hidden is not None:
-            keys = _with_rows(self.hidden[:, begin:], missing, True)
-            visible = visible & ~_overlapping(keys, block, reach)[:, None]
-        return visible[:, None]
+def _visible(
+    queries: int, keys: int, documents: Tensor | None, hidden: Tensor | None, *, reach: int, device: torch.device
+) -> Tensor:
+    """Return the mask [1 or R, 1, queries, keys] of queries at the last of the keys; documents, hidden: [R, keys]."""
+    distance = keys - queries + torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
+    visible = ((distance >= 0) & (distance <= reach))[None]
+    if documents is not None:
+        visible = visible & sees_own_document(documents, documents[:, keys - queries :])
+    if hidden is not None:
+        visible = visible & ~hidden[:, None]
+    return visible[:, None]
 
 
 def _with_rows(x: Tensor, missing: int, value: Any = 0) -> Tensor:

@@ -98,14 +98,13 @@ class Adapter(AdaptedLayer):
     def changed(
         self, result: Any, x: Tensor, adapters: list[str], pair: tuple[str, str] = FIRST, m_splits: Tensor | None = None
     ) -> Any:
-        delta, layer = self._delta(x, pair, m_splits), self.base_layer
+        delta = self._delta(x, pair, m_splits)
         if not self.use_dora:
             return plus(result, delta)
         y = result[0] if isinstance(result, tuple) else result
         magnitude, bias = getattr(self, magnitude_name(pair)), self._bias(pair)
         if self._mode(pair) == "row":  # every rank has all of it, and uses it for its own tokens, or its part of a sum
-            magnitude = layer.for_own_rows(magnitude) if m_splits is None else layer.for_own_features(magnitude)
-            bias = bias if m_splits is None else None
+            magnitude = self._shared(magnitude)
         ratio = magnitude / self._norms(pair)
         if m_splits is not None:  # a row's own expert; zeros past the last one
             zeros = delta.new_zeros(delta.shape)
@@ -120,18 +119,17 @@ class Adapter(AdaptedLayer):
 
         The gradient of a factor that every rank has in full is summed over those that used it for something else."""
         a, b, layer, mode = getattr(self, pair[0]), getattr(self, pair[1]), self.base_layer, self._mode(pair)
-        of_a, of_b, x = a.weight, b.weight, self.dropout(x).to(a.weight.dtype)
-        if mode is not None and m_splits is not None:
-            of_a = layer.for_own_features(of_a) if mode == "column" else of_a
-            of_b = layer.for_own_features(of_b) if mode == "row" else of_b
-        elif mode == "column":
-            of_a = layer.for_own_rows(of_a)
-        elif mode == "row":
-            of_b = layer.for_own_rows(of_b)
-        z = a.product(x, of_a, m_splits)
+        of_a = self._shared(a.weight) if mode == "column" else a.weight
+        of_b = self._shared(b.weight) if mode == "row" else b.weight
+        z = a.product(self.dropout(x).to(a.weight.dtype), of_a, m_splits)
         if mode is not None and m_splits is None:
             z = layer.whole_rows(z) if mode == "column" else layer.summed(z, None)
         return b.product(z, of_b, m_splits) * self.scaling
+
+    def _shared(self, parameter: Tensor) -> Tensor:
+        """Return a parameter that every rank has in full, with the sum of what the ranks' parts of its gradient are."""
+        layer = self.base_layer
+        return (layer.for_own_features if isinstance(layer, GroupedLinear) else layer.for_own_rows)(parameter)
 
     def _bias(self, pair: tuple[str, str]) -> Tensor | None:
         """Return the bias in what the layer returns, [out] or [num_gemms, out]: its length is not trained."""
@@ -140,7 +138,9 @@ class Adapter(AdaptedLayer):
             return layer.fc1_bias if pair == FIRST else None if layer.return_bias else layer.fc2_bias
         if layer.return_bias:
             return None
-        return layer._stacked_bias() if isinstance(layer, GroupedLinear) else layer.bias
+        if isinstance(layer, GroupedLinear):
+            return None if layer.parallel_mode == "row" else layer._stacked_bias()
+        return layer.bias
 
     def _sum(self, pair: tuple[str, str]) -> Tensor:
         """Return `W + s B A` in the dtype of the factors, [out, in] or [num_gemms, out, in]."""

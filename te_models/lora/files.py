@@ -32,7 +32,7 @@ from ..model.parallel import place_of
 from .adapter import Adapter, magnitude_name
 from .layers import FIRST
 from .model import adapters_of, add_lora, lora_state_dict
-from .parts import adapter_parameters
+from .parts import adapter_parameters, adapter_parts
 
 if TYPE_CHECKING:
     from te_models.checkpoints.plan.tensor_map import Link
@@ -73,7 +73,7 @@ def load_adapter(model: GPTModel, folder: str | Path) -> None:
     add_lora(model, **options)
     shapes = expected_tensors(model.config, model.expert_layout)
     wholes = adapter_parameters(model.whole or model, shapes)
-    owned = parts(model.config, shapes, place_of(model))
+    owned = adapter_parts(wholes, shapes, parts(model.config, shapes, place_of(model)))
     found, _ = read_tensors(folder / WEIGHTS)
     saved = {name.removeprefix(_PREFIX): tensor for name, tensor in found.items()}
     wrong = {n for n in {*wholes, *saved} if n not in wholes or n not in saved or wholes[n].shape != saved[n].shape}
@@ -81,8 +81,7 @@ def load_adapter(model: GPTModel, folder: str | Path) -> None:
         name = f"{_PREFIX}{min(wrong)}"
         raise CheckpointError(f"{folder / WEIGHTS} does not hold adapters of this model: {name} is not of it")
     for name, tensor in lora_state_dict(model).items():
-        weight = wholes[name].weight
-        tensor.copy_(part_of(saved[name], wholes[name].part(owned[weight], shapes[weight]).cuts()))
+        tensor.copy_(part_of(saved[name], owned[name].cuts()))
 
 
 @torch.no_grad()

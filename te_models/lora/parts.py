@@ -30,11 +30,20 @@ class AdapterParameter:
     follows: int
     dim: int
 
-    def part(self, part: RankPart, weight_shape: Shape) -> RankPart:
-        """Return the part that a rank has which has this part of the weight, whole of shape `weight_shape`."""
-        if part.dim is None or part.dim - len(weight_shape) != self.follows:
-            return RankPart(experts=part.experts)
-        return RankPart(len(self.shape) + self.dim, part.ranges, part.experts)
+
+def adapter_parts(
+    adapters: Mapping[str, AdapterParameter], shapes: Mapping[str, Shape], owned: Mapping[str, RankPart]
+) -> dict[str, RankPart]:
+    """Return what a rank has of each parameter of adapters, by name. shapes, owned: of the whole weights, by name, and
+    what the rank has of them."""
+    found = {}
+    for name, its in adapters.items():
+        part = owned[its.weight]
+        if part.dim is None or part.dim - len(shapes[its.weight]) != its.follows:
+            found[name] = RankPart(experts=part.experts)
+        else:
+            found[name] = RankPart(len(its.shape) + its.dim, part.ranges, part.experts)
+    return found
 
 
 def adapter_parameters(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, AdapterParameter]:

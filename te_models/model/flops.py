@@ -41,8 +41,9 @@ def training_flops_per_token(
     total = 3.0 * forward_flops_per_token(config, sequence_length)
     if frozen is not None:
         total -= 2.0 * _active_weights(config, frozen)
+    shapes = expected_tensors(config, "grouped") if lora else {}
     for name, rank in (lora or {}).items():
-        *lead, rows, columns = expected_tensors(config, "grouped")[name]
+        *lead, rows, columns = shapes[name]
         total += 6.0 * _share(config, name) * math.prod(lead) * rank * (rows + columns)
     return total
 

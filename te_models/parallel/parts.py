@@ -30,7 +30,7 @@ from te_models.layers.tensor.fsdp import entries_of_rows, is_one_matrix, largest
 
 from ..config import ConfigError
 from ..lora.model import base_name, base_state_dict, lora_state_dict
-from ..lora.parts import adapter_parameters
+from ..lora.parts import adapter_parameters, adapter_parts
 from ..model import GPTModel
 from ..model.parallel import place_of
 
@@ -135,8 +135,7 @@ class ModelParts:
 
     def _at(self, **changes: int) -> Mapping[str, RankPart]:
         owned = parts(self.model.config, self._weights, dataclasses.replace(place_of(self.model), **changes))
-        adapters = self._adapters.items()
-        return owned | {name: its.part(owned[its.weight], self._weights[its.weight]) for name, its in adapters}
+        return owned | adapter_parts(self._adapters, self._weights, owned)
 
     def elsewhere(self) -> list[str]:
         """Return the names of the parameters that only other pipeline stages have."""

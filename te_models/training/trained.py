@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.plan.param_shapes import is_linear_weight
@@ -13,7 +12,7 @@ from ..config import ConfigError, ModelConfig
 from ..lora.model import targeted
 from ..model.flops import training_flops_per_token
 from .config import TrainConfig
-from .optimizer.groups import check_patterns
+from .optimizer.groups import check_patterns, matches_any
 
 
 def adapted_layers(config: TrainConfig, model: ModelConfig) -> set[str]:
@@ -30,7 +29,7 @@ def adapted_layers(config: TrainConfig, model: ModelConfig) -> set[str]:
 
 def is_frozen(config: TrainConfig, name: str) -> bool:
     """Whether a parameter of the model is not trained."""
-    return config.lora.rank > 0 or any(fnmatchcase(name, pattern) for pattern in config.optimizer.freeze)
+    return config.lora.rank > 0 or matches_any(name, config.optimizer.freeze)
 
 
 def step_flops_per_token(config: TrainConfig, model: ModelConfig) -> float:

@@ -23,11 +23,16 @@ def freeze(model: nn.Module, patterns: Sequence[str], everywhere: Iterable[str] 
     names = dict(model.named_parameters())
     check_patterns("optimizer.freeze", patterns, names if everywhere is None else everywhere)
     for name, parameter in names.items():
-        if any(fnmatchcase(name, pattern) for pattern in patterns):
+        if matches_any(name, patterns):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in names.values()):
         allowed = "patterns that leave something to train, in every pipeline stage"
         raise ConfigError(f"optimizer.freeze is {list(patterns)!r}; allowed: {allowed}")
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the globs means this name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def check_patterns(key: str, patterns: Iterable[str], names: Iterable[str]) -> None:

@@ -176,14 +176,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "fp8 moments": {"precision.dtype": "fp32", "optimizer.moment_dtype": "float8"},
     "lora": {"precision.dtype": "fp32", "lora.rank": 4, "optimizer.lr": "1e-2"},
     "dora": {"precision.dtype": "fp32", "lora.rank": 4, "lora.use_dora": True, "optimizer.lr": "1e-2"},
-    "dora over stored mxfp8": {
-        "precision.dtype": "bf16",
-        "precision.recipe": "mxfp8",
-        "precision.quantized_weights": True,
-        "lora.rank": 4,
-        "lora.use_dora": True,
-        "optimizer.lr": "1e-2",
-    },
     "lora over stored mxfp8": {
         "precision.dtype": "bf16",
         "precision.recipe": "mxfp8",
@@ -194,6 +186,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 """What else a case's `precision` can be: another optimizer, in float32, with averages, frozen parameters and a z-loss;
 adapters in place of the weights."""
+OPTIMIZERS["dora over stored mxfp8"] = OPTIMIZERS["lora over stored mxfp8"] | {"lora.use_dora": True}
 SPREAD = {
     "muon": (1e-5, 1e-4),
     "fp32": (1e-5, 1e-5),
