@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .compiling import compiling
 
@@ -27,3 +29,47 @@ def gradients_of(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dy
         own = [t.view_as(t) if again and t.requires_grad else t.detach().requires_grad_() for t in inputs]
         y = function(*own)
     return torch.autograd.grad(y, own, dy, create_graph=again)
+
+
+def keeping_inputs(function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    """Return `function(*inputs)`, whose backward pass keeps the inputs alone and runs the function again: the same
+    bits, without the intermediate results that autograd would save, which for a norm in bfloat16 take four times the
+    memory of its input.
+
+    For a cheap eager function: a compiler decides by itself what to keep. `torch.func` and forward-mode derivatives get
+    the function itself.
+    """
+    if (
+        compiling()
+        or not torch.is_grad_enabled()
+        or not any(t is not None and t.requires_grad for t in inputs)
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    ):
+        return function(*inputs)
+    return _KeepingInputs.apply(function, *inputs)
+
+
+class _KeepingInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = list(ctx.saved_tensors)
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+
+        def of_wanted(*values: Tensor) -> Tensor:
+            every = inputs.copy()
+            for i, value in zip(wanted, values, strict=True):
+                every[i] = value
+            return ctx.function(*every)
+
+        gradients: list[Tensor | None] = [None] * (1 + len(inputs))
+        found = gradients_of(of_wanted, tuple(inputs[i] for i in wanted), dy)
+        for i, gradient in zip(wanted, found, strict=True):
+            gradients[1 + i] = gradient
+        return tuple(gradients)

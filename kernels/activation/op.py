@@ -1,4 +1,5 @@
-"""Public activations. On CPU the reference runs, eager or fused by Inductor; on an accelerator registered kernels."""
+"""Public activations. On CPU the reference runs, fused by Inductor, or eager, keeping its inputs alone; on an
+accelerator registered kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..custom_op import Output, absent, gradient_of, like, operation
+from ..derivative import keeping_inputs
 from ..launch import as_matrix
 from . import reference
 from .reference import ACTIVATIONS
@@ -82,7 +84,7 @@ def activation(x: Tensor, name: str, *, probabilities: Tensor | None = None) -> 
     check_name(name)
     if x.device.type == "cuda":
         return activation_fwd(x, probabilities, name, False, None, 1.0, 0.0)
-    return reference.activation(x, name, probabilities=probabilities)
+    return keeping_inputs(lambda x, factor: reference.activation(x, name, probabilities=factor), x, probabilities)
 
 
 def gated_activation(
@@ -103,9 +105,11 @@ def gated_activation(
     check_name(name)
     if x.device.type == "cuda":
         return activation_fwd(x, probabilities, name, True, clamp, alpha, up_offset)
-    return reference.gated_activation(
-        x, name, clamp=clamp, alpha=alpha, up_offset=up_offset, probabilities=probabilities
-    )
+
+    def function(x: Tensor, factor: Tensor | None) -> Tensor:
+        return reference.gated_activation(x, name, clamp=clamp, alpha=alpha, up_offset=up_offset, probabilities=factor)
+
+    return keeping_inputs(function, x, probabilities)
 
 
 def check_name(name: str) -> None:

@@ -103,6 +103,10 @@ class Activation:
     def _options(self) -> dict[str, Any]:
         return {"clamp": self.clamp, "alpha": self.alpha, "up_offset": self.up_offset} if self.gated else {}
 
+    def _reference(self, x: Tensor, probabilities: Tensor | None) -> Tensor:
+        function = reference.gated_activation if self.gated else reference.activation
+        return function(x, self.name, probabilities=probabilities, **self._options())
+
     def forward(self, x: Tensor, probabilities: Tensor | None = None) -> Tensor:
         """Return the activation of x [..., F], or of [gate | up] [..., 2F]; times probabilities [...], if given."""
         function = op.gated_activation if self.gated else op.activation
@@ -124,7 +128,7 @@ class Activation:
             dx, dp = op.activation_bwd(dy, x, probabilities, *options, needs_probabilities)
             return dx, None if probabilities is None or not needs_probabilities else dp.to(probabilities.dtype)
         if probabilities is not None and needs_probabilities:
-            dx, dp = gradients_of(self.forward, (x, probabilities), dy)
+            dx, dp = gradients_of(self._reference, (x, probabilities), dy)
             return dx, dp
-        (dx,) = gradients_of(lambda x: self.forward(x, probabilities), (x,), dy)
+        (dx,) = gradients_of(lambda x: self._reference(x, probabilities), (x,), dy)
         return dx, None

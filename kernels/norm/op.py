@@ -1,13 +1,16 @@
-"""Public norms. On CPU the reference runs, eager or fused by Inductor; on an accelerator two registered kernels."""
+"""Public norms. On CPU the reference runs, fused by Inductor, or eager, keeping its inputs alone; on an accelerator two
+registered kernels."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from ..custom_op import Output, absent, gradient_of, like, operation
+from ..derivative import keeping_inputs
 from ..launch import as_matrix
 from . import reference
 
@@ -116,7 +119,8 @@ def rms_norm(
     """
     if x.device.type == "cuda":
         return norm_fwd(x, weight, None, eps, False, zero_centered, cast_order == "weight_last")[0]
-    return reference.rms_norm(x, weight, eps, zero_centered=zero_centered, cast_order=cast_order)
+    function = partial(reference.rms_norm, eps=eps, zero_centered=zero_centered, cast_order=cast_order)
+    return keeping_inputs(function, x, weight)
 
 
 def layer_norm(
@@ -135,4 +139,5 @@ def layer_norm(
     """
     if x.device.type == "cuda":
         return norm_fwd(x, weight, bias, eps, True, zero_centered, cast_order == "weight_last")[0]
-    return reference.layer_norm(x, weight, bias, eps, zero_centered=zero_centered, cast_order=cast_order)
+    function = partial(reference.layer_norm, eps=eps, zero_centered=zero_centered, cast_order=cast_order)
+    return keeping_inputs(function, x, weight, bias)
