@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..machine import cache_folder, cpu_name
 from ..torch_versions import constant_when_traced
 
 CpuGemm = Literal["bf16", "float32"]
@@ -107,7 +108,7 @@ def automatic_choice() -> tuple[CpuGemm, str]:
         return "bf16", "AMX multiplies bfloat16"
     if x86 and (not _supports("_is_avx512_bf16_supported") or forced in _WITHOUT_BF16):
         return "float32", "the CPU has no instructions that multiply bfloat16"
-    return _measured(f"{platform.machine()} {_cpu_name()} {forced} {torch.__version__} {torch.get_num_threads()}")
+    return _measured(f"{platform.machine()} {cpu_name()} {forced} {torch.__version__} {torch.get_num_threads()}")
 
 
 _WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
@@ -116,14 +117,6 @@ _WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_COR
 def _supports(name: str) -> bool:
     asked: Callable[[], bool] | None = getattr(torch.cpu, name, None)
     return bool(asked and asked())
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "CPU part")):
-                return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def _measured(machine: str) -> tuple[CpuGemm, str]:
@@ -172,8 +165,3 @@ def _time_both() -> dict[str, float]:
                 if attempt:
                     best[name] = min(best[name], 1e3 * (time.perf_counter() - begin))
     return best
-
-
-def cache_folder() -> Path:
-    """Return where what is measured on a machine is kept."""
-    return Path(os.environ.get("TE_MODELS_CACHE") or Path.home() / ".cache" / "te_models").expanduser()

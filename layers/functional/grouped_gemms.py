@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from te_models.kernels.custom_op import direct
 from te_models.kernels.gemm import Operand, ScaledOperand, epilogue_scale
 from te_models.kernels.gemm.cpu import unrounded
 from te_models.kernels.grouped_gemm import (
@@ -46,6 +47,9 @@ from .grouped_operand import RowsOperand, quantize_and_save_rows, rows_operands,
 from .saved_input import SavedInput, gradient_operands, quantize_and_save, record_statistics
 from .weight_format import check_format, check_operands
 from .wgrad import WeightGradient, run_wgrad
+
+grouped_gemm_directly = direct(grouped_gemm)
+"""Without the dispatcher's Python where that changes nothing."""
 
 MIN_ROW_ALIGNMENT = 16
 """Rows that grouped GEMMs on an accelerator want groups to begin at a multiple of, where they are contracted."""
@@ -223,7 +227,7 @@ def _rows_gemm(
     a, b = both_dequantized("scaled_grouped_gemm", values, weight, dtype)
     fprop, scale = usage == "rowwise", epilogue_scale(a, b)
     x, w = (a.values, b.values) if scale is None else unrounded(a.values, b.values)
-    y = grouped_gemm(x, w if fprop else w.mT, sizes, fprop)
+    y = grouped_gemm_directly(x, w if fprop else w.mT, sizes, fprop)
     y = y if padding is None else padding.unpad(y)
     return (y if scale is None else y.float() * offsets.per_row(scale)[:, None]).to(dtype)
 

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_models.kernels.custom_op import direct
-from te_models.kernels.grouped_gemm import grouped_gemm, stored_grouped_gemm
+from te_models.kernels.grouped_gemm import stored_grouped_gemm
 from te_models.kernels.permute import Permutation, permute, unpermute
 from te_models.kernels.torch_versions import own_result
 
@@ -22,12 +21,18 @@ from ..recipe.base import GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
 from .dense_gemms import GemmConfig, GemmOptions
 from .gemm_operand import compute_dtype, stored_for_few_rows
-from .grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, plain_weights, row_alignment, stacked
+from .grouped_gemms import (
+    bias_rows_gradient,
+    grouped_fprop,
+    grouped_gemm_directly,
+    grouped_gradients,
+    plain_weights,
+    row_alignment,
+    stacked,
+)
 from .grouped_operand import is_aligned, permuted, rows_or_values
 from .linear import GemmCall, largest
 from .wgrad import main_grads
-
-_grouped_gemm = direct(grouped_gemm)
 
 
 def grouped_linear(
@@ -88,7 +93,7 @@ def _high_precision(x: Tensor, weights: tuple[Tensor, ...], m_splits: Tensor, dt
         stored = stored_for_few_rows(x, weight)
         if stored is not None:
             return stored_grouped_gemm(x, stored, m_splits)
-    return _grouped_gemm(x, plain_weights(weights, dtype), m_splits)
+    return grouped_gemm_directly(x, plain_weights(weights, dtype), m_splits)
 
 
 def add_bias_rows(y: Tensor, bias: Tensor, m_splits: Tensor) -> Tensor:

@@ -74,6 +74,7 @@ def quantize_and_save(
     crosses to the backward pass, and each operand is made from x: rounding and dequantizing in one pass over it.
     """
     left: GemmOperand
+    usage: Usage = "columnwise" if override is None else "rowwise"
     if isinstance(x, QuantizedStorage):
         fields, symmetric = x.fields, x.quantizer.symmetric
         left = stored_operand(x.quantizer, fields, "rowwise", dtype, x.shape)
@@ -89,10 +90,11 @@ def quantize_and_save(
             fields = quantizer.quantize_fields(x)
             left = stored_operand(value_of(quantizer), fields, "rowwise", dtype, x.shape)
         else:
-            left, fields = quantizer.operand_and_fields(x, operand_dtype(x.device, dtype))
+            usage = "rowwise" if symmetric else usage
+            left, fields = quantizer.operand_and_fields(x, operand_dtype(x.device, dtype), usage)
     if not needs_wgrad:
         return left, NOTHING_SAVED, ()
-    saved = fields_of_usage(fields, "rowwise" if symmetric or override is not None else "columnwise")
+    saved = fields_of_usage(fields, "rowwise" if symmetric else usage)
     form = "fields" if override is None else "dequantized"
     return left, SavedInput(form, tuple(saved), tuple(x.shape)), tuple(saved.values())
 

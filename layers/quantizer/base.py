@@ -267,8 +267,10 @@ class Quantizer(ValueObject):
     def quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
         """Return `_quantize` and the largest |values - x|, in float32, where a compiled function computes both."""
 
-    def operand_and_fields(self, x: Tensor, dtype: torch.dtype, key: Tensor | None = None) -> tuple[Operand, Fields]:
-        """Quantize x: [..., R, C] into the stored fields and return (the rowwise operand that they are, they).
+    def operand_and_fields(
+        self, x: Tensor, dtype: torch.dtype, usage: Usage, key: Tensor | None = None
+    ) -> tuple[Operand, Fields]:
+        """Quantize x: [..., R, C] and return (the rowwise operand, the stored fields, those of `usage` at least).
         ValueError where there is no such copy."""
         fields = self.quantize_fields(x, key)
         return self.operand_of_fields(fields, "rowwise", dtype, x.shape), fields

@@ -13,6 +13,7 @@ from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize import cpu_fields
 from te_models.kernels.quantize.fp8.dequantize_grouped import dequantize_grouped
+from te_models.kernels.quantize.fp8.grouped import pad_rows
 
 from .base import Fields, Parts, Usage
 from .fp8 import FP8Quantizer, check_epsilon
@@ -41,15 +42,22 @@ class _BlockwiseQuantizer(FP8Quantizer):
         return tuple(part.mT for part in parts) if self.TRANSPOSED and usage == "columnwise" else parts
 
     def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
+        compiled = self._in_one_pass(x, usage, measured=False)
+        if compiled is not None:
+            return compiled[0]
         block = self._block_of(usage)
         return self._stored(
             q.quantize_blockwise(x, block, self.fp8_dtype, self.scale_kind, epsilon=self._epsilon), usage
         )
 
     def quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
+        return self._in_one_pass(x, usage, measured=True)
+
+    def _in_one_pass(self, x: Tensor, usage: Usage, *, measured: bool) -> tuple[Parts, float] | None:
         if self.fp8_dtype is not torch.float8_e4m3fn or not cpu_fields.ready(x):
             return None
-        found = cpu_fields.quantize_blocks(x, self._block_of(usage), self.scale_kind, self._epsilon)
+        block = self._block_of(usage)
+        found = cpu_fields.quantize_blocks(x, block, self.scale_kind, self._epsilon, measured=measured)
         return None if found is None else (self._stored(found[:2], usage), found[2])
 
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
@@ -63,7 +71,7 @@ class _BlockwiseQuantizer(FP8Quantizer):
     def quantize_fields(
         self, x: Tensor, key: Tensor | None = None, amaxes: Mapping[Usage, Tensor] | None = None
     ) -> Fields:
-        if len(self._usages) == 1:
+        if len(self._usages) == 1 or (self.fp8_dtype is torch.float8_e4m3fn and cpu_fields.ready(x)):
             return super().quantize_fields(x, key)
         return self._fields(
             q.quantize_blockwise_both(
@@ -76,9 +84,15 @@ class _BlockwiseQuantizer(FP8Quantizer):
             self._usages,
         )
 
-    def operand_and_fields(self, x: Tensor, dtype: torch.dtype, key: Tensor | None = None) -> tuple[Operand, Fields]:
+    def operand_and_fields(
+        self, x: Tensor, dtype: torch.dtype, usage: Usage, key: Tensor | None = None
+    ) -> tuple[Operand, Fields]:
+        compiled = self._in_one_pass(x, usage, measured=False)
+        if compiled is not None:
+            names = [f"{usage}_{part}" for part in self.PARTS]
+            return self.operand(x, "rowwise", dtype, key), dict(zip(names, compiled[0], strict=True))
         if len(self._usages) == 1:
-            return super().operand_and_fields(x, dtype, key)
+            return super().operand_and_fields(x, dtype, usage, key)
         block: tuple[int, int] = self.block  # type: ignore[assignment]  # blocks are what this format has
         kind, exact_dtype = self.scale_kind, self.gemm_dtype(dtype)
         values, parts = q.quantize_and_round(
@@ -95,6 +109,10 @@ class _BlockwiseQuantizer(FP8Quantizer):
         self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
     ) -> Fields:
         usages = self._usages if usages is None else usages
+        if cpu_fields.ready(x):
+            compiled = self._rows_in_one_pass(x, m_splits, usages)
+            if compiled is not None:
+                return compiled
         parts = q.quantize_grouped_blockwise(
             x,
             m_splits,
@@ -106,6 +124,19 @@ class _BlockwiseQuantizer(FP8Quantizer):
             columnwise="columnwise" in usages,
         )
         return self._fields(parts, [usage for usage in self._usages if usage in usages])
+
+    def _rows_in_one_pass(self, x: Tensor, m_splits: Tensor, usages: Sequence[Usage]) -> Fields | None:
+        """Return `quantize_rows` of x by the C++ that quantizes matrices; None where it does not."""
+        fields: Fields = {}
+        for usage in self._usages:
+            if usage in usages:
+                rows = self.row_block(usage)
+                padded = x if rows == 1 else pad_rows(x, m_splits, rows)
+                found = self._in_one_pass(padded, usage, measured=False)
+                if found is None:
+                    return None
+                fields |= {f"{usage}_{part}": field for part, field in zip(self.PARTS, found[0], strict=True)}
+        return fields
 
     def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         usage = self._usages[0]

@@ -34,7 +34,7 @@ from te_models.kernels.gemm import Operand, ScaledOperand
 
 from ..te_arguments import torch_dtype
 from . import Fields, Float8CurrentScalingQuantizer, Quantizer, Usage
-from .fp8 import quantize_rows_with, rows_by_usage
+from .fp8 import quantize_by_scale, quantize_rows_with, rows_by_usage
 from .group_offsets import GroupOffsets
 from .tensor_types import TENSOR_TYPES, empty_tensor, quantized
 from .value import value_class
@@ -108,10 +108,12 @@ class Float8Quantizer:
         """Quantize x: [..., R, C], one scale per matrix, recording amaxes."""
         self.record(q.amax(x))
         scale = self.scale if self.scale.dim() == x.dim() - 2 else self.scale.reshape(x.shape[:-2])
-        data = q.quantize_per_tensor(x, scale[..., None, None], self.fp8_dtype)
-        return {"rowwise_data": data, "rowwise_scale_inv": torch.div(torch.ones_like(scale), scale)}
+        data, scale_inv = quantize_by_scale(x, scale, self.fp8_dtype)
+        return {"rowwise_data": data, "rowwise_scale_inv": scale_inv}
 
-    def operand_and_fields(self, x: Tensor, dtype: torch.dtype, key: Tensor | None = None) -> tuple[Operand, Fields]:
+    def operand_and_fields(
+        self, x: Tensor, dtype: torch.dtype, usage: Usage, key: Tensor | None = None
+    ) -> tuple[Operand, Fields]:
         """Quantize x into the stored fields, recording its amax, and return (the operand that they are, they)."""
         fields = self.quantize_fields(x)
         return self.value.operand_of_fields(fields, "rowwise", dtype, x.shape), fields

@@ -55,6 +55,19 @@ class FP8Quantizer(Quantizer):
         return dtypes[value]
 
 
+def quantize_by_scale(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Parts:
+    """Return (x [..., R, C] times the scale of its matrix as FP8, what to multiply with when dequantizing).
+
+    scale: float32 [...]. Eagerly on a CPU one C++ pass makes E4M3 of a matrix, of a NaN and elsewhere an operation.
+    """
+    scale_inv = torch.div(torch.ones_like(scale), scale)
+    if fp8_dtype is torch.float8_e4m3fn and cpu_fields.ready(x):
+        found = cpu_fields.quantize_scaled(x, float(scale), float(scale_inv), measured=False)
+        if found is not None:
+            return found[0], scale_inv
+    return q.quantize_per_tensor(x, scale[..., None, None], fp8_dtype), scale_inv
+
+
 def check_epsilon(epsilon: float) -> None:
     """Raise ValueError for a floor of amax that is none."""
     if not 0 <= epsilon < float("inf"):
@@ -96,8 +109,7 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
 
     def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
         scale = self.scale(q.amax(x) if amax is None else amax)
-        data = q.quantize_per_tensor(x, scale[..., None, None], self.fp8_dtype)
-        return data, torch.div(torch.ones_like(scale), scale)
+        return quantize_by_scale(x, scale, self.fp8_dtype)
 
     def quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
         if self.fp8_dtype is not torch.float8_e4m3fn or not cpu_fields.ready(x):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from te_models.kernels.machine import cache_folder
 
 from ..extras import MissingExtraError, require
 
@@ -47,11 +48,6 @@ _LAYER_NAMES = {
 _CONTROL_TOKEN = 3  # gguf's token type of <|im_start|> and its kind
 
 
-def cache_dir() -> Path:
-    """The folder for derived model files: TE_MODELS_CACHE, or ~/.cache/te_models."""
-    return Path(os.environ.get("TE_MODELS_CACHE") or Path.home() / ".cache" / "te_models").expanduser()
-
-
 def smollm_folder(progress: Callable[[str], None] = lambda message: None) -> Path:
     """Return the Hugging Face folder of SmolLM2-135M-Instruct, made on the first call.
 
@@ -61,7 +57,7 @@ def smollm_folder(progress: Callable[[str], None] = lambda message: None) -> Pat
     Raises:
         MissingExtraError: The package with the weights, or `gguf`, or transformers is not installed.
     """
-    folder = cache_dir() / FOLDER
+    folder = cache_folder() / FOLDER
     if folder.is_dir():
         return folder
     gguf_file = _packaged_gguf()

@@ -1,4 +1,4 @@
-"""The C++ library of each weight format and dtype of the rows, in the cache that the operands of a graph use."""
+"""The C++ library of each weight format and dtype of the rows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import cpp_library
 from ...quantize.cpu_graph import library as shared
 from ..operand import ScaledOperand
 from .source import SOURCE
@@ -33,7 +34,7 @@ def _function(format: torch.dtype, dtype: torch.dtype, narrow: bool = False, nam
         defined["OF_BYTES"] = ""
     if narrow:
         defined["NARROW"] = ""
-    return shared.compiled(SOURCE, defined, name, _ARGUMENTS[name])
+    return cpp_library.function(SOURCE, defined, name, _ARGUMENTS[name])
 
 
 def available() -> bool:

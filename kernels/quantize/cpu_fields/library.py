@@ -1,7 +1,6 @@
-"""The C++ library of each dtype of values, in the cache that the operands of a graph use, for conversions of folders.
+"""The C++ library of each dtype of values, for eager layers and conversions of folders.
 
-Eagerly a quantization is a dozen passes over memory, and its largest error as many again; here both are one. A process
-that quantizes little never compiles: loading a compiler's cache takes seconds.
+Eagerly a quantization is a dozen passes over memory, and its largest error as many again; here both are one.
 """
 
 from __future__ import annotations
@@ -13,9 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
+from ... import cpp_library
 from ..cpu_graph import library as shared
 from ..cpu_graph import source as rounding
+from ..eager import eager_on_cpu
 from .source import FIELDS
 
 _P, _N, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -34,8 +36,8 @@ def worthwhile(elements: int, dtype: torch.dtype) -> bool:
 
 
 def ready(x: Tensor) -> bool:
-    """Whether the library quantizes x: `worthwhile`, and a contiguous matrix on CPU."""
-    if x.device.type != "cpu" or x.dim() != 2 or not x.is_contiguous() or x.requires_grad:
+    """Whether the library quantizes x: `worthwhile`, and a contiguous matrix that is computed with eagerly on CPU."""
+    if x.dim() != 2 or not eager_on_cpu(x) or not x.is_contiguous() or peek_interpreter_stack() is not None:
         return False
     return worthwhile(x.numel(), x.dtype)
 
@@ -55,56 +57,68 @@ def _function(name: str, dtype: torch.dtype) -> Any:
 @functools.cache
 def _loaded(name: str, dtype: torch.dtype) -> Any:
     code = rounding.NUMBERS + rounding.FP8_SCALE + rounding.NVFP4_SCALE + FIELDS
-    function = shared.compiled(
+    function = cpp_library.function(
         code, {"INPUT": shared.NAMES[dtype], "RESULT": shared.NAMES[dtype]}, name, _ARGUMENTS[name]
     )
     function.restype = ctypes.c_int
     return function
 
 
-def _error(bits: ctypes.c_uint32) -> float:
-    return ctypes.c_float.from_buffer(bits).value
+Measured = tuple[Tensor, Tensor, float]
+
+
+class _Error:
+    """Where a function writes the largest error, if that is wanted."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._bits = ctypes.c_uint32() if wanted else None
+
+    def pointer(self) -> Any:
+        return None if self._bits is None else ctypes.byref(self._bits)
+
+    def value(self) -> float:
+        return 0.0 if self._bits is None else ctypes.c_float.from_buffer(self._bits).value
 
 
 def quantize_blocks(
-    x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: float
-) -> tuple[Tensor, Tensor, float] | None:
-    """Return `fp8.reference.quantize_blockwise` of x [R, C] to E4M3, and the largest |decoded - x|; None for a NaN."""
+    x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: float, *, measured: bool = True
+) -> Measured | None:
+    """Return `fp8.reference.quantize_blockwise` of x [R, C] to E4M3, and the largest |decoded - x|, 0 unless
+    `measured`; None for a NaN."""
     rows, columns = x.shape
     data = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
     grid = -(-rows // block[0]), -(-columns // block[1])
     scales = torch.empty(grid, dtype=torch.uint8 if scale_kind == "e8m0" else torch.float32)
     pointers = (scales.data_ptr(), None) if scale_kind == "e8m0" else (None, scales.data_ptr())
-    error = ctypes.c_uint32()
-    kind, overflow = _KINDS.index(scale_kind), torch.finfo(x.dtype).max
+    kind, overflow, error = _KINDS.index(scale_kind), torch.finfo(x.dtype).max, _Error(measured)
     sizes = (rows, columns, *block, kind, epsilon, overflow)
     run = _function("te_quantize_blocks", x.dtype)
-    if run(x.data_ptr(), data.data_ptr(), *pointers, *sizes, ctypes.byref(error)):
+    if run(x.data_ptr(), data.data_ptr(), *pointers, *sizes, error.pointer()):
         return None
-    return data, scales, _error(error)
+    return data, scales, error.value()
 
 
-def quantize_scaled(x: Tensor, scale: float, inverse: float) -> tuple[Tensor, float] | None:
-    """Return `fp8.reference.quantize_per_tensor` of x [R, C] to E4M3, and the largest |data * inverse - x|; None for a
-    NaN."""
-    data, error = torch.empty(x.shape, dtype=torch.float8_e4m3fn), ctypes.c_uint32()
+def quantize_scaled(x: Tensor, scale: float, inverse: float, *, measured: bool = True) -> tuple[Tensor, float] | None:
+    """Return `fp8.reference.quantize_per_tensor` of x [R, C] to E4M3, and the largest |data * inverse - x|, 0 unless
+    `measured`; None for a NaN."""
+    data, error = torch.empty(x.shape, dtype=torch.float8_e4m3fn), _Error(measured)
     run = _function("te_quantize_scaled", x.dtype)
-    if run(x.data_ptr(), data.data_ptr(), x.numel(), scale, inverse, ctypes.byref(error)):
+    if run(x.data_ptr(), data.data_ptr(), x.numel(), scale, inverse, error.pointer()):
         return None
-    return data, _error(error)
+    return data, error.value()
 
 
-def quantize_nvfp4(x: Tensor, block_rows: int, amax: float) -> tuple[Tensor, Tensor, float] | None:
+def quantize_nvfp4(x: Tensor, block_rows: int, amax: float, *, measured: bool = True) -> Measured | None:
     """Return packed and scales of `nvfp4.reference.quantize_nvfp4` of x [R, C], C a multiple of 16, and the largest
-    |decoded - x|; None for a NaN."""
+    |decoded - x|, 0 unless `measured`; None for a NaN."""
     rows, columns = x.shape
     packed = torch.empty((rows, columns // 2), dtype=torch.uint8)
-    scales, error = torch.empty((rows, columns // 16), dtype=torch.float8_e4m3fn), ctypes.c_uint32()
+    scales, error = torch.empty((rows, columns // 16), dtype=torch.float8_e4m3fn), _Error(measured)
     run = _function("te_quantize_nvfp4", x.dtype)
     sizes = rows, columns, block_rows, amax
-    if run(x.data_ptr(), packed.data_ptr(), scales.data_ptr(), *sizes, ctypes.byref(error)):
+    if run(x.data_ptr(), packed.data_ptr(), scales.data_ptr(), *sizes, error.pointer()):
         return None
-    return packed, scales, _error(error)
+    return packed, scales, error.value()
 
 
 def decode_e4m3(data: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:

@@ -2,8 +2,8 @@
 
 A function runs on the thread that calls it; a caller with several bands calls from several threads. Codes are int32
 first, as wide as what they come from: a loop that writes bytes has vectors of 32 elements, and blocks may have 16.
-`error` gets the bits of the largest |decoded - x|, decoded in float32. A function returns 1 where x holds a NaN: what
-it wrote is then of no meaning, for the definitions say which codes a NaN has.
+`error`, unless it is null, gets the bits of the largest |decoded - x|, decoded in float32. A function returns 1 where x
+holds a NaN: what it wrote is then of no meaning, for the definitions say which codes a NaN has.
 """
 
 E4M3 = r"""namespace te_models {
@@ -45,12 +45,10 @@ inline float e2m1_value(int32_t code) {
   return code < 4 ? f * 0.5f : (code < 6 ? f - 2.0f : 2.0f * f - 8.0f);
 }
 
-}  // namespace te_models
-using namespace te_models;
-
 // [R, C] in blocks of br x bc -> E4M3 bytes, and a scale of each block: a byte where kind is kE8m0, else float32
-extern "C" int te_quantize_blocks(const X* x, uint8_t* data, uint8_t* scale_bytes, float* scales, int64_t R, int64_t C,
-                                  int64_t br, int64_t bc, int kind, float epsilon, float overflow, uint32_t* error) {
+template <bool measured>
+int quantize_blocks(const X* x, uint8_t* data, uint8_t* scale_bytes, float* scales, int64_t R, int64_t C, int64_t br,
+                    int64_t bc, int kind, float epsilon, float overflow, uint32_t* error) {
   const int64_t down = (R + br - 1) / br, across = (C + bc - 1) / bc;
   std::vector<uint32_t> largest(across);
   std::vector<float> before(across), after(across);
@@ -81,7 +79,7 @@ extern "C" int te_quantize_blocks(const X* x, uint8_t* data, uint8_t* scale_byte
         for (int64_t c = 0; c < C; ++c) {
           const float v = X::read(row[c]), rounded = rounded_fp8<false>(v * s[c]);
           codes[c] = e4m3_byte(rounded);
-          worst = std::max(worst, distance(rounded * t[c], v));
+          if (measured) worst = std::max(worst, distance(rounded * t[c], v));
         }
       }
       for (int64_t b = 0; bc > 1 && b < across; ++b) {
@@ -91,20 +89,20 @@ extern "C" int te_quantize_blocks(const X* x, uint8_t* data, uint8_t* scale_byte
         for (int64_t c = b * bc; c < stop; ++c) {
           const float v = X::read(row[c]), rounded = rounded_fp8<false>(v * scale);
           codes[c] = e4m3_byte(rounded);
-          worst = std::max(worst, distance(rounded * inverse, v));
+          if (measured) worst = std::max(worst, distance(rounded * inverse, v));
         }
       }
 #pragma omp simd
       for (int64_t c = 0; c < C; ++c) to[c] = uint8_t(codes[c]);
     }
   }
-  *error = worst;
+  if (measured) *error = worst;
   return any > kInfinity;
 }
 
 // one scale for all
-extern "C" int te_quantize_scaled(const X* x, uint8_t* data, int64_t size, float scale, float inverse,
-                                  uint32_t* error) {
+template <bool measured>
+int quantize_scaled(const X* x, uint8_t* data, int64_t size, float scale, float inverse, uint32_t* error) {
   constexpr int64_t part = 1024;
   int32_t codes[part];
   uint32_t worst = 0, any = 0;
@@ -116,19 +114,20 @@ extern "C" int te_quantize_scaled(const X* x, uint8_t* data, int64_t size, float
     for (int64_t i = 0; i < count; ++i) {
       const float v = X::read(from[i]), rounded = rounded_fp8<false>(v * scale);
       codes[i] = e4m3_byte(rounded);
-      worst = std::max(worst, distance(rounded * inverse, v));
+      if (measured) worst = std::max(worst, distance(rounded * inverse, v));
       any = std::max(any, X::magnitude(from[i]));
     }
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) to[i] = uint8_t(codes[i]);
   }
-  *error = worst;
+  if (measured) *error = worst;
   return any > kInfinity;
 }
 
 // [R, C], C a multiple of 16, in blocks of br x 16 -> packed codes [R, C / 2], E4M3 scales [R, C / 16]
-extern "C" int te_quantize_nvfp4(const X* x, uint8_t* packed, uint8_t* scales, int64_t R, int64_t C, int64_t br,
-                                 float amax, uint32_t* error) {
+template <bool measured>
+int quantize_nvfp4(const X* x, uint8_t* packed, uint8_t* scales, int64_t R, int64_t C, int64_t br, float amax,
+                   uint32_t* error) {
   const int64_t across = C / 16;
   const float decode = 1.0f / global_encode(amax);
   std::vector<uint32_t> largest(across);
@@ -168,6 +167,7 @@ extern "C" int te_quantize_nvfp4(const X* x, uint8_t* packed, uint8_t* scales, i
           const int32_t code = e2m1_code(magnitude > 6.0f ? 6.0f : magnitude);
           const uint32_t sign = bits_of(v) & 0x80000000;
           codes[c] = code | int32_t(sign >> 28);
+          if (!measured) continue;
           const float decoded = e2m1_value(code) * scale * decode;
           worst = std::max(worst, distance(float_of(bits_of(decoded) | sign), v));
         }
@@ -179,8 +179,27 @@ extern "C" int te_quantize_nvfp4(const X* x, uint8_t* packed, uint8_t* scales, i
       for (int64_t i = 0; i < C / 2; ++i) to[i] = uint8_t(pair[i] | pair[i] >> 4);
     }
   }
-  *error = worst;
+  if (measured) *error = worst;
   return any > kInfinity;
+}
+
+}  // namespace te_models
+using namespace te_models;
+
+extern "C" int te_quantize_blocks(const X* x, uint8_t* data, uint8_t* scale_bytes, float* scales, int64_t R, int64_t C,
+                                  int64_t br, int64_t bc, int kind, float epsilon, float overflow, uint32_t* error) {
+  auto run = error ? quantize_blocks<true> : quantize_blocks<false>;
+  return run(x, data, scale_bytes, scales, R, C, br, bc, kind, epsilon, overflow, error);
+}
+
+extern "C" int te_quantize_scaled(const X* x, uint8_t* data, int64_t size, float scale, float inverse,
+                                  uint32_t* error) {
+  return (error ? quantize_scaled<true> : quantize_scaled<false>)(x, data, size, scale, inverse, error);
+}
+
+extern "C" int te_quantize_nvfp4(const X* x, uint8_t* packed, uint8_t* scales, int64_t R, int64_t C, int64_t br,
+                                 float amax, uint32_t* error) {
+  return (error ? quantize_nvfp4<true> : quantize_nvfp4<false>)(x, packed, scales, R, C, br, amax, error);
 }
 
 // E4M3 [R, C] times float32 scales [R, ceil(C / width)]

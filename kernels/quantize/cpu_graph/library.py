@@ -1,32 +1,28 @@
-"""The C++ library of each format and pair of dtypes: compiled where it is first called, and kept by Inductor's cache.
+"""The C++ library of each format and pair of dtypes, compiled where it is first called: see `kernels/cpp_library`.
 
-A CPU graph of Inductor's has a C++ compiler anyway. The compiled library lies with Inductor's own on disk, so that a
-later process loads it.
+A CPU graph of Inductor's has a C++ compiler anyway.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import inspect
 import math
-import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ... import cpp_library
 from .. import hadamard
 from . import source
 
 NAMES = {torch.bfloat16: "BFloat16", torch.float32: "Float32"}
 DTYPES = tuple(NAMES)
 """The dtypes that are read and written."""
-# Inductor turns off what it does not need: it writes vectors itself, and these flags change no bits
-_FLAGS = ("-ftree-loop-vectorize", "-fno-trapping-math", "-fno-math-errno") if sys.platform == "linux" else ()
 _KINDS = ("float32", "pow2", "e8m0")
 _SIGNS = (ctypes.c_float * hadamard.SIZE)(*(sign * 0.25 for sign in hadamard.SIGNS))
 
@@ -52,27 +48,24 @@ fallbacks: Counter[str] = Counter()
 @functools.cache
 def _function(name: str, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return a function of the library for these dtypes."""
+    return cpp_library.function(*_code(name, dtype, out_dtype), name, _ARGUMENTS[name])
+
+
+def _code(name: str, dtype: torch.dtype, out_dtype: torch.dtype) -> tuple[str, dict[str, str]]:
+    """Return the source of the library that has a function, and its macros."""
     part = source.NVFP4 if name in _OF_NVFP4 else source.FP8
-    defined = {"INPUT": NAMES[dtype], "RESULT": NAMES[out_dtype]}
-    return compiled(source.COMMON + part, defined, name, _ARGUMENTS[name])
+    return source.COMMON + part, {"INPUT": NAMES[dtype], "RESULT": NAMES[out_dtype]}
 
 
-def compiled(code: str, defined: Mapping[str, str], name: str, arguments: Sequence[Any]) -> Any:
-    """Return a function of C++ code under these macros, compiled where Inductor's cache does not have it.
-
-    arguments: the ctypes of its own. Raises InvalidCxxCompiler without a compiler.
-    """
-    from torch._inductor.codecache import CppCodeCache
-
-    macros = "".join([f"#define {macro} {value}\n" for macro, value in defined.items()])
-    function = getattr(CppCodeCache.load(macros + code, extra_flags=_FLAGS), name)
-    function.argtypes, function.restype = arguments, None
-    return function
+@functools.cache
+def _machine_has_one() -> bool:
+    """Whether a process of this machine has compiled a library before."""
+    return cpp_library.is_cached(*_code("te_round_fp8", torch.bfloat16, torch.bfloat16))
 
 
-LEAST = 1 << 27
-"""Elements that a process quantizes or decodes by the definitions before a library is worth its compilation: about as
-long as that takes."""
+LEAST = 1 << 26
+"""Elements that a process quantizes or decodes by the definitions before a library is worth its compilation, where this
+machine has none yet: about as long as that takes."""
 
 
 _elements, _counting = [0], threading.Lock()
@@ -80,13 +73,16 @@ _elements, _counting = [0], threading.Lock()
 
 
 def worthwhile(elements: int, dtype: torch.dtype, trial: Callable[[], object] | None = None) -> bool:
-    """Whether a library computes as many values of a dtype as these outside of a graph, in a process that has had
-    enough of them and a compiler. trial: see `available`."""
+    """Whether a library computes as many values of a dtype as these outside of a graph: where this machine has one, or
+    in a process that has had enough of them and a compiler. trial: see `available`."""
     if dtype not in DTYPES or not elements:
         return False
-    with _counting:
-        _elements[0] += elements
-    return _elements[0] > LEAST and available(trial)
+    if not _machine_has_one():
+        with _counting:
+            _elements[0] += elements
+        if _elements[0] <= LEAST:
+            return False
+    return available(trial)
 
 
 def available(trial: Callable[[], object] | None = None) -> bool:
@@ -99,21 +95,11 @@ def available(trial: Callable[[], object] | None = None) -> bool:
 
 @functools.cache
 def _missing(trial: Callable[[], object] | None = None) -> str:
-    """Return what is missing of Inductor, whose cache is no public interface of torch, or of the machine, or ""."""
-    try:
-        from torch._inductor.codecache import CppCodeCache
-        from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
-    except ImportError as error:
-        return f"this torch has no {error.name or 'cache of C++ libraries'}"
-    parameters = inspect.signature(CppCodeCache.load).parameters.values()
-    if not any(p.name == "extra_flags" or p.kind is p.VAR_KEYWORD for p in parameters):
-        return "this torch compiles C++ libraries without flags of the caller's"
+    """Return what is missing of the machine, or ""."""
     try:
         trial() if trial is not None else _function("te_round_fp8")
-    except InvalidCxxCompiler:
-        return "there is no C++ compiler"
-    except CppCompileError:
-        return "the C++ compiler cannot compile a library"
+    except cpp_library.CompilationError as error:
+        return str(error)
     return ""
 
 

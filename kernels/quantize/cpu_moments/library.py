@@ -1,4 +1,4 @@
-"""The compiled library of moments in few bits, in the cache that the operands of a graph use."""
+"""The compiled library of moments in few bits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import cpp_library
 from ..cpu_fields.source import E4M3
 from ..cpu_graph import library as shared
 from ..cpu_graph import source as rounding
@@ -28,7 +29,7 @@ _ARGUMENTS = {
 @functools.cache
 def _function(name: str) -> Any:
     code = rounding.NUMBERS + rounding.FP8_SCALE + E4M3 + MOMENTS
-    function = shared.compiled(code, dict.fromkeys(("INPUT", "RESULT"), "Float32"), name, _ARGUMENTS[name])
+    function = cpp_library.function(code, dict.fromkeys(("INPUT", "RESULT"), "Float32"), name, _ARGUMENTS[name])
     function.restype = ctypes.c_int
     return function
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..eager import eager_on_cpu
 from .reference import quantize_blockwise, quantize_per_tensor
 
 
@@ -30,7 +31,13 @@ def pad_rows(x: Tensor, m_splits: Tensor, align: int) -> Tensor:
     splits = m_splits.to(torch.int64)
     sizes = (splits + align - 1) // align * align
     ends, padded_ends = splits.cumsum(0), sizes.cumsum(0)
-    slot = torch.arange(padded_length(x.shape[0], splits.shape[0], align), device=x.device)
+    length = padded_length(x.shape[0], splits.shape[0], align)
+    if eager_on_cpu(x) and eager_on_cpu(splits):  # where the splits may be read: half the operations
+        shift = padded_ends - sizes - (ends - splits)
+        slots = shift.repeat_interleave(splits)
+        slots += torch.arange(slots.shape[0])
+        return x.new_zeros((length, x.shape[1])).index_copy_(0, slots, x[: slots.shape[0]])
+    slot = torch.arange(length, device=x.device)
     group = _group_of(padded_ends, slot.shape[0]).clamp(max=splits.shape[0] - 1)
     source = slot - (padded_ends - sizes)[group] + (ends - splits)[group]
     used = source < ends[group]

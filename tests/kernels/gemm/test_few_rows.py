@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import EagerAndRecordGraphs
 
+from te_models.kernels.cpp_library import CompilationError
 from te_models.kernels.gemm import ScaledOperand, explain_gemm, few_rows, gemm_counts, reset_gemm_counts
 from te_models.kernels.gemm.few_rows import library
 from te_models.kernels.gemm.few_rows.op import FEW, dequantize
@@ -232,10 +233,8 @@ def asked_anew() -> Iterator[None]:
 
 
 def test_without_a_compiler_the_weight_is_dequantized(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
-    from torch._inductor.exc import InvalidCxxCompiler
-
     def load(*arguments: object) -> None:
-        raise InvalidCxxCompiler("none")
+        raise CompilationError("there is no C++ compiler")
 
     monkeypatch.setattr(library, "_function", load)
     reset_gemm_counts()

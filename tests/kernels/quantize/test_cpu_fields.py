@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from te_models.kernels.quantize import cpu_fields
 from te_models.kernels.quantize.cpu_graph import library
 from te_models.kernels.quantize.fp8.blocks import per_element
+from te_models.layers import GroupedLinear, Linear, NVFP4BlockScaling, Recipe, autocast, recipe
 from te_models.layers.quantizer import (
+    Fields,
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     MXFP8Quantizer,
@@ -36,12 +39,14 @@ DTYPES = [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
 """Each compiles a library."""
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def at_work() -> Iterator[None]:
     """The library computes from the first element on."""
     before, library.LEAST = library.LEAST, 0
-    yield
-    library.LEAST = before
+    try:
+        yield
+    finally:
+        library.LEAST = before
 
 
 def _inputs(dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -55,31 +60,89 @@ def _bytes(field: torch.Tensor) -> torch.Tensor:
     return field.flatten().clone().view(torch.uint8)
 
 
-@pytest.mark.usefixtures("at_work")
+def _assert_same_fields(found: Fields, wanted: Fields, what: object) -> None:
+    assert found.keys() == wanted.keys(), what
+    for name, field in wanted.items():
+        mine = found[name]
+        assert (mine.shape, mine.dtype, mine.stride()) == (field.shape, field.dtype, field.stride())
+        if field.dtype is torch.float32:  # a NaN may have another payload
+            assert torch.equal(mine.isnan(), field.isnan()), (what, name)
+            mine, field = mine.nan_to_num(0.0), field.nan_to_num(0.0)
+        assert torch.equal(_bytes(mine), _bytes(field)), (what, name)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fields_and_error(dtype: torch.dtype) -> None:
     for quantizer in QUANTIZERS:
         (usage,) = quantizer.stored_usages()
         for x in _inputs(dtype):
-            found = quantizer.quantize_in_one_pass(x, usage, None)
-            assert found is not None
-            fields, error = dict(zip(quantizer.field_names(), found[0], strict=True)), found[1]
             wanted = quantizer.quantize_fields(x)
-            for name, field in wanted.items():
-                assert (field.shape, field.dtype) == (fields[name].shape, fields[name].dtype)
-                assert torch.equal(_bytes(fields[name]), _bytes(field)), (quantizer, name)
-            assert error == float((quantizer.dequantize_fields(wanted, torch.float32, x.shape) - x).abs().max())
+            with at_work():
+                found = quantizer.quantize_in_one_pass(x, usage, None)
+            assert found is not None
+            _assert_same_fields(dict(zip(quantizer.field_names(), found[0], strict=True)), wanted, quantizer)
+            assert found[1] == float((quantizer.dequantize_fields(wanted, torch.float32, x.shape) - x).abs().max())
 
 
-@pytest.mark.usefixtures("at_work")
+EAGER: list[Quantizer] = [
+    *QUANTIZERS,
+    MXFP8Quantizer(),
+    MXFP8Quantizer(two_dimensional=True),
+    MXFP8Quantizer(fp8_dtype=torch.float8_e5m2),
+    Float8BlockQuantizer(block_scaling_dim=1),
+    Float8CurrentScalingQuantizer(force_pow_2_scales=True, amax_epsilon=1e-3),
+    NVFP4Quantizer(with_rht=True),
+    NVFP4Quantizer(with_rht=True, with_random_sign_mask=False),
+    NVFP4Quantizer(row_scaled_nvfp4=True, **ROWWISE),
+    NVFP4Quantizer(nvfp4_use_4over6=True),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_eager_quantizers_write_the_same_fields(dtype: torch.dtype) -> None:
+    nan = ordinary((32, 64), dtype)
+    nan[3, 5] = float("nan")
+    splits = torch.tensor([0, 33, 1, 20])
+    for quantizer in EAGER:
+        for x in (*_inputs(dtype), nan):
+            wanted = quantizer.quantize_fields(x)
+            with at_work():
+                _assert_same_fields(quantizer.quantize_fields(x), wanted, quantizer)
+            if x.shape[0] == 64 and not quantizer.symmetric:
+                wanted = quantizer.quantize_rows(x, splits)
+                with at_work():
+                    _assert_same_fields(quantizer.quantize_rows(x, splits), wanted, quantizer)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["dense", "grouped"])
+def test_an_eager_layer_has_the_same_bits(grouped: bool) -> None:
+    torch.manual_seed(0)
+    layer = (GroupedLinear(3, 64, 96, bias=False) if grouped else Linear(64, 96)).bfloat16()
+    x, dy = torch.randn(48, 64).bfloat16(), torch.randn(48, 96).bfloat16()
+    splits = (torch.tensor([0, 20, 28]),) if grouped else ()
+
+    def step(wanted: Recipe) -> list[torch.Tensor]:
+        inputs = x.clone().requires_grad_()
+        with autocast(recipe=wanted):
+            y = layer(inputs, *splits)
+        return [y, *torch.autograd.grad(y, [inputs, *layer.parameters()], dy)]
+
+    nvfp4 = NVFP4BlockScaling(disable_stochastic_rounding=True)  # each step draws other bits
+    for its in (recipe("current"), recipe("block"), recipe("mxfp8"), nvfp4):
+        wanted = step(its)
+        with at_work():
+            found = step(its)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), its
+
+
 def test_a_nan_is_left_to_the_definitions() -> None:
     x = torch.randn(32, 64).bfloat16()
     x[3, 5] = float("nan")
-    for quantizer in QUANTIZERS:
-        assert quantizer.quantize_in_one_pass(x, quantizer.stored_usages()[0], None) is None
+    with at_work():
+        for quantizer in QUANTIZERS:
+            assert quantizer.quantize_in_one_pass(x, quantizer.stored_usages()[0], None) is None
 
 
-@pytest.mark.usefixtures("at_work")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_decoding(dtype: torch.dtype) -> None:
     data = torch.arange(256, dtype=torch.uint8).repeat(3, 1)[:, :200].contiguous().view(E4M3)
@@ -96,3 +159,11 @@ def test_little_work_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_elements", [0])
     monkeypatch.setattr(library, "available", lambda trial: pytest.fail("asked for a compiler"))
     assert not cpu_fields.ready(torch.randn(8, 32))
+
+
+def test_what_the_machine_has_is_used_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "LEAST", LEAST)
+    monkeypatch.setattr(library, "_elements", [0])
+    monkeypatch.setattr(library, "_machine_has_one", lambda: True)
+    assert cpu_fields.ready(torch.randn(8, 32))
+    assert not cpu_fields.ready(torch.randn(8, 32).mT), "not as it lies"
