@@ -31,8 +31,9 @@ def rms_norm(
     x: [..., H]; weight: [H] or None; gamma is `weight`, or `1 + weight` when zero_centered. Output: [..., H], in x's
     dtype (promoted with weight's for "weight_last").
     """
-    mean_square = x.float().square().mean(-1, keepdim=True)
-    return rms_norm_by(mean_square, x, weight, eps, zero_centered=zero_centered, cast_order=cast_order)
+    exact = x.float()  # once: the gradient of x is rounded once, too
+    x_hat = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
+    return _scale_and_round(x_hat, weight, zero_centered, cast_order, x.dtype)
 
 
 def rms_norm_by(

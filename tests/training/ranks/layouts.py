@@ -181,7 +181,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "precision.recipe": "mxfp8",
         "precision.quantized_weights": True,
         "lora.rank": 4,
-        "optimizer.lr": "1e-2",
+        # at 1e-2, GEMMs in another dtype alone change gradient norms by 16 % in three steps; at this by 0.2 %
+        "optimizer.lr": "1e-3",
     },
 }
 """What else a case's `precision` can be: another optimizer, in float32, with averages, frozen parameters and a z-loss;
