@@ -31,7 +31,8 @@ def rms_norm(
     x: [..., H]; weight: [H] or None; gamma is `weight`, or `1 + weight` when zero_centered. Output: [..., H], in x's
     dtype (promoted with weight's for "weight_last").
     """
-    exact = x.float()  # once: the gradient of x is rounded once, too
+    # one use of x, whose gradient is then rounded once, and summed before what else x is used for adds to it
+    exact = x.view_as(x) if x.dtype is torch.float32 else x.float()
     x_hat = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
     return _scale_and_round(x_hat, weight, zero_centered, cast_order, x.dtype)
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import Operand
@@ -138,6 +139,10 @@ def quantize_and_save_rows(
         left = rows_operands(quantizer, x, offsets, ("rowwise",), dtype, align)["rowwise"]
         if not needs_wgrad:
             return left, NOTHING_SAVED, ()
+        if not override and not save_original_input:
+            fields = _fields_in_graph(quantizer, x, offsets, align)
+            if fields is not None:
+                return left, SavedInput("fields", tuple(fields), tuple(x.shape)), tuple(fields.values())
         return left, SavedInput("plain" if override == "high_precision" else "original"), (x,)
     usages: tuple[Usage, ...] = ("rowwise",) if override else ("rowwise", "columnwise")
     if usage == "columnwise" and not quantizer.symmetric and cpu_fields.ready(x):
@@ -151,6 +156,17 @@ def quantize_and_save_rows(
     fields = fields_of_usage(by_usage[usage], "rowwise" if quantizer.member(usage).symmetric else usage)
     form = "dequantized" if override else "fields"
     return left, SavedInput(form, tuple(fields), tuple(x.shape)), tuple(fields.values())
+
+
+def _fields_in_graph(quantizer: AnyQuantizer, x: Tensor, offsets: GroupOffsets, align: int) -> Fields | None:
+    """Return the columnwise fields of rows in a graph that a CPU runs; None where there are none, or where they might
+    take as much memory as x, for being padded."""
+    value = value_of(quantizer)
+    if value.symmetric or not (value.BLOCK_SCALES_ONLY and value.quantizes_rows("columnwise", align)):
+        return None
+    if not (in_cpu_graph(x.device) and statically_known_true(offsets.num_groups * align <= x.shape[0])):
+        return None
+    return value.fields_in_graph(offsets.padded(align).pad(x), "columnwise")
 
 
 def saved_rows_operand(

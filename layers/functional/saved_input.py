@@ -70,8 +70,8 @@ def quantize_and_save(
 
     dtype: of the GEMMs and of x. x may come quantized, by this quantizer's value: then its fields are what is saved.
 
-    Eagerly the quantized copy is saved, a quarter or half of x's memory. In a CPU graph the compiler decides what
-    crosses to the backward pass, and each operand is made from x: rounding and dequantizing in one pass over it.
+    The quantized copy is saved, a quarter or half of x's memory. In a CPU graph, formats without operations for that
+    (`operand_and_fields_in_graph`) save x, and the backward pass rounds it again.
     """
     left: GemmOperand
     usage: Usage = "columnwise" if override is None else "rowwise"
@@ -82,8 +82,13 @@ def quantize_and_save(
         return quantized_operand(quantizer, x, "rowwise", dtype), NOTHING_SAVED, ()
     elif override == "high_precision":
         return quantized_operand(quantizer, x, "rowwise", dtype), SavedInput("plain"), (x,)
-    elif override is None and (save_original_input or (compiling() and in_cpu_graph(x.device))):
-        return quantized_operand(quantizer, x, "rowwise", dtype), SavedInput("original"), (x,)
+    elif override is None and (save_original_input or in_cpu_graph(x.device)):
+        usage = "rowwise" if quantizer.symmetric else usage
+        made = None if save_original_input else quantizer.operand_and_fields_in_graph(x, dtype, usage)
+        if made is None:
+            return quantized_operand(quantizer, x, "rowwise", dtype), SavedInput("original"), (x,)
+        left, fields = made
+        return left, SavedInput("fields", tuple(fields), tuple(x.shape)), tuple(fields.values())
     else:
         symmetric = quantizer.symmetric
         if quantized_gemms(x.device):

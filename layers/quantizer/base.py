@@ -275,6 +275,13 @@ class Quantizer(ValueObject):
         fields = self.quantize_fields(x, key)
         return self.operand_of_fields(fields, "rowwise", dtype, x.shape), fields
 
+    def operand_and_fields_in_graph(self, x: Tensor, dtype: torch.dtype, usage: Usage) -> tuple[Operand, Fields] | None:
+        """Return `operand_and_fields` of x [R, C] in a graph that a CPU runs, with the fields of `usage` alone, where
+        there are operations for it; None where the graph stores x itself."""
+
+    def fields_in_graph(self, x: Tensor, usage: Usage) -> Fields | None:
+        """Return the fields of `usage` of x [R, C], whose blocks have scales of their own, as above."""
+
     def dequantize_fields(self, fields: Fields, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
         """Return the values the fields stand for: [..., rows, columns]."""
         usage = self.stored_usages()[0]

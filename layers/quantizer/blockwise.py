@@ -100,6 +100,24 @@ class _BlockwiseQuantizer(FP8Quantizer):
         )
         return Operand(values, None), self._fields(parts, self._usages)
 
+    def operand_and_fields_in_graph(self, x: Tensor, dtype: torch.dtype, usage: Usage) -> tuple[Operand, Fields] | None:
+        fields = self.fields_in_graph(x, usage)
+        return None if fields is None else (self.operand(x, "rowwise", dtype), fields)
+
+    def fields_in_graph(self, x: Tensor, usage: Usage) -> Fields | None:
+        if self.fp8_dtype is not torch.float8_e4m3fn or not cpu_fields.stores(x):
+            return None
+        epsilon = self._epsilon or 0.0  # as in `operand`
+        parts = self._stored(cpu_fields.store_blocks(x, self._block_of(usage), self.scale_kind, epsilon), usage)
+        return {f"{usage}_{part}": field for part, field in zip(self.PARTS, parts, strict=True)}
+
+    def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
+        data, scale_inv = self._stored(parts, usage)
+        dtype = self.gemm_dtype(dtype)
+        if not cpu_fields.reads(data, dtype):
+            return super()._operand(parts, usage, dtype, shape)
+        return Operand(cpu_fields.read_blocks(data, scale_inv, self._block_of(usage), dtype), None)
+
     def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # a float32 scale times an FP8 value is not exact in bfloat16
         exact = dtype == torch.bfloat16 and self.scale_kind != "float32"

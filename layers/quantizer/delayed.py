@@ -31,6 +31,7 @@ from torch import Tensor
 
 from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
+from te_models.kernels.quantize import cpu_fields
 
 from ..te_arguments import torch_dtype
 from . import Fields, Float8CurrentScalingQuantizer, Quantizer, Usage
@@ -116,6 +117,16 @@ class Float8Quantizer:
     ) -> tuple[Operand, Fields]:
         """Quantize x into the stored fields, recording its amax, and return (the operand that they are, they)."""
         fields = self.quantize_fields(x)
+        return self.value.operand_of_fields(fields, "rowwise", dtype, x.shape), fields
+
+    def operand_and_fields_in_graph(self, x: Tensor, dtype: torch.dtype, usage: Usage) -> tuple[Operand, Fields] | None:
+        """See `Quantizer.operand_and_fields_in_graph`; records the amax of x."""
+        if self.fp8_dtype is not torch.float8_e4m3fn or self.scale.dim() or not cpu_fields.stores(x):
+            return None
+        if self.amax is not None:
+            self.amax.copy_(q.raised_amax(x, self.amax))
+        data, scale_inv = cpu_fields.store_scaled(x, self.scale), torch.div(torch.ones_like(self.scale), self.scale)
+        fields = {"rowwise_data": data, "rowwise_scale_inv": scale_inv}
         return self.value.operand_of_fields(fields, "rowwise", dtype, x.shape), fields
 
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:

@@ -133,6 +133,13 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
         pow2, epsilon = self.force_pow_2_scales, self.amax_epsilon or 0.0  # a literal, as in blockwise
         return Operand(*q.round_current(x, self.fp8_dtype, self.gemm_dtype(dtype), pow2=pow2, epsilon=epsilon))
 
+    def operand_and_fields_in_graph(self, x: Tensor, dtype: torch.dtype, usage: Usage) -> tuple[Operand, Fields] | None:
+        if self.fp8_dtype is not torch.float8_e4m3fn or not cpu_fields.stores(x):
+            return None
+        data, scale_inv = cpu_fields.store_current(x, self.force_pow_2_scales, self.amax_epsilon or 0.0)
+        fields = {"rowwise_data": data, "rowwise_scale_inv": scale_inv}
+        return self._operand((data, scale_inv), "rowwise", dtype, x.shape), fields
+
     def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
         data, scale_inv = parts
         # by way of float32: the compiler vectorises FP8 -> float32, but not FP8 -> bfloat16 (8 times slower on CPU)

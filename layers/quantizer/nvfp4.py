@@ -12,7 +12,6 @@ from torch import Tensor
 from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize import cpu_fields
-from te_models.kernels.quantize.eager import eager_on_cpu
 from te_models.kernels.quantize.fp8.dequantize_grouped import unpad_rows
 
 from ..te_arguments import AMAX_REDUCTION, DType, takes_at_default, takes_without_effect
@@ -212,7 +211,7 @@ class NVFP4Quantizer(Quantizer):
             return self._four_over_six(x, usage, amax)
         if usage == "columnwise" and not self.with_2d_quantization:
             x = x if self.with_random_sign_mask else self._unmasked(x)
-            if eager_on_cpu(x):
+            if x.device.type == "cpu" and not torch.compiler.is_compiling():
                 x = q.random_hadamard(x.to(torch.bfloat16), -2) if self.with_rht else x
                 return self._packed(x.mT.contiguous(), amax, key, stream)
             return q.quantize_nvfp4_transposed(x, with_rht=self.with_rht, amax=amax, key=key, stream=stream)
@@ -220,20 +219,23 @@ class NVFP4Quantizer(Quantizer):
 
     def _packed(self, x: Tensor, amax: Tensor | None, key: Tensor | None, stream: int) -> Parts:
         """Return packed values, scales and amax of x, rounded as it lies."""
-        compiled = self._in_one_pass(x, amax, measured=False)
-        if compiled is not None:
-            return compiled[0]
+        if self._takes_one_pass(x):
+            amax = q.amax(x) if amax is None else amax
+            found = cpu_fields.quantize_nvfp4(x, self.block[0], float(amax), measured=False)
+            if found is not None:
+                return *found[:2], amax
         return q.quantize_nvfp4(x, block_rows=self.block[0], amax=amax, key=key, stream=stream)
 
     def quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
-        return self._in_one_pass(x, amax, measured=True) if usage == "rowwise" else None
-
-    def _in_one_pass(self, x: Tensor, amax: Tensor | None, *, measured: bool) -> tuple[Parts, float] | None:
-        if not self._ordinary or self.stochastic_rounding or x.shape[-1] % _BLOCK or not cpu_fields.ready(x):
+        if usage == "columnwise" or not self._takes_one_pass(x):
             return None
         amax = q.amax(x) if amax is None else amax
-        found = cpu_fields.quantize_nvfp4(x, self.block[0], float(amax), measured=measured)
+        found = cpu_fields.quantize_nvfp4(x, self.block[0], float(amax))
         return None if found is None else ((*found[:2], amax), found[2])
+
+    def _takes_one_pass(self, x: Tensor) -> bool:
+        plain = self._ordinary and not self.stochastic_rounding
+        return plain and x.shape[-1] % _BLOCK == 0 and cpu_fields.ready(x)
 
     def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
         """Undo `_quantize` and the transform."""

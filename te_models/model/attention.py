@@ -73,6 +73,8 @@ class SelfAttention(nn.Module):
         if query_scale is not None:
             q = q * query_scale.to(q.dtype)
         v = self._clipped(qkv[..., self.q_size + self.k_size :])
+        if rotary is not None and (self.norm_kind in ("none", "l2") or self.norm_after_rope):
+            v = apart(v)  # nothing else keeps the projection's result: queries and keys are rotated copies
         v = torch.unflatten(v, -1, (self.num_groups, self.v_head_dim))
         first, slots = 0, None
         if cache is not None:
@@ -154,6 +156,11 @@ class SelfAttention(nn.Module):
 
     def _rotated(self, t: Tensor, rotary: Rotary | None) -> Tensor:
         return t if rotary is None else apply_rope(t, *rotary, self.rope_style)
+
+
+def apart(values: Tensor) -> Tensor:
+    """Return a part of a larger tensor as one of its own, where autograd would keep all of the larger one for it."""
+    return values.clone() if torch.is_grad_enabled() and values.requires_grad else values
 
 
 def packs(core_attention: DotProductAttention, device: torch.device) -> bool:

@@ -20,7 +20,7 @@ from te_models.layers.distributed.context_parallel import ContextShard, attentio
 from te_models.layers.distributed.sequence_parallel import gather_tokens_of_ranks
 
 from ..config import ModelConfig
-from .attention import attention_of, packs
+from .attention import apart, attention_of, packs
 from .build import Build, init_method, make_core_attention, make_input_linear, make_output_linear
 from .cache import LayerMemory
 from .rotary import Rotary
@@ -119,7 +119,7 @@ class LatentAttention(nn.Module):
             latent, shared = both.split(self.sizes[1:], -1)
         kv = self.linear_kv_up(latent[:, :, 0]).unflatten(-1, (q.shape[2], -1))
         plain, v = kv.split([mla.qk_head_dim, mla.v_head_dim], dim=-1)
-        k = torch.cat((plain, shared.expand(-1, -1, q.shape[2], -1)), dim=-1)
+        k, v = torch.cat((plain, shared.expand(-1, -1, q.shape[2], -1)), dim=-1), apart(v)
         if slots is not None:
             y = self.core_attention(q, k, v, slots, attn_mask_type="arbitrary", window_size=(-1, -1))
         elif self.context_shard is None:

@@ -1,5 +1,19 @@
-"""Quantizing large matrices into stored fields on CPU in one C++ pass, and decoding FP8: with the definitions' bits."""
+"""Quantizing matrices into stored fields on CPU in one C++ pass, and reading FP8: with the definitions' bits."""
 
 from .library import decode_e4m3, quantize_blocks, quantize_nvfp4, quantize_scaled, ready, worthwhile
+from .op import read_blocks, reads, store_blocks, store_current, store_scaled, stores
 
-__all__ = ["decode_e4m3", "quantize_blocks", "quantize_nvfp4", "quantize_scaled", "ready", "worthwhile"]
+__all__ = [
+    "decode_e4m3",
+    "quantize_blocks",
+    "quantize_nvfp4",
+    "quantize_scaled",
+    "read_blocks",
+    "reads",
+    "ready",
+    "store_blocks",
+    "store_current",
+    "store_scaled",
+    "stores",
+    "worthwhile",
+]

@@ -22,9 +22,10 @@ from .source import FIELDS
 
 _P, _N, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
-    "te_quantize_blocks": (_P, _P, _P, _P, *(_N,) * 4, _INT, _FLOAT, _FLOAT, _P),
-    "te_quantize_scaled": (_P, _P, _N, _FLOAT, _FLOAT, _P),
-    "te_quantize_nvfp4": (_P, _P, _P, *(_N,) * 3, _FLOAT, _P),
+    "te_quantize_blocks": (_P, _P, _P, _P, *(_N,) * 4, _INT, _FLOAT, _FLOAT, _P, _INT),
+    "te_quantize_scaled": (_P, _P, _N, _FLOAT, _FLOAT, _P, _INT),
+    "te_quantize_nvfp4": (_P, _P, _P, *(_N,) * 3, _FLOAT, _P, _INT),
+    "te_decode_blocks": (_P, _P, _P, _P, *(_N,) * 4, _INT),
     "te_decode_e4m3": (_P, _P, _P, *(_N,) * 3),
 }
 _KINDS = ("float32", "pow2", "e8m0")
@@ -35,11 +36,16 @@ def worthwhile(elements: int, dtype: torch.dtype) -> bool:
     return shared.worthwhile(elements, dtype, _trial)
 
 
+def available() -> bool:
+    """Whether the library can be compiled and loaded: see `cpu_graph.library.available`."""
+    return shared.available(_trial)
+
+
 def ready(x: Tensor) -> bool:
     """Whether the library quantizes x: `worthwhile`, and a contiguous matrix that is computed with eagerly on CPU."""
     if x.dim() != 2 or not eager_on_cpu(x) or not x.is_contiguous() or peek_interpreter_stack() is not None:
         return False
-    return worthwhile(x.numel(), x.dtype)
+    return shared.worthwhile(x.numel(), x.dtype, _trial)
 
 
 def _trial() -> None:
@@ -80,6 +86,11 @@ class _Error:
         return 0.0 if self._bits is None else ctypes.c_float.from_buffer(self._bits).value
 
 
+def _threads(measured: bool) -> int:
+    """Return on how many threads a function runs: conversions, which measure errors, call it from several."""
+    return 1 if measured else torch.get_num_threads()
+
+
 def quantize_blocks(
     x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: float, *, measured: bool = True
 ) -> Measured | None:
@@ -93,7 +104,7 @@ def quantize_blocks(
     kind, overflow, error = _KINDS.index(scale_kind), torch.finfo(x.dtype).max, _Error(measured)
     sizes = (rows, columns, *block, kind, epsilon, overflow)
     run = _function("te_quantize_blocks", x.dtype)
-    if run(x.data_ptr(), data.data_ptr(), *pointers, *sizes, error.pointer()):
+    if run(x.data_ptr(), data.data_ptr(), *pointers, *sizes, error.pointer(), _threads(measured)):
         return None
     return data, scales, error.value()
 
@@ -103,7 +114,7 @@ def quantize_scaled(x: Tensor, scale: float, inverse: float, *, measured: bool =
     `measured`; None for a NaN."""
     data, error = torch.empty(x.shape, dtype=torch.float8_e4m3fn), _Error(measured)
     run = _function("te_quantize_scaled", x.dtype)
-    if run(x.data_ptr(), data.data_ptr(), x.numel(), scale, inverse, error.pointer()):
+    if run(x.data_ptr(), data.data_ptr(), x.numel(), scale, inverse, error.pointer(), _threads(measured)):
         return None
     return data, error.value()
 
@@ -116,9 +127,19 @@ def quantize_nvfp4(x: Tensor, block_rows: int, amax: float, *, measured: bool = 
     scales, error = torch.empty((rows, columns // 16), dtype=torch.float8_e4m3fn), _Error(measured)
     run = _function("te_quantize_nvfp4", x.dtype)
     sizes = rows, columns, block_rows, amax
-    if run(x.data_ptr(), packed.data_ptr(), scales.data_ptr(), *sizes, error.pointer()):
+    if run(x.data_ptr(), packed.data_ptr(), scales.data_ptr(), *sizes, error.pointer(), _threads(measured)):
         return None
     return packed, scales, error.value()
+
+
+def decode_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return `fp8.reference.dequantize_blockwise` of E4M3 [R, C] in `dtype`. scales: of `quantize_blocks`."""
+    data, scales = data.contiguous(), scales.contiguous()
+    out = torch.empty(data.shape, dtype=dtype)
+    pointers = (scales.data_ptr(), None) if scales.dtype == torch.uint8 else (None, scales.data_ptr())
+    run = _function("te_decode_blocks", dtype)
+    run(data.data_ptr(), *pointers, out.data_ptr(), *data.shape, *block, torch.get_num_threads())
+    return out
 
 
 def decode_e4m3(data: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:

@@ -170,6 +170,12 @@ def cpu_graph(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         yield "round_per_tensor", (x, torch.tensor(0.7), fp8_dtype, dtype)
         yield "raised_amax", (x, amax / 2)
         yield "random_hadamard_rows", (x.to(BF16),)
+    for x, kind, block in together([ordinary((40, 48), BF16), ordinary((33, 20), F32)], kinds, ([1, 32], [32, 1])):
+        quantized = registered()["store_blocks"].op(x, block, kind, 0.0)
+        yield "store_blocks", (x, block, kind, 0.0)
+        yield "read_blocks", (*quantized, block, F32 if kind == "float32" else BF16)
+        yield "store_current", (x, kind == "pow2", 0.0)
+        yield "store_scaled", (x, torch.tensor(0.7))
 
 
 def gemms(device: torch.device) -> Iterator[tuple[str, Arguments]]:

@@ -1,0 +1,87 @@
+"""What a CPU graph stores quantized for its backward pass: E4M3 matrices, written and read by one operation each.
+
+The graph would store the values themselves, in twice the memory, and round them again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...custom_op import Output, like, operation
+from ..cpu_graph import library as rounding
+from ..cpu_graph.op import in_cpu_graph
+from ..fp8 import blocks, reference
+from . import library
+
+E4M3 = torch.float8_e4m3fn
+
+
+def stores(x: Tensor) -> bool:
+    """Whether x is a matrix that is traced for a graph that a CPU runs."""
+    return x.dim() == 2 and in_cpu_graph(x)
+
+
+def reads(data: Tensor, dtype: torch.dtype) -> bool:
+    """Whether stored data is a matrix that is traced for a graph that a CPU runs, which reads it in this dtype."""
+    return data.dim() == 2 and data.dtype is E4M3 and in_cpu_graph(data.new_empty(0, dtype=dtype))
+
+
+def _in_one_pass(x: Tensor) -> bool:
+    return bool(x.numel()) and x.dtype in rounding.DTYPES and library.available()
+
+
+def _blocks(x: Tensor, block: list[int], scale_kind: str) -> tuple[Output, Output]:
+    scales = torch.uint8 if scale_kind == "e8m0" else torch.float32
+    return like(x, dtype=E4M3), like(x, blocks.grid(*x.shape, (block[0], block[1])), scales)
+
+
+@operation("store_blocks", _blocks, cpu_only=True)
+def _store_blocks(x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: float) -> tuple[Tensor, Tensor]:
+    if _in_one_pass(x):
+        found = library.quantize_blocks(x.contiguous(), block, scale_kind, epsilon, measured=False)
+        if found is not None:
+            return found[:2]
+    data, scales = reference.quantize_blockwise(x, block, E4M3, scale_kind, epsilon=epsilon)
+    return data.contiguous(), scales.contiguous()
+
+
+def store_blocks(x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return `quantize_blockwise` of x [R, C] to E4M3."""
+    data, scales = _store_blocks(x, list(block), scale_kind, epsilon)
+    return data, scales
+
+
+@operation("read_blocks", lambda data, dtype: like(data, dtype=dtype), cpu_only=True)
+def _read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    if data.numel() and library.available():
+        return library.decode_blocks(data, scales, block, dtype)
+    return reference.dequantize_blockwise(data, scales, block, dtype)
+
+
+def read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return `dequantize_blockwise` of E4M3 data [R, C]."""
+    return _read_blocks(data, scales, list(block), dtype)
+
+
+@operation("store_current", lambda x: (like(x, dtype=E4M3), like(x, (), torch.float32)), cpu_only=True)
+def store_current(x: Tensor, pow2: bool, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return x [R, C] scaled by its own amax as E4M3, and what to multiply with when dequantizing, float32 []."""
+    amax = rounding.amax(x) if _in_one_pass(x) else blocks.amax(x)
+    scale = reference.scale_from_amax(amax, E4M3, pow2=pow2, epsilon=epsilon)
+    scale_inv = torch.div(torch.ones_like(scale), scale)
+    return _scaled(x, scale, scale_inv), scale_inv
+
+
+@operation("store_scaled", lambda x: like(x, dtype=E4M3), cpu_only=True)
+def store_scaled(x: Tensor, scale: Tensor) -> Tensor:
+    """Return `quantize_per_tensor` of x [R, C] to E4M3. scale: float32, one number."""
+    return _scaled(x, scale, scale)
+
+
+def _scaled(x: Tensor, scale: Tensor, scale_inv: Tensor) -> Tensor:
+    if _in_one_pass(x):
+        found = library.quantize_scaled(x.contiguous(), float(scale), float(scale_inv), measured=False)
+        if found is not None:
+            return found[0]
+    return reference.quantize_per_tensor(x, scale, E4M3).contiguous()
