@@ -37,7 +37,14 @@ from .gemm_operand import (
     stored_operand,
     transposed,
 )
-from .saved_input import SavedInput, gradient_operands, quantize_and_save, quantize_weight, record_statistics
+from .saved_input import (
+    SavedInput,
+    gradient_operands,
+    in_cpu_graph,
+    quantize_and_save,
+    quantize_weight,
+    record_statistics,
+)
 from .weight_format import check_format, check_operands
 from .wgrad import WeightGradient, run_wgrad
 
@@ -226,7 +233,13 @@ def weight_operand(
     Raises ValueError where the stored format is not the recipe's.
     """
     if not isinstance(weight, QuantizedTensor):
-        return quantized_operand(with_state(quantizer, scale, amax, "weight", index), weight, usage, dtype)
+        live = with_state(quantizer, scale, amax, "weight", index)
+        if usage == "columnwise" and live.symmetric and in_cpu_graph(weight.device):
+            # fprop's numbers, rounded again: as a stack of one, or the graph would store fprop's in 16 bits for dgrad
+            again = live.operand(weight[None], usage, dtype)
+            left = again.scale if again.scale is None or again.scale.dim() < weight.dim() - 1 else again.scale[0]
+            return transposed(Operand(again.values[0], left), usage)
+        return quantized_operand(live, weight, usage, dtype)
     check_format(weight, quantizer)
     weight.require_matrix("be the operand of a GEMM")
     return stored_operand(weight.quantizer, weight.fields, usage, dtype, weight.matrix_shape)

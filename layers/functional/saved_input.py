@@ -84,10 +84,10 @@ def quantize_and_save(
         return quantized_operand(quantizer, x, "rowwise", dtype), SavedInput("plain"), (x,)
     elif override is None and (save_original_input or in_cpu_graph(x.device)):
         usage = "rowwise" if quantizer.symmetric else usage
-        made = None if save_original_input else quantizer.operand_and_fields_in_graph(x, dtype, usage)
-        if made is None:
+        stored = None if save_original_input else quantizer.operand_and_fields_in_graph(x, dtype, usage)
+        if stored is None:
             return quantized_operand(quantizer, x, "rowwise", dtype), SavedInput("original"), (x,)
-        left, fields = made
+        left, fields = stored
         return left, SavedInput("fields", tuple(fields), tuple(x.shape)), tuple(fields.values())
     else:
         symmetric = quantizer.symmetric

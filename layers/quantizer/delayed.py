@@ -125,9 +125,9 @@ class Float8Quantizer:
             return None
         if self.amax is not None:
             self.amax.copy_(q.raised_amax(x, self.amax))
-        data, scale_inv = cpu_fields.store_scaled(x, self.scale), torch.div(torch.ones_like(self.scale), self.scale)
-        fields = {"rowwise_data": data, "rowwise_scale_inv": scale_inv}
-        return self.value.operand_of_fields(fields, "rowwise", dtype, x.shape), fields
+        values, data = cpu_fields.store_scaled(x, self.scale, self.value.gemm_dtype(dtype))
+        scale_inv = torch.div(torch.ones_like(self.scale), self.scale)
+        return Operand(values, scale_inv), {"rowwise_data": data, "rowwise_scale_inv": scale_inv}
 
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
         """Quantize x for a GEMM, recording its amax."""

@@ -136,12 +136,14 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
     def operand_and_fields_in_graph(self, x: Tensor, dtype: torch.dtype, usage: Usage) -> tuple[Operand, Fields] | None:
         if self.fp8_dtype is not torch.float8_e4m3fn or not cpu_fields.stores(x):
             return None
-        data, scale_inv = cpu_fields.store_current(x, self.force_pow_2_scales, self.amax_epsilon or 0.0)
-        fields = {"rowwise_data": data, "rowwise_scale_inv": scale_inv}
-        return self._operand((data, scale_inv), "rowwise", dtype, x.shape), fields
+        pow2, epsilon = self.force_pow_2_scales, self.amax_epsilon or 0.0
+        values, data, scale_inv = cpu_fields.store_current(x, pow2, epsilon, self.gemm_dtype(dtype))
+        return Operand(values, scale_inv), {"rowwise_data": data, "rowwise_scale_inv": scale_inv}
 
     def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
         data, scale_inv = parts
+        if cpu_fields.reads(data, self.gemm_dtype(dtype)):
+            return Operand(cpu_fields.read_numbers(data, self.gemm_dtype(dtype)), scale_inv)
         # by way of float32: the compiler vectorises FP8 -> float32, but not FP8 -> bfloat16 (8 times slower on CPU)
         return Operand(q.fp8_to_float(data).to(self.gemm_dtype(dtype)), scale_inv)
 

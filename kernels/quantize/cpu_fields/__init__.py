@@ -1,7 +1,7 @@
 """Quantizing matrices into stored fields on CPU in one C++ pass, and reading FP8: with the definitions' bits."""
 
 from .library import decode_e4m3, quantize_blocks, quantize_nvfp4, quantize_scaled, ready, worthwhile
-from .op import read_blocks, reads, store_blocks, store_current, store_scaled, stores
+from .op import read_blocks, read_numbers, reads, store_blocks, store_current, store_scaled, stores
 
 __all__ = [
     "decode_e4m3",
@@ -9,6 +9,7 @@ __all__ = [
     "quantize_nvfp4",
     "quantize_scaled",
     "read_blocks",
+    "read_numbers",
     "reads",
     "ready",
     "store_blocks",

@@ -12,6 +12,7 @@ from ...custom_op import Output, like, operation
 from ..cpu_graph import library as rounding
 from ..cpu_graph.op import in_cpu_graph
 from ..fp8 import blocks, reference
+from ..fp8.cpu import fp8_to_float
 from . import library
 
 E4M3 = torch.float8_e4m3fn
@@ -64,24 +65,40 @@ def read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: tor
     return _read_blocks(data, scales, list(block), dtype)
 
 
-@operation("store_current", lambda x: (like(x, dtype=E4M3), like(x, (), torch.float32)), cpu_only=True)
-def store_current(x: Tensor, pow2: bool, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return x [R, C] scaled by its own amax as E4M3, and what to multiply with when dequantizing, float32 []."""
+@operation("read_numbers", lambda data, dtype: like(data, dtype=dtype), cpu_only=True)
+def read_numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return E4M3 data [R, C] in `dtype`, still scaled: an operation, or the graph would store what it returns."""
+    if data.numel() and library.available():
+        return library.decode_blocks(data, torch.ones(1, 1), (data.shape[0], data.shape[1]), dtype)
+    return fp8_to_float(data).to(dtype)
+
+
+def _current(x: Tensor, dtype: torch.dtype) -> tuple[Output, Output, Output]:
+    return like(x, dtype=dtype), like(x, dtype=E4M3), like(x, (), torch.float32)
+
+
+@operation("store_current", _current, cpu_only=True)
+def store_current(x: Tensor, pow2: bool, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale x [R, C] by its own amax: return the E4M3 numbers in `dtype`, the same as E4M3, and what to multiply with
+    when dequantizing, float32 [].
+
+    Both, because a graph that decodes the latter in its forward pass would store what it decoded.
+    """
     amax = rounding.amax(x) if _in_one_pass(x) else blocks.amax(x)
     scale = reference.scale_from_amax(amax, E4M3, pow2=pow2, epsilon=epsilon)
-    scale_inv = torch.div(torch.ones_like(scale), scale)
-    return _scaled(x, scale, scale_inv), scale_inv
+    return *_scaled(x, scale, dtype), torch.div(torch.ones_like(scale), scale)
 
 
-@operation("store_scaled", lambda x: like(x, dtype=E4M3), cpu_only=True)
-def store_scaled(x: Tensor, scale: Tensor) -> Tensor:
-    """Return `quantize_per_tensor` of x [R, C] to E4M3. scale: float32, one number."""
-    return _scaled(x, scale, scale)
+@operation("store_scaled", lambda x, dtype: (like(x, dtype=dtype), like(x, dtype=E4M3)), cpu_only=True)
+def store_scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return x [R, C] times a scale as E4M3 numbers in `dtype`, and as E4M3. scale: float32, one number."""
+    return _scaled(x, scale, dtype)
 
 
-def _scaled(x: Tensor, scale: Tensor, scale_inv: Tensor) -> Tensor:
-    if _in_one_pass(x):
-        found = library.quantize_scaled(x.contiguous(), float(scale), float(scale_inv), measured=False)
+def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if _in_one_pass(x) and dtype in rounding.DTYPES:
+        found = library.quantize_scaled(x.contiguous(), float(scale), 1.0, measured=False)
         if found is not None:
-            return found[0]
-    return reference.quantize_per_tensor(x, scale, E4M3).contiguous()
+            return rounding.round_scaled(x, scale, E4M3, dtype), found[0]
+    data = reference.quantize_per_tensor(x, scale, E4M3).contiguous()
+    return data.to(dtype), data

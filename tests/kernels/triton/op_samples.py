@@ -174,8 +174,9 @@ def cpu_graph(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         quantized = registered()["store_blocks"].op(x, block, kind, 0.0)
         yield "store_blocks", (x, block, kind, 0.0)
         yield "read_blocks", (*quantized, block, F32 if kind == "float32" else BF16)
-        yield "store_current", (x, kind == "pow2", 0.0)
-        yield "store_scaled", (x, torch.tensor(0.7))
+        yield "store_current", (x, kind == "pow2", 0.0, BF16)
+        yield "store_scaled", (x, torch.tensor(0.7), F32)
+        yield "read_numbers", (quantized[0], BF16)
 
 
 def gemms(device: torch.device) -> Iterator[tuple[str, Arguments]]:

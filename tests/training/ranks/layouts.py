@@ -195,8 +195,8 @@ SPREAD = {
     "packed": (1e-5, 1e-5),
     "lora": (1e-5, 1e-4),
     "dora": (1e-5, 1e-4),
-    "delayed": (3e-3, 1e-2),
-    "cached delayed": (3e-3, 1e-2),
+    "delayed": (3e-3, 3e-2),
+    "cached delayed": (3e-3, 3e-2),
     "growing": (1e-5, 1e-5),
     "frozen": (1e-5, 1e-5),
     "bf16 moments": (2e-4, 2e-3),
@@ -205,7 +205,8 @@ SPREAD = {
 """Relative distances of losses and of gradient norms; (1e-3, 5e-3) where it is not said. A sum of float32 numbers in
 another order differs by 1e-7, of which Muon's steps in bfloat16 make more, one of bf16 numbers or their FP8 by what a
 step of rounding moves; the scales of delayed scaling follow the largest amax of all ranks, once a step, where one rank
-has four updates."""
+has four updates: gradient norms of ten steps differ by up to 2.2 %, by 0.8 % of one rank's with GEMMs in another
+dtype."""
 
 
 @dataclass(frozen=True)
