@@ -11,12 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..compiling import compiling
 from ..custom_op import Output, flatten, matrix_like, operation
 from ..derivative import gradients_of
 from ..launch import as_matrix
+from ..quantize.fp8.cpu import fp8_to_float
 from ..quantize.output import QuantizedOutput
+from ..torch_versions import saturating_cast
 from . import op, reference
 from .op import check_name, flat
 
@@ -89,13 +93,18 @@ def gated_activation_quantized(
 
 @dataclass(frozen=True)
 class Activation:
-    """Which activation; the fields are the arguments of `activation` and `gated_activation`."""
+    """Which activation; the fields are the arguments of `activation` and `gated_activation`.
+
+    fp8_input_store: keep the input as E4M3 for the backward pass, which computes the derivative where that is, as
+    Megatron-Core's activation_func_fp8_input_store does; the result is of the input itself.
+    """
 
     name: str
     gated: bool = False
     clamp: float | None = None
     alpha: float = 1.0
     up_offset: float = 0.0
+    fp8_input_store: bool = False
 
     def __post_init__(self) -> None:
         op.check_name(self.name)
@@ -108,9 +117,25 @@ class Activation:
         return function(x, self.name, probabilities=probabilities, **self._options())
 
     def forward(self, x: Tensor, probabilities: Tensor | None = None) -> Tensor:
-        """Return the activation of x [..., F], or of [gate | up] [..., 2F]; times probabilities [...], if given."""
+        """Return the activation of x [..., F], or of [gate | up] [..., 2F]; times probabilities [...], if given.
+
+        Differentiable, with fp8_input_store once (else RuntimeError).
+        """
+        if self.fp8_input_store and torch.is_grad_enabled():
+            return _OfStoredInput.apply(x, probabilities, self)
+        return self._forward(x, probabilities)
+
+    def _forward(self, x: Tensor, probabilities: Tensor | None) -> Tensor:
         function = op.gated_activation if self.gated else op.activation
         return function(x, self.name, probabilities=probabilities, **self._options())
+
+    def stored(self, x: Tensor) -> Tensor:
+        """Return what is stored of an input for `backward`."""
+        return saturating_cast(x, torch.float8_e4m3fn) if self.fp8_input_store else x
+
+    def restored(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the input of `backward` from what `stored` returned of one of this dtype."""
+        return fp8_to_float(stored).to(dtype) if self.fp8_input_store else stored
 
     def forward_quantized(
         self, x: Tensor, probabilities: Tensor | None, output: QuantizedOutput, scale: Tensor | None
@@ -132,3 +157,22 @@ class Activation:
             return dx, dp
         (dx,) = gradients_of(lambda x: self._reference(x, probabilities), (x,), dy)
         return dx, None
+
+
+class _OfStoredInput(torch.autograd.Function):
+    """`Activation.forward` of which the backward pass has the input in E4M3."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probabilities: Tensor | None, activation: Activation) -> Tensor:
+        ctx.save_for_backward(activation.stored(x), probabilities)
+        ctx.activation, ctx.dtype = activation, x.dtype
+        return activation._forward(x, probabilities)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        if torch.is_grad_enabled() and not compiling():
+            raise RuntimeError("an activation that keeps its input in FP8 (fp8_input_store) has no second derivative")
+        stored, probabilities = ctx.saved_tensors
+        x = ctx.activation.restored(stored, ctx.dtype)
+        dx, dp = ctx.activation.backward(dy, x, probabilities, ctx.needs_input_grad[1])
+        return dx, dp, None

@@ -185,7 +185,8 @@ class _DenseLinear(torch.autograd.Function):
             x = fused_storage(quantizer, fields, ctx.shape, a.dtype)
         needs = a.needs_x, a.needs_weight
         y, ctx.saved, tensors = dense_fprop(x, a.weight, a.bias, a.cached, state, config, a.dtype, needs)
-        input_of_prologue = None if a.function is None else a.x
+        input_of_prologue = a.function.stored(a.x) if isinstance(a.function, Activation) else None
+        input_of_prologue = a.x if isinstance(a.function, Norm) else input_of_prologue
         saved = _Saved(input_of_prologue, a.norm_weight, a.norm_bias, a.weight, a.cached, a.scale, a.key)
         ctx.save_for_backward(*saved, *statistics, *tensors)
         # not saved: backward writes to them, also between the forward and the backward pass of another call
@@ -214,7 +215,8 @@ class _DenseLinear(torch.autograd.Function):
         if ctx.function is not None and dx is not None:
             prologue = Prologue(ctx.function, s.norm_weight, s.norm_bias)
             needs_norm = (needs.norm_weight, needs.norm_bias)
-            dx, dw_norm, db_norm = prologue.gradients(dx.view(ctx.shape), s.x, statistics, needs_norm)
+            x = ctx.function.restored(s.x, ctx.dtype) if isinstance(ctx.function, Activation) else s.x
+            dx, dw_norm, db_norm = prologue.gradients(dx.view(ctx.shape), x, statistics, needs_norm)
             of_norm = (dw_norm, db_norm)
         db = bias_gradient(dy, ctx.bias_dtype) if needs.bias else None
         gradients = _NO_GRADIENTS._replace(

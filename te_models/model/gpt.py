@@ -32,6 +32,7 @@ from .build import Build, ExpertDispatch, ExpertLayout, check_supported
 from .cache import Memory
 from .decoder import Decoder
 from .embedding import Embedding, check_words, input_size, resize_rows
+from .mlp import store_inputs_in_fp8, stores_inputs_in_fp8
 from .moe import Experts
 from .mtp import MultiTokenPrediction
 from .output import ModelOutput, OutputLayer, RouterLossWeights
@@ -64,10 +65,9 @@ class GPTModel(SharedModel):
     ep_group: give each of these ranks an equal share of the experts; all of them call the model, with tokens of their
     own, and every rank holds everything else in full. etp_group: split each expert over these ranks in place of those
     of tp_group; all of them call the model, with tokens of their own, or, where tp_group splits the other layers, with
-    a part of its tokens. expert_dispatch: how tokens reach distributed experts;
-    "all_to_all" sends each to the ranks of its experts, "all_gather", for equally many tokens on all ranks, sends each
-    to all ranks. Random initial values come from torch's global generator; with the same seed on all ranks, a split
-    model starts from the values of the whole one.
+    a part of its tokens. expert_dispatch: "all_to_all" sends tokens to the ranks of their experts, "all_gather", for
+    equally many tokens on all ranks, to all ranks. Random initial values come from torch's global generator; with the
+    same seed on all ranks, a split model starts from the values of the whole one.
 
     Example:
         model = GPTModel(config)
@@ -172,6 +172,15 @@ class GPTModel(SharedModel):
     @activation_checkpointing.setter
     def activation_checkpointing(self, enabled: bool) -> None:
         self.decoder.activation_checkpointing = enabled
+
+    @property
+    def activation_func_fp8_input_store(self) -> bool:
+        """Whether MLPs keep what their activations get as E4M3 for the backward pass: Megatron-Core's setting."""
+        return stores_inputs_in_fp8(self)
+
+    @activation_func_fp8_input_store.setter
+    def activation_func_fp8_input_store(self, enabled: bool) -> None:
+        store_inputs_in_fp8(self, enabled)
 
     def set_aux_loss_coeff(self, value: float) -> None:
         """Change the weight of the load-balancing loss; does not recompile. See RouterLossWeights.set."""

@@ -5,6 +5,8 @@ H hidden, F feed-forward width.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +24,19 @@ def activation_of(mlp: MLPConfig) -> Activation:
     if not mlp.gated:
         return Activation(mlp.activation)
     return Activation(mlp.activation, True, clamp=mlp.clamp, alpha=mlp.alpha, up_offset=mlp.up_offset)
+
+
+def store_inputs_in_fp8(model: nn.Module, enabled: bool) -> None:
+    """Set `Activation.fp8_input_store` of every MLP in a model, experts included."""
+    for module in model.modules():
+        activation = getattr(module, "_activation", None)
+        if isinstance(activation, Activation):
+            module._activation = dataclasses.replace(activation, fp8_input_store=enabled)
+
+
+def stores_inputs_in_fp8(model: nn.Module) -> bool:
+    """Whether `store_inputs_in_fp8` is on in a model."""
+    return any(m._activation.fp8_input_store for m in model.modules() if hasattr(m, "_activation"))
 
 
 def output_projection(linear_fc2: nn.Module, activation: Activation, hidden: Tensor) -> Tensor:

@@ -80,6 +80,7 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
     if config.lora.rank:
         Adapters(config, gpt)
     gpt.activation_checkpointing = config.model.activation_checkpointing
+    gpt.activation_func_fp8_input_store = config.model.activation_func_fp8_input_store
     tokens = config.data.micro_batch_size * config.data.sequence_length
     gpt.output_layer.loss_chunk_tokens = config.model.loss_chunk(model.vocab_size, tokens)
     suppose_balance(gpt)

@@ -218,6 +218,7 @@ def set_loss_options(model: GPTModel, options: ModelSource) -> None:
     """Set what trades time for memory, in every pipeline stage of a model, and the terms of the loss."""
     for part in (model, *(stage.model for stage in model.pipeline_stages)):
         part.activation_checkpointing = options.activation_checkpointing
+        part.activation_func_fp8_input_store = options.activation_func_fp8_input_store
     if model.post_process:
         assert options.loss_chunk_tokens != "auto", "with_loss_chunk has decided"
         model.output_layer.loss_chunk_tokens = options.loss_chunk_tokens

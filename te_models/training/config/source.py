@@ -31,6 +31,9 @@ class ModelSource(ConfigPart):
     """Whether the experts of a layer are one tensor (grouped) or one each."""
     activation_checkpointing: bool = False
     """Whether only the input of each layer is kept for the backward pass, which computes the rest again."""
+    activation_func_fp8_input_store: bool = False
+    """Whether the inputs of the MLPs' activations are kept in FP8 (E4M3) for the backward pass, whose derivatives are
+    then at rounded values: half the memory of the largest tensors that are kept."""
     loss_chunk_tokens: int | Literal["auto"] | None = "auto"
     """Tokens whose logits the loss is computed from at a time, which bounds its memory: this number, or 1024 where the
     vocabulary has 32,768 entries or more and a micro-batch's logits would take more than 1 GiB in float32, else all

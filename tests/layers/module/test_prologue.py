@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -29,8 +31,14 @@ MODULES = {
     "no_weight": lambda: LayerNormLinear(96, 64, normalization="RMSNorm", norm_weight=False),
     "swiglu": lambda: LayerNormMLP(96, 64, normalization="RMSNorm", activation="swiglu"),
     "gelu": lambda: LayerNormMLP(96, 64),
+    "storing": lambda: _storing_in_fp8(LayerNormMLP(96, 64, normalization="RMSNorm", activation="swiglu")),
 }
-OUTPUTS = {"layer_norm": 1, "rms_norm": 1, "no_weight": 1, "swiglu": 2, "gelu": 2}
+OUTPUTS = {"layer_norm": 1, "rms_norm": 1, "no_weight": 1, "swiglu": 2, "gelu": 2, "storing": 2}
+
+
+def _storing_in_fp8(module: LayerNormMLP) -> LayerNormMLP:
+    module._act = dataclasses.replace(module._act, fp8_input_store=True)
+    return module
 
 
 @pytest.fixture
