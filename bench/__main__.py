@@ -32,7 +32,7 @@ LEFT_OUT = {
     "that has just run fits, and nothing was written",
     "training_curves": "seven runs of 300 steps, a quarter of an hour of processor time",
     "recipe_gap": "ninety runs of 1,000 steps, 52 minutes of processor time",
-    "memory": "28 processes, half of them compile: a quarter of an hour",
+    "memory": "42 processes, two thirds of them compile: twenty minutes",
     "generation": "three models, four prompts each in two dtypes, recipes and the compiled model: half an hour",
     "compile": "it compiles seven recipes' steps and five models from nothing, most of ten minutes",
     "eager_calls": "it compares with another checkout: python -m bench.eager_calls --before DIR",

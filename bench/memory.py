@@ -1,6 +1,8 @@
 """What a train step keeps in memory between its forward and its backward pass under every recipe, against bf16.
 
-    python -m bench.memory [SHAPE ...] [--recipes NAME ...] [--modes eager compiled]   some only: prints, writes nothing
+    python -m bench.memory [SHAPE ...] [--recipes NAME ...] [--modes MODE ...]   some only: prints, writes nothing
+
+"storing" is "compiled" with activation_func_fp8_input_store, compared with bf16 without it.
 
 Each side is a process of its own, in which the allocator returns freed memory at once, so that the resident memory is
 what live tensors take: `kept` is what the third forward pass leaves, `peak` the highest point of it and its backward
@@ -27,7 +29,7 @@ from bench.shapes import DENSE, MOE
 
 TOKENS = {"batch": 4, "sequence": 1024}
 SHAPES = {s.name: dataclasses.replace(s, **TOKENS) for s in (*DENSE, *MOE) if s.hidden == 1024}
-MODES = ("eager", "compiled")
+MODES = ("eager", "compiled", "storing")
 TARGET = 0.75
 _RETURNS_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": "131072",
@@ -51,7 +53,8 @@ def one_side(folder: Path, shape: str, recipe: str, mode: str) -> dict[str, floa
     from te_models.training.step import make_loss_function
 
     model = te_models.GPTModel.from_pretrained(folder, dtype=torch.bfloat16).train()
-    loss_function = make_loss_function(model, PrecisionConfig(dtype="bf16"), "cpu", compiled=mode == "compiled")
+    model.activation_func_fp8_input_store = mode == "storing"
+    loss_function = make_loss_function(model, PrecisionConfig(dtype="bf16"), "cpu", compiled=mode != "eager")
     its, ids = named(recipe), SHAPES[shape].input_ids()
     found: dict[str, float] = {}
     for _ in range(3):
@@ -71,6 +74,7 @@ def measure(shape: str, recipes: list[str], modes: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"shape": SHAPES[shape].to_dict()}
     with tempfile.TemporaryDirectory() as scratch:
         SHAPES[shape].write_random_model(Path(scratch))
+        base: dict[str, float] = {}
         for mode in modes:
             sides: dict[str, dict[str, float]] = {}
             for recipe in ("bf16", *recipes):
@@ -79,10 +83,12 @@ def measure(shape: str, recipes: list[str], modes: list[str]) -> dict[str, Any]:
                     command, env=os.environ | _RETURNS_MEMORY, check=True, stdout=subprocess.PIPE, text=True
                 )
                 side = sides[recipe] = json.loads(ended.stdout.splitlines()[-1])
-                if not abs(side["loss"] / sides["bf16"]["loss"] - 1) < 0.04:
+                if recipe == "bf16" and (mode != "storing" or not base):
+                    base = side
+                if not abs(side["loss"] / base["loss"] - 1) < 0.04:
                     sys.exit(f"refusing to compare: the loss of {recipe} is {side['loss']}, not near bf16's")
                 for name in ("kept", "peak"):
-                    side[f"{name}_over_bf16"] = round(side[f"{name}_mib"] / sides["bf16"][f"{name}_mib"], 3)
+                    side[f"{name}_over_bf16"] = round(side[f"{name}_mib"] / base[f"{name}_mib"], 3)
                 print(f"{shape}, {mode}, {recipe}: {side}", flush=True)
             found[mode] = sides
     return found
