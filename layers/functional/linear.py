@@ -185,8 +185,9 @@ class _DenseLinear(torch.autograd.Function):
             x = fused_storage(quantizer, fields, ctx.shape, a.dtype)
         needs = a.needs_x, a.needs_weight
         y, ctx.saved, tensors = dense_fprop(x, a.weight, a.bias, a.cached, state, config, a.dtype, needs)
-        input_of_prologue = a.function.stored(a.x) if isinstance(a.function, Activation) else None
-        input_of_prologue = a.x if isinstance(a.function, Norm) else input_of_prologue
+        input_of_prologue = None if a.function is None else a.x
+        if isinstance(a.function, Activation):
+            input_of_prologue = a.function.stored(a.x)
         saved = _Saved(input_of_prologue, a.norm_weight, a.norm_bias, a.weight, a.cached, a.scale, a.key)
         ctx.save_for_backward(*saved, *statistics, *tensors)
         # not saved: backward writes to them, also between the forward and the backward pass of another call

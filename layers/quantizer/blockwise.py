@@ -114,9 +114,11 @@ class _BlockwiseQuantizer(FP8Quantizer):
     def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
         data, scale_inv = self._stored(parts, usage)
         dtype = self.gemm_dtype(dtype)
-        if not cpu_fields.reads(data, dtype):
-            return super()._operand(parts, usage, dtype, shape)
-        return Operand(cpu_fields.read_blocks(data, scale_inv, self._block_of(usage), dtype), None)
+        if cpu_fields.decodes(data):
+            return Operand(cpu_fields.decode_blocks(data, scale_inv, self._block_of(usage), dtype), None)
+        if torch.compiler.is_compiling() and cpu_fields.reads(data, dtype):
+            return Operand(cpu_fields.read_blocks(data, scale_inv, self._block_of(usage), dtype), None)
+        return super()._operand(parts, usage, dtype, shape)
 
     def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # a float32 scale times an FP8 value is not exact in bfloat16

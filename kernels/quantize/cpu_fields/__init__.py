@@ -1,10 +1,21 @@
 """Quantizing matrices into stored fields on CPU in one C++ pass, and reading FP8: with the definitions' bits."""
 
-from .library import decode_e4m3, quantize_blocks, quantize_nvfp4, quantize_scaled, ready, worthwhile
+from .library import (
+    decode_blocks,
+    decode_e4m3,
+    decodes,
+    quantize_blocks,
+    quantize_nvfp4,
+    quantize_scaled,
+    ready,
+    worthwhile,
+)
 from .op import read_blocks, read_numbers, reads, store_blocks, store_current, store_scaled, stores
 
 __all__ = [
+    "decode_blocks",
     "decode_e4m3",
+    "decodes",
     "quantize_blocks",
     "quantize_nvfp4",
     "quantize_scaled",

@@ -60,6 +60,15 @@ def _function(name: str, dtype: torch.dtype) -> Any:
         return _loaded(name, dtype)
 
 
+def decodes(data: Tensor) -> bool:
+    """Whether the library decodes stored data: `worthwhile`, and E4M3 of a matrix that is read eagerly on CPU."""
+    if data.dtype is not torch.float8_e4m3fn or data.dim() != 2:
+        return False
+    if not eager_on_cpu(data) or not data.is_contiguous() or peek_interpreter_stack() is not None:
+        return False
+    return shared.worthwhile(data.numel(), torch.bfloat16, _trial)
+
+
 @functools.cache
 def _loaded(name: str, dtype: torch.dtype) -> Any:
     code = rounding.NUMBERS + rounding.FP8_SCALE + rounding.NVFP4_SCALE + FIELDS

@@ -102,12 +102,19 @@ EAGER: list[Quantizer] = [
 def test_eager_quantizers_write_the_same_fields(dtype: torch.dtype) -> None:
     nan = ordinary((32, 64), dtype)
     nan[3, 5] = float("nan")
+    infinite = hard((64, 80), dtype, 3).nan_to_num(nan=0.5, posinf=float("inf"), neginf=-float("inf"))
     splits = torch.tensor([0, 33, 1, 20])
     for quantizer in EAGER:
-        for x in (*_inputs(dtype), nan):
+        for x in (*_inputs(dtype), nan, infinite):
             wanted = quantizer.quantize_fields(x)
+            operands = [
+                quantizer.operand_of_fields(wanted, usage, dtype, x.shape) for usage in quantizer.stored_usages()
+            ]
             with at_work():
                 _assert_same_fields(quantizer.quantize_fields(x), wanted, quantizer)
+                for usage, operand in zip(quantizer.stored_usages(), operands, strict=True):
+                    found = quantizer.operand_of_fields(wanted, usage, dtype, x.shape)
+                    assert torch.equal(found.values.nan_to_num(-1.0), operand.values.nan_to_num(-1.0)), quantizer
             if x.shape[0] == 64 and not quantizer.symmetric:
                 wanted = quantizer.quantize_rows(x, splits)
                 with at_work():
