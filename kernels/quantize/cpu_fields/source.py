@@ -148,7 +148,9 @@ int quantize_nvfp4(const X* x, uint8_t* packed, uint8_t* scales, int64_t R, int6
     std::vector<uint32_t> largest(across);
     std::vector<int32_t> row_codes(C);
     std::vector<uint16_t> pairs(C / 2);
-    std::vector<float> before(across), after(across);
+    std::vector<float> before(C), after(C);  // of each element: loops over blocks of 16 would fill no vectors
+    float* const factor = before.data();
+    float* const scale_of = after.data();
     int32_t* const codes = row_codes.data();
     uint16_t* const pair = pairs.data();
     uint8_t* const bytes = reinterpret_cast<uint8_t*>(pair);
@@ -169,23 +171,23 @@ int quantize_nvfp4(const X* x, uint8_t* packed, uint8_t* scales, int64_t R, int6
       for (int64_t b = 0; b < across; ++b) {
         const Scale scale = nvfp4_scale(float_of(largest[b]), amax);
         any = std::max(any, largest[b]);
-        before[b] = scale.before;
-        after[b] = scale.after;
+        std::fill(factor + b * 16, factor + b * 16 + 16, scale.before);
+        std::fill(scale_of + b * 16, scale_of + b * 16 + 16, scale.after);
         for (int64_t r = begin; r < end; ++r) scales[r * across + b] = uint8_t(e4m3_byte(scale.after));
       }
       for (int64_t r = begin; r < end; ++r) {
         const X* const row = x + r * C;
-        for (int64_t b = 0; b < across; ++b) {
-          const float factor = before[b], scale = after[b];
+#pragma omp simd
+        for (int64_t c = 0; c < C; ++c) {
+          const float v = X::read(row[c]), magnitude = std::fabs(v) * factor[c];
+          const int32_t code = e2m1_code(magnitude > 6.0f ? 6.0f : magnitude);
+          codes[c] = code | int32_t((bits_of(v) & 0x80000000) >> 28);
+        }
+        if (measured) {
 #pragma omp simd reduction(max : worst)
-          for (int64_t c = b * 16; c < b * 16 + 16; ++c) {
-            const float v = X::read(row[c]), magnitude = std::fabs(v) * factor;
-            const int32_t code = e2m1_code(magnitude > 6.0f ? 6.0f : magnitude);
-            const uint32_t sign = bits_of(v) & 0x80000000;
-            codes[c] = code | int32_t(sign >> 28);
-            if (!measured) continue;
-            const float decoded = e2m1_value(code) * scale * decode;
-            worst = std::max(worst, distance(float_of(bits_of(decoded) | sign), v));
+          for (int64_t c = 0; c < C; ++c) {
+            const float v = X::read(row[c]), decoded = e2m1_value(codes[c] & 7) * scale_of[c] * decode;
+            worst = std::max(worst, distance(float_of(bits_of(decoded) | (bits_of(v) & 0x80000000)), v));
           }
         }
         uint8_t* const to = packed + r * (C / 2);
