@@ -253,12 +253,34 @@ class NVFP4Quantizer(Quantizer):
         if usage == "rowwise":
             values = q.decode_blocks(packed, scales, shape[-1])
         else:
-            rows = -(-shape[-2] // _BLOCK) * _BLOCK if self._rotates(usage) else shape[-2]
-            values = q.decode_blocks(packed, scales, rows).mT
+            found = self._decoded_columns(packed, scales, shape[-2], self.gemm_dtype(dtype))
+            if found is None:
+                rows = -(-shape[-2] // _BLOCK) * _BLOCK if self._rotates(usage) else shape[-2]
+                found = q.decode_blocks(packed, scales, rows)
+            values = found.mT
         factor = q.global_decode(amax, self.nvfp4_e4m3_max)
         if self.row_scaled_nvfp4:
             return Operand(values * factor, None)
         return Operand(values.to(self.gemm_dtype(dtype)), factor)
+
+    def _decoded_columns(self, packed: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor | None:
+        """Return the columnwise copy of a matrix of this many rows in `dtype`, times its scales, where one pass on a
+        CPU decodes it: of whole blocks, as the transform makes them of any number of rows."""
+        if packed.device.type != "cpu" or not self._ordinary:
+            return None
+        if torch.compiler.is_compiling():
+            reads = self.with_rht and cpu_fields.reads(packed, dtype)
+            return cpu_fields.read_nvfp4(packed, scales, dtype) if reads else None
+        whole = self.with_rht or rows % _BLOCK == 0
+        return cpu_fields.decode_nvfp4(packed, scales, dtype) if whole and cpu_fields.decodes(packed) else None
+
+    def operand_and_fields_in_graph(self, x: Tensor, dtype: torch.dtype, usage: Usage) -> tuple[Operand, Fields] | None:
+        # the transform fills up the rows to whole blocks, whatever their number
+        if not self._rotates(usage) or self.stochastic_rounding or not self._ordinary or not cpu_fields.stores(x):
+            return None
+        parts = cpu_fields.store_nvfp4(self._transformed(x, usage).mT.contiguous())
+        names = [f"{usage}_{part}" for part in self.PARTS]
+        return self.operand(x, "rowwise", dtype), dict(zip(names, parts, strict=True))
 
     def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand | None:
         if self.row_scaled_nvfp4 or self.nvfp4_e4m3_max != 448:

@@ -3,6 +3,7 @@
 from .library import (
     decode_blocks,
     decode_e4m3,
+    decode_nvfp4,
     decodes,
     quantize_blocks,
     quantize_nvfp4,
@@ -10,21 +11,34 @@ from .library import (
     ready,
     worthwhile,
 )
-from .op import read_blocks, read_numbers, reads, store_blocks, store_current, store_scaled, stores
+from .op import (
+    read_blocks,
+    read_numbers,
+    read_nvfp4,
+    reads,
+    store_blocks,
+    store_current,
+    store_nvfp4,
+    store_scaled,
+    stores,
+)
 
 __all__ = [
     "decode_blocks",
     "decode_e4m3",
+    "decode_nvfp4",
     "decodes",
     "quantize_blocks",
     "quantize_nvfp4",
     "quantize_scaled",
     "read_blocks",
     "read_numbers",
+    "read_nvfp4",
     "reads",
     "ready",
     "store_blocks",
     "store_current",
+    "store_nvfp4",
     "store_scaled",
     "stores",
     "worthwhile",

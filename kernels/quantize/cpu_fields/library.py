@@ -26,6 +26,7 @@ _ARGUMENTS = {
     "te_quantize_scaled": (_P, _P, _N, _FLOAT, _FLOAT, _P, _INT),
     "te_quantize_nvfp4": (_P, _P, _P, *(_N,) * 3, _FLOAT, _P, _INT),
     "te_decode_blocks": (_P, _P, _P, _P, *(_N,) * 4, _INT),
+    "te_decode_nvfp4": (_P, _P, _P, _N, _N, _INT),
     "te_decode_e4m3": (_P, _P, _P, *(_N,) * 3),
 }
 _KINDS = ("float32", "pow2", "e8m0")
@@ -61,8 +62,9 @@ def _function(name: str, dtype: torch.dtype) -> Any:
 
 
 def decodes(data: Tensor) -> bool:
-    """Whether the library decodes stored data: `worthwhile`, and E4M3 of a matrix that is read eagerly on CPU."""
-    if data.dtype is not torch.float8_e4m3fn or data.dim() != 2:
+    """Whether the library decodes stored data: `worthwhile`, and E4M3 or packed NVFP4 of a matrix that is read eagerly
+    on CPU."""
+    if data.dtype not in (torch.float8_e4m3fn, torch.uint8) or data.dim() != 2:
         return False
     if not eager_on_cpu(data) or not data.is_contiguous() or peek_interpreter_stack() is not None:
         return False
@@ -148,6 +150,16 @@ def decode_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: t
     pointers = (scales.data_ptr(), None) if scales.dtype == torch.uint8 else (None, scales.data_ptr())
     run = _function("te_decode_blocks", dtype)
     run(data.data_ptr(), *pointers, out.data_ptr(), *data.shape, *block, torch.get_num_threads())
+    return out
+
+
+def decode_nvfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `nvfp4.cpu.decode_blocks` in `dtype`: packed [R, C / 2] times E4M3 scales [R, C / 16] -> [R, C]."""
+    packed, scales = packed.contiguous(), scales.contiguous()
+    rows, columns = packed.shape[0], 2 * packed.shape[1]
+    out = torch.empty((rows, columns), dtype=dtype)
+    run = _function("te_decode_nvfp4", dtype)
+    run(packed.data_ptr(), scales.data_ptr(), out.data_ptr(), rows, columns, torch.get_num_threads())
     return out
 
 

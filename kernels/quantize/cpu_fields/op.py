@@ -1,4 +1,4 @@
-"""What a CPU graph stores quantized for its backward pass: E4M3 matrices, written and read by one operation each.
+"""What a CPU graph stores quantized for its backward pass: matrices, written and read by one operation each.
 
 The graph would store the values themselves, in twice the memory, and round them again in the backward pass.
 """
@@ -13,6 +13,7 @@ from ..cpu_graph import library as rounding
 from ..cpu_graph.op import in_cpu_graph
 from ..fp8 import blocks, reference
 from ..fp8.cpu import fp8_to_float
+from ..nvfp4 import cpu as nvfp4
 from . import library
 
 E4M3 = torch.float8_e4m3fn
@@ -25,7 +26,7 @@ def stores(x: Tensor) -> bool:
 
 def reads(data: Tensor, dtype: torch.dtype) -> bool:
     """Whether stored data is a matrix that is traced for a graph that a CPU runs, which reads it in this dtype."""
-    return data.dim() == 2 and data.dtype is E4M3 and in_cpu_graph(data.new_empty(0, dtype=dtype))
+    return data.dim() == 2 and data.dtype in (E4M3, torch.uint8) and in_cpu_graph(data.new_empty(0, dtype=dtype))
 
 
 def _in_one_pass(x: Tensor) -> bool:
@@ -71,6 +72,35 @@ def read_numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
     if data.numel() and library.available():
         return library.decode_blocks(data, torch.ones(1, 1), (data.shape[0], data.shape[1]), dtype)
     return fp8_to_float(data).to(dtype)
+
+
+def _packed(x: Tensor) -> tuple[Output, Output, Output]:
+    rows, columns = x.shape
+    return like(x, (rows, columns // 2), torch.uint8), like(x, (rows, columns // 16), E4M3), like(x, (), torch.float32)
+
+
+@operation("store_nvfp4", _packed, cpu_only=True)
+def store_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return packed values, scales and amax of x [R, C] in 1x16 blocks, C a multiple of 16, rounded to nearest."""
+    if _in_one_pass(x):
+        amax = rounding.amax(x)
+        found = library.quantize_nvfp4(x.contiguous(), 1, float(amax), measured=False)
+        if found is not None:
+            return *found[:2], amax
+    packed, scales, amax = nvfp4.quantize_nvfp4(x)
+    return packed.contiguous(), scales.contiguous(), amax
+
+
+def _unpacked(packed: Tensor, dtype: torch.dtype) -> Output:
+    return like(packed, (packed.shape[0], 2 * packed.shape[1]), dtype)
+
+
+@operation("read_nvfp4", _unpacked, cpu_only=True)
+def read_nvfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what `store_nvfp4` made in `dtype`, still scaled by the amax: [R, C]."""
+    if packed.numel() and library.available():
+        return library.decode_nvfp4(packed, scales, dtype)
+    return nvfp4.decode_blocks(packed, scales, 2 * packed.shape[1]).to(dtype)
 
 
 def _current(x: Tensor, dtype: torch.dtype) -> tuple[Output, Output, Output]:

@@ -259,6 +259,35 @@ extern "C" void te_decode_blocks(const uint8_t* data, const uint8_t* scale_bytes
   }
 }
 
+// What te_quantize_nvfp4 made of [R, C], times the scales of the blocks
+extern "C" void te_decode_nvfp4(const uint8_t* packed, const uint8_t* scales, Y* out, int64_t R, int64_t C,
+                                int threads) {
+  const int64_t across = C / 16;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<uint16_t> pairs(C / 2);
+    std::vector<float> of_elements(C);
+    uint16_t* const pair = pairs.data();
+    const uint8_t* const codes = reinterpret_cast<const uint8_t*>(pair);
+    float* const scale_of = of_elements.data();
+#pragma omp for
+    for (int64_t r = 0; r < R; ++r) {
+      const uint8_t* const from = packed + r * (C / 2);
+      Y* const to = out + r * C;
+#pragma omp simd
+      for (int64_t i = 0; i < C / 2; ++i) pair[i] = uint16_t((from[i] & 15) | (from[i] >> 4) << 8);
+      for (int64_t b = 0; b < across; ++b)
+        std::fill(scale_of + b * 16, scale_of + b * 16 + 16, e4m3_value(scales[r * across + b]));
+#pragma omp simd
+      for (int64_t c = 0; c < C; ++c) {
+        const int32_t code = codes[c];
+        const float value = e2m1_value(code & 7) * scale_of[c];
+        to[c] = Y::write(float_of(bits_of(value) ^ uint32_t(code & 8) << 28));
+      }
+    }
+  }
+}
+
 // E4M3 [R, C] times float32 scales [R, ceil(C / width)]
 extern "C" void te_decode_e4m3(const uint8_t* data, const float* scales, Y* out, int64_t R, int64_t C, int64_t width) {
   const int64_t across = (C + width - 1) / width;

@@ -177,6 +177,10 @@ def cpu_graph(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         yield "store_current", (x, kind == "pow2", 0.0, BF16)
         yield "store_scaled", (x, torch.tensor(0.7), F32)
         yield "read_numbers", (quantized[0], BF16)
+    for x, dtype in together([ordinary((40, 48), BF16), ordinary((33, 32), F32)], (BF16, F32)):
+        packed, scales, _ = registered()["store_nvfp4"].op(x)
+        yield "store_nvfp4", (x,)
+        yield "read_nvfp4", (packed, scales, dtype)
 
 
 def gemms(device: torch.device) -> Iterator[tuple[str, Arguments]]:

@@ -14,6 +14,7 @@ BYTES = {
     ("dense", "current"): 1.0,
     ("dense", "block"): 1 + 4 / 128,
     ("dense", "mxfp8"): 1 + 1 / 32,
+    ("dense", "nvfp4"): 0.5 + 1 / 16,
     ("grouped", "block"): (1 + 4 / 128) * 1.5,  # 256 rows of two groups are padded to at most 384
     ("grouped", "mxfp8"): (1 + 1 / 32) * 1.25,
 }
@@ -39,7 +40,7 @@ def _stored(kind: str, name: str, compiled: bool) -> float:
     y.sum().backward()
     for p in layer.parameters():
         seen.pop(p.untyped_storage().data_ptr(), None)
-    return sum(size for size in seen.values() if size > 4096 or name in ("block", "mxfp8")) / x.numel()
+    return sum(size for size in seen.values() if size > 4096 or name in ("block", "mxfp8", "nvfp4")) / x.numel()
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
