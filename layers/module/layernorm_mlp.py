@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -192,4 +193,5 @@ def _activation(name: str, params: Mapping[str, float] | None) -> Activation:
         raise ValueError(f"activation_params has {unknown[0]!r} with activation {name!r}; allowed: {sorted(known)}")
     values = {**known, **(params or {})}
     names = {"clamp": "limit", "alpha": "alpha", "up_offset": "glu_linear_offset"} if known else {}
-    return Activation(*MLP_ACTIVATIONS[name], **{ours: values[theirs] for ours, theirs in names.items()})
+    options: dict[str, Any] = {ours: values[theirs] for ours, theirs in names.items()}
+    return Activation(*MLP_ACTIVATIONS[name], **options)

@@ -6,6 +6,8 @@ H hidden, F feed-forward width.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +30,21 @@ def activation_of(mlp: MLPConfig) -> Activation:
 
 def store_inputs_in_fp8(model: nn.Module, enabled: bool) -> None:
     """Set `Activation.fp8_input_store` of every MLP in a model, experts included."""
-    for module in model.modules():
-        activation = getattr(module, "_activation", None)
-        if isinstance(activation, Activation):
-            module._activation = dataclasses.replace(activation, fp8_input_store=enabled)
+    for module, activation in _activations(model):
+        changed: Any = dataclasses.replace(activation, fp8_input_store=enabled)
+        module._activation = changed
 
 
 def stores_inputs_in_fp8(model: nn.Module) -> bool:
     """Whether `store_inputs_in_fp8` is on in a model."""
-    return any(m._activation.fp8_input_store for m in model.modules() if hasattr(m, "_activation"))
+    return any(activation.fp8_input_store for _, activation in _activations(model))
+
+
+def _activations(model: nn.Module) -> Iterator[tuple[nn.Module, Activation]]:
+    for module in model.modules():
+        activation = getattr(module, "_activation", None)
+        if isinstance(activation, Activation):
+            yield module, activation
 
 
 def output_projection(linear_fc2: nn.Module, activation: Activation, hidden: Tensor) -> Tensor:

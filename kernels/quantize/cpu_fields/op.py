@@ -34,8 +34,9 @@ def _in_one_pass(x: Tensor) -> bool:
 
 
 def _blocks(x: Tensor, block: list[int], scale_kind: str) -> tuple[Output, Output]:
+    rows, columns = x.shape
     scales = torch.uint8 if scale_kind == "e8m0" else torch.float32
-    return like(x, dtype=E4M3), like(x, blocks.grid(*x.shape, (block[0], block[1])), scales)
+    return like(x, dtype=E4M3), like(x, blocks.grid(rows, columns, (block[0], block[1])), scales)
 
 
 @operation("store_blocks", _blocks, cpu_only=True)
