@@ -41,7 +41,7 @@ LEFT_OUT = {
     "gpu": "it needs a CUDA device: python -m bench.gpu",
 }
 """What `python -m bench` does not run, or not whole, and why."""
-EVERY = [*BENCHMARKS, "training_curves", "recipe_gap", "generation", "compile", "boundary", "ranks"]
+EVERY = [*BENCHMARKS, "training_curves", "recipe_gap", "memory", "generation", "compile", "boundary", "ranks"]
 
 
 def main(arguments: list[str]) -> int:

@@ -211,7 +211,7 @@ class NVFP4Quantizer(Quantizer):
             return self._four_over_six(x, usage, amax)
         if usage == "columnwise" and not self.with_2d_quantization:
             x = x if self.with_random_sign_mask else self._unmasked(x)
-            if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            if cpu_fields.ready(x):
                 x = q.random_hadamard(x.to(torch.bfloat16), -2) if self.with_rht else x
                 return self._packed(x.mT.contiguous(), amax, key, stream)
             return q.quantize_nvfp4_transposed(x, with_rht=self.with_rht, amax=amax, key=key, stream=stream)

@@ -174,9 +174,10 @@ def cpu_graph(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         quantized = registered()["store_blocks"].op(x, block, kind, 0.0)
         yield "store_blocks", (x, block, kind, 0.0)
         yield "read_blocks", (*quantized, block, F32 if kind == "float32" else BF16)
-        yield "store_current", (x, kind == "pow2", 0.0, BF16)
-        yield "store_scaled", (x, torch.tensor(0.7), F32)
-        yield "read_numbers", (quantized[0], BF16)
+        for dtype in (BF16, F32):
+            yield "store_current", (x, kind == "pow2", 0.0, dtype)
+            yield "store_scaled", (x, torch.tensor(0.7), dtype)
+            yield "read_numbers", (quantized[0], dtype)
     for x, dtype in together([ordinary((40, 48), BF16), ordinary((33, 32), F32)], (BF16, F32)):
         packed, scales, _ = registered()["store_nvfp4"].op(x)
         yield "store_nvfp4", (x,)
