@@ -42,13 +42,13 @@ class CompilationError(RuntimeError):
     """There is no C++ compiler, or it cannot compile a function; the message says which, in one sentence."""
 
 
-def function(code: str, defined: Mapping[str, str], name: str, arguments: Sequence[Any]) -> Any:
-    """Return the function `name` of C++ code under these macros, as one of ctypes that returns nothing.
+def function(code: str, defined: Mapping[str, str], name: str, arguments: Sequence[Any], result: Any = None) -> Any:
+    """Return the function `name` of C++ code under these macros.
 
-    arguments: the ctypes of its own. Raises CompilationError.
+    arguments, result: the ctypes of its own; None: it returns nothing. Raises CompilationError.
     """
     found = getattr(_library(_source(code, defined)), name)
-    found.argtypes, found.restype = arguments, None
+    found.argtypes, found.restype = arguments, result
     return found
 
 

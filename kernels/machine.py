@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 from pathlib import Path
@@ -18,6 +19,7 @@ def cpu_name() -> str:
     return _cpuinfo("model name", "CPU part") or platform.processor()
 
 
+@functools.cache
 def instruction_sets() -> str:
     """Return the names of the processor's instruction sets, or where the system does not list them, its name: code for
     one processor may not run on one with others."""

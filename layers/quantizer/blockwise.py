@@ -42,23 +42,22 @@ class _BlockwiseQuantizer(FP8Quantizer):
         return tuple(part.mT for part in parts) if self.TRANSPOSED and usage == "columnwise" else parts
 
     def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
-        compiled = self._in_one_pass(x, usage, measured=False)
-        if compiled is not None:
-            return compiled[0]
-        block = self._block_of(usage)
-        return self._stored(
-            q.quantize_blockwise(x, block, self.fp8_dtype, self.scale_kind, epsilon=self._epsilon), usage
-        )
+        found = self._in_one_pass(x, usage, measured=False)
+        if found is None:
+            block = self._block_of(usage)
+            found = q.quantize_blockwise(x, block, self.fp8_dtype, self.scale_kind, epsilon=self._epsilon)
+        return self._stored(found[:2], usage)
 
     def quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
-        return self._in_one_pass(x, usage, measured=True)
+        found = self._in_one_pass(x, usage, measured=True)
+        return None if found is None else (self._stored(found[:2], usage), found[2])
 
-    def _in_one_pass(self, x: Tensor, usage: Usage, *, measured: bool) -> tuple[Parts, float] | None:
+    def _in_one_pass(self, x: Tensor, usage: Usage, *, measured: bool) -> cpu_fields.Measured | None:
+        """Return data and scales of a usage, in x's orientation, and the largest error where it is `measured`."""
         if self.fp8_dtype is not torch.float8_e4m3fn or not cpu_fields.ready(x):
             return None
         block = self._block_of(usage)
-        found = cpu_fields.quantize_blocks(x, block, self.scale_kind, self._epsilon, measured=measured)
-        return None if found is None else (self._stored(found[:2], usage), found[2])
+        return cpu_fields.quantize_blocks(x, block, self.scale_kind, self._epsilon, measured=measured)
 
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
         block: tuple[int, int] = self.block if usage == "rowwise" else self._columnwise_block  # type: ignore[assignment]
@@ -87,10 +86,9 @@ class _BlockwiseQuantizer(FP8Quantizer):
     def operand_and_fields(
         self, x: Tensor, dtype: torch.dtype, usage: Usage, key: Tensor | None = None
     ) -> tuple[Operand, Fields]:
-        compiled = self._in_one_pass(x, usage, measured=False)
-        if compiled is not None:
-            names = [f"{usage}_{part}" for part in self.PARTS]
-            return self.operand(x, "rowwise", dtype, key), dict(zip(names, compiled[0], strict=True))
+        found = self._in_one_pass(x, usage, measured=False)
+        if found is not None:
+            return self.operand(x, "rowwise", dtype, key), self._fields(found[:2], (usage,))
         if len(self._usages) == 1:
             return super().operand_and_fields(x, dtype, usage, key)
         block: tuple[int, int] = self.block  # type: ignore[assignment]  # blocks are what this format has
@@ -108,13 +106,13 @@ class _BlockwiseQuantizer(FP8Quantizer):
         if self.fp8_dtype is not torch.float8_e4m3fn or not cpu_fields.stores(x):
             return None
         epsilon = self._epsilon or 0.0  # as in `operand`
-        parts = self._stored(cpu_fields.store_blocks(x, self._block_of(usage), self.scale_kind, epsilon), usage)
-        return {f"{usage}_{part}": field for part, field in zip(self.PARTS, parts, strict=True)}
+        parts = cpu_fields.store_blocks(x, self._block_of(usage), self.scale_kind, epsilon)
+        return self._fields(parts, (usage,))
 
     def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
         data, scale_inv = self._stored(parts, usage)
         dtype = self.gemm_dtype(dtype)
-        if cpu_fields.decodes(data):
+        if data.dtype is torch.float8_e4m3fn and cpu_fields.ready(data, dtype):
             return Operand(cpu_fields.decode_blocks(data, scale_inv, self._block_of(usage), dtype), None)
         if torch.compiler.is_compiling() and cpu_fields.reads(data, dtype):
             return Operand(cpu_fields.read_blocks(data, scale_inv, self._block_of(usage), dtype), None)
@@ -129,34 +127,31 @@ class _BlockwiseQuantizer(FP8Quantizer):
         self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
     ) -> Fields:
         usages = self._usages if usages is None else usages
-        if cpu_fields.ready(x):
-            compiled = self._rows_in_one_pass(x, m_splits, usages)
-            if compiled is not None:
-                return compiled
-        parts = q.quantize_grouped_blockwise(
-            x,
-            m_splits,
-            self.block,  # pyright: ignore[reportArgumentType]
-            self.fp8_dtype,
-            self.scale_kind,
-            epsilon=self._epsilon,
-            rowwise="rowwise" in usages,
-            columnwise="columnwise" in usages,
-        )
-        return self._fields(parts, [usage for usage in self._usages if usage in usages])
+        usages = [usage for usage in self._usages if usage in usages]
+        parts = self._rows_in_one_pass(x, m_splits, usages) if cpu_fields.ready(x) else None
+        if parts is None:
+            parts = q.quantize_grouped_blockwise(
+                x,
+                m_splits,
+                self.block,  # pyright: ignore[reportArgumentType]
+                self.fp8_dtype,
+                self.scale_kind,
+                epsilon=self._epsilon,
+                rowwise="rowwise" in usages,
+                columnwise="columnwise" in usages,
+            )
+        return self._fields(parts, usages)
 
-    def _rows_in_one_pass(self, x: Tensor, m_splits: Tensor, usages: Sequence[Usage]) -> Fields | None:
-        """Return `quantize_rows` of x by the C++ that quantizes matrices; None where it does not."""
-        fields: Fields = {}
-        for usage in self._usages:
-            if usage in usages:
-                rows = self.row_block(usage)
-                padded = x if rows == 1 else pad_rows(x, m_splits, rows)
-                found = self._in_one_pass(padded, usage, measured=False)
-                if found is None:
-                    return None
-                fields |= {f"{usage}_{part}": field for part, field in zip(self.PARTS, found[0], strict=True)}
-        return fields
+    def _rows_in_one_pass(self, x: Tensor, m_splits: Tensor, usages: Sequence[Usage]) -> list[Tensor] | None:
+        """Return what `quantize_grouped_blockwise` does by the C++ that quantizes matrices; None where it does not."""
+        parts: list[Tensor] = []
+        for usage in usages:
+            rows = self.row_block(usage)
+            found = self._in_one_pass(x if rows == 1 else pad_rows(x, m_splits, rows), usage, measured=False)
+            if found is None:
+                return None
+            parts += found[:2]
+        return parts
 
     def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         usage = self._usages[0]

@@ -142,10 +142,11 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
 
     def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
         data, scale_inv = parts
-        if torch.compiler.is_compiling() and cpu_fields.reads(data, self.gemm_dtype(dtype)):
-            return Operand(cpu_fields.read_numbers(data, self.gemm_dtype(dtype)), scale_inv)
+        dtype = self.gemm_dtype(dtype)
+        if torch.compiler.is_compiling() and cpu_fields.reads(data, dtype):
+            return Operand(cpu_fields.read_numbers(data, dtype), scale_inv)
         # by way of float32: the compiler vectorises FP8 -> float32, but not FP8 -> bfloat16 (8 times slower on CPU)
-        return Operand(q.fp8_to_float(data).to(self.gemm_dtype(dtype)), scale_inv)
+        return Operand(q.fp8_to_float(data).to(dtype), scale_inv)
 
     def rows_operand(
         self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: GroupOffsets, key: Tensor | None = None

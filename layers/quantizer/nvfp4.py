@@ -210,32 +210,29 @@ class NVFP4Quantizer(Quantizer):
         if self.nvfp4_use_4over6:
             return self._four_over_six(x, usage, amax)
         if usage == "columnwise" and not self.with_2d_quantization:
-            x = x if self.with_random_sign_mask else self._unmasked(x)
             if cpu_fields.ready(x):
-                x = q.random_hadamard(x.to(torch.bfloat16), -2) if self.with_rht else x
-                return self._packed(x.mT.contiguous(), amax, key, stream)
+                return self._packed(self._transformed(x, usage).mT.contiguous(), amax, key, stream)
+            x = x if self.with_random_sign_mask else self._unmasked(x)
             return q.quantize_nvfp4_transposed(x, with_rht=self.with_rht, amax=amax, key=key, stream=stream)
         return self._packed(x.mT.contiguous() if usage == "columnwise" else x, amax, key, stream)
 
     def _packed(self, x: Tensor, amax: Tensor | None, key: Tensor | None, stream: int) -> Parts:
         """Return packed values, scales and amax of x, rounded as it lies."""
-        if self._takes_one_pass(x):
-            amax = q.amax(x) if amax is None else amax
-            found = cpu_fields.quantize_nvfp4(x, self.block[0], float(amax), measured=False)
-            if found is not None:
-                return *found[:2], amax
+        found = self._in_one_pass(x, amax, measured=False)
+        if found is not None:
+            return found[0]
         return q.quantize_nvfp4(x, block_rows=self.block[0], amax=amax, key=key, stream=stream)
 
     def quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
-        if usage == "columnwise" or not self._takes_one_pass(x):
+        return None if usage == "columnwise" else self._in_one_pass(x, amax, measured=True)
+
+    def _in_one_pass(self, x: Tensor, amax: Tensor | None, *, measured: bool) -> tuple[Parts, float] | None:
+        """Return packed values, scales and amax of x as it lies, and the largest error where it is `measured`."""
+        if not self._ordinary or self.stochastic_rounding or x.shape[-1] % _BLOCK or not cpu_fields.ready(x):
             return None
         amax = q.amax(x) if amax is None else amax
-        found = cpu_fields.quantize_nvfp4(x, self.block[0], float(amax))
+        found = cpu_fields.quantize_nvfp4(x, self.block[0], float(amax), measured=measured)
         return None if found is None else ((*found[:2], amax), found[2])
-
-    def _takes_one_pass(self, x: Tensor) -> bool:
-        plain = self._ordinary and not self.stochastic_rounding
-        return plain and x.shape[-1] % _BLOCK == 0 and cpu_fields.ready(x)
 
     def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
         """Undo `_quantize` and the transform."""
@@ -272,7 +269,7 @@ class NVFP4Quantizer(Quantizer):
             reads = self.with_rht and cpu_fields.reads(packed, dtype)
             return cpu_fields.read_nvfp4(packed, scales, dtype) if reads else None
         whole = self.with_rht or rows % _BLOCK == 0
-        return cpu_fields.decode_nvfp4(packed, scales, dtype) if whole and cpu_fields.decodes(packed) else None
+        return cpu_fields.decode_nvfp4(packed, scales, dtype) if whole and cpu_fields.ready(packed, dtype) else None
 
     def operand_and_fields_in_graph(self, x: Tensor, dtype: torch.dtype, usage: Usage) -> tuple[Operand, Fields] | None:
         # the transform fills up the rows to whole blocks, whatever their number

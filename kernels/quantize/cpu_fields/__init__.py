@@ -1,10 +1,10 @@
 """Quantizing matrices into stored fields on CPU in one C++ pass, and reading FP8: with the definitions' bits."""
 
 from .library import (
+    Measured,
     decode_blocks,
     decode_e4m3,
     decode_nvfp4,
-    decodes,
     quantize_blocks,
     quantize_nvfp4,
     quantize_scaled,
@@ -24,10 +24,10 @@ from .op import (
 )
 
 __all__ = [
+    "Measured",
     "decode_blocks",
     "decode_e4m3",
     "decode_nvfp4",
-    "decodes",
     "quantize_blocks",
     "quantize_nvfp4",
     "quantize_scaled",

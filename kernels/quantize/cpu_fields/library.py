@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from typing import Any
 
 import torch
@@ -42,43 +41,25 @@ def available() -> bool:
     return shared.available(_trial)
 
 
-def ready(x: Tensor) -> bool:
-    """Whether the library quantizes x: `worthwhile`, and a contiguous matrix that is computed with eagerly on CPU."""
+def ready(x: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether the library quantizes x: `worthwhile`, and a contiguous matrix that is computed with eagerly on CPU.
+
+    dtype: of the values, where x is stored data that the library decodes.
+    """
     if x.dim() != 2 or not eager_on_cpu(x) or not x.is_contiguous() or peek_interpreter_stack() is not None:
         return False
-    return shared.worthwhile(x.numel(), x.dtype, _trial)
+    return shared.worthwhile(x.numel(), dtype or x.dtype, _trial)
 
 
 def _trial() -> None:
     _function("te_quantize_blocks", torch.bfloat16)
 
 
-_compiling = threading.Lock()
-
-
-def _function(name: str, dtype: torch.dtype) -> Any:
-    with _compiling:  # threads of one conversion ask for the same one
-        return _loaded(name, dtype)
-
-
-def decodes(data: Tensor) -> bool:
-    """Whether the library decodes stored data: `worthwhile`, and E4M3 or packed NVFP4 of a matrix that is read eagerly
-    on CPU."""
-    if data.dtype not in (torch.float8_e4m3fn, torch.uint8) or data.dim() != 2:
-        return False
-    if not eager_on_cpu(data) or not data.is_contiguous() or peek_interpreter_stack() is not None:
-        return False
-    return shared.worthwhile(data.numel(), torch.bfloat16, _trial)
-
-
 @functools.cache
-def _loaded(name: str, dtype: torch.dtype) -> Any:
+def _function(name: str, dtype: torch.dtype) -> Any:
     code = rounding.NUMBERS + rounding.FP8_SCALE + rounding.NVFP4_SCALE + FIELDS
-    function = cpp_library.function(
-        code, {"INPUT": shared.NAMES[dtype], "RESULT": shared.NAMES[dtype]}, name, _ARGUMENTS[name]
-    )
-    function.restype = ctypes.c_int
-    return function
+    defined = {"INPUT": shared.NAMES[dtype], "RESULT": shared.NAMES[dtype]}
+    return cpp_library.function(code, defined, name, _ARGUMENTS[name], None if "decode" in name else _INT)
 
 
 Measured = tuple[Tensor, Tensor, float]

@@ -40,7 +40,8 @@ def _blocks(x: Tensor, block: list[int], scale_kind: str) -> tuple[Output, Outpu
 
 
 @operation("store_blocks", _blocks, cpu_only=True)
-def _store_blocks(x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: float) -> tuple[Tensor, Tensor]:
+def store_blocks(x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return `quantize_blockwise` of x [R, C] to E4M3."""
     if _in_one_pass(x):
         found = library.quantize_blocks(x.contiguous(), block, scale_kind, epsilon, measured=False)
         if found is not None:
@@ -49,22 +50,12 @@ def _store_blocks(x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: f
     return data.contiguous(), scales.contiguous()
 
 
-def store_blocks(x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return `quantize_blockwise` of x [R, C] to E4M3."""
-    data, scales = _store_blocks(x, list(block), scale_kind, epsilon)
-    return data, scales
-
-
 @operation("read_blocks", lambda data, dtype: like(data, dtype=dtype), cpu_only=True)
-def _read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return `dequantize_blockwise` of E4M3 data [R, C]."""
     if data.numel() and library.available():
         return library.decode_blocks(data, scales, block, dtype)
     return reference.dequantize_blockwise(data, scales, block, dtype)
-
-
-def read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return `dequantize_blockwise` of E4M3 data [R, C]."""
-    return _read_blocks(data, scales, list(block), dtype)
 
 
 @operation("read_numbers", lambda data, dtype: like(data, dtype=dtype), cpu_only=True)

@@ -29,9 +29,8 @@ _ARGUMENTS = {
 @functools.cache
 def _function(name: str) -> Any:
     code = rounding.NUMBERS + rounding.FP8_SCALE + E4M3 + MOMENTS
-    function = cpp_library.function(code, dict.fromkeys(("INPUT", "RESULT"), "Float32"), name, _ARGUMENTS[name])
-    function.restype = ctypes.c_int
-    return function
+    defined = {"INPUT": "Float32", "RESULT": "Float32"}
+    return cpp_library.function(code, defined, name, _ARGUMENTS[name], _INT)
 
 
 def _trial() -> None:
