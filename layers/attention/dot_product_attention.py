@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from te_models.kernels.packed_attention import documents_of_lengths, packed_attention
+from te_models.kernels.packed_attention import documents_of_lengths, flex_packed_attention, packed_attention
 
 from ..collectives import ranks_of
 from ..distributed.context_parallel import attention_of_chunks, context_shard, gather_positions
@@ -28,6 +28,8 @@ from .windowed import attend_in_window, saves
 
 _WHOLE = ((-1, -1), (-1, 0))
 """Windows that hide nothing, of a type without and with causality."""
+_FLEX_DEVICES = ("cuda",)
+"""Where torch's FlexAttention attends within documents: it has no backward pass on a CPU."""
 _COMMUNICATIONS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -191,8 +193,8 @@ class DotProductAttention(nn.Module):
         with any other broadcastable to [B, N, S, L], on top of what the type hides. cu_seqlens_q, cu_seqlens_kv [B + 1]
         with a padding type: sums of the numbers of real rows, in place of a mask; in "thd" of the sequences' lengths,
         with cu_seqlens_*_padded where there is padding between them. They stay on the device (max_seqlen_*,
-        pad_between_seqs, fast_zero_fill and num_splits may be given and change nothing). On a CPU, packed sequences
-        need no mask where one tensor is both cu_seqlens and `attends_documents`; else their mask is [T, T].
+        pad_between_seqs, fast_zero_fill and num_splits may be given and change nothing). Packed sequences need no mask
+        where one tensor is both cu_seqlens and `attends_documents`; else their mask is [T, T].
         core_attention_bias: added to the scores, broadcastable to [B, N, S, L]: "pre_scale_bias" before scaling,
         "post_scale_bias" behind it; "alibi": minus the distance times alibi_slopes [N] or [B, N], None: the usual ones.
         bottom_right_diagonal: whether distances count from the ends of the two sequences; None: as the mask type says.
@@ -293,13 +295,16 @@ class DotProductAttention(nn.Module):
         return same and self.attends_documents(query.device, window_of(masking.window_size, masking.mask_type))
 
     def attends_documents(self, device: torch.device, window: tuple[int, int] | None = None) -> bool:
-        """Whether `attend_documents` serves as the module is now: on a CPU, in a window of positions before a query, or
-        without dropout and softcap in no window. window: in place of the module's, as `window_of` returns it."""
+        """Whether `attend_documents` serves as the module is now, in no window or in one of positions before a query.
+        On CUDA it does without dropout; on a CPU in a window, or without dropout and softcap. window: in place of the
+        module's, as `window_of` returns it."""
         window = window_of(self.window_size, self.attn_mask_type) if window is None else window
-        if device.type != "cpu" or (window not in _WHOLE and not (window[0] >= 0 and window[1] == 0)):
-            return False
         dropout = self.attention_dropout > 0 and self.training
-        return window not in _WHOLE or not (dropout or self.softcap is not None)
+        if window not in _WHOLE and not (window[0] >= 0 and window[1] == 0):
+            return False
+        if device.type in _FLEX_DEVICES:
+            return not dropout
+        return device.type == "cpu" and (window not in _WHOLE or not (dropout or self.softcap is not None))
 
     def attend_documents(
         self,
@@ -314,16 +319,24 @@ class DotProductAttention(nn.Module):
         """Attend within documents, whatever the module's mask type, and within its window: query [B, Q, N, D], of the
         last positions, key [B, S, G, D], value [B, S, G, Dv] -> [B, Q, N * Dv]. documents: int64 [B, S], see
         `te_models.kernels.packed_attention`. window: as for `attends_documents`, which says what serves. The memory is
-        linear in S."""
+        linear in S but for a table of blocks on CUDA."""
         window = window_of(self.window_size, self.attn_mask_type) if window is None else window
-        if window not in _WHOLE:
+        flex = query.device.type in _FLEX_DEVICES
+        if not flex and window not in _WHOLE:
             return self._attend_window(query, key, value, window[0] + 1, documents=documents)
-        if torch.is_autocast_enabled("cpu"):
-            query, key, value = (t.to(torch.get_autocast_dtype("cpu")) for t in (query, key, value))
+        if torch.is_autocast_enabled(query.device.type):
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = (t.to(dtype) for t in (query, key, value))
         query, scale = self._scaled(query)
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-        options = {"scale": scale, "causal": causal, "sink": self._sink(query)}
-        return packed_attention(query, key, value, documents, **options).transpose(1, 2).flatten(2)
+        options: dict[str, Any] = {"scale": scale, "causal": causal, "sink": self._sink(query)}
+        attend: Callable[..., Tensor] = packed_attention
+        if flex:
+            attend, options["softcap"] = flex_packed_attention, self.softcap
+            if window[0] >= 0:
+                options |= {"causal": True, "window": window[0]}
+        y = attend(query, key, value, documents, **options)
+        return y.transpose(1, 2).flatten(2)
 
     def _sink(self, query: Tensor) -> Tensor | None:
         """Return the logit of each head that takes probability, [N]."""

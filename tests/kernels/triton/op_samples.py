@@ -255,6 +255,12 @@ def packed_attentions(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     yield "packed_attention_bwd", (out, q, k, v, out, logsumexp, documents, 0.3, True)
 
 
+def packed_intervals(device: torch.device) -> Iterator[tuple[str, Arguments]]:
+    documents = torch.tensor([[0, 0, 0, 1, 1, -1], [4, 5, 5, 5, 5, 5]], device=device)
+    for queries, causal, window in ((6, True, -1), (4, False, -1), (6, True, 1)):
+        yield "packed_attention_intervals", (documents, queries, causal, window)
+
+
 def _moved(operand: ScaledOperand, device: torch.device) -> ScaledOperand:
     return ScaledOperand(*(t.to(device) if isinstance(t, Tensor) else t for t in operand))
 
@@ -275,4 +281,5 @@ FAMILIES: list[Family] = [
     grouped_gemms,
     embeddings,
     packed_attentions,
+    packed_intervals,
 ]
