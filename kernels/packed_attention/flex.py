@@ -80,27 +80,26 @@ def _compiled(options: _Options) -> Callable[..., Tensor]:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, sink: Tensor | None, options: _Options) -> Tensor:
     lower, upper = seen_intervals(documents, q.shape[2], options.causal, options.window)
-    softcap = options.softcap
-
-    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
-
-    found = flex_attention(
+    out, aux = flex_attention(
         q,
         k,
         v,
-        score_mod=None if softcap is None else capped,
+        score_mod=None if options.softcap is None else functools.partial(_capped, options.softcap),
         block_mask=block_mask_of(lower, upper, k.shape[2]),
         scale=options.scale,
         enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=None if sink is None else AuxRequest(lse=True),
+        return_aux=AuxRequest(lse=sink is not None),
     )
     if sink is None:
-        return found  # type: ignore[return-value]
-    out, aux = found  # type: ignore[misc]
+        return out
     # one more logit takes exp(sink) / (exp(sink) + the sum of exponentials) of the probability
+    assert aux.lse is not None, "asked for"
     rest = torch.sigmoid(aux.lse - sink.float()[None, :, None])
     return (out.float() * rest[..., None]).to(out.dtype)
+
+
+def _capped(softcap: float, score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return softcap * torch.tanh(score / softcap)
 
 
 def _intervals(documents: Tensor, queries: int) -> tuple[Output, Output]:
