@@ -132,7 +132,7 @@ def _cold_run(mode: str, layers: int, recipe: str = "bf16", processes: int = 1) 
         shape.write_random_model(Path(scratch) / "model")
         # compilers are children of this one process, whose time is known when they end
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        environment["TORCHINDUCTOR_CACHE_DIR"] = f"{scratch}/caches"
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/caches", "TE_MODELS_CACHE": f"{scratch}/te_models"}
         command = [sys.executable, "-c", _COLD, f"{scratch}/model", mode, recipe]
         for _ in range(processes):
             done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)

@@ -16,6 +16,8 @@ import torch
 
 from te_models import kernels, layers
 
+from .vector_isa import compiler_knows_all
+
 
 def keeps_whole_graphs(module: torch.nn.Module) -> bool:
     """Whether graphs of a module may be kept whole: all of it is torch's or this library's. In others, a graph can call
@@ -29,12 +31,14 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
     What a graph calls of this library, it names and does not hold, so the library's sources are part of its key.
     """
     import torch._functorch.config as functorch
+    from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx
 
     config: Any = torch.compiler.config  # whose `patch` no type checker sees
     with (
         config.patch(cache_key_tag=f"{config.cache_key_tag}{_sources_digest()}"),
         functorch.patch(autograd_cache_allow_custom_autograd_functions=True),
+        inductor_config.patch({"cpp.vec_isa_ok": True} if compiler_knows_all() else {}),
     ):
         compiled: Any = compile_fx(graph, inputs)
     return compiled
