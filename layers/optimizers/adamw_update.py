@@ -34,13 +34,15 @@ class Piece:
     begin: int = 0
 
 
-def pieces(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], index: int, limit: int) -> Iterator[Piece]:
+def whole_piece(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], index: int) -> Piece:
+    """Return all of this rank's part of a parameter. index: the parameter's place among all, from 1."""
+    return Piece(local_part(parameter), local_part(gradient), {k: local_part(v) for k, v in state.items()}, index)
+
+
+def pieces(whole: Piece, limit: int) -> Iterator[Piece]:
     """Yield a parameter in pieces of at most `limit` elements, or whole where it cannot be split: quantized weights,
     moments in blocks that do not divide it, what is not contiguous, and inside a graph, where nothing would be gained.
-
-    index: the parameter's place among all, from 1.
     """
-    whole = Piece(local_part(parameter), local_part(gradient), {k: local_part(v) for k, v in state.items()}, index)
     parts = {k: v for k, v in whole.state.items() if k != "step"}
     size = whole.parameter.numel()
     scales = {k: v for k, v in parts.items() if k.endswith(_SCALES)}
@@ -65,7 +67,7 @@ def pieces(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], index:
             whole.parameter.view(-1)[cut],
             whole.gradient.view(-1)[cut],
             {"step": whole.state["step"]} | {k: part(k, v, begin) for k, v in parts.items()},
-            index,
+            whole.index,
             begin,
         )
 

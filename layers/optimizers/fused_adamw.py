@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..tensor.fsdp import local_part
 from ..tensor.quantized_tensor import QuantizedTensor
+from . import one_pass
 from .adamw_update import Piece, Update, advance_steps_, compiled_by_shape, update_
 from .master_weights import (
     MasterWeightOptimizer,
@@ -69,6 +70,7 @@ class FusedAdamW(MasterWeightOptimizer):
         compile: bool = False,
     ) -> None:
         self._moments = MomentStore(moment_dtype, seed, compile)
+        self._definitions = MomentStore(moment_dtype, seed, compile=False)
         check_hyperparameters(betas, lr=lr, eps=eps, weight_decay=weight_decay)
         self._requantize = compiled_by_shape(requantize) if compile else requantize
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -119,13 +121,29 @@ class FusedAdamW(MasterWeightOptimizer):
         first, second = self._moments.read(state, weight)
         return Update(piece, weight, piece.gradient.to(weight.dtype), first, second)
 
+    def _updated_at_once(self, whole: Piece, group: dict[str, Any], noop: Tensor | None) -> bool:
+        parameter, state = whole.parameter, whole.state
+        weight, moments = state.get("master", parameter), self._moments.stored(state)
+        if noop is not None or not self._moments.in_cpp or not one_pass.serves(whole, weight, moments):
+            return False
+        update = Update(whole, weight, whole.gradient, *moments[:2])
+        advance_steps_([update], None)
+        for left in one_pass.run(whole, weight, moments, group, self._moments.seed):
+            self._update([self._begin(left)], group, None, self._definitions)
+        if weight is not parameter:
+            self._write_weight(update, None)
+        return True
+
     def _finish(self, work: list[Update], group: dict[str, Any], noop: Tensor | None) -> None:
-        """Run the update, then write rounded weights and moments to where they are stored."""
         advance_steps_(work, noop)
+        self._update(work, group, noop, self._moments)
+
+    def _update(self, work: list[Update], group: dict[str, Any], noop: Tensor | None, moments: MomentStore) -> None:
+        """Run the update, then write rounded weights and moments to where they are stored."""
         update_(work, group, noop)
         for update in work:
             self._write_weight(update, noop)
-            for name, value in self._moments.rounded(update, in_place=noop is None).items():
+            for name, value in moments.rounded(update, in_place=noop is None).items():
                 stored = update.piece.state[name]
                 if stored.shape != value.shape:  # the blocks of a shard, of which a small one has fewer
                     stored = stored.view(-1)[: value.numel()].view_as(value)

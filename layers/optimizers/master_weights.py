@@ -19,7 +19,7 @@ from torch import Tensor
 from ..tensor.fsdp import local_part
 from ..tensor.high_precision_init import clear_initial_value, take_initial_value
 from ..tensor.quantized_tensor import QuantizedTensor, unless
-from .adamw_update import Piece, Update, pieces
+from .adamw_update import Piece, Update, pieces, whole_piece
 
 _CHUNK = {"cpu": 1 << 19}  # elements whose working copies exist at one time, or one parameter that cannot be split
 _CHUNK_ELSEWHERE = 1 << 24
@@ -55,6 +55,10 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _check_state(self, parameter: Tensor, entries: dict[str, Any]) -> None:
         raise NotImplementedError
 
+    def _updated_at_once(self, whole: Piece, group: dict[str, Any], noop: Tensor | None) -> bool:
+        """Update a parameter without working copies, if that can be done; whether it is done."""
+        return False
+
     @torch.no_grad()
     def init_state(self) -> None:
         """Create the state of all parameters now and not at their first update."""
@@ -74,8 +78,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 if gradient is None:
                     continue
                 state = self._state_of(parameter, group)
+                whole = whole_piece(parameter, gradient, state, index)
+                if self._updated_at_once(whole, group, noop):
+                    continue
                 chunk = _CHUNK.get(parameter.device.type, _CHUNK_ELSEWHERE)
-                for piece in pieces(parameter, gradient, state, index, chunk):
+                for piece in pieces(whole, chunk):
                     if work and sum(update.weight.numel() for update in work) + piece.parameter.numel() > chunk:
                         self._finish(work, group, noop)
                         work = []

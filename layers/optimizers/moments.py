@@ -119,6 +119,15 @@ class MomentStore:
         self._encode = _compiled_encode() if compile else _encode
         self._decode: Callable[..., tuple[Tensor, Tensor]] = _compiled_decode() if compile else _decode
 
+    @property
+    def in_cpp(self) -> bool:
+        """Whether C++ may read and round these moments."""
+        return self._compile and self.dtype != "float32"
+
+    def stored(self, state: dict[str, Tensor]) -> list[Tensor]:
+        """Return the entries of a parameter's state that are its moments."""
+        return [state[name] for name in MOMENT_KEYS[self.dtype]]
+
     def zeros(self, parameter: Tensor, local: Tensor) -> dict[str, Tensor]:
         """Return the state of moments that are zero. local: this rank's part of the parameter."""
         if self.dtype != "float8":
@@ -170,7 +179,7 @@ class MomentStore:
     def read(self, state: dict[str, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
         """Return both moments in the shape and dtype of `like`; where the state has them so, its very tensors."""
         if self.dtype == "float8":
-            first, second = self._decode(*(state[name] for name in MOMENT_KEYS["float8"]), like.shape)
+            first, second = self._decode(*self.stored(state), like.shape)
             return first.to(like.dtype), second.to(like.dtype)
         return state["exp_avg"].to(like.dtype), state["exp_avg_sq"].to(like.dtype)
 
@@ -186,7 +195,7 @@ class MomentStore:
         step = piece.state["step"].to(torch.int32)
         draw = (hash_key(self.seed, piece.index, device), step, _word(piece.begin, device))
         first, second = (moment.float().reshape(-1) for moment in (update.first, update.second))
-        stored = [piece.state[name] for name in MOMENT_KEYS[self.dtype]]
+        stored = self.stored(piece.state)
         if in_place and self._compile and _written(first, second, draw, stored):
             return {}
         if self.dtype == "float8":

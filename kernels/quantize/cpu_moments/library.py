@@ -1,11 +1,12 @@
-"""The compiled library of moments in few bits."""
+"""The compiled library of moments in few bits, and of AdamW's steps on them."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from ..cpu_fields.source import E4M3
 from ..cpu_graph import library as shared
 from ..cpu_graph import source as rounding
 from ..hashed import hash_words
+from .adamw_source import ADAMW
 from .source import MOMENTS
 
 BLOCK = 128
@@ -23,13 +25,15 @@ _ARGUMENTS = {
     "te_encode_moments": (*(_P,) * 6, _N, *(ctypes.c_int32,) * 3, _INT),
     "te_round_moments": (*(_P,) * 4, _N, *(ctypes.c_int32,) * 3, _INT),
     "te_decode_moments": (*(_P,) * 6, _N, _INT),
+    "te_adamw_float8": (*(_P,) * 6, _N, _P, *(ctypes.c_int32,) * 2, _P, _INT),
+    "te_adamw_bfloat16": (*(_P,) * 4, _N, _P, *(ctypes.c_int32,) * 2, _P, _INT),
 }
 
 
 @functools.cache
-def _function(name: str) -> Any:
-    code = rounding.NUMBERS + rounding.FP8_SCALE + E4M3 + MOMENTS
-    defined = {"INPUT": "Float32", "RESULT": "Float32"}
+def _function(name: str, gradient: torch.dtype = torch.float32, weight: torch.dtype = torch.float32) -> Any:
+    code = rounding.NUMBERS + rounding.FP8_SCALE + E4M3 + MOMENTS + (ADAMW if "adamw" in name else "")
+    defined = {"INPUT": shared.NAMES[gradient], "RESULT": shared.NAMES[weight]}
     return cpp_library.function(code, defined, name, _ARGUMENTS[name], _INT)
 
 
@@ -93,3 +97,53 @@ def decode_moments(
     pointers = [t.data_ptr() for t in (*stored, *out)]
     _function("te_decode_moments")(*pointers, out[0].numel(), torch.get_num_threads())
     return out
+
+
+class Hyperparameters(NamedTuple):
+    """AdamW's, of one step; t: its number, the first being 1."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    t: float
+
+
+def adamw_step(
+    weight: Tensor,
+    gradient: Tensor,
+    moments: Sequence[Tensor],
+    key: Tensor,
+    step: Tensor,
+    hyperparameters: Hyperparameters,
+) -> Tensor | None:
+    """Update a weight and its moments in place, in one pass, to the bits of reading them, torch's fused AdamW on
+    float32 copies, and rounding them. Return which blocks of 128 were left as they are, bool [blocks], for a NaN in
+    their moments; None where there is none.
+
+    weight, gradient: float32 or bfloat16, [n]; moments: as `encode_moments` returns them, or two of bfloat16, [n]; all
+    contiguous. key, step: as there.
+    """
+    h = hyperparameters
+    lerp, root_correction = 1 - h.beta1, math.sqrt(1 - h.beta2**h.t)
+    scalars = torch.tensor(
+        [
+            1 - h.lr * h.weight_decay,
+            lerp,
+            abs(lerp) >= 0.5,
+            h.beta2,
+            1 - h.beta2,
+            root_correction,
+            h.eps,
+            -h.lr / (1 - h.beta1**h.t),
+        ],
+        dtype=torch.float32,
+    )
+    n = weight.numel()
+    left = torch.empty(-(-n // BLOCK), dtype=torch.bool)
+    k0, k1 = hash_words(key, step).tolist()
+    run = _function("te_adamw_float8" if len(moments) == 4 else "te_adamw_bfloat16", gradient.dtype, weight.dtype)
+    pointers = [t.data_ptr() for t in (weight, gradient, *moments)]
+    found = run(*pointers, n, scalars.data_ptr(), k0, k1, left.data_ptr(), torch.get_num_threads())
+    return left if found else None

@@ -1,0 +1,141 @@
+"""The C++ of a whole AdamW step on moments in few bits: read, updated and rounded a block at a time, in registers.
+
+The formula and its order of operations are those of torch's fused kernel, which `layers/optimizers/adamw_update.py`
+calls on working copies; where that multiplies and adds in one instruction, `std::fma` does. What a step leaves is what
+decoding, that kernel and encoding leave (`library.adamw_step` compares the bits before it is used).
+"""
+
+ADAMW = r"""namespace te_models {
+
+// What a step multiplies with. lerp: 1 - beta1; far: whether it is 1/2 or more, where torch starts from the gradient.
+struct Step {
+  float decay, lerp, far, beta2, own_square, root_correction, epsilon, size;
+};
+
+template <bool far>
+inline void advance(float* w, float g, float* first, float* second, float* root, const Step& s) {
+  const float base = far ? g : *first, weight = far ? s.lerp - 1.0f : s.lerp;
+  *first = std::fma(weight, g - *first, base);
+  *second = std::fma(s.own_square * g, g, *second * s.beta2);
+  *root = std::sqrt(*second);
+  *w = *w * s.decay + (s.size * *first) / (*root / s.root_correction + s.epsilon);
+}
+
+// A block of `count` elements of which `read` gives the moments: new weights, moments, and the root of the second one.
+// And the ranges of the first moment and of the root.
+template <bool far, class Read>
+inline void advance_block(const Y* weight, const X* gradient, int64_t count, const Step& s, const Read& read, float* w,
+                          float* first, float* second, float* root, Range* of_first, Range* of_root) {
+  uint32_t largest = 0, largest_root = 0, least = kInfinity, least_root = kInfinity;
+#pragma omp simd reduction(max : largest, largest_root) reduction(min : least, least_root)
+  for (int64_t i = 0; i < count; ++i) {
+    float a, b, c, value = Y::read(weight[i]);
+    read(i, &a, &b);
+    advance<far>(&value, X::read(gradient[i]), &a, &b, &c, s);
+    w[i] = value, first[i] = a, second[i] = b, root[i] = c;
+    const uint32_t m = bits_of(a) & 0x7FFFFFFF, n = bits_of(c) & 0x7FFFFFFF;
+    largest = std::max(largest, m), largest_root = std::max(largest_root, n);
+    least = std::min(least, m), least_root = std::min(least_root, n);
+  }
+  for (int64_t i = count; i < kBlock; ++i) first[i] = root[i] = 0.0f;
+  const bool filled = count < kBlock;
+  *of_first = {filled ? 0 : least, largest}, *of_root = {filled ? 0 : least_root, largest_root};
+}
+
+// Whether a byte of a block is E4M3's NaN, so that the rest need not ask.
+inline bool any_nan(const uint8_t* bytes) {
+  uint8_t largest = 0;
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < kBlock; ++i) largest = std::max(largest, uint8_t(bytes[i] & 0x7F));
+  return largest == 0x7F;
+}
+
+// The magnitude of a byte that is none.
+inline float e4m3_magnitude(uint32_t magnitude) {
+  const uint32_t small = magnitude < 8 ? 0xFFFFFFFF : 0;
+  return float_of((magnitude << 20) + 0x3C000000 + (small & 0x00800000)) - float_of(small & 0x3C800000);
+}
+
+template <bool far>
+int step_float8(Y* weight, const X* gradient, const Stored& stored, int64_t n, const Step& s, uint32_t k0, uint32_t k1,
+                uint8_t* left, int threads) {
+  const int64_t blocks = (n + kBlock - 1) / kBlock;
+  int any = 0;
+#pragma omp parallel for num_threads(threads) reduction(max : any)
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t at = b * kBlock, count = std::min(kBlock, n - at);
+    const Stored to{stored.first + at, stored.second + at, stored.first_scale + b, stored.second_scale + b};
+    const float one = *to.first_scale, other = *to.second_scale;
+    float w[kBlock], x[kBlock], v[kBlock], y[kBlock];
+    Range of_first, of_root;
+    left[b] = any_nan(to.first) || any_nan(to.second);  // whose code is another matter, as below
+    if (left[b]) {
+      any = 1;
+      continue;
+    }
+    const auto read = [=](int64_t i, float* first, float* second) {
+      const float root = e4m3_magnitude(to.second[i] & 0x7F) * other;
+      const uint32_t byte = to.first[i], sign = (byte & 0x80) << 24;
+      *first = float_of(bits_of(e4m3_magnitude(byte & 0x7F)) | sign) * one, *second = root * root;
+    };
+    advance_block<far>(weight + at, gradient + at, count, s, read, w, x, v, y, &of_first, &of_root);
+    left[b] = of_first.nan() || of_root.nan();
+    if (left[b]) {
+      any = 1;
+      continue;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) weight[at + i] = Y::write(w[i]);
+    encode_block(x, y, of_first, of_root, uint32_t(at), k0, k1, to);
+  }
+  return any;
+}
+
+template <bool far>
+int step_bfloat16(Y* weight, const X* gradient, uint16_t* first, uint16_t* second, int64_t n, const Step& s,
+                  uint32_t k0, uint32_t k1, uint8_t* left, int threads) {
+  const int64_t blocks = (n + kBlock - 1) / kBlock;
+  int any = 0;
+#pragma omp parallel for num_threads(threads) reduction(max : any)
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t at = b * kBlock, count = std::min(kBlock, n - at);
+    uint16_t *const to = first + at, *const to_second = second + at;
+    float w[kBlock], x[kBlock], v[kBlock], y[kBlock];
+    Range of_first, of_root;
+    const auto read = [=](int64_t i, float* a, float* c) {
+      *a = float_of(uint32_t(to[i]) << 16), *c = float_of(uint32_t(to_second[i]) << 16);
+    };
+    advance_block<far>(weight + at, gradient + at, count, s, read, w, x, v, y, &of_first, &of_root);
+    left[b] = of_first.nan() || of_root.nan();
+    if (left[b]) {
+      any = 1;
+      continue;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bits = mixed(mixed((uint32_t(at) + uint32_t(i)) ^ k0) + k1);
+      weight[at + i] = Y::write(w[i]);
+      to[i] = rounded_up(bits_of(x[i]), bits & 0xFFFF), to_second[i] = rounded_up(bits_of(v[i]), bits >> 16);
+    }
+  }
+  return any;
+}
+
+}  // namespace te_models
+
+// One step of n weights; returns 1 where blocks were left as they are, for a NaN in their moments: those `left` says.
+extern "C" int te_adamw_float8(Y* weight, const X* gradient, uint8_t* first, float* first_scale, uint8_t* second,
+                               float* second_scale, int64_t n, const float* scalars, int32_t k0, int32_t k1,
+                               uint8_t* left, int threads) {
+  const Step s{scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], scalars[5], scalars[6], scalars[7]};
+  const auto step = s.far != 0.0f ? step_float8<true> : step_float8<false>;
+  return step(weight, gradient, {first, second, first_scale, second_scale}, n, s, k0, k1, left, threads);
+}
+
+extern "C" int te_adamw_bfloat16(Y* weight, const X* gradient, uint16_t* first, uint16_t* second, int64_t n,
+                                 const float* scalars, int32_t k0, int32_t k1, uint8_t* left, int threads) {
+  const Step s{scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], scalars[5], scalars[6], scalars[7]};
+  const auto step = s.far != 0.0f ? step_bfloat16<true> : step_bfloat16<false>;
+  return step(weight, gradient, first, second, n, s, k0, k1, left, threads);
+}
+"""

@@ -1,0 +1,85 @@
+"""A step of AdamW on moments in few bits in one C++ pass over weight, gradient and moments, on CPU.
+
+The other way writes the moments to working copies in float32, runs torch's kernel on them and rounds them: three passes
+over several times the bytes. Both have the same bits, which the first step of a process sees to.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.kernels.compiling import compiling
+from te_models.kernels.quantize import cpu_moments, hash_key
+
+from ..tensor.quantized_tensor import QuantizedTensor
+from .adamw_update import Piece, Update, update_
+
+BLOCK = 128
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def serves(piece: Piece, weight: Tensor, moments: Sequence[Tensor]) -> bool:
+    """Whether one pass can update a weight, in place, of a whole parameter with these stored moments."""
+    tensors = (weight, piece.gradient, *moments)
+    if compiling() or any(isinstance(t, QuantizedTensor) or t.device.type != "cpu" for t in tensors):
+        return False
+    if weight.dtype not in _DTYPES or piece.gradient.dtype not in _DTYPES or not weight.numel():
+        return False
+    sizes = [-(-weight.numel() // BLOCK) * n for n in (BLOCK, 1)] * 2 if len(moments) == 4 else [weight.numel()] * 2
+    alike = piece.gradient.shape == weight.shape and [m.numel() for m in moments] == sizes
+    return alike and cpu_moments.available(*tensors) and _has_the_bits()
+
+
+def run(piece: Piece, weight: Tensor, moments: Sequence[Tensor], group: dict[str, Any], seed: int) -> Iterator[Piece]:
+    """Update a weight and its moments in the step that the step count says; yield the parts that are as they were, for
+    a NaN in their moments, each as a piece of the weight."""
+    key, step = hash_key(seed, piece.index), piece.state["step"].to(torch.int32)
+    beta1, beta2 = group["betas"]
+    scalars = (float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
+    hyperparameters = cpu_moments.Hyperparameters(*scalars, t=piece.state["step"].item())
+    left = cpu_moments.adamw_step(weight, piece.gradient, moments, key, step, hyperparameters)
+    if left is None:
+        return
+    names = [name for name in piece.state if name not in ("step", "master")]
+    values, counts = torch.unique_consecutive(left, return_counts=True)
+    end = 0
+    for is_left, count in zip(values.tolist(), counts.tolist(), strict=True):
+        begin, end = end, end + count
+        if is_left:
+            numbers = slice(begin * BLOCK, min(end * BLOCK, weight.numel()))
+            state = {"step": piece.state["step"]}
+            for name in names:
+                stored = piece.state[name]
+                state[name] = stored[begin:end] if len(moments) == 4 else stored.view(-1)[numbers]
+            yield Piece(weight.view(-1)[numbers], piece.gradient.view(-1)[numbers], state, piece.index, begin * BLOCK)
+
+
+@functools.cache
+def _has_the_bits() -> bool:
+    """Whether one pass leaves the bits of torch's kernel between decoding and encoding, on this processor and with this
+    torch: its compiler decides where it multiplies and adds in one instruction."""
+    return all(_agree(beta1, dtype) for beta1 in (0.9, 0.4) for dtype in _DTYPES)
+
+
+def _agree(beta1: float, dtype: torch.dtype) -> bool:
+    n, generator = 1000, torch.Generator().manual_seed(0)
+    weight = torch.randn(n, generator=generator).to(dtype)
+    gradient = torch.randn(n, generator=generator).to(dtype)
+    first, second = torch.randn(n, generator=generator), torch.rand(n, generator=generator)
+    key, step, begin = hash_key(1, 2), torch.tensor(7, dtype=torch.int32), torch.zeros((), dtype=torch.int32)
+    stored = cpu_moments.encode_moments(first, second, key, begin, begin) or ()
+    group = {"lr": 1e-3, "betas": (beta1, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    copy = weight.float()
+    read = cpu_moments.decode_moments(*stored, shape=(n,))
+    state = {"step": torch.tensor(7.0)}
+    update_([Update(Piece(weight, gradient, state, 2), copy, gradient.float(), *read)], group, None)
+    expected = copy.to(dtype), *(cpu_moments.encode_moments(*read, key, step, begin) or ())
+    values = cpu_moments.Hyperparameters(1e-3, beta1, 0.99, 1e-8, 0.1, 7.0)
+    cpu_moments.adamw_step(weight, gradient, stored, key, step, values)
+    found = weight, *stored
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, expected, strict=True))

@@ -1,0 +1,166 @@
+"""AdamW on moments in few bits in one C++ pass leaves the bits of decoding, torch's fused kernel and encoding."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from te_models.layers import FusedAdamW, Linear, quantized_model_init, recipe
+from te_models.layers.optimizers import one_pass
+
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="the pass is C++, and there is no compiler"
+)
+SHAPES = ((7, 300), (128, 16), (1,), (129,))
+"""Blocks that are whole and one that is not, one number, and one number in a second block."""
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many elements each pass has updated."""
+    assert one_pass._has_the_bits()
+    found: list[int] = []
+    run = one_pass.cpu_moments.adamw_step
+
+    def counting(weight: Tensor, *others: Any) -> Tensor | None:
+        found.append(weight.numel())
+        return run(weight, *others)
+
+    monkeypatch.setattr(one_pass.cpu_moments, "adamw_step", counting)
+    return found
+
+
+def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+
+
+def states(optimizer: FusedAdamW) -> list[Tensor]:
+    found = [value for state in optimizer.state.values() for _, value in sorted(state.items())]
+    return found + [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def assert_same_bits(one: FusedAdamW, other: FusedAdamW) -> None:
+    """Of all numbers; which of its NaNs torch writes depends on how many numbers it writes."""
+    for a, b in zip(states(one), states(other), strict=True):
+        numbers = ~a.float().isnan()
+        assert a.dtype is b.dtype and torch.equal(numbers, ~b.float().isnan())
+        bits = [x[numbers].view(torch.uint8) if x.dim() else x.reshape(1).view(torch.uint8) for x in (a, b)]
+        assert torch.equal(*bits)
+
+
+def give_gradients(optimizers: list[FusedAdamW], step: int, dtype: torch.dtype | None, nan: bool = False) -> None:
+    generator = torch.Generator().manual_seed(step)
+    groups = [[p for group in o.param_groups for p in group["params"]] for o in optimizers]
+    for same in zip(*groups, strict=True):
+        gradient = torch.randn(same[0].shape, generator=generator) * 10.0 ** (3 * step - 6)
+        gradient[..., ::3] = 0.0  # moments of zero, and others far below the largest of their block
+        if nan and gradient.numel() > 1000:
+            gradient.view(-1)[[5, 700, 2047]] = torch.tensor([float("nan"), float("inf"), float("nan")])
+        for parameter in same:
+            if dtype is None:
+                parameter.grad = gradient.to(parameter.dtype)
+            else:
+                parameter.main_grad = gradient.to(dtype)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("moment_dtype", ["bfloat16", "float8"])
+@pytest.mark.parametrize(
+    ("dtype", "gradient", "options"),
+    [
+        (torch.bfloat16, None, {}),
+        (torch.float32, None, {"weight_decay": 0.0, "betas": (0.4, 0.9)}),
+        (torch.bfloat16, torch.float32, {"master_weights": True, "weight_decay": 0.1}),
+        (torch.float32, torch.bfloat16, {"lr": torch.tensor(3e-3)}),
+    ],
+    ids=["bf16", "far from the gradient", "master", "lr tensor"],
+)
+def test_bits_are_those_of_the_definitions(
+    moment_dtype: Any, dtype: torch.dtype, gradient: torch.dtype | None, options: dict[str, Any], passes: list[int]
+) -> None:
+    made = {"moment_dtype": moment_dtype, "seed": 3, **options}
+    fast, slow = (FusedAdamW(parameters(dtype), compile=compiles, **made) for compiles in (True, False))
+    for step in range(4):
+        give_gradients([fast, slow], step, gradient)
+        for optimizer in (fast, slow):
+            optimizer.step()
+        assert_same_bits(fast, slow)
+    assert passes == [2100, 2048, 1, 129] * 4, "only of the optimizer that compiles, whole parameters"
+
+
+@pytest.mark.parametrize("moment_dtype", ["bfloat16", "float8"])
+def test_blocks_with_a_nan_are_left_to_the_definitions(moment_dtype: Any, passes: list[int]) -> None:
+    """In the step that brings it, in one that goes on with it; and the step is counted once."""
+    fast, slow = (
+        FusedAdamW(parameters(torch.bfloat16), moment_dtype=moment_dtype, compile=compiles)
+        for compiles in (True, False)
+    )
+    for step in range(3):
+        give_gradients([fast, slow], step, None, nan=step == 1)
+        for optimizer in (fast, slow):
+            optimizer.step()
+        assert_same_bits(fast, slow)
+    first = fast.state[fast.param_groups[0]["params"][0]]
+    assert first["exp_avg"].float().isnan().sum() >= 2 and first["step"] == 3
+
+
+def test_quantized_weights_are_written_from_their_masters(passes: list[int]) -> None:
+    made = []
+    for compiles in (True, False):
+        torch.manual_seed(0)
+        with quantized_model_init(recipe=recipe("mxfp8")):
+            layer = Linear(64, 64, bias=False)
+        made.append((layer, FusedAdamW(layer.parameters(), moment_dtype="float8", compile=compiles)))
+    for step in range(2):
+        for layer, optimizer in made:
+            generator = torch.Generator().manual_seed(step)
+            layer.weight.grad = torch.randn(64, 64, generator=generator).to(layer.weight.dtype)
+            optimizer.step()
+    (one, fast), (other, slow) = made
+    assert torch.equal(one.weight.dequantize(), other.weight.dequantize()) and passes == [4096] * 2
+    for a, b in zip(fast.state[one.weight].values(), slow.state[other.weight].values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_it_does_not_serve_goes_the_other_way(passes: list[int]) -> None:
+    """A step that may be none, moments in float32, gradients in float16, and weights that are not contiguous."""
+    weight = nn.Parameter(torch.randn(64, 4).T)
+    for parameter, gradient, options in (
+        (weight, torch.ones(4, 64), {}),
+        (nn.Parameter(torch.ones(8)), torch.ones(8), {"moment_dtype": "float32"}),
+        (nn.Parameter(torch.ones(8).half()), torch.ones(8).half(), {}),
+    ):
+        optimizer = FusedAdamW([parameter], compile=True, **{"moment_dtype": "bfloat16", **options})
+        parameter.grad = gradient
+        before = parameter.detach().clone()
+        optimizer.step()
+        assert not torch.equal(parameter, before)
+    parameter = nn.Parameter(torch.ones(8))
+    optimizer = FusedAdamW([parameter], moment_dtype="bfloat16", compile=True)
+    parameter.grad = torch.ones(8)
+    optimizer.step(noop=torch.ones(()))
+    assert torch.equal(parameter, torch.ones(8)) and passes == []
+
+
+def test_another_arithmetic_is_noticed(monkeypatch: pytest.MonkeyPatch, passes: list[int]) -> None:
+    """As where torch was built without instructions that multiply and add."""
+    update = one_pass.update_
+
+    def rounded_otherwise(work: list[Any], *others: Any) -> None:
+        update(work, *others)
+        work[0].second.mul_(1 + 2.0**-20)
+
+    monkeypatch.setattr(one_pass, "update_", rounded_otherwise)
+    one_pass._has_the_bits.cache_clear()
+    assert not one_pass._has_the_bits()
+    (parameter,) = made = [nn.Parameter(torch.ones(300))]
+    optimizer = FusedAdamW(made, moment_dtype="float8", compile=True)
+    parameter.grad = torch.ones(300)
+    passes.clear()
+    optimizer.step()
+    one_pass._has_the_bits.cache_clear()
+    assert passes == [] and parameter.max() < 1
