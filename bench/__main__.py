@@ -38,10 +38,21 @@ LEFT_OUT = {
     "eager_calls": "it compares with another checkout: python -m bench.eager_calls --before DIR",
     "boundary": "it compiles two layers two dozen times, twelve of them from nothing, five minutes",
     "ranks": "it trains on two ranks in four layouts, which takes both cores: python -m bench.ranks",
+    "thread_scaling": "it takes both cores, and nothing else may run: python -m bench.thread_scaling",
     "gpu": "it needs a CUDA device: python -m bench.gpu",
 }
 """What `python -m bench` does not run, or not whole, and why."""
-EVERY = [*BENCHMARKS, "training_curves", "recipe_gap", "memory", "generation", "compile", "boundary", "ranks"]
+EVERY = [
+    *BENCHMARKS,
+    "training_curves",
+    "recipe_gap",
+    "memory",
+    "generation",
+    "compile",
+    "boundary",
+    "ranks",
+    "thread_scaling",
+]
 
 
 def main(arguments: list[str]) -> int:

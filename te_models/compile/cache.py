@@ -25,6 +25,11 @@ def keeps_whole_graphs(module: torch.nn.Module) -> bool:
     return all(type(part).__module__.startswith(("te_models.", "torch.")) for part in module.modules())
 
 
+def backend_for(module: torch.nn.Module) -> str | Callable[..., Any]:
+    """Return torch.compile's backend for functions of a module: Inductor, which keeps whole graphs where it may."""
+    return inductor if keeps_whole_graphs(module) else "inductor"
+
+
 def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a graph by Inductor, as torch.compile's backend "inductor" does, and let torch keep it whole.
 

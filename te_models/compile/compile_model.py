@@ -16,7 +16,7 @@ from te_models.kernels.compiling import compiling
 from te_models.layers.collectives import check_member
 
 from ..model import GPTModel
-from .cache import inductor, keeps_whole_graphs
+from .cache import backend_for
 
 if TYPE_CHECKING:  # a torch without distributed has none
     from torch.distributed import ProcessGroup
@@ -98,8 +98,8 @@ def compile_part(
     call: Callable[..., Any] = module._call_impl
     if type(module).__module__.startswith("torch.nn."):
         call = _one_frame_more(call)
-    if backend == "inductor" and keeps_whole_graphs(module):
-        backend = inductor
+    if backend == "inductor":
+        backend = backend_for(module)
     compiled = torch.compile(call, fullgraph=fullgraph, dynamic=dynamic, backend=backend)
     module._compiled_call_impl = with_room(compiled if dynamic is False else _sizes_apart(compiled))
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..compile.cache import backend_for
 from ..compile.compile_model import with_room
 from ..model import GPTModel
 from ..model.cache.static import StaticStep
@@ -31,7 +33,14 @@ def _decode(model: GPTModel, ids: Tensor, position_ids: Tensor, memory: StaticSt
     return logits[:, -1]
 
 
+Decode = Callable[[GPTModel, Tensor, Tensor, StaticStep], Tensor]
+
+
+def decode_step(model: GPTModel) -> Decode:
+    """Return the compiled step, one for all models. Importing it does not import the compiler; calling this does."""
+    return _compiled(backend_for(model))
+
+
 @cache
-def decode_step() -> Callable[[GPTModel, Tensor, Tensor, StaticStep], Tensor]:
-    """Return the compiled step of all models. Importing it does not import the compiler; calling this does."""
-    return with_room(torch.compile(_decode, fullgraph=True, dynamic=False))
+def _compiled(backend: str | Callable[..., Any]) -> Decode:
+    return with_room(torch.compile(_decode, fullgraph=True, dynamic=False, backend=backend))

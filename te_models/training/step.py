@@ -22,6 +22,7 @@ from te_models.kernels.cross_entropy import IGNORE_INDEX
 from te_models.layers import Recipe, autocast, cache_weights, collect_statistics, gradient_of, microbatch
 from te_models.layers.tensor.fsdp import local_part
 
+from ..compile.cache import backend_for
 from ..compile.compile_model import Mode, compile_model, with_room
 from ..model import GPTModel
 from ..parallel.pipeline import Pipeline
@@ -114,7 +115,9 @@ def make_loss_function(
     if compiled and mode == "block":
         compile_model(model, "block", dynamic=False)
     elif compiled:
-        function = with_room(torch.compile(loss_function, fullgraph=True, dynamic=False))  # of all runs of a process
+        backend = backend_for(model)
+        # with room for all runs of a process
+        function = with_room(torch.compile(loss_function, fullgraph=True, dynamic=False, backend=backend))
 
     def with_precision(
         batch: torch.Tensor | Batch, weight: torch.Tensor | None = None

@@ -7,15 +7,19 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from te_models import GPTModel
+from te_models import GPTModel, generate
 from te_models.compile import cache
 from te_models.layers import Linear
-from tests.te_models.configs import one_layer, tiny
+from te_models.training.config import PrecisionConfig
+from te_models.training.step import make_loss_function
+from tests.te_models.configs import one_layer, tiny, token_ids
 
 CHILD = """
 import json, sys
@@ -66,6 +70,27 @@ def test_another_machine_finds_what_was_compiled(tmp_path: Path) -> None:
     first = run("mxfp8", tmp_path / "caches", artifacts, "save")
     assert first["counts"].get("autograd_cache_miss") == 2  # the layer and the output layer
     assert_found(run("mxfp8", tmp_path / "elsewhere", artifacts, "load"), first)
+
+
+def test_training_and_decoding_are_kept_whole_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of models that are this library's alone: not with a module of another package, whose functions torch cannot see
+    in a graph."""
+    compiled: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled.append("kept")
+        return graph.forward
+
+    monkeypatch.setattr(cache, "inductor", backend)
+    model = GPTModel(one_layer(tiny()), dtype=torch.float32)
+    ids = token_ids(1, 5)
+    make_loss_function(model, PrecisionConfig(dtype="fp32"), "cpu", compiled=True)(ids)[0].backward()
+    assert compiled == ["kept"]
+    generate(model, ids, 2, compile=True)
+    assert compiled == ["kept"] * 2
+    model.foreign = torch.nn.Module.__new__(type("Foreign", (torch.nn.Module,), {"__module__": "elsewhere"}))
+    torch.nn.Module.__init__(model.foreign)
+    assert cache.backend_for(model) == "inductor"
 
 
 @pytest.mark.slow

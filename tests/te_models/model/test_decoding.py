@@ -116,7 +116,7 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     """Trace the step as for the compiler, run what was traced, and count."""
     counter = CompileCounterWithBackend("eager")
     step = torch.compile(compiled._decode, fullgraph=True, dynamic=False, backend=counter)
-    monkeypatch.setattr("te_models.generation.decoding.decode_step", lambda: step)
+    monkeypatch.setattr("te_models.generation.decoding.decode_step", lambda model: step)
     return counter
 
 
