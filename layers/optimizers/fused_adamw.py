@@ -39,7 +39,8 @@ class FusedAdamW(MasterWeightOptimizer):
     master, the update is computed in float32 and rounded. moment_dtype: "float32", "bfloat16" or "float8"; the last two
     round stochastically, driven by (seed, step, parameter, element). compile: compile the encoding of such moments and
     the requantization of weights, with the same bits: on CPU seconds at the first step (once per shape), and 4 to 10
-    times less for them from then on.
+    times less for them from then on. On a CPU a plain weight that is not float32, or has such a gradient or moments,
+    is updated in one C++ pass (`one_pass`), with the same bits, also without `compile` where the machine has it.
 
     `step` can be compiled whole, too (`torch.compile(optimizer.step, fullgraph=True)`, after `init_state`): update,
     rounding and requantization of a weight are then fused, and differ from the eager step by float32 roundings.
@@ -124,7 +125,7 @@ class FusedAdamW(MasterWeightOptimizer):
     def _updated_at_once(self, whole: Piece, group: dict[str, Any], noop: Tensor | None) -> bool:
         parameter, state = whole.parameter, whole.state
         weight, moments = state.get("master", parameter), self._moments.stored(state)
-        if noop is not None or not self._moments.in_cpp or not one_pass.serves(whole, weight, moments):
+        if noop is not None or not one_pass.serves(whole, weight, moments, self._moments):
             return False
         update = Update(whole, weight, whole.gradient, *moments[:2])
         advance_steps_([update], None)

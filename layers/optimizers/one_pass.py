@@ -1,6 +1,6 @@
-"""A step of AdamW on moments in few bits in one C++ pass over weight, gradient and moments, on CPU.
+"""A step of AdamW in one C++ pass over weight, gradient and moments, on CPU, where some of them are in few bits.
 
-The other way writes the moments to working copies in float32, runs torch's kernel on them and rounds them: three passes
+The other way writes what is not float32 to working copies, runs torch's kernel on them and rounds them: three passes
 over several times the bytes. Both have the same bits, which the first step of a process sees to.
 """
 
@@ -18,21 +18,29 @@ from te_models.kernels.quantize import cpu_moments, hash_key
 
 from ..tensor.quantized_tensor import QuantizedTensor
 from .adamw_update import Piece, Update, update_
+from .moments import MomentStore
 
 BLOCK = 128
+VECTOR = 16
+"""Elements that torch's kernel updates at once, or a multiple of that. Those that are left over, it computes one by
+one, and adds in another order."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-def serves(piece: Piece, weight: Tensor, moments: Sequence[Tensor]) -> bool:
-    """Whether one pass can update a weight, in place, of a whole parameter with these stored moments."""
+def serves(piece: Piece, weight: Tensor, moments: Sequence[Tensor], store: MomentStore) -> bool:
+    """Whether one pass updates a weight, in place, of a whole parameter with these stored moments."""
     tensors = (weight, piece.gradient, *moments)
     if compiling() or any(isinstance(t, QuantizedTensor) or t.device.type != "cpu" for t in tensors):
         return False
-    if weight.dtype not in _DTYPES or piece.gradient.dtype not in _DTYPES or not weight.numel():
+    if weight.dtype not in _DTYPES or piece.gradient.dtype not in _DTYPES:
+        return False
+    if not weight.numel() or weight.numel() % VECTOR:
         return False
     sizes = [-(-weight.numel() // BLOCK) * n for n in (BLOCK, 1)] * 2 if len(moments) == 4 else [weight.numel()] * 2
     alike = piece.gradient.shape == weight.shape and [m.numel() for m in moments] == sizes
-    return alike and cpu_moments.available(*tensors) and _has_the_bits()
+    if {t.dtype for t in tensors} == {torch.float32}:  # which torch's kernel updates as they are
+        return False
+    return alike and store.in_cpp(weight) and cpu_moments.available(*tensors) and _has_the_bits()
 
 
 def run(piece: Piece, weight: Tensor, moments: Sequence[Tensor], group: dict[str, Any], seed: int) -> Iterator[Piece]:
@@ -67,7 +75,7 @@ def _has_the_bits() -> bool:
 
 
 def _agree(beta1: float, dtype: torch.dtype) -> bool:
-    n, generator = 1000, torch.Generator().manual_seed(0)
+    n, generator = 1008, torch.Generator().manual_seed(0)
     weight = torch.randn(n, generator=generator).to(dtype)
     gradient = torch.randn(n, generator=generator).to(dtype)
     first, second = torch.randn(n, generator=generator), torch.rand(n, generator=generator)

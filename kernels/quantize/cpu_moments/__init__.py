@@ -1,5 +1,21 @@
 """Moments of an optimizer in few bits on CPU, read and rounded in one C++ pass each, to the definitions' bits."""
 
-from .library import Hyperparameters, adamw_step, available, decode_moments, encode_moments, round_moments
+from .library import (
+    Hyperparameters,
+    adamw_step,
+    available,
+    decode_moments,
+    encode_moments,
+    round_moments,
+    worthwhile,
+)
 
-__all__ = ["Hyperparameters", "adamw_step", "available", "decode_moments", "encode_moments", "round_moments"]
+__all__ = [
+    "Hyperparameters",
+    "adamw_step",
+    "available",
+    "decode_moments",
+    "encode_moments",
+    "round_moments",
+    "worthwhile",
+]

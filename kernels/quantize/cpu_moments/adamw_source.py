@@ -1,4 +1,4 @@
-"""The C++ of a whole AdamW step on moments in few bits: read, updated and rounded a block at a time, in registers.
+"""The C++ of a whole AdamW step: weight and moments are read, updated and rounded a block at a time, in registers.
 
 The formula and its order of operations are those of torch's fused kernel, which `layers/optimizers/adamw_update.py`
 calls on working copies; where that multiplies and adds in one instruction, `std::fma` does. What a step leaves is what
@@ -121,21 +121,43 @@ int step_bfloat16(Y* weight, const X* gradient, uint16_t* first, uint16_t* secon
   return any;
 }
 
+template <bool far>
+void step_float32(Y* weight, const X* gradient, float* first, float* second, int64_t n, const Step& s, int threads) {
+#pragma omp parallel for simd num_threads(threads)
+  for (int64_t i = 0; i < n; ++i) {
+    float w = Y::read(weight[i]), a = first[i], b = second[i], root;
+    advance<far>(&w, X::read(gradient[i]), &a, &b, &root, s);
+    weight[i] = Y::write(w), first[i] = a, second[i] = b;
+  }
+}
+
+inline Step step_of(const float* scalars) {
+  return {scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], scalars[5], scalars[6], scalars[7]};
+}
+
 }  // namespace te_models
 
 // One step of n weights; returns 1 where blocks were left as they are, for a NaN in their moments: those `left` says.
 extern "C" int te_adamw_float8(Y* weight, const X* gradient, uint8_t* first, float* first_scale, uint8_t* second,
                                float* second_scale, int64_t n, const float* scalars, int32_t k0, int32_t k1,
                                uint8_t* left, int threads) {
-  const Step s{scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], scalars[5], scalars[6], scalars[7]};
+  const Step s = step_of(scalars);
   const auto step = s.far != 0.0f ? step_float8<true> : step_float8<false>;
   return step(weight, gradient, {first, second, first_scale, second_scale}, n, s, k0, k1, left, threads);
 }
 
 extern "C" int te_adamw_bfloat16(Y* weight, const X* gradient, uint16_t* first, uint16_t* second, int64_t n,
                                  const float* scalars, int32_t k0, int32_t k1, uint8_t* left, int threads) {
-  const Step s{scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], scalars[5], scalars[6], scalars[7]};
+  const Step s = step_of(scalars);
   const auto step = s.far != 0.0f ? step_bfloat16<true> : step_bfloat16<false>;
   return step(weight, gradient, first, second, n, s, k0, k1, left, threads);
+}
+
+extern "C" int te_adamw_float32(Y* weight, const X* gradient, float* first, float* second, int64_t n,
+                                const float* scalars, int threads) {
+  const Step s = step_of(scalars);
+  const auto step = s.far != 0.0f ? step_float32<true> : step_float32<false>;
+  step(weight, gradient, first, second, n, s, threads);
+  return 0;
 }
 """

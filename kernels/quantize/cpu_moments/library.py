@@ -26,6 +26,7 @@ _ARGUMENTS = {
     "te_round_moments": (*(_P,) * 4, _N, *(ctypes.c_int32,) * 3, _INT),
     "te_decode_moments": (*(_P,) * 6, _N, _INT),
     "te_adamw_float8": (*(_P,) * 6, _N, _P, *(ctypes.c_int32,) * 2, _P, _INT),
+    "te_adamw_float32": (*(_P,) * 4, _N, _P, _INT),
     "te_adamw_bfloat16": (*(_P,) * 4, _N, _P, *(ctypes.c_int32,) * 2, _P, _INT),
 }
 
@@ -45,6 +46,11 @@ def available(*tensors: Tensor) -> bool:
     """Whether these are contiguous tensors on CPU, and the library can be compiled; counts why not
     (`cpu_graph.library.fallbacks`)."""
     return all(t.device.type == "cpu" and t.is_contiguous() for t in tensors) and shared.available(_trial)
+
+
+def worthwhile(elements: int, dtype: torch.dtype) -> bool:
+    """Whether eager code is to call the library for so many elements: see `cpu_graph.library.worthwhile`."""
+    return shared.worthwhile(elements, dtype, _trial)
 
 
 def encode_moments(
@@ -122,8 +128,8 @@ def adamw_step(
     float32 copies, and rounding them. Return which blocks of 128 were left as they are, bool [blocks], for a NaN in
     their moments; None where there is none.
 
-    weight, gradient: float32 or bfloat16, [n]; moments: as `encode_moments` returns them, or two of bfloat16, [n]; all
-    contiguous. key, step: as there.
+    weight, gradient: float32 or bfloat16, [n]; moments: as `encode_moments` returns them, or two of bfloat16 or
+    float32, [n]; all contiguous. key, step: as there.
     """
     h = hyperparameters
     lerp, root_correction = 1 - h.beta1, math.sqrt(1 - h.beta2**h.t)
@@ -141,9 +147,13 @@ def adamw_step(
         dtype=torch.float32,
     )
     n = weight.numel()
+    name = "float8" if len(moments) == 4 else str(moments[0].dtype).removeprefix("torch.")
+    run = _function(f"te_adamw_{name}", gradient.dtype, weight.dtype)
+    arguments = [*(t.data_ptr() for t in (weight, gradient, *moments)), n, scalars.data_ptr()]
+    if name == "float32":  # of which nothing is rounded
+        run(*arguments, torch.get_num_threads())
+        return None
     left = torch.empty(-(-n // BLOCK), dtype=torch.bool)
     k0, k1 = hash_words(key, step).tolist()
-    run = _function("te_adamw_float8" if len(moments) == 4 else "te_adamw_bfloat16", gradient.dtype, weight.dtype)
-    pointers = [t.data_ptr() for t in (weight, gradient, *moments)]
-    found = run(*pointers, n, scalars.data_ptr(), k0, k1, left.data_ptr(), torch.get_num_threads())
+    found = run(*arguments, k0, k1, left.data_ptr(), torch.get_num_threads())
     return left if found else None

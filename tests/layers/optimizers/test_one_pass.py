@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from te_models.kernels.quantize.cpu_graph import library
 from te_models.layers import FusedAdamW, Linear, quantized_model_init, recipe
 from te_models.layers.optimizers import one_pass
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="the pass is C++, and there is no compiler"
 )
-SHAPES = ((7, 300), (128, 16), (1,), (129,))
-"""Blocks that are whole and one that is not, one number, and one number in a second block."""
+SHAPES = ((7, 304), (128, 16), (16,), (144,), (129,))
+"""Blocks that are whole and one that is not, a part of one and of a second, and a number that torch updates alone."""
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def give_gradients(optimizers: list[FusedAdamW], step: int, dtype: torch.dtype |
                 parameter.main_grad = gradient.to(dtype)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("moment_dtype", ["bfloat16", "float8"])
+@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16", "float8"])
 @pytest.mark.parametrize(
     ("dtype", "gradient", "options"),
     [
@@ -89,7 +90,12 @@ def test_bits_are_those_of_the_definitions(
         for optimizer in (fast, slow):
             optimizer.step()
         assert_same_bits(fast, slow)
-    assert passes == [2100, 2048, 1, 129] * 4, "only of the optimizer that compiles, whole parameters"
+    weight = torch.float32 if "master_weights" in options else dtype
+    is_float32 = moment_dtype == "float32" and weight is (gradient or dtype) is torch.float32
+    expected = [] if is_float32 else [2128, 2048, 16, 144] * 4
+    assert passes == expected, (
+        "only of the optimizer that compiles, whole parameters, and not what torch updates as it is"
+    )
 
 
 @pytest.mark.parametrize("moment_dtype", ["bfloat16", "float8"])
@@ -146,6 +152,18 @@ def test_what_it_does_not_serve_goes_the_other_way(passes: list[int]) -> None:
     assert torch.equal(parameter, torch.ones(8)) and passes == []
 
 
+def test_eager_code_uses_what_the_machine_has(passes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As quantization does: of a process without it, the way is the other one."""
+    (parameter,) = made = [nn.Parameter(torch.ones(304, dtype=torch.bfloat16))]
+    optimizer = FusedAdamW(made)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert passes == []
+    monkeypatch.setattr(library, "_machine_has_one", lambda: True)
+    optimizer.step()
+    assert passes == [304]
+
+
 def test_another_arithmetic_is_noticed(monkeypatch: pytest.MonkeyPatch, passes: list[int]) -> None:
     """As where torch was built without instructions that multiply and add."""
     update = one_pass.update_
@@ -157,9 +175,9 @@ def test_another_arithmetic_is_noticed(monkeypatch: pytest.MonkeyPatch, passes: 
     monkeypatch.setattr(one_pass, "update_", rounded_otherwise)
     one_pass._has_the_bits.cache_clear()
     assert not one_pass._has_the_bits()
-    (parameter,) = made = [nn.Parameter(torch.ones(300))]
+    (parameter,) = made = [nn.Parameter(torch.ones(304))]
     optimizer = FusedAdamW(made, moment_dtype="float8", compile=True)
-    parameter.grad = torch.ones(300)
+    parameter.grad = torch.ones(304)
     passes.clear()
     optimizer.step()
     one_pass._has_the_bits.cache_clear()
