@@ -125,8 +125,13 @@ class FusedAdamW(MasterWeightOptimizer):
     def _updated_at_once(self, whole: Piece, group: dict[str, Any], noop: Tensor | None) -> bool:
         parameter, state = whole.parameter, whole.state
         weight, moments = state.get("master", parameter), self._moments.stored(state)
-        if noop is not None or not one_pass.serves(whole, weight, moments, self._moments):
+        if not one_pass.serves(whole, weight, moments, self._moments):
             return False
+        if noop is not None:
+            if noop.device.type != "cpu":
+                return False  # the host does not wait for it
+            if noop:
+                return True
         update = Update(whole, weight, whole.gradient, *moments[:2])
         advance_steps_([update], None)
         for left in one_pass.run(whole, weight, moments, group, self._moments.seed):
