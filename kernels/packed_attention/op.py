@@ -1,4 +1,5 @@
-"""Attention within documents on a CPU: one call of torch's flash attention for each document.
+"""Attention within documents on a CPU: one call of torch's flash attention for each document, or with soft-capped
+scores, which that has not, a block of queries after the other (`softcap`).
 
 A mask of a row of S tokens has S^2 entries, and attention under it computes S^2 scores, of which documents of length n
 use S n. Here the boundaries are data: a registered operation reads them, so that one graph serves all of them.
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from ..custom_op import Output, gradient_of, like, operation
 from ..gemm.cpu import in_float32
+from .softcap import softcapped_bwd, softcapped_fwd
 
 __all__ = ["documents_of_lengths", "packed_attention", "packed_attention_bwd", "packed_attention_fwd"]
 
@@ -36,26 +38,37 @@ def _results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Output, Output]:
 
 @operation("packed_attention_fwd", _results)
 def packed_attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, scale: float, causal: bool, sink: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    scale: float,
+    causal: bool,
+    sink: Tensor | None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Return attention [B, N, Q, Dv] and the log of the sum of exponentials of each query's scores, and of the sink,
     float32 [B, N, Q].
 
-    q: [B, N, Q, D]; k: [B, G, S, D]; v: [B, G, S, Dv]; documents: int64 [B, S], see `packed_attention`; sink: [N].
-    Differentiable once in q, k, v and sink.
+    q: [B, N, Q, D]; k: [B, G, S, D]; v: [B, G, S, Dv]; documents: int64 [B, S], see `packed_attention`; sink: [N];
+    softcap: 0 is none. Differentiable once in q, k, v and sink.
     """
     logit = None if sink is None else sink.float()[None, :, None]
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     logsumexp = q.new_zeros(q.shape[:-1], dtype=torch.float32)
     for queries, parts in _documents(documents, q.shape[2], causal):
-        each = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *_flash_arguments(q[queries], k[keys], v[keys]), 0.0, is_causal, attn_mask=None, scale=scale
+        if softcap:
+            keys = _together(parts)
+            found, own = softcapped_fwd(q[queries][0], k[keys][0], v[keys][0], scale, causal, softcap)
+        else:
+            each = (
+                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    *_flash_arguments(q[queries], k[keys], v[keys]), 0.0, is_causal, attn_mask=None, scale=scale
+                )
+                for keys, is_causal in parts
             )
-            for keys, is_causal in parts
-        )
-        found, own = functools.reduce(_joined, each)
-        found = found[..., : v.shape[-1]]
+            found, own = functools.reduce(_joined, each)
+            found = found[..., : v.shape[-1]]
         if logit is not None:
             both = torch.logaddexp(own, logit)
             found, own = found.float() * (own - both).exp()[..., None], both
@@ -79,16 +92,25 @@ def packed_attention_bwd(
     documents: Tensor,
     scale: float,
     causal: bool,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of `packed_attention_fwd`, from its results. grad: [B, N, Q, Dv]."""
     gradients = tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     for queries, parts in _documents(documents, q.shape[2], causal):
+        if softcap:
+            keys = _together(parts)
+            own = grad[queries][0], q[queries][0], k[keys][0], v[keys][0], out[queries][0], logsumexp[queries][0]
+            for whole, place, gradient in zip(
+                gradients, (queries, keys, keys), softcapped_bwd(*own, scale, causal, softcap), strict=True
+            ):
+                whole[place] = gradient
+            continue
         of_queries: list[Tensor] = []
         for keys, is_causal in parts:
             query, key, value = _flash_arguments(q[queries], k[keys], v[keys])
-            outer, own = (_wide(x[queries], query) for x in (grad, out))
+            outer, result = (_wide(x[queries], query) for x in (grad, out))
             dq, *others = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                outer, query, key, value, own, logsumexp[queries], 0.0, is_causal, attn_mask=None, scale=scale
+                outer, query, key, value, result, logsumexp[queries], 0.0, is_causal, attn_mask=None, scale=scale
             )
             of_queries.append(dq)
             for whole, gradient in zip(gradients[1:], others, strict=True):
@@ -103,12 +125,12 @@ def packed_attention_bwd(
 
 @gradient_of(
     packed_attention_fwd,
-    saves=("q", "k", "v", "documents", "scale", "causal", "sink"),
+    saves=("q", "k", "v", "documents", "scale", "causal", "sink", "softcap"),
     saves_results=(0, 1),
     constant=(1,),
 )
 def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str, Tensor]:
-    flags, (out, logsumexp) = (saved.documents, saved.scale, saved.causal), saved.results
+    flags, (out, logsumexp) = (saved.documents, saved.scale, saved.causal, saved.softcap), saved.results
     dq, dk, dv = packed_attention_bwd(grad, saved.q, saved.k, saved.v, out, logsumexp, *flags)
     found = {"q": dq, "k": dk, "v": dv}
     if saved.sink is not None and "sink" in needs:
@@ -126,14 +148,16 @@ def packed_attention(
     scale: float,
     causal: bool = True,
     sink: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return softmax attention within documents, [B, N, Q, Dv]. On a CPU only; memory is linear in S.
 
     q: [B, N, Q, D], of the last Q of S positions; k: [B, G, S, D]; v: [B, G, S, Dv], one dtype. documents: int64
     [B, S], a number for each token; neighbours of the same number are a document, and a negative number is padding,
     which gets zeros and no gradient. causal: a token sees those of its document up to itself. sink: [N], a logit of
-    each head that takes probability and adds nothing. Differentiable once in q, k, v and sink. Raises ValueError for
-    another device, for documents of another shape, and for more queries than keys.
+    each head that takes probability and adds nothing. softcap: scores become `softcap * tanh(score / softcap)`.
+    Differentiable once in q, k, v and sink. Raises ValueError for another device, for documents of another shape, and
+    for more queries than keys.
     """
     if q.device.type != "cpu":
         raise ValueError(f"the queries are on {q.device.type}; allowed: cpu")
@@ -141,7 +165,7 @@ def packed_attention(
         raise ValueError(f"documents has shape {tuple(documents.shape)}; allowed: {(k.shape[0], k.shape[2])}")
     if q.shape[2] > k.shape[2]:
         raise ValueError(f"there are {q.shape[2]} queries; allowed: up to {k.shape[2]}, as there are keys")
-    return packed_attention_fwd(q, k, v, documents, scale, causal, sink)[0]
+    return packed_attention_fwd(q, k, v, documents, scale, causal, sink, softcap or 0.0)[0]
 
 
 def documents_of_lengths(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -184,6 +208,12 @@ def _documents(documents: Tensor, count: int, causal: bool) -> Iterator[tuple[Pl
                     parts = [(place(begin, own), False), (place(own, end), True)]
                 yield place(own - first, end - first), parts
             begin = end
+
+
+def _together(parts: list[tuple[Place, bool]]) -> Place:
+    """Return where the keys of all parts lie."""
+    (row, heads, first), (*_, last) = parts[0][0], parts[-1][0]
+    return row, heads, slice(first.start, last.stop)
 
 
 def _joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

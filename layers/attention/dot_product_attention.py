@@ -30,6 +30,8 @@ _WHOLE = ((-1, -1), (-1, 0))
 """Windows that hide nothing, of a type without and with causality."""
 _FLEX_DEVICES = ("cuda",)
 """Where torch's FlexAttention attends within documents: it has no backward pass on a CPU."""
+_SOFTCAP_IN_BLOCKS = 1024
+"""Queries from which a CPU takes less time for soft-capped scores block by block: of fewer they are written out."""
 _COMMUNICATIONS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -243,7 +245,8 @@ class DotProductAttention(nn.Module):
         self, masking: Masking, query: Tensor, key: Tensor
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """Return what attends without a mask of all queries and keys where torch's kernels would need one, or have no
-        sinks; None where nothing does. An exported program has any length, so that none decides what is in it."""
+        sinks or soft caps; None where nothing does. An exported program has any length, so that none decides what is in
+        it."""
         queries, keys = query.shape[1], key.shape[1]
         if query.device.type != "cpu" or torch.compiler.is_exporting():
             return None
@@ -251,8 +254,9 @@ class DotProductAttention(nn.Module):
         if window is not None and saves(window, queries, keys):
             masking.check()
             return partial(self._attend_window, window=window, hidden=masking.hidden_keys)
-        sinks = self.softmax_type != "vanilla" and self.attends_documents(query.device, _WHOLE[1])
-        if sinks and masking.hides_later_keys_alone(queries, keys):
+        serves = self.softmax_type != "vanilla" if self.softcap is None else queries >= _SOFTCAP_IN_BLOCKS
+        serves = serves and self.attends_documents(query.device, _WHOLE[1])
+        if serves and masking.hides_later_keys_alone(queries, keys):
             masking.check()
             one = torch.zeros(key.shape[:2], dtype=torch.int64, device=key.device)
             return partial(self.attend_documents, documents=one, window=_WHOLE[1])
@@ -296,15 +300,15 @@ class DotProductAttention(nn.Module):
 
     def attends_documents(self, device: torch.device, window: tuple[int, int] | None = None) -> bool:
         """Whether `attend_documents` serves as the module is now, in no window or in one of positions before a query.
-        On CUDA it does without dropout; on a CPU in a window, or without dropout and softcap. window: in place of the
-        module's, as `window_of` returns it."""
+        On CUDA it does without dropout; on a CPU in a window, or without dropout. window: in place of the module's, as
+        `window_of` returns it."""
         window = window_of(self.window_size, self.attn_mask_type) if window is None else window
         dropout = self.attention_dropout > 0 and self.training
         if window not in _WHOLE and not (window[0] >= 0 and window[1] == 0):
             return False
         if device.type in _FLEX_DEVICES:
             return not dropout
-        return device.type == "cpu" and (window not in _WHOLE or not (dropout or self.softcap is not None))
+        return device.type == "cpu" and (window not in _WHOLE or not dropout)
 
     def attend_documents(
         self,
@@ -329,10 +333,10 @@ class DotProductAttention(nn.Module):
             query, key, value = (t.to(dtype) for t in (query, key, value))
         query, scale = self._scaled(query)
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-        options: dict[str, Any] = {"scale": scale, "causal": causal, "sink": self._sink(query)}
+        options: dict[str, Any] = {"scale": scale, "causal": causal, "sink": self._sink(query), "softcap": self.softcap}
         attend: Callable[..., Tensor] = packed_attention
         if flex:
-            attend, options["softcap"] = flex_packed_attention, self.softcap
+            attend = flex_packed_attention
             if window[0] >= 0:
                 options |= {"causal": True, "window": window[0]}
         y = attend(query, key, value, documents, **options)

@@ -11,8 +11,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models import GPTModel
+from te_models.kernels.gemm.cpu import CpuGemm, using_cpu_gemm
 from te_models.kernels.packed_attention import documents_of_lengths, packed_attention, sees_own_document
+from te_models.kernels.packed_attention import softcap as capped
 from te_models.layers import DotProductAttention
+from te_models.layers.attention import dot_product_attention
 from tests.training.runs import tiny_model
 
 DOCUMENTS = torch.tensor([[0] * 10 + [1] * 22 + [3] + [-1] * 7, [5] * 40])
@@ -24,19 +27,28 @@ def case(heads: int, groups: int, channels: int, values: int, dtype: torch.dtype
     return [torch.randn(2, h, 40, c).to(dtype).requires_grad_() for h, c in shapes]
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def masked(q: Tensor, k: Tensor, v: Tensor, causal: bool, softcap: float | None = None) -> Tensor:
     """The definition."""
     visible = sees_own_document(DOCUMENTS)[:, None]
     if causal:
         visible = visible & torch.ones(40, 40, dtype=torch.bool).tril()
+    if softcap is not None:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        scores = softcap * torch.tanh(0.3 * q @ k.mT / softcap)
+        return torch.softmax(scores.masked_fill(~visible, -1e30), -1).masked_fill(~visible, 0.0) @ v
     return F.scaled_dot_product_attention(q, k, v, visible, scale=0.3, enable_gqa=q.shape[1] != k.shape[1])
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5], ids=["", "softcap"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("sizes", [(4, 4, 16, 16), (6, 2, 16, 16), (4, 4, 24, 16), (2, 1, 8, 20)], ids=str)
-def test_values_and_gradients_are_those_of_the_mask(sizes: tuple[int, int, int, int], causal: bool) -> None:
+def test_values_and_gradients_are_those_of_the_mask(
+    sizes: tuple[int, int, int, int], causal: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capped, "ELEMENTS", 1)  # 16 queries at a time
     inputs = case(*sizes)
-    out, expected = packed_attention(*inputs, DOCUMENTS, scale=0.3, causal=causal), masked(*inputs, causal)
+    out = packed_attention(*inputs, DOCUMENTS, scale=0.3, causal=causal, softcap=softcap)
+    expected = masked(*inputs, causal, softcap)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=2e-6)
     assert not out[0, :, 33:].any(), "padding"
     dy = torch.randn_like(out)
@@ -45,27 +57,37 @@ def test_values_and_gradients_are_those_of_the_mask(sizes: tuple[int, int, int, 
     assert not found[1][0, :, 33:].any(), "padding"
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5], ids=["", "softcap"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("queries", [1, 8, 20, 33, 40])
-def test_the_last_queries_are_those_of_all(queries: int, causal: bool) -> None:
+def test_the_last_queries_are_those_of_all(queries: int, causal: bool, softcap: float | None) -> None:
     """Also where they begin within a document, or within padding."""
     q, k, v = case(6, 2, 16, 20)
-    whole = packed_attention(q, k, v, DOCUMENTS, scale=0.3, causal=causal)[:, :, -queries:]
-    last = packed_attention(q[:, :, -queries:], k, v, DOCUMENTS, scale=0.3, causal=causal)
+    options = {"scale": 0.3, "causal": causal, "softcap": softcap}
+    whole = packed_attention(q, k, v, DOCUMENTS, **options)[:, :, -queries:]
+    last = packed_attention(q[:, :, -queries:], k, v, DOCUMENTS, **options)
     torch.testing.assert_close(last, whole, rtol=1e-5, atol=2e-6)
     dy = torch.randn_like(last)
     found, wanted = (torch.autograd.grad(y, (q, k, v), dy) for y in (last, whole))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=5e-6)
 
 
-def test_in_bfloat16_it_is_as_near_as_the_mask() -> None:
+@pytest.mark.parametrize("softcap", [None, 1.5], ids=["", "softcap"])
+@pytest.mark.parametrize("cpu_gemm", ["bf16", "float32"])
+def test_in_bfloat16_it_is_as_near_as_the_mask(cpu_gemm: CpuGemm, softcap: float | None) -> None:
     inputs = case(4, 2, 16, 16, torch.bfloat16)
     q, k, v = inputs
-    out = packed_attention(*inputs, DOCUMENTS, scale=0.3)
-    last = packed_attention(q[:, :, -16:], k, v, DOCUMENTS, scale=0.3)
-    assert out.dtype is last.dtype is torch.bfloat16
-    torch.testing.assert_close(out, masked(*inputs, True), rtol=2**-7, atol=2**-7)
-    torch.testing.assert_close(last, masked(*inputs, True)[:, :, -16:], rtol=2**-7, atol=2**-7)
+    with using_cpu_gemm(cpu_gemm):
+        out = packed_attention(*inputs, DOCUMENTS, scale=0.3, softcap=softcap)
+        last = packed_attention(q[:, :, -16:], k, v, DOCUMENTS, scale=0.3, softcap=softcap)
+        gradients = torch.autograd.grad(out.float().square().sum(), inputs)
+    assert {t.dtype for t in (out, last, *gradients)} == {torch.bfloat16}
+    wide = [t.detach().float().requires_grad_() for t in inputs]
+    expected = masked(*wide, True, softcap)
+    torch.testing.assert_close(out.float(), expected, rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(last.float(), expected[:, :, -16:], rtol=2**-6, atol=2**-6)
+    for found, wanted in zip(gradients, torch.autograd.grad(expected.square().sum(), wide), strict=True):
+        torch.testing.assert_close(found.float(), wanted, rtol=2**-4, atol=2**-4)
 
 
 class Largest(TorchDispatchMode):
@@ -81,8 +103,9 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_no_tensor_is_quadratic_in_the_sequence() -> None:
-    attention = DotProductAttention(1, 4, qkv_format="thd", attn_mask_type="padding_causal")
+@pytest.mark.parametrize("softcap", [None, 1.5], ids=["", "softcap"])
+def test_no_tensor_is_quadratic_in_the_sequence(softcap: float | None) -> None:
+    attention = DotProductAttention(1, 4, qkv_format="thd", attn_mask_type="padding_causal", softcap=softcap)
     q = torch.randn(600, 1, 4, requires_grad=True)
     cu_seqlens = torch.arange(0, 601, 50, dtype=torch.int32)
     same, other = Largest(), Largest()
@@ -91,6 +114,29 @@ def test_no_tensor_is_quadratic_in_the_sequence() -> None:
     with other:
         attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens.clone()).sum().backward()
     assert same.elements <= 600 * 4 and other.elements >= 600 * 600
+
+
+def test_soft_capped_scores_of_a_long_text_are_never_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without documents as well, and with the numbers of those that are written out."""
+    monkeypatch.setattr(capped, "ELEMENTS", 1)
+    monkeypatch.setattr(dot_product_attention, "_SOFTCAP_IN_BLOCKS", 600)
+    torch.manual_seed(0)
+    attention = DotProductAttention(2, 4, qkv_format="bshd", softcap=1.5, softmax_type="learnable")
+    q = torch.randn(1, 600, 2, 4, requires_grad=True)
+    tensors = (q, *attention.parameters())
+    none_hidden = torch.zeros(1, 1, 1, 600, dtype=torch.bool)
+    largest = Largest()
+    with largest:
+        y = attention(q, q, q)
+        found = torch.autograd.grad(y.square().sum(), tensors)
+    assert largest.elements <= 600 * 2 * 16
+    wanted = attention(q, q, q, none_hidden)
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(found, torch.autograd.grad(wanted.square().sum(), tensors), rtol=1e-4, atol=1e-4)
+    few = q[:, :599]
+    with largest:
+        attention(few, few, few)
+    assert largest.elements >= 599 * 599, "of few queries the scores are written out, which takes less time"
 
 
 @pytest.mark.parametrize("kind", ["padding_causal", "padding"])

@@ -15,7 +15,6 @@ from torch import Tensor
 from ..eager import eager_on_cpu
 from .reference import quantize_blockwise, quantize_per_tensor
 
-
 _FEW = 8
 """Groups that are copied one by one where the splits may be read, which takes less time than an index of all rows."""
 

@@ -248,8 +248,10 @@ def packed_attentions(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         q, k, v = (torch.randn(3, heads, 6, width).to(dtype) for heads, width in ((4, 8), (2, 8), (2, 5)))
         yield "packed_attention_fwd", (q, k, v, documents, 0.3, causal, None)
         yield "packed_attention_fwd", (q, k, v, documents, 0.3, causal, torch.randn(4))
+        yield "packed_attention_fwd", (q, k, v, documents, 0.3, causal, torch.randn(4), 1.5)
         out, logsumexp = torch.randn(3, 4, 6, 5).to(dtype), torch.rand(3, 4, 6)
         yield "packed_attention_bwd", (out, q, k, v, out, logsumexp, documents, 0.3, causal)
+        yield "packed_attention_bwd", (out, q, k, v, out, logsumexp, documents, 0.3, causal, 1.5)
     q, out, logsumexp = (x[:, :, -2:] for x in (q, out, logsumexp))  # of the last positions alone
     yield "packed_attention_fwd", (q, k, v, documents, 0.3, True, None)
     yield "packed_attention_bwd", (out, q, k, v, out, logsumexp, documents, 0.3, True)
