@@ -24,6 +24,14 @@ import torch
 from bench.commit import AT_START
 
 RESULTS = Path(__file__).parent / "results"
+RETURNS_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_NUM_THREADS": "1",
+}
+"""The environment of a process whose resident memory is measured: its allocator returns freed memory at once, so that
+it is what live tensors take. It takes up to one and a half times the processor time."""
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "avx512_vnni")
 
 

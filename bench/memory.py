@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from bench.common import versions, write_result
+from bench.common import RETURNS_MEMORY, versions, write_result
 from bench.recipes import NAMES, named
 from bench.shapes import DENSE, MOE
 
@@ -31,12 +31,6 @@ TOKENS = {"batch": 4, "sequence": 1024}
 SHAPES = {s.name: dataclasses.replace(s, **TOKENS) for s in (*DENSE, *MOE) if s.hidden == 1024}
 MODES = ("eager", "compiled", "storing")
 TARGET = 0.75
-_RETURNS_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": "131072",
-    "MALLOC_TRIM_THRESHOLD_": "131072",
-    "MALLOC_ARENA_MAX": "1",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 def _status(name: str) -> float:
@@ -80,7 +74,7 @@ def measure(shape: str, recipes: list[str], modes: list[str]) -> dict[str, Any]:
             for recipe in ("bf16", *recipes):
                 command = [sys.executable, "-W", "ignore", "-m", "bench.memory", "--side", scratch, shape, recipe, mode]
                 ended = subprocess.run(
-                    command, env=os.environ | _RETURNS_MEMORY, check=True, stdout=subprocess.PIPE, text=True
+                    command, env=os.environ | RETURNS_MEMORY, check=True, stdout=subprocess.PIPE, text=True
                 )
                 side = sides[recipe] = json.loads(ended.stdout.splitlines()[-1])
                 if recipe == "bf16" and (mode != "storing" or not base):

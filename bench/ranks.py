@@ -4,7 +4,8 @@
 
 A mixture of experts in float32 takes steps of four micro-batches in each layout, eager, one thread a rank. Memory is
 what the resident set of a rank grows by, at its highest, from before the model is built (weights, gradients, moments,
-activations, buffers of collectives; the allocator's own losses too). The plan's figure counts tensors alone.
+activations, buffers of collectives and of libraries), in runs whose allocator returns freed memory at once. glibc's
+keeps it, and takes 1.1 (one rank) to twice (FSDP2) as much. The plan's figure counts tensors alone.
 Processor time is the sum over the ranks, of the steps after the first, per token that is trained on; `of_one` is what a
 layout takes over what one rank takes, in rounds by turns.
 """
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 
-from bench.common import ratio, versions, write_result
+from bench.common import RETURNS_MEMORY, ratio, versions, write_result
 from te_models.config import AttentionConfig, ConfigError, MLPConfig, ModelConfig, MoEConfig
 from te_models.plan import plan_run
 from te_models.training import (
@@ -118,7 +119,7 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def run(layout: str, steps: int) -> tuple[list[float], float]:
+def run(layout: str, steps: int, environment: dict[str, str]) -> tuple[list[float], float]:
     """Return (MiB of each rank, processor seconds per token) of one run."""
     ranks = 1 if layout == "one" else 2
     with tempfile.TemporaryDirectory() as name, socket.socket() as listener:
@@ -130,7 +131,9 @@ def run(layout: str, steps: int) -> tuple[list[float], float]:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         listener.close()
-        shared = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        shared = (
+            os.environ | environment | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        )
         command = [sys.executable, "-m", "bench.ranks", "--rank-of", str(folder)]
         processes = []
         for rank in range(ranks):
@@ -167,9 +170,8 @@ def main() -> None:
     seconds: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
     for _ in range(options.rounds):
         for layout in LAYOUTS:
-            own, each = run(layout, options.steps)
-            memory[layout].append(own)
-            seconds[layout].append(each)
+            memory[layout].append(run(layout, options.steps, RETURNS_MEMORY)[0])
+            seconds[layout].append(run(layout, options.steps, {})[1])
     results: dict[str, Any] = {}
     for layout in LAYOUTS:
         largest = [max(own) for own in memory[layout]]
