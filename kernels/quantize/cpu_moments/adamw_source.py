@@ -42,12 +42,19 @@ inline void advance_block(const Y* weight, const X* gradient, int64_t count, con
   *of_first = {filled ? 0 : least, largest}, *of_root = {filled ? 0 : least_root, largest_root};
 }
 
-// Whether a byte of a block is E4M3's NaN, so that the rest need not ask.
-inline bool any_nan(const uint8_t* bytes) {
-  uint8_t largest = 0;
-#pragma omp simd reduction(max : largest)
-  for (int64_t i = 0; i < kBlock; ++i) largest = std::max(largest, uint8_t(bytes[i] & 0x7F));
-  return largest == 0x7F;
+// What the bytes of a block are, so that decoding need not ask: whether one is E4M3's NaN, or a subnormal number.
+struct Kinds {
+  bool nan, subnormal;
+};
+
+inline Kinds kinds_of(const uint8_t* bytes) {
+  uint8_t largest = 0, least = 0xFF;  // the latter of one less: that of a zero is the largest byte
+#pragma omp simd reduction(max : largest) reduction(min : least)
+  for (int64_t i = 0; i < kBlock; ++i) {
+    const uint8_t magnitude = bytes[i] & 0x7F, less = uint8_t(magnitude - 1);
+    largest = std::max(largest, magnitude), least = std::min(least, less);
+  }
+  return {largest == 0x7F, least < 7};
 }
 
 // The magnitude of a byte that is none.
@@ -68,7 +75,8 @@ int step_float8(Y* weight, const X* gradient, const Stored& stored, int64_t n, c
     const float one = *to.first_scale, other = *to.second_scale;
     float w[kBlock], x[kBlock], v[kBlock], y[kBlock];
     Range of_first, of_root;
-    left[b] = any_nan(to.first) || any_nan(to.second);  // whose code is another matter, as below
+    const Kinds kinds = kinds_of(to.first), kinds_second = kinds_of(to.second);
+    left[b] = kinds.nan || kinds_second.nan;  // whose code is another matter, as below
     if (left[b]) {
       any = 1;
       continue;
@@ -78,7 +86,16 @@ int step_float8(Y* weight, const X* gradient, const Stored& stored, int64_t n, c
       const uint32_t byte = to.first[i], sign = (byte & 0x80) << 24;
       *first = float_of(bits_of(e4m3_magnitude(byte & 0x7F)) | sign) * one, *second = root * root;
     };
-    advance_block<far>(weight + at, gradient + at, count, s, read, w, x, v, y, &of_first, &of_root);
+    // a byte's bits as a float32's are 2^-120 of its value, unless it is subnormal
+    const float large = one * 0x1p120f, large_second = other * 0x1p120f;
+    const auto read_normal = [=](int64_t i, float* first, float* second) {
+      const float root = float_of(uint32_t(to.second[i] & 0x7F) << 20) * large_second;
+      *first = float_of((uint32_t(int32_t(int8_t(to.first[i]))) << 20) & 0x87F00000) * large, *second = root * root;
+    };
+    if (kinds.subnormal || kinds_second.subnormal || !(one < 128.0f && other < 128.0f))
+      advance_block<far>(weight + at, gradient + at, count, s, read, w, x, v, y, &of_first, &of_root);
+    else
+      advance_block<far>(weight + at, gradient + at, count, s, read_normal, w, x, v, y, &of_first, &of_root);
     left[b] = of_first.nan() || of_root.nan();
     if (left[b]) {
       any = 1;

@@ -66,7 +66,8 @@ inline int32_t normal_code(float x, float scale, int32_t random) {
     const float m = float_of(units), k = float_of(units & 0xFFF00000);
     missing = int32_t(bits_of(float(random) * (k * 0x1p-15f + 0x1p-16f) - (m * m - k * k)));
   }
-  return ((magnitude >> 20) - 960 - (missing >> 31)) | int32_t(u >> 24 & 0x80);
+  const int32_t sign = square ? 0 : int32_t(u >> 24 & 0x80);  // a root has none
+  return ((magnitude >> 20) - 960 - (missing >> 31)) | sign;
 }
 
 // a float32 number's word, and 16 random bits -> the word of a bfloat16 number; an infinity stays

@@ -58,8 +58,11 @@ def give_gradients(optimizers: list[FusedAdamW], step: int, dtype: torch.dtype |
     generator = torch.Generator().manual_seed(step)
     groups = [[p for group in o.param_groups for p in group["params"]] for o in optimizers]
     for same in zip(*groups, strict=True):
-        gradient = torch.randn(same[0].shape, generator=generator) * 10.0 ** (3 * step - 6)
-        gradient[..., ::3] = 0.0  # moments of zero, and others far below the largest of their block
+        # up to moments whose scales are large, and in one parameter far below the largest of their block
+        gradient = torch.randn(same[0].shape, generator=generator) * 10.0 ** (4 * step - 6)
+        gradient[..., ::3] = 0.0
+        if gradient.numel() == 2048:
+            gradient *= torch.exp(4 * torch.randn(same[0].shape, generator=generator))
         if nan and gradient.numel() > 1000:
             gradient.view(-1)[[5, 700, 2047]] = torch.tensor([float("nan"), float("inf"), float("nan")])
         for parameter in same:
@@ -96,6 +99,39 @@ def test_bits_are_those_of_the_definitions(
     assert passes == expected, (
         "only of the optimizer that compiles, whole parameters, and not what torch updates as it is"
     )
+
+
+def test_moments_that_are_subnormal_in_their_format_are_none_in_float32(passes: list[int]) -> None:
+    """Where subnormal numbers are flushed to zero, as torch.set_flush_denormal says, those of E4M3 are not."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormal numbers")
+    try:
+        fast, slow = (FusedAdamW(parameters(torch.bfloat16), moment_dtype="float8", compile=c) for c in (True, False))
+        for step in range(3):
+            give_gradients([fast, slow], step, None)
+            for optimizer in (fast, slow):
+                optimizer.step()
+            assert_same_bits(fast, slow)
+    finally:
+        torch.set_flush_denormal(False)
+    codes = fast.state[fast.param_groups[0]["params"][1]]["exp_avg"].view(torch.uint8) & 0x7F
+    assert ((codes > 0) & (codes < 8)).any() and passes
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_scales_of_moments_may_be_large(name: str, passes: list[int]) -> None:
+    """2^120 times such a scale is infinite, which times zero would be a NaN: so no moment here is zero."""
+    fast, slow = (FusedAdamW(parameters(torch.bfloat16), moment_dtype="float8", compile=c) for c in (True, False))
+    for step in range(2):
+        give_gradients([fast, slow], step, None)
+        for optimizer in (fast, slow):
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.grad = parameter.grad.clamp(min=0) + 1
+            optimizer.step()
+            for state in optimizer.state.values():
+                state[f"{name}_scale_inv"].fill_(1e5)
+        assert_same_bits(fast, slow)
+    assert all(x.float().isfinite().all() for x in states(fast)) and passes
 
 
 @pytest.mark.parametrize("moment_dtype", ["bfloat16", "float8"])
