@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.kernels.compiling import compiling
 from te_models.kernels.quantize import cpu_moments, hash_key
+from te_models.kernels.quantize.eager import eager_on_cpu
 
-from ..tensor.quantized_tensor import QuantizedTensor
 from .adamw_update import Piece, Update, update_
 from .moments import MomentStore
 
@@ -30,7 +29,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 def serves(piece: Piece, weight: Tensor, moments: Sequence[Tensor], store: MomentStore) -> bool:
     """Whether one pass updates a weight, in place, of a whole parameter with these stored moments."""
     tensors = (weight, piece.gradient, *moments)
-    if compiling() or any(isinstance(t, QuantizedTensor) or t.device.type != "cpu" for t in tensors):
+    if not all(eager_on_cpu(t) for t in tensors):  # nor without values, as of a plan
         return False
     if weight.dtype not in _DTYPES or piece.gradient.dtype not in _DTYPES:
         return False
@@ -51,6 +50,8 @@ def run(piece: Piece, weight: Tensor, moments: Sequence[Tensor], group: dict[str
     scalars = (float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
     hyperparameters = cpu_moments.Hyperparameters(*scalars, t=piece.state["step"].item())
     left = cpu_moments.adamw_step(weight, piece.gradient, moments, key, step, hyperparameters)
+    for written in (weight, *moments):
+        torch.autograd.graph.increment_version(written)  # as torch's own kernels do
     if left is None:
         return
     names = [name for name in piece.state if name not in ("step", "master")]

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from te_models.kernels.quantize.cpu_graph import library
 from te_models.layers import FusedAdamW, Linear, quantized_model_init, recipe
-from te_models.layers.optimizers import one_pass
+from te_models.layers.optimizers import adamw_update, one_pass
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="the pass is C++, and there is no compiler"
@@ -196,6 +197,28 @@ def test_a_step_that_is_none_changes_nothing(moment_dtype: Any, passes: list[int
         assert_same_bits(fast, slow)
         assert step != 1 or all(torch.equal(a.float(), b.float()) for a, b in zip(before, states(fast), strict=True))
     assert passes == [2128, 2048, 16, 144] * 2
+
+
+def test_a_backward_pass_notices_that_a_weight_was_written(passes: list[int]) -> None:
+    weight = nn.Parameter(torch.ones(16, 16, dtype=torch.bfloat16))
+    optimizer = FusedAdamW([weight], compile=True)
+    x = torch.ones(1, 16, dtype=torch.bfloat16, requires_grad=True)
+    y = (x @ weight).sum()
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert passes
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_tensors_without_values_are_not_written(passes: list[int]) -> None:
+    with FakeTensorMode():
+        weight = nn.Parameter(torch.ones(16, 16, dtype=torch.bfloat16))
+        optimizer = FusedAdamW([weight], moment_dtype="bfloat16", compile=False)
+        optimizer._moments._compile = True
+        weight.grad = torch.ones_like(weight)
+        piece = adamw_update.whole_piece(weight, weight.grad, optimizer._state_of(weight, optimizer.param_groups[0]), 1)
+        assert not one_pass.serves(piece, weight, optimizer._moments.stored(piece.state), optimizer._moments)
 
 
 def test_eager_code_uses_what_the_machine_has(passes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
