@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ..custom_op import Output, like, operation
+from .op import check_documents, first_positions
 
 __all__ = ["block_mask_of", "flex_packed_attention", "seen_intervals"]
 
@@ -54,8 +55,10 @@ def flex_packed_attention(
     """Return softmax attention within documents, [B, N, Q, Dv], differentiable in q, k, v and sink.
 
     q, k, v, documents, causal, sink: as for `packed_attention`. window: how many positions before a query it sees
-    beside its own; None: all. softcap: scores become `softcap * tanh(score / softcap)`.
+    beside its own; None: all. softcap: scores become `softcap * tanh(score / softcap)`. ValueError as there, but for
+    another device.
     """
+    check_documents(q, k, documents)
     options = _Options(scale, causal, -1 if window is None else window, softcap)
     if torch.compiler.is_compiling():
         return _attend(q, k, v, documents, sink, options)
@@ -117,13 +120,12 @@ def seen_intervals(documents: Tensor, queries: int, causal: bool, window: int) -
     """
     rows, length = documents.shape
     position = torch.arange(length, device=documents.device).expand(rows, length)
-    changes = documents[:, 1:] != documents[:, :-1]
-    lower = torch.where(F.pad(changes, (1, 0), value=True), position, 0).cummax(1).values
+    lower = first_positions(documents)
     if window >= 0:
         lower = torch.maximum(lower, position - window)
     upper = position
     if not causal:
-        ends = F.pad(changes, (0, 1), value=True)
+        ends = F.pad(documents[:, 1:] != documents[:, :-1], (0, 1), value=True)
         upper = torch.where(ends, position, length).flip(1).cummin(1).values.flip(1)
     lower, upper = torch.where(documents < 0, length, lower), torch.where(documents < 0, -1, upper)
     return tuple(x[:, length - queries :].to(torch.int32).contiguous() for x in (lower, upper))  # type: ignore[return-value]

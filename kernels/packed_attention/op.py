@@ -161,11 +161,16 @@ def packed_attention(
     """
     if q.device.type != "cpu":
         raise ValueError(f"the queries are on {q.device.type}; allowed: cpu")
+    check_documents(q, k, documents)
+    return packed_attention_fwd(q, k, v, documents, scale, causal, sink, softcap or 0.0)[0]
+
+
+def check_documents(q: Tensor, k: Tensor, documents: Tensor) -> None:
+    """Raise ValueError for documents of another shape than the keys', and for more queries than keys."""
     if documents.shape != (k.shape[0], k.shape[2]):
         raise ValueError(f"documents has shape {tuple(documents.shape)}; allowed: {(k.shape[0], k.shape[2])}")
     if q.shape[2] > k.shape[2]:
         raise ValueError(f"there are {q.shape[2]} queries; allowed: up to {k.shape[2]}, as there are keys")
-    return packed_attention_fwd(q, k, v, documents, scale, causal, sink, softcap or 0.0)[0]
 
 
 def documents_of_lengths(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -174,6 +179,14 @@ def documents_of_lengths(cu_seqlens: Tensor, tokens: int) -> Tensor:
     place = torch.arange(tokens, device=cu_seqlens.device)
     number = torch.searchsorted(cu_seqlens, place.to(cu_seqlens.dtype), right=True) - 1
     return torch.where(place < cu_seqlens[-1], number, -1)[None]
+
+
+def first_positions(documents: Tensor) -> Tensor:
+    """Return where each token's document begins, int64 [B, S]. documents: [B, S]; neighbours of the same number are a
+    document."""
+    position = torch.arange(documents.shape[1], device=documents.device)
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return torch.where(begins, position, 0).cummax(1).values
 
 
 def sees_own_document(documents: Tensor, queries: Tensor | None = None) -> Tensor:

@@ -17,9 +17,8 @@ from te_models.kernels.quantize import cpu_moments, hash_key
 from te_models.kernels.quantize.eager import eager_on_cpu
 
 from .adamw_update import Piece, Update, update_
-from .moments import MomentStore
+from .moments import BLOCK, MomentStore
 
-BLOCK = 128
 VECTOR = 16
 """Elements that torch's kernel updates at once, or a multiple of that. Those that are left over, it computes one by
 one, and adds in another order."""
@@ -29,6 +28,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 def serves(piece: Piece, weight: Tensor, moments: Sequence[Tensor], store: MomentStore) -> bool:
     """Whether one pass updates a weight, in place, of a whole parameter with these stored moments."""
     tensors = (weight, piece.gradient, *moments)
+    if all(t.dtype is torch.float32 for t in tensors):  # which torch's kernel updates as they are
+        return False
     if not all(eager_on_cpu(t) for t in tensors):  # nor without values, as of a plan
         return False
     if weight.dtype not in _DTYPES or piece.gradient.dtype not in _DTYPES:
@@ -37,8 +38,6 @@ def serves(piece: Piece, weight: Tensor, moments: Sequence[Tensor], store: Momen
         return False
     sizes = [-(-weight.numel() // BLOCK) * n for n in (BLOCK, 1)] * 2 if len(moments) == 4 else [weight.numel()] * 2
     alike = piece.gradient.shape == weight.shape and [m.numel() for m in moments] == sizes
-    if {t.dtype for t in tensors} == {torch.float32}:  # which torch's kernel updates as they are
-        return False
     return alike and store.in_cpp(weight) and cpu_moments.available(*tensors) and _has_the_bits()
 
 

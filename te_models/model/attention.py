@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.kernels.norm import rms_norm, rms_norm_by
+from te_models.kernels.packed_attention import first_positions
 from te_models.kernels.rope import apply_rope
 from te_models.layers import DotProductAttention, RMSNorm
 from te_models.layers.distributed.context_parallel import ContextShard, attention_of_chunks, gather_positions
@@ -180,11 +181,8 @@ def attention_of(
 def chunks_of_documents(documents: Tensor, size: int) -> Tensor:
     """Return numbers of the chunks of `size` tokens of each document, counted from its first one, int64 [B, S]: equal
     for tokens of one chunk, which follow one another; -1 for padding. documents: int64 [B, S], negative for padding."""
-    position = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    begin = torch.where(begins, position, 0).cummax(1).values
-    chunk = torch.div(position - begin, size, rounding_mode="floor")
+    position = torch.arange(documents.shape[1], device=documents.device)
+    chunk = torch.div(position - first_positions(documents), size, rounding_mode="floor")
     return torch.where(documents < 0, -1, documents * (documents.shape[1] // size + 1) + chunk)
 
 

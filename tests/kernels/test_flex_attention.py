@@ -191,3 +191,11 @@ def test_a_layer_that_drops_probabilities_gets_the_mask() -> None:
     attention = DotProductAttention(2, 8, attention_dropout=0.1)
     assert not attention.attends_documents(cuda) and attention.eval().attends_documents(cuda)
     assert not attention.attends_documents(torch.device("meta"))
+
+
+def test_bad_documents_are_named() -> None:
+    q, k, v, _ = (t.detach() for t in inputs(S))
+    with pytest.raises(ValueError, match=r"documents has shape \(2, 299\); allowed: \(2, 300\)"):
+        flex_packed_attention(q, k, v, DOCUMENTS[:, 1:], scale=1.0)
+    with pytest.raises(ValueError, match="there are 300 queries; allowed: up to 299"):
+        flex_packed_attention(q, k[:, :, 1:], v[:, :, 1:], DOCUMENTS[:, 1:], scale=1.0)

@@ -19,13 +19,15 @@ inline int32_t e4m3_byte(float v) {  // of a number that E4M3 has
   return (magnitude < 0x3C800000 ? subnormal : normal) | int32_t(u >> 24 & 0x80);
 }
 
-inline float e4m3_value(int32_t byte) {
-  const uint32_t magnitude = byte & 0x7F;
-  const uint32_t small = magnitude < 8 ? 0xFFFFFFFF : 0, none = magnitude == 0x7F ? 0x7FC00000 : 0;
+inline float e4m3_magnitude(uint32_t magnitude) {  // of a byte without its sign that is no NaN
+  const uint32_t small = magnitude < 8 ? 0xFFFFFFFF : 0;
   // a subnormal number as the mantissa of one in [2^-6, 2^-5), from which 2^-6 is taken away again
-  const float shifted = float_of((magnitude << 20) + 0x3C000000 + (small & 0x00800000));
-  const float value = shifted - float_of(small & 0x3C800000);
-  return float_of(bits_of(value) | none | uint32_t(byte & 0x80) << 24);
+  return float_of((magnitude << 20) + 0x3C000000 + (small & 0x00800000)) - float_of(small & 0x3C800000);
+}
+
+inline float e4m3_value(int32_t byte) {
+  const uint32_t magnitude = byte & 0x7F, none = magnitude == 0x7F ? 0x7FC00000 : 0;
+  return float_of(bits_of(e4m3_magnitude(magnitude)) | none | uint32_t(byte & 0x80) << 24);
 }
 
 }  // namespace te_models

@@ -57,12 +57,6 @@ inline Kinds kinds_of(const uint8_t* bytes) {
   return {largest == 0x7F, least < 7};
 }
 
-// The magnitude of a byte that is none.
-inline float e4m3_magnitude(uint32_t magnitude) {
-  const uint32_t small = magnitude < 8 ? 0xFFFFFFFF : 0;
-  return float_of((magnitude << 20) + 0x3C000000 + (small & 0x00800000)) - float_of(small & 0x3C800000);
-}
-
 template <bool far>
 int step_float8(Y* weight, const X* gradient, const Stored& stored, int64_t n, const Step& s, uint32_t k0, uint32_t k1,
                 uint8_t* left, int threads) {
