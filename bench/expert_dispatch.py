@@ -2,7 +2,7 @@
 
     python -m bench.expert_dispatch [--tokens 256]
 
-A layer of 64 experts, 4 for each token, in bfloat16: forward and backward pass of one micro-batch, on 2 and 4 gloo
+A layer of 64 experts, 4 for each token, in bfloat16, and under MXFP8 with rows that travel so: forward and backward pass of one micro-batch, on 2 and 4 gloo
 ranks with choices that are drawn at random, and on 64 ranks that do not exist, as a plan supposes them: balanced. Of
 the first rank: the rows that its experts multiply (`rows`, room for those that there may be by all-gather), the bytes
 that it sends to the ranks that share the experts (`sent`), and the highest point of its tensors beyond parameters and
@@ -36,11 +36,18 @@ from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.ranks.layout import layout_of
 
 REAL, SUPPOSED = (2, 4), 64
-DISPATCHES = ("all_to_all", "all_gather")
+CASES = {
+    "all_to_all": ("all_to_all", "none"),
+    "all_gather": ("all_gather", "none"),
+    "all_to_all, mxfp8": ("all_to_all", "mxfp8"),
+    "all_to_all_quantized, mxfp8": ("all_to_all_quantized", "mxfp8"),
+}
+"""The way of the rows, and the recipe."""
+RATIOS = {"all_gather": "all_to_all", "all_to_all_quantized, mxfp8": "all_to_all, mxfp8"}
 HIDDEN, EXPERTS, TOPK = 128, 64, 4
 
 
-def run_of(dispatch: Any, ranks: int, tokens: int) -> TrainConfig:
+def run_of(dispatch: Any, recipe: Any, ranks: int, tokens: int) -> TrainConfig:
     """Return a run of one layer whose experts all ranks share."""
     model = ModelConfig(
         vocab_size=256,
@@ -58,7 +65,7 @@ def run_of(dispatch: Any, ranks: int, tokens: int) -> TrainConfig:
         compile=False,
         model=ModelSource(config=model),
         data=DataConfig(path="unused", sequence_length=tokens),
-        precision=PrecisionConfig(dtype="bf16"),
+        precision=PrecisionConfig(dtype="bf16", recipe=recipe),
         parallel=ParallelConfig(expert_model_parallel_size=ranks, expert_dispatch=dispatch),
     )
 
@@ -69,9 +76,9 @@ def random_topk(logits: torch.Tensor, topk: int, **_: Any) -> tuple[torch.Tensor
     return torch.softmax(logits.float(), -1).gather(1, indices), indices
 
 
-def measure(dispatch: str, ranks: int, tokens: int, *, supposed: bool) -> dict[str, int]:
+def measure(dispatch: str, recipe: str, ranks: int, tokens: int, *, supposed: bool) -> dict[str, int]:
     """Record a step of this rank. supposed: of tensors without values."""
-    config, rows = run_of(dispatch, ranks, tokens), []
+    config, rows = run_of(dispatch, recipe, ranks, tokens), []
     model = config.model.config
     assert model is not None
     layout = layout_of(config.parallel, Ranks(dist.get_rank(), ranks), "cpu")
@@ -102,7 +109,7 @@ def of_this_rank(ranks: int, tokens: int, supposed: bool) -> None:
     """Print what the first rank takes, as JSON; this process is one of `ranks`."""
     torch.set_num_threads(1)
     with fake_ranks(ranks) if supposed else joined():
-        found = {dispatch: measure(dispatch, ranks, tokens, supposed=supposed) for dispatch in DISPATCHES}
+        found = {name: measure(*case, ranks, tokens, supposed=supposed) for name, case in CASES.items()}
         if dist.get_rank() == 0:
             print(json.dumps(found))
 
@@ -152,8 +159,9 @@ def main() -> None:
     results = {}
     for ranks in (*REAL, SUPPOSED):
         found = on_ranks(ranks, options.tokens, supposed=ranks == SUPPOSED)
-        exchanged, gathered = (found[dispatch] for dispatch in DISPATCHES)
-        found["all_gather_over_all_to_all"] = {name: round(gathered[name] / exchanged[name], 2) for name in exchanged}
+        for name, beside in RATIOS.items():
+            ratios = {figure: round(found[name][figure] / found[beside][figure], 2) for figure in found[name]}
+            found[f"{name} over {beside}"] = ratios
         results[str(ranks)] = found
         print(ranks, found, flush=True)
     shape = {"tokens": options.tokens, "hidden": HIDDEN, "experts": EXPERTS, "topk": TOPK, "supposed": [SUPPOSED]}

@@ -25,6 +25,8 @@ from te_models.kernels.compiling import compiling
 from te_models.kernels.torch_versions import own_result, scalars_in_graphs
 
 from ..collectives import all_gather, all_to_all, reduce_scatter
+from ..quantizer import Quantizer
+from .quantized_rows import pack_rows, unpack_rows
 
 
 class Splits(NamedTuple):
@@ -75,22 +77,44 @@ def exchange_splits(
     return Splits(numbers[:ranks], numbers[ranks : 2 * ranks], every, numbers[2 * ranks :])
 
 
-def exchange_rows(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
+def exchange_rows(
+    x: Tensor,
+    send: list[int],
+    receive: list[int],
+    group: str,
+    rows: Quantizer | None = None,
+    gradients: Quantizer | None = None,
+) -> Tensor:
     """[sum of send, H], rows in the order of the ranks that they go to -> [sum of receive, H], in the order of the
-    ranks that they come from. The gradient travels back. group: a name."""
-    return _Exchanged.apply(x, send, receive, group)
+    ranks that they come from. The gradient travels back. group: a name; rows, gradients: what they travel as, see
+    `quantized_rows`; None: their own dtype."""
+    return _Exchanged.apply(x, send, receive, group, rows, gradients)
+
+
+def _exchange(x: Tensor, send: list[int], receive: list[int], group: str, quantizer: Quantizer | None) -> Tensor:
+    if quantizer is None:
+        return all_to_all(x, group, receive, send)
+    packed = all_to_all(pack_rows(x, quantizer), group, receive, send)
+    return unpack_rows(packed, quantizer, x.shape[1], x.dtype)
 
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
-        ctx.way = send, receive, group
-        return own_result(all_to_all(x, group, receive, send))
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        send: list[int],
+        receive: list[int],
+        group: str,
+        rows: Quantizer | None,
+        gradients: Quantizer | None,
+    ) -> Tensor:
+        ctx.way = receive, send, group, gradients
+        return own_result(_exchange(x, send, receive, group, rows))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        send, receive, group = ctx.way
-        return all_to_all(dy, group, send, receive), None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchange(dy, *ctx.way), None, None, None, None, None
 
 
 def repeat_rows(x: Tensor, shares: list[int], group: str) -> Tensor:

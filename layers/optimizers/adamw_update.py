@@ -131,7 +131,7 @@ def update_(
             [],
             [update.piece.state["step"] for update in updates],
             amsgrad=False,
-            lr=group["lr"],
+            lr=group["lr"].to(device) if isinstance(group["lr"], Tensor) else group["lr"],
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             weight_decay=group["weight_decay"],

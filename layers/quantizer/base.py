@@ -132,6 +132,26 @@ class Quantizer(ValueObject):
         amax = rows.per_row(rows.amax(x))[::align]
         return self.statistics(x.view(x.shape[0] // align, align, x.shape[1]), key, amax, count)
 
+    # --- rows that travel between ranks ----------------------------------------------------------------------------
+
+    @derived
+    def keeps_rows(self) -> bool:
+        """Whether a row has the same values wherever it is quantized, and when it is quantized a second time: its
+        blocks lie within it, and their scales are powers of two."""
+        return False
+
+    def row_parts(self, x: Tensor) -> Parts:
+        """Return the rowwise parts of x: [R, C], each [R, ...], in a format that `keeps_rows`."""
+        raise ValueError(f"rows do not keep their values in the format {self.FORMAT}")
+
+    def row_part_shapes(self, columns: int) -> tuple[tuple[torch.dtype, int], ...]:
+        """Return of each of `row_parts` (its dtype, how many numbers of it a row has)."""
+        raise ValueError(f"rows do not keep their values in the format {self.FORMAT}")
+
+    def rows_of_parts(self, parts: Parts, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Return the values of `row_parts` of x of this shape, in `dtype`."""
+        raise ValueError(f"rows do not keep their values in the format {self.FORMAT}")
+
     # --- what a format may refine ----------------------------------------------------------------------------------
 
     def member(self, usage: Usage) -> Quantizer:

@@ -25,6 +25,7 @@ class _BlockwiseQuantizer(FP8Quantizer):
     """What formats with a scale per block share. Columnwise parts are computed in x's orientation, so that reads stay
     contiguous, and stored as `TRANSPOSED` says."""
 
+    BLOCK: ClassVar[int]
     TRANSPOSED: ClassVar[bool]
     BLOCK_SCALES_ONLY: ClassVar[bool] = True
 
@@ -157,6 +158,23 @@ class _BlockwiseQuantizer(FP8Quantizer):
         usage = self._usages[0]
         data, scale_inv = self._stored((fields[f"{usage}_data"], fields[f"{usage}_scale_inv"]), usage)
         return dequantize_grouped(data, scale_inv, m_splits, shape[0], self._block_of(usage), dtype)
+
+    @derived
+    def keeps_rows(self) -> bool:
+        return self._block_of("rowwise")[0] == 1 and self.scale_kind != "float32"
+
+    def row_parts(self, x: Tensor) -> Parts:
+        if not self.keeps_rows:
+            return super().row_parts(x)
+        fields = self.fields_in_graph(x, "rowwise")
+        return self._quantize(x, "rowwise", None) if fields is None else list(fields.values())
+
+    def row_part_shapes(self, columns: int) -> tuple[tuple[torch.dtype, int], ...]:
+        scales = self.part_dtype("scale_inv") or torch.float32
+        return (self.fp8_dtype, columns), (scales, -(-columns // self.BLOCK))
+
+    def rows_of_parts(self, parts: Parts, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        return self._operand(parts, "rowwise", dtype, shape).values.to(dtype)
 
     def output(self) -> q.QuantizedOutput | None:
         rows, columns = self._block_of("rowwise")

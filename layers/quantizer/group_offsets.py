@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
 from te_models.kernels.asserted import asserted
 from te_models.kernels.compiling import compiling
@@ -75,7 +76,10 @@ class GroupOffsets:
         """Return the largest magnitude in each group of rows of x: [T, C] -> [G] float32, 0 for an empty group."""
         rows = x.abs().amax(1).float() if x.shape[1] else x.new_zeros(x.shape[0], dtype=torch.float32)
         mine = self.group == torch.arange(self.num_groups, device=rows.device)[:, None]
-        return torch.where(mine, rows, 0.0).amax(1) if x.shape[0] else rows.new_zeros(self.num_groups)
+        magnitudes = torch.where(mine, rows, 0.0)
+        if not guard_or_false(x.shape[0] != 0):  # in a graph that learns it when it runs, there may be no row
+            magnitudes = torch.cat([magnitudes, magnitudes.new_zeros(self.num_groups, 1)], dim=1)
+        return magnitudes.amax(1)
 
     def padded(self, align: int) -> PaddedRows:
         """Return the layout in which every group starts at a multiple of `align`."""
@@ -84,7 +88,7 @@ class GroupOffsets:
         ends = sizes.cumsum(0)
         shift = ends - sizes - begins
         # the most rows that padding can need, a function of the shapes alone
-        length = (rows + self.num_groups * (align - 1)) // align * align if rows else 0
+        length = (rows + self.num_groups * (align - 1)) // align * align if guard_or_true(rows != 0) else 0
         slot = torch.arange(length, device=ends.device)
         group = torch.searchsorted(ends, slot, right=True).clamp(max=self.num_groups - 1)
         source = slot - shift[group]
@@ -109,6 +113,8 @@ class PaddedRows:
 
     def pad(self, x: Tensor) -> Tensor:
         """[T, C] -> [P, C], zeros in unused slots."""
+        if not guard_or_false(x.shape[0] != 0):  # in a graph that learns it when it runs, there may be no row to read
+            x = torch.cat([x, x.new_zeros(1, x.shape[1])])
         return torch.where(self.used[:, None], x[self.source], 0)
 
     def unpad(self, y: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ from te_models.layers.distributed.expert_parallel import (
     sum_rows,
     sum_tokens,
 )
+from te_models.layers.distributed.quantized_rows import RowFormats, row_formats
 from te_models.layers.distributed.sequence_parallel import SequenceShard, gather_tokens_of_ranks, own_share
 
 from ..config import ModelConfig
@@ -191,7 +192,7 @@ class MoELayer(nn.Module):
         tokens, weights = own_share(tokens, shard), own_share(weights, shard)
         indices = own_share(indices, shard, fill=none)
         share = tokens.shape[0]
-        if self.expert_dispatch == "all_to_all" or not self._is_distributed:
+        if self.expert_dispatch != "all_gather" or not self._is_distributed:
             own = min(max(total - shard.rank * share, 0), share)
             tokens, weights, indices = tokens[:own], weights[:own], indices[:own]
         y, _ = self._distributed_sums(tokens, weights, indices)
@@ -208,9 +209,9 @@ class MoELayer(nn.Module):
         """Return (each token's weighted sum, and how many of these tokens chose each expert, if that is known)."""
         if not self._is_distributed:
             return self._local_sums(tokens, weights, indices)
-        if self.expert_dispatch == "all_to_all":
-            return self._exchanged_sums(tokens, weights, indices)
-        return self._gathered_sums(tokens, weights, indices), None
+        if self.expert_dispatch == "all_gather":
+            return self._gathered_sums(tokens, weights, indices), None
+        return self._exchanged_sums(tokens, weights, indices)
 
     def _capacity(self, slots: int) -> int | None:
         """Return how many of so many choices an expert takes; None: all."""
@@ -261,6 +262,9 @@ class MoELayer(nn.Module):
     def _exchanged_sums(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """`_local_sums` where each row travels to the rank of its expert, and its result back."""
         moe, group, ranks = self.moe, self._ep_group_name, self.expert_model_parallel_size
+        formats = RowFormats()
+        if self.expert_dispatch == "all_to_all_quantized":
+            formats = row_formats(self.experts.linear_fc1.gemm_quantizers(), self.experts.linear_fc2.gemm_quantizers())
         capacity = self._capacity(indices.numel())
         room = capacity if moe.moe_pad_expert_input_to_capacity else None
         order = self._sorted(indices) if room is None else fill_to_capacity(indices, moe.num_moe_experts, room)
@@ -271,7 +275,7 @@ class MoELayer(nn.Module):
         if room is not None:
             local = self.experts.num_local_experts
             send = receive = [local * room] * ranks
-            rows = exchange_rows(rows[: sum(send)], send, receive, group)
+            rows = exchange_rows(rows[: sum(send)], send, receive, group, formats.rows)
             rows = rows.view(ranks, local, room, -1).transpose(0, 1).flatten(0, 2)
             results = self.experts(rows, torch.full((local,), ranks * room, device=rows.device))
             results = results.view(local, ranks, room, -1).transpose(0, 1).flatten(0, 2)
@@ -283,7 +287,7 @@ class MoELayer(nn.Module):
             split = {"split_group": self._etp_group_name, "split_ranks": self._etp_size}
             send, receive, by_rank, shares = exchange_splits(counts, group, ranks, balanced=balanced, **split)
             rows = rows if capacity is None else rows[: sum(send)]
-            rows = rows if ranks == 1 else exchange_rows(rows, send, receive, group)
+            rows = rows if ranks == 1 else exchange_rows(rows, send, receive, group, formats.rows)
             if self._etp_size == 1:
                 results = self._exchanged_rows(rows, expert_of_row(by_rank, rows.shape[0]))
             else:
@@ -291,7 +295,8 @@ class MoELayer(nn.Module):
                 rows = repeat_rows(rows, shares, etp)
                 results = self._exchanged_rows(rows, expert_of_row(by_rank, rows.shape[0]))
                 results = sum_rows(results, shares, received, etp)
-        results = results if ranks == 1 else exchange_rows(results, receive, send, group)
+        if ranks > 1:
+            results = exchange_rows(results, receive, send, group, gradients=formats.gradients)
         if capacity is not None:  # of choices that were dropped
             results = torch.cat([results, results.new_zeros(slots - sum(send), results.shape[1])])
         return unpermute(results, order, weights), order.tokens_per_expert[: moe.num_moe_experts]

@@ -7,7 +7,7 @@ stored so, and cut into shards before the next one. No rank ever has more than o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ def parallelize(
     weights: Recipe | None = None,
     reshard_after_forward: ReshardAfterForward = "default",
     reduce_dtype: torch.dtype = torch.float32,
+    cpu_offload: bool = False,
     stages: StageLayout | None = None,
 ) -> GPTModel:
     """Shard `model` in place as the layout of `mesh` says, and return it. Called by all ranks.
@@ -53,7 +54,8 @@ def parallelize(
     seed. weights: the recipe in whose format the linear layers then store their weights. reshard_after_forward: free
     gathered parameters between the passes, "default" of the layers, "always" of all; a number: keep shards over so many
     ranks, a divisor of the ranks that share the parameters (not of quantized weights). reduce_dtype: in which gradients
-    of the ranks are added up; the result has the parameter's dtype. stages: the pipeline stages, where `mesh` has any;
+    of the ranks are added up; the result has the parameter's dtype. cpu_offload: keep sharded parameters and their
+    gradients in main memory, so that an optimizer works there; the passes copy what they need to `device`. stages: the pipeline stages, where `mesh` has any;
     None: one a rank.
 
     Parameters of another dtype than most of their part (routers in float32) are not sharded: average their gradients,
@@ -63,13 +65,17 @@ def parallelize(
     Ranks that share sequences are told to the model.
 
     Raises ConfigError where experts are distributed and torch cannot shard them over a mesh of their own, TypeError for
-    another kind of mesh, ValueError for a model that was built over other ranks, and for stored weights whose blocks
-    the ranks cannot share equally where torch shards no other way.
+    another kind of mesh, ValueError for a model that was built over other ranks, for `cpu_offload` without shards, and
+    for stored weights whose blocks the ranks cannot share equally where torch shards no other way.
     """
     _check_mesh(model, mesh)
     if mesh is not None:
         model.set_context_parallel_group(mesh.cp_group)
     over = mesh if mesh is not None and mesh.dims.is_sharded else None
+    if cpu_offload and over is None:
+        raise ValueError("cpu_offload is True, and no parameter is sharded; allowed: with data_parallel_shard_size > 1")
+    options: _Options = {"reduce_dtype": reduce_dtype, "reshard": _reshard_of(reshard_after_forward)}
+    options["cpu_offload"] = cpu_offload
     tied = model.config.embedding.share_embeddings_and_output_weights
     with_the_rest = [model.decoder.final_layernorm, *([model.embedding, model.output_layer] if tied else ())]
     target = torch.empty((), device=device).device
@@ -95,13 +101,13 @@ def parallelize(
             if weights is not None:
                 _store_quantized(part, weights)
         if over is not None and not any(part is other for other in with_the_rest):
-            _shard(part, over, reduce_dtype, _reshard_of(reshard_after_forward))
+            _shard(part, over, **options)
     for rest in (*model.decoder.rotary_embeddings, model.router_loss_weights):
         if rest is not None and any(buffer.is_meta for buffer in rest.buffers()):
             rest.to_empty(device=target)
     if over is not None:
         for root in roots:
-            _shard(root, over, reduce_dtype, _reshard_of(reshard_after_forward))
+            _shard(root, over, **options)
     return model
 
 
@@ -166,11 +172,28 @@ def _store_quantized(part: nn.Module, recipe: Recipe) -> None:
             store_weights_as_asked(module)
 
 
-def _shard(part: nn.Module, mesh: ParallelMesh, reduce_dtype: torch.dtype, reshard: bool | int | None) -> None:
+class _Options(TypedDict, total=False):
+    """How every part is sharded."""
+
+    reduce_dtype: torch.dtype
+    reshard: bool | int | None
+    cpu_offload: bool
+
+
+def _shard(
+    part: nn.Module,
+    mesh: ParallelMesh,
+    *,
+    reduce_dtype: torch.dtype,
+    reshard: bool | int | None,
+    cpu_offload: bool,
+) -> None:
     """Call `fully_shard`, with the experts over their own mesh, if they have one."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     options: dict[str, Any] = {}
+    if cpu_offload:  # copies from pinned memory overlap with compute; without an accelerator there is none to pin
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
     experts = {id(p) for p in _experts_of(part)}
     if experts:
         over = mesh.expert_fsdp

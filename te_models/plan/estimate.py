@@ -124,6 +124,8 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
     rank of the layout would run them on CPU: the first of those that have the stages of `pipeline_rank`. Layers of a
     kind count as often as the model has them. Raises ConfigError for what `te-models train` refuses in this layout.
     """
+    if config.parallel.cpu_offload:
+        raise ConfigError("parallel.cpu_offload is True; allowed: False, because a plan is of the memory of devices")
     model, pipeline = model_of(config), config.parallel.pipeline_model_parallel_size
     rank = pipeline_rank * (ranks // pipeline)
     with fake_ranks(ranks, rank):

@@ -158,6 +158,7 @@ def _build_parts(
                 weights=weights,
                 reshard_after_forward=config.parallel.reshard_after_forward,
                 reduce_dtype=getattr(torch, config.parallel.reduce_dtype),
+                cpu_offload=config.parallel.cpu_offload and layout.dims.is_sharded,
                 stages=layout.stages,
             )
         except ValueError as error:  # what a shard of a quantized weight cannot be

@@ -221,15 +221,14 @@ def train_step(
     `optimizer.skip_nonfinite`.
     """
     optimizer.zero_grad()
-    device = optimizer.lr.device
-    total = torch.zeros(4, device=device)  # the cross entropy, and the terms that are added to it
+    total: torch.Tensor | int = 0  # the cross entropy, and the terms that are added to it
     if before is not None:
         with collect_statistics(statistics):
             before()
     weights = loss_weights(micro_batches, ranks)
     if isinstance(loss_function, Pipeline):
         with microbatch(first=None if before is None else False), collect_statistics(statistics):
-            total += loss_function.forward_backward(_fields(micro_batches, weights))
+            total = loss_function.forward_backward(_fields(micro_batches, weights))
         optimizer.accumulate_gradients()
     else:
         for i, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
@@ -238,13 +237,17 @@ def train_step(
                 loss, terms = loss_function(batch) if weight is None else loss_function(batch, weight)
             (loss / len(micro_batches)).backward()
             optimizer.accumulate_gradients()
-            total += torch.cat([(loss.detach() - terms.sum())[None], terms]) / len(micro_batches)
+            total = total + torch.cat([(loss.detach() - terms.sum())[None], terms]) / len(micro_batches)
     reduce_gradients(optimizer, ranks)
     if isinstance(loss_function, Pipeline):
         loss_function.sum_embedding_gradients()
-    norm, losses = optimizer.clip_gradients(), mean_over_ranks(total, ranks)
+    assert isinstance(total, torch.Tensor), "there are micro-batches"
+    norm = optimizer.clip_gradients()
+    losses = mean_over_ranks(total, ranks).to(norm.device)  # with cpu_offload gradients are in main memory
     noop = optimizer.skips(norm)
-    if not reads_are_free(device):  # what is read below stops the run, after the update was queued: it changes nothing
+    if not reads_are_free(
+        norm.device
+    ):  # what is read below stops the run, after the update was queued: it changes nothing
         bad = ~(torch.isfinite(losses[0]) & torch.isfinite(norm))
         noop = bad if noop is None else noop | bad
     else:

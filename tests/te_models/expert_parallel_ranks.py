@@ -13,6 +13,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -25,6 +26,7 @@ from te_models.checkpoints import expected_tensors, verify
 from te_models.checkpoints.plan.quantized_format import stored_fields
 from te_models.checkpoints.plan.rank_shards import Place, parts
 from te_models.layers import GroupedTensor, QuantizedTensor, autocast, recipe
+from te_models.layers.collectives import all_to_all
 from te_models.training.ranks.data_parallel import Ranks, average_gradients
 from tests.layers.bits import raw
 from tests.ranks import report_cases
@@ -52,11 +54,15 @@ CASES = (
     "sequences_and_global_batch",
     "compiled",
     "compiled_gathered",
+    "compiled_recipes",
+    "compiled_quantized",
     "compiled_capacity",
     "uneven",
     "generated",
     "checkpointed",
     "delayed",
+    "quantized_rows",
+    "quantized_rows_refused",
     "averaged",
     *FOLDER_CASES,
     "stored_by_recipe",
@@ -89,12 +95,16 @@ def distance(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-9))
 
 
-def the_same(got: Tensor, expected: Tensor, exact: bool, what: str) -> None:
-    """exact: to the last bit; otherwise a sum of three float32 numbers in another order, passed through two layers."""
+ROUNDED = 64 * 2.0**-24
+"""A sum of three float32 numbers in another order, passed through two layers."""
+
+
+def the_same(got: Tensor, expected: Tensor, exact: bool, what: str, limit: float = ROUNDED) -> None:
+    """exact: to the last bit; otherwise to `limit` of the largest entry."""
     if exact:
         assert torch.equal(got, expected), f"{what}: {distance(got, expected):.1e}"
     else:
-        assert distance(got, expected) <= 64 * 2.0**-24, f"{what}: {distance(got, expected):.1e}"
+        assert distance(got, expected) <= limit, f"{what}: {distance(got, expected):.1e}"
 
 
 def model_case(name: str, precision: str, dispatch: str) -> None:
@@ -204,13 +214,21 @@ def alone() -> Iterator[None]:
         yield
 
 
-def compiled(backend: str = "eager", dispatch: str = "all_to_all", dynamic: bool = True, **changes: object) -> None:
-    """One graph forward and backward, the same whatever the router decides, and for any number of tokens if dynamic."""
+def compiled(
+    backend: str = "eager",
+    dispatch: str = "all_to_all",
+    dynamic: bool = True,
+    named: str | None = None,
+    **changes: object,
+) -> None:
+    """One graph forward and backward, the same whatever the router decides, and for any number of tokens if dynamic.
+    named: a recipe to run under."""
     config = one_layer(tiny_moe(aux_loss_coeff=0.01, shared_expert_intermediate_size=40, **changes))
     _, split = both(config, dispatch=dispatch)
     run = torch.compile(split, fullgraph=True, backend=backend, dynamic=dynamic)
     shapes = [(2, 16), (2, 16), (3, 12) if dynamic else (2, 16), (2, 16)]
-    with torch._dynamo.config.patch(error_on_recompile=True):
+    region = contextlib.nullcontext() if named is None else autocast(recipe=recipe(named))
+    with torch._dynamo.config.patch(error_on_recompile=True), region:
         for seed, shape in enumerate(shapes):
             # in the last round every token is the same one, so all choose the same experts
             ids = token_ids(*shape, seed + 10 * dist.get_rank()) if seed < 3 else torch.zeros(shape, dtype=torch.int64)
@@ -223,13 +241,28 @@ def compiled(backend: str = "eager", dispatch: str = "all_to_all", dynamic: bool
             take_expert_load(split)
             got = run(ids, labels=ids)
             got.loss.backward()
-            the_same(got.logits, expected.logits, False, "logits")
+            # kernels that add up in another order round some numbers to their neighbours in FP8
+            limit = 0.05 if named is not None and backend == "inductor" else ROUNDED
+            the_same(got.logits.detach(), expected.logits.detach(), False, "logits", limit)
             for p, gradient in zip(split.parameters(), gradients, strict=True):
-                the_same(p.grad, gradient, False, "gradient")
+                the_same(p.grad, gradient, False, "gradient", limit)
 
 
 def compiled_gathered() -> None:
     compiled(dispatch="all_gather")
+
+
+def compiled_recipes(backend: str = "eager") -> None:
+    """Rows that come from other ranks are quantized in one graph, however many they are."""
+    for named in ("delayed", "current", "block", "mxfp8"):
+        torch._dynamo.reset()
+        compiled(backend, dynamic=False, named=named)
+
+
+def compiled_quantized(backend: str = "eager") -> None:
+    for named in ("block", "mxfp8"):
+        torch._dynamo.reset()
+        compiled(backend, "all_to_all_quantized", dynamic=False, named=named)
 
 
 def compiled_capacity(backend: str = "eager") -> None:
@@ -245,6 +278,8 @@ def compiled_backward() -> None:
             torch._dynamo.reset()
             compiled("aot_eager", dispatch, dynamic)
     compiled_capacity("aot_eager")
+    compiled_recipes("aot_eager")
+    compiled_quantized("aot_eager")
     torch._dynamo.reset()
     compiled("aot_eager", moe_router_load_balancing_type="global_aux_loss")
 
@@ -253,6 +288,8 @@ def compiled_by_inductor() -> None:
     for dispatch in DISPATCHES:
         torch._dynamo.reset()
         compiled("inductor", dispatch)
+    compiled_recipes("inductor")
+    compiled_quantized("inductor")
 
 
 def uneven() -> None:
@@ -314,6 +351,77 @@ def delayed() -> None:
             assert torch.equal(split.get_submodule(name).fp8_scale[:2], expected[:2]), name
             assert not torch.equal(expected[:2], torch.ones_like(expected[:2]))
     assert torch.equal(got.logits, mine(together.logits))
+
+
+def sent_bytes(call: Callable[[], object]) -> int:
+    """Return the bytes of the rows that one all-to-all after another sends in a call, from 1 KiB on."""
+    sizes = []
+
+    def counting(x: Tensor, *args: object) -> Tensor:
+        sizes.append(x.numel() * x.element_size())
+        return all_to_all(x, *args)
+
+    with mock.patch("te_models.layers.distributed.expert_parallel.all_to_all", counting):
+        call()
+    return sum(size for size in sizes if size >= 1024)
+
+
+def quantized_rows() -> None:
+    """Rows that travel quantized give the numbers of rows that are quantized on arrival, but for the gradients of the
+    experts' own parameters, which contract rounded rows; two of the four ways are halved."""
+    padded = {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}
+    wide: dict[str, Any] = {"moe_ffn_hidden_size": 160, "num_moe_experts": 4}
+    cases = [
+        (f"{name} {kind}", config, kind)
+        for kind in ("block", "mxfp8")
+        for name, config in {
+            "plain": tiny_moe(**wide),
+            "biased": tiny_moe(bias=True, **wide),
+            "padded": tiny_moe(**wide, **padded),
+            "on input": tiny_moe(MODELS["moe_on_input"].moe.router, **wide),
+        }.items()
+    ]
+    ids = token_ids(BATCH, LENGTH, seed=dist.get_rank())
+    for what, config, kind in cases:
+        config = config.replace(hidden_size=160)
+        _, plain = both(config, torch.bfloat16)
+        _, quantized = both(config, torch.bfloat16, "all_to_all_quantized")
+        sent = []
+        for model in (plain, quantized):
+
+            def step(model: GPTModel = model) -> None:
+                with autocast(recipe=recipe(kind)):
+                    model(ids, labels=ids).loss.backward()
+
+            sent.append(sent_bytes(step))
+        # one byte a number and scales, of two, in two of four directions
+        assert 0.74 < sent[1] / sent[0] < 0.8, (what, sent)
+        with autocast(recipe=recipe(kind)):
+            assert torch.equal(quantized(ids).logits, plain(ids).logits), what
+        for key, p in quantized.named_parameters():
+            expected = plain.get_parameter(key).grad
+            if ".experts." not in key:
+                assert torch.equal(p.grad, expected), f"{what}: gradient of {key}"
+            elif expected.abs().amax() > 0:
+                error = float((p.grad - expected).float().norm() / expected.float().norm())
+                # a power-of-two scale of another block rounds alike what is not very small beside it
+                limit = 0.05 if key.endswith("linear_fc2.bias") else 1e-5
+                assert error < limit, f"{what}: gradient of {key} {error:.1e}"
+        plain.eval(), quantized.eval()
+        assert torch.equal(quantized(ids).logits, plain(ids).logits), f"{what} without a recipe"
+
+
+def quantized_rows_refused() -> None:
+    """A format with a scale for all rows would give other numbers before they travel than after."""
+    _, model = both(tiny_moe(), torch.bfloat16, "all_to_all_quantized")
+    for kind in ("delayed", "current", "nvfp4"):
+        try:
+            with autocast(recipe=recipe(kind)):
+                model(token_ids(1, 4))
+        except ValueError as error:
+            assert "rows cannot travel quantized as the input of the experts" in str(error), error
+        else:
+            raise AssertionError(f"{kind} was accepted")
 
 
 def averaged() -> None:

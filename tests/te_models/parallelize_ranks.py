@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from te_models import GPTModel, MLPConfig
 from te_models.checkpoints import open_checkpoint
@@ -252,6 +254,24 @@ def experts_are_not_padded() -> None:
         assert local_part(shard).untyped_storage().nbytes() * 4 == expert.untyped_storage().nbytes()
 
 
+def shards_stay_in_main_memory() -> None:
+    """Every sharded parameter is one that FSDP2 copies to the device for a pass; without shards there is none."""
+    mesh = mesh_of("ep2_fsdp4")
+    config = CONFIGS["moe_shared"]
+    with mock.patch("torch.distributed.fsdp.fully_shard", wraps=fully_shard) as calls:
+        model = parallelize(split(config, mesh), mesh, device="cpu", cpu_offload=True)
+    policies = [call.kwargs.get("offload_policy") for call in calls.call_args_list]
+    assert policies and all(isinstance(policy, CPUOffloadPolicy) for policy in policies)
+    ids = token_ids(2, 8)
+    model(ids, labels=ids).loss.backward()
+    try:
+        parallelize(split(config, mesh_of("tp2")), mesh_of("tp2"), cpu_offload=True)
+    except ValueError as error:
+        assert str(error).startswith("cpu_offload is True, and no parameter is sharded; allowed: ")
+    else:
+        raise AssertionError("no error")
+
+
 def norms_of_nothing() -> None:
     """A rank without a part of a vector takes part in its norm all the same."""
     mine = [torch.tensor(3.0)] if dist.get_rank() == 1 else []
@@ -293,6 +313,7 @@ def _cases() -> dict[str, Any]:
         stored_weights_are_shards_of_the_whole,
         unequal_shards_are_saved,
         norms_of_nothing,
+        shards_stay_in_main_memory,
         a_layout_has_one_mesh,
         other_numbers_of_ranks_are_refused,
     )

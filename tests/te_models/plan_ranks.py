@@ -38,6 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "expert_model_parallel_size": 2,
     },
     "ep2 all_gather": {"expert_model_parallel_size": 2, "expert_dispatch": "all_gather"},
+    "ep2 quantized mxfp8": {"expert_model_parallel_size": 2, "expert_dispatch": "all_to_all_quantized"},
     "fsdp2 mxfp8": {"data_parallel_shard_size": 2},
     "fsdp2 checkpointed": {"data_parallel_shard_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},

@@ -88,6 +88,16 @@ def test_json_round_trip_is_exact(tmp_path: Path) -> None:
         ("warmup_steps = 10", "warmup_steps = 101", ": [schedule] warmup_steps is 101; allowed: warm-up"),
         ('recipe = "mxfp8"', "quantized_weights = true", ": [precision] quantized_weights is True"),
         ('recipe = "mxfp8"', 'recipe = "mxpf8"', "'nvfp4'; did you mean 'mxfp8'?"),
+        (
+            'recipe = "mxfp8"',
+            'recipe = "current"\n[parallel]\nexpert_dispatch = "all_to_all_quantized"',
+            ": [parallel] expert_dispatch is 'all_to_all_quantized'; allowed: 'all_to_all' or 'all_gather' with precision",
+        ),
+        (
+            "[data]",
+            "[parallel]\ncpu_offload = true\n[data]",
+            ": [parallel] cpu_offload is True; allowed: False with data",
+        ),
         ('recipe = "mxfp8"', "cache_weights = 1", ": [precision] cache_weights is 1; allowed: true or false"),
         ('path = "models/smollm2"', "", ": [model] is 'empty'; allowed: one of path, config and config_file"),
         ('path = "data/text"', 'path = "data/text"\ntext = ["a.txt"]', ": [data] tokenizer is None"),
@@ -223,6 +233,13 @@ def test_wrong_overrides_are_refused_by_name(toml: Path, arguments: list[str], n
         load_config(toml, arguments)
     assert str(error.value).startswith(named)
     assert "\n" not in str(error.value)
+
+
+def test_the_optimizer_of_parameters_in_main_memory_is_one_that_steps_there(toml: Path) -> None:
+    options = ["--parallel.data-parallel-shard-size", "2", "--parallel.cpu-offload", "--compile-mode", "block"]
+    assert load_config(toml, options).parallel.cpu_offload
+    with pytest.raises(ConfigError, match="--optimizer.kind is 'muon'; allowed: 'adamw' with parallel.cpu_offload"):
+        load_config(toml, [*options, "--optimizer.kind", "muon"])
 
 
 def test_the_documented_configuration_is_valid() -> None:

@@ -15,6 +15,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from ...torch_versions import saturating_cast
 from .blocks import blockwise_amax, blockwise_magnitudes, grid, once, times_blocks
@@ -106,7 +107,7 @@ def quantize_blockwise(
     Returns data (fp8_dtype, x's shape) and the scales to multiply with when dequantizing: float32, or uint8 bytes for
     "e8m0". Infinities saturate; a NaN stays in its element ("e8m0": makes its block NaN).
     """
-    if x.numel() == 0:
+    if guard_or_false(x.numel() == 0):
         shape = (*x.shape[:-2], *grid(x.shape[-2], x.shape[-1], block))
         return x.to(fp8_dtype), x.new_empty(shape, dtype=torch.uint8 if scale_kind == "e8m0" else torch.float32)
     scale, stored = block_scales(x, block, fp8_dtype, scale_kind, epsilon=epsilon)
@@ -127,7 +128,7 @@ def quantize_blockwise_both(
 
 def dequantize_blockwise(data: Tensor, stored: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return data * scale in `dtype`. data: [..., R, C] FP8; stored: its scales, float32 or uint8 exponents."""
-    if data.numel() == 0:
+    if guard_or_false(data.numel() == 0):
         return data.to(dtype)
     scale_inv = once(e8m0_to_float(stored)) if stored.dtype == torch.uint8 else stored
     return times_blocks(fp8_to_float(data), scale_inv, block).to(dtype)

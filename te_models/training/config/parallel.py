@@ -40,16 +40,18 @@ class ParallelConfig(ConfigPart):
     expert_tensor_parallel_size: int | None = None
     """Ranks over which each expert is split; unset means tensor_model_parallel_size; with another number, ranks that
     split the other layers share the tokens of the experts."""
-    expert_dispatch: Literal["all_to_all", "all_gather"] = "all_to_all"
-    """How tokens reach distributed experts: each travels to the ranks of its experts (all_to_all), or every rank gets
-    the tokens of all (all_gather)."""
+    expert_dispatch: Literal["all_to_all", "all_to_all_quantized", "all_gather"] = "all_to_all"
+    """How tokens reach distributed experts: each travels to the ranks of its experts (all_to_all), as the numbers to
+    which the recipe rounds it there (all_to_all_quantized; mxfp8 and block), or every rank gets the tokens of all
+    (all_gather)."""
     reshard_after_forward: int | Literal["default", "always", "never"] = "default"
     """Whether FSDP2 frees gathered parameters between forward and backward pass: of layers (default), of all (always),
     or down to shards over that many ranks, from which the backward pass gathers (a number)."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which FSDP2 adds up the gradients of the ranks."""
     cpu_offload: bool = False
-    """Whether sharded parameters stay in main memory; only false is implemented."""
+    """Whether parameters that FSDP2 shards, their gradients and moments stay in main memory, where the optimizer steps;
+    each pass copies what it needs to the device."""
     async_tensor_parallel: bool = False
     """Whether split layers overlap communication and compute; only false is implemented."""
 
@@ -59,7 +61,7 @@ class ParallelConfig(ConfigPart):
         tp = self.tensor_model_parallel_size
         where = "parallel.sequence_parallel"
         check(tp > 1 or not self.sequence_parallel, where, True, "False with tensor_model_parallel_size = 1")
-        for name in ("cpu_offload", "async_tensor_parallel"):
+        for name in ("async_tensor_parallel",):
             value = getattr(self, name)
             check(not value, f"parallel.{name}", value, "False, because nothing else is implemented")
         virtual, schedule = self.virtual_pipeline_model_parallel_size, self.pipeline_schedule
@@ -74,5 +76,7 @@ class ParallelConfig(ConfigPart):
         check(sharded or default, where, self.reshard_after_forward, "'default' with data_parallel_shard_size = 1")
         ranks = self.reshard_after_forward
         check(isinstance(ranks, str) or ranks > 1, where, ranks, "'default', 'always', 'never' or 2 and more ranks")
+        offloaded = self.cpu_offload
+        check(sharded or not offloaded, "parallel.cpu_offload", offloaded, "False with data_parallel_shard_size = 1")
         where = "parallel.reduce_dtype"
         check(sharded or self.reduce_dtype == "float32", where, self.reduce_dtype, "'float32' without shards")

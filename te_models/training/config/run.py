@@ -101,6 +101,20 @@ class TrainConfig(ConfigPart):
             optimizer.ema_decay,
             "null with lora.rank",
         )
+        dispatch, recipe = self.parallel.expert_dispatch, self.precision.recipe
+        check(
+            dispatch != "all_to_all_quantized" or recipe in ("block", "mxfp8"),
+            "parallel.expert_dispatch",
+            dispatch,
+            f"'all_to_all' or 'all_gather' with precision.recipe = {recipe!r}; it needs 'block' or 'mxfp8', which round "
+            "each row by itself",
+        )
+        check(
+            optimizer.kind == "adamw" or not self.parallel.cpu_offload,
+            "optimizer.kind",
+            optimizer.kind,
+            "'adamw' with parallel.cpu_offload = true, because the matrix products of others belong on the device",
+        )
         has_validation = self.data.validation_fraction > 0 or bool(self.evaluation.sets)
         check(
             has_validation or not self.evaluation.every,

@@ -88,7 +88,9 @@ class Optimizer:
         owner: Any
         for owner in self.parameters.values() if main_grads else ():
             owner.main_grad = torch.zeros_like(owner, dtype=torch.float32, requires_grad=False)
-        device = next(iter(self.parameters.values())).device
+        devices = [p.device for p in self.parameters.values()]
+        # with cpu_offload some parameters are on another device: the host's decisions are made where most are
+        device = next((device for device in devices if device.type == "cpu"), devices[0])
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         self._rates: list[tuple[torch.Tensor, float]] = []
         groups_of: dict[str, list[dict[str, Any]]] = {"adamw": [], "muon": []}
@@ -182,7 +184,7 @@ class Optimizer:
         for name, average in self.averages.items() if decay is not None else ():
             parameter, state = self.parameters[name], self.entries(name)
             new = average.lerp(local_part(state.get("master", parameter)).float(), 1 - float(decay or 0))
-            average.copy_(new if noop is None else torch.where(noop.bool(), average, new))
+            average.copy_(new if noop is None else torch.where(noop.to(average.device).bool(), average, new))
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
@@ -217,7 +219,7 @@ class Optimizer:
                 gradients.append(local_part(gradient))
                 if name in self._elsewhere:
                     continue
-                own = tensor_norm(gradients[-1])
+                own = tensor_norm(gradients[-1]).to(self.lr.device)  # with cpu_offload some gradients are elsewhere
                 (divided[groups] if groups else norms).append(own)
         norms += [norm_over(groups, parts, self.lr.device) for groups, parts in divided.items()]
         if self._stages is not None:  # each with parameters of its own
@@ -228,7 +230,7 @@ class Optimizer:
             return norm
         scale = torch.clamp(limit / norm, max=1.0)
         for own in gradients:
-            own.mul_(scale)
+            own.mul_(scale.to(own.device))
         return norm
 
     def state_tensors(self) -> dict[str, torch.Tensor]:

@@ -41,6 +41,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     "stored_weights_are_shards_of_the_whole",
     "unequal_shards_are_saved",
     "norms_of_nothing",
+    "shards_stay_in_main_memory",
     "a_layout_has_one_mesh",
     "other_numbers_of_ranks_are_refused",
 )

@@ -121,6 +121,11 @@ SCHEDULES = {
     for schedule in ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 }
 """Layouts of two pipeline stages under other schedules than 1F1B; most of them have two stages a rank."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fsdp2 offloaded": {"data_parallel_shard_size": 2, "cpu_offload": True},
+    "ep2 quantized": {"expert_model_parallel_size": 2, "expert_dispatch": "all_to_all_quantized"},
+}
+"""Layouts with options that do not go with every model, recipe and optimizer."""
 DATA_RANKS = dict.fromkeys(SCHEDULES, 1) | {
     "one": 1,
     "tp2": 1,
@@ -259,7 +264,7 @@ class Runs:
             )
             file.write_text(as_toml(config))
         share = str(MICRO_BATCHES // DATA_RANKS.get(case.layout, 2))
-        options = {f"parallel.{name}": size for name, size in (LAYOUTS | SCHEDULES)[case.layout].items()}
+        options = {f"parallel.{name}": size for name, size in (LAYOUTS | SCHEDULES | OPTIONS)[case.layout].items()}
         options |= {"data.gradient_accumulation": share, "evaluation.batches": share}
         options |= {f"precision.{name}": value for name, value in PRECISIONS.get(case.precision, {}).items()}
         options |= OPTIMIZERS.get(case.precision, {})

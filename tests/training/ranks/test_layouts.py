@@ -68,6 +68,10 @@ TRAINED = [
     Case("deep", "stored current", "pp2"),
     Case("moe", "fp32", "etp2"),
     Case("moe", "mxfp8", "etp2"),
+    Case("moe", "mxfp8", "ep2 quantized"),
+    Case("moe", "stored mxfp8", "fsdp2 offloaded"),
+    Case("ahead", "fp8 moments", "fsdp2 offloaded"),
+    Case("moe", "lora", "fsdp2 offloaded"),
     Case("moe", "fp32", "tp2 etp1 ep2"),
     Case("moe", "delayed", "ep2 fsdp2"),
     Case("tied", "documents", "pp2"),
@@ -108,6 +112,7 @@ TRAINED = [
 CONTINUED = [
     Case("dense", "fp32", "fsdp2", start="fsdp2"),
     Case("dense", "fp32", "tp2", start="fsdp2"),
+    Case("dense", "fp32", "fsdp2 offloaded", start="fsdp2"),
     Case("dense", "fp32", "fsdp2", start="one"),
     Case("moe", "fp32", "ep2 fsdp2", start="tp2"),
     Case("moe", "fp32", "tp2", start="ep2 fsdp2"),
