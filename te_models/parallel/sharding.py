@@ -73,6 +73,7 @@ def parallelize(
     tied = model.config.embedding.share_embeddings_and_output_weights
     with_the_rest = [model.decoder.final_layernorm, *([model.embedding, model.output_layer] if tied else ())]
     target = torch.empty((), device=device).device
+    model.check_dispatch_device(target)
     whole, roots = model, (model,)
     if mesh is not None and mesh.stages is not None:
         stages = stages or StageLayout(mesh.dims.pipeline_model_parallel_size)
