@@ -2,11 +2,11 @@
 
     python -m bench.expert_dispatch [--tokens 256]
 
-A layer of 64 experts, 4 for each token, in bfloat16, and under MXFP8 with rows that travel so: forward and backward pass of one micro-batch, on 2 and 4 gloo
-ranks with choices that are drawn at random, and on 64 ranks that do not exist, as a plan supposes them: balanced. Of
-the first rank: the rows that its experts multiply (`rows`, room for those that there may be by all-gather), the bytes
-that it sends to the ranks that share the experts (`sent`), and the highest point of its tensors beyond parameters and
-optimizer (`peak`). Nothing is timed.
+A layer of 64 experts, 4 for each token, in bfloat16, and under MXFP8 with rows that travel so: forward and backward
+pass of one micro-batch, on 2 and 4 gloo ranks with choices that are drawn at random, and on 64 ranks that do not exist,
+as a plan supposes them: balanced. Of the first rank: the rows that its experts multiply (`rows`, room for those that
+there may be by all-gather), the bytes that it sends to the ranks that share the experts (`sent`), and the highest point
+of its tensors beyond parameters and optimizer (`peak`). Nothing is timed.
 """
 
 from __future__ import annotations

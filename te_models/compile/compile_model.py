@@ -16,6 +16,7 @@ from te_models.kernels.compiling import compiling
 from te_models.layers.collectives import check_member
 
 from ..model import GPTModel
+from ..model.moe import MoELayer
 from .cache import backend_for
 
 if TYPE_CHECKING:  # a torch without distributed has none
@@ -50,7 +51,8 @@ def compile_model(
     timeout_s: how long a rank waits for the others before it raises an error that names the missing ranks.
 
     Raises ValueError for an unknown mode, for "block" of a module that is no GPTModel, for "whole" of a model that
-    FSDP2 shards (its gathers run between the graphs of its blocks), and for a group without this rank.
+    FSDP2 shards (its gathers run between the graphs of its blocks), for a group without this rank, and for a model
+    whose tokens reach their experts by deep_ep.
 
     Example:
         model = compile_model(GPTModel(config), mode="block")
@@ -76,6 +78,7 @@ def compiled_parts(model: torch.nn.Module, mode: Mode) -> list[torch.nn.Module]:
     """Return the modules that are compiled, each by itself. Errors: see `compile_model`."""
     if mode not in get_args(Mode):
         raise ValueError(f"mode is {mode!r}; allowed: {', '.join(map(repr, get_args(Mode)))}")
+    check_traceable(model)
     if mode == "block":
         if not isinstance(model, GPTModel):
             raise ValueError(
@@ -87,6 +90,15 @@ def compiled_parts(model: torch.nn.Module, mode: Mode) -> list[torch.nn.Module]:
     if _is_sharded(model):
         raise ValueError('mode is "whole" and the model is sharded by FSDP2; allowed: mode="block"')
     return [model]
+
+
+def check_traceable(model: torch.nn.Module) -> None:
+    """Raise ValueError for a model that torch cannot trace as one graph."""
+    layers = (module for module in model.modules() if isinstance(module, MoELayer))
+    if any(layer.expert_dispatch == "deepep" and layer.expert_model_parallel_size > 1 for layer in layers):
+        from te_models.layers.distributed.deepep import UNTRACEABLE
+
+        raise ValueError(UNTRACEABLE)
 
 
 def compile_part(

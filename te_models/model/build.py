@@ -19,7 +19,7 @@ from te_models.layers.distributed.vocab_parallel import VocabShard, vocab_range
 from ..config import ConfigError, ModelConfig, NormConfig
 
 ExpertLayout = Literal["grouped", "per-gemm"]
-ExpertDispatch = Literal["all_to_all", "all_to_all_quantized", "all_gather"]
+ExpertDispatch = Literal["all_to_all", "all_to_all_quantized", "all_gather", "deepep"]
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,9 @@ class GPTModel(SharedModel):
     ep_group: give each of these ranks an equal share of the experts; all of them call the model, with tokens of their
     own, and every rank holds everything else in full. etp_group: split each expert over these ranks in place of those
     of tp_group; all of them call the model, with tokens of their own, or, where tp_group splits the other layers, with
-    a part of its tokens. expert_dispatch: "all_to_all" sends tokens to the ranks of their experts, "all_gather", for
-    equally many tokens on all ranks, to all ranks. Random initial values come from torch's global generator; with the
-    same seed on all ranks, a split model starts from the values of the whole one.
+    a part of its tokens. expert_dispatch: "all_to_all" sends tokens to the ranks of their experts, "deepep" does by the
+    library deep_ep, "all_gather", for equally many tokens on all ranks, sends them to all. Random initial values come
+    from torch's global generator; with the same seed on all ranks, a split model starts from the whole one's values.
 
     Example:
         model = GPTModel(config)
@@ -412,12 +412,11 @@ class GPTModel(SharedModel):
         weights; they take the memory of `dtype` and, without FP8 hardware, compute several times as fast. device_mesh:
         split the layers over the dimension "tp", distribute the experts over the dimension "ep" and split each of them
         over the dimension "etp", if it has that, or as a ParallelMesh says; each rank reads only its own parts.
-        sequence_parallel: see `GPTModel`. mtp: make the layers of a Hugging Face folder that predict further tokens a
-        part of the model, see `ModelConfig.mtp_num_layers`; our folders say whether they are. verify: check every
-        tensor that is read against the folder's manifest.json, if it has one; the ranks of a split model share the
-        work, so each rank detects damage in its share. Tensors stream from the files into the model one by one. Raises
-        CheckpointError for a folder that cannot be read, ConfigError for a configuration that is not implemented, and
-        ValueError for a mesh with other dimensions and for `recipe` together with `dequantize`.
+        sequence_parallel, expert_dispatch: see `GPTModel`. mtp: make the layers of a Hugging Face folder that predict
+        further tokens a part of the model (`ModelConfig.mtp_num_layers`); our folders say whether they are. verify:
+        check every tensor that is read against the folder's manifest.json, if it has one; ranks of a split model share
+        the work. Tensors stream into the model one by one. Raises CheckpointError for an unreadable folder, ConfigError
+        for a configuration that is not implemented, ValueError for other mesh dimensions, `recipe` with `dequantize`.
         """
         from te_models.checkpoints import open_checkpoint
         from te_models.checkpoints.folder.provenance import source_of
@@ -435,6 +434,7 @@ class GPTModel(SharedModel):
             split |= {"expert_layout": expert_layout, "expert_dispatch": expert_dispatch}
             if recipe is None:
                 model = cls(checkpoint.config, dtype=dtype, device="meta", **split)
+                model.check_dispatch_device(target)
                 keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
                 model.to_empty(device=target)
                 quantized = checkpoint.empty_quantized(expert_layout, target, place_of(model))

@@ -211,6 +211,8 @@ class MoELayer(nn.Module):
             return self._local_sums(tokens, weights, indices)
         if self.expert_dispatch == "all_gather":
             return self._gathered_sums(tokens, weights, indices), None
+        if self.expert_dispatch == "deepep":
+            return self._sums_of_ranks(tokens, weights, indices)
         return self._exchanged_sums(tokens, weights, indices)
 
     def _capacity(self, slots: int) -> int | None:
@@ -300,6 +302,24 @@ class MoELayer(nn.Module):
         if capacity is not None:  # of choices that were dropped
             results = torch.cat([results, results.new_zeros(slots - sum(send), results.shape[1])])
         return unpermute(results, order, weights), order.tokens_per_expert[: moe.num_moe_experts]
+
+    def _sums_of_ranks(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """`_local_sums` where each token travels once to each rank of its experts, and its partial sum back."""
+        from te_models.layers.distributed import deepep  # imports the compiler, whose graphs it ends
+
+        moe, capacity = self.moe, self._capacity(indices.numel())
+        rows = indices.numel() if capacity is None else min(indices.numel(), moe.num_moe_experts * capacity)
+        balanced = rows if self.supposes_balance else None
+        received = deepep.dispatch_tokens(
+            tokens, weights, indices, moe.num_moe_experts, self._ep_group_name, balanced=balanced
+        )
+        x, order = deepep.local_rows(received, self.experts.num_local_experts)
+        weights = received.weights
+        if moe.router.apply_on_input:
+            x = x * weights.flatten()[order.slot_of_row.clamp(min=0)][:, None].to(x.dtype)
+            weights = (received.experts >= 0).to(weights.dtype)
+        results = self.experts(x, order.rows_per_expert)
+        return deepep.combine_tokens(unpermute(results, order, weights), received), received.chosen
 
     def _exchanged_rows(self, rows: Tensor, experts: Tensor) -> Tensor:
         """rows: [R, H]; experts: [R], which of this rank's each row is for -> their results, [R, H]."""

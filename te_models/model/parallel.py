@@ -66,6 +66,11 @@ class SharedModel(nn.Module):
         """Whether ranks have parts of the parameters, other than FSDP2's shards."""
         return any(name is not None for name in (self._tp_group_name, self._ep_group_name, self._etp_group_name))
 
+    def check_dispatch_device(self, device: torch.device) -> None:
+        """Raise a sentence where tokens cannot reach experts on this device in the way that was asked for."""
+        if self.expert_dispatch == "deepep":
+            check_deepep_device(self.expert_model_parallel_size, device)
+
     def check_same_tokens(self, tokens: int, device: torch.device) -> None:
         """Raise RuntimeError where ranks exchange tokens in shapes that follow from their number, and have different
         ones."""
@@ -89,6 +94,10 @@ def check_split(config: ModelConfig, build: Build) -> None:
         check_distribution(config, build.expert_model_parallel_size, build.expert_layout)
     if build.etp_group is not None:
         check_split_experts(config, build.expert_tensor_parallel_size, build.expert_layout)
+    if build.expert_dispatch == "deepep":
+        split = 1 if build.etp_group is None else build.expert_tensor_parallel_size
+        check_deepep(config, build.expert_model_parallel_size, split)
+        check_deepep_device(build.expert_model_parallel_size, build.device)
     check_layers(config, build.tp_size, build.expert_tensor_parallel_size)
     if build.sequence_shard is not None:
         check_sequence(config)
@@ -143,6 +152,28 @@ def check_split_experts(config: ModelConfig, ranks: int, expert_layout: str) -> 
         raise ConfigError(f"expert_layout is {expert_layout!r}; allowed with {where}: 'grouped'")
     if moe.moe_pad_expert_input_to_capacity:
         raise ConfigError(f"moe.moe_pad_expert_input_to_capacity is True; allowed with {where}: False")
+
+
+def check_deepep(config: ModelConfig, ranks: int, split: int) -> None:
+    """Raise ConfigError where tokens cannot travel by deep_ep to experts over so many ranks. split: over how many ranks
+    each expert is, where these are others than those of the other layers."""
+    allowed, moe = "allowed with expert_dispatch 'deepep'", config.moe
+    if split > 1:
+        raise ConfigError(f"expert_tensor_parallel_size is {split}; {allowed}: 1 or tensor_model_parallel_size")
+    if moe is None or ranks == 1:
+        return
+    if moe.moe_pad_expert_input_to_capacity:
+        raise ConfigError(f"moe.moe_pad_expert_input_to_capacity is True; {allowed}: False")
+    if config.hidden_size % 8:
+        raise ConfigError(f"hidden_size is {config.hidden_size}; {allowed}: a multiple of 8")
+
+
+def check_deepep_device(ranks: int, device: torch.device | str | None) -> None:
+    """Raise a sentence where deep_ep does not work on this device, or is not installed."""
+    if ranks > 1:
+        from te_models.layers.distributed.deepep import check_available  # imports the compiler, which start-up need not
+
+        check_available(ranks, torch.empty((), device=device).device)
 
 
 def check_layers(config: ModelConfig, ranks: int, expert_ranks: int) -> None:

@@ -55,8 +55,8 @@ def parallelize(
     gathered parameters between the passes, "default" of the layers, "always" of all; a number: keep shards over so many
     ranks, a divisor of the ranks that share the parameters (not of quantized weights). reduce_dtype: in which gradients
     of the ranks are added up; the result has the parameter's dtype. cpu_offload: keep sharded parameters and their
-    gradients in main memory, so that an optimizer works there; the passes copy what they need to `device`. stages: the pipeline stages, where `mesh` has any;
-    None: one a rank.
+    gradients in main memory, so that an optimizer works there; the passes copy what they need to `device`. stages: the
+    pipeline stages, where `mesh` has any; None: one a rank.
 
     Parameters of another dtype than most of their part (routers in float32) are not sharded: average their gradients,
     and divide sharded experts' gradients, with `te_models.training.ranks.data_parallel.average_gradients`. Compile
@@ -79,6 +79,7 @@ def parallelize(
     tied = model.config.embedding.share_embeddings_and_output_weights
     with_the_rest = [model.decoder.final_layernorm, *([model.embedding, model.output_layer] if tied else ())]
     target = torch.empty((), device=device).device
+    model.check_dispatch_device(target)
     whole, roots = model, (model,)
     if mesh is not None and mesh.stages is not None:
         stages = stages or StageLayout(mesh.dims.pipeline_model_parallel_size)

@@ -13,7 +13,14 @@ from te_models.checkpoints.folder.hf_config import find_family
 
 from ..config import ConfigError, ModelConfig
 from ..extras import require
-from ..model.parallel import check_distribution, check_layers, check_sequence, check_split_experts
+from ..model.parallel import (
+    check_deepep,
+    check_deepep_device,
+    check_distribution,
+    check_layers,
+    check_sequence,
+    check_split_experts,
+)
 from ..parallel.dims import ParallelDims
 from ..sizes import format_size
 from .build import DTYPES, check_vocabulary, read_model_config
@@ -62,6 +69,8 @@ def check_run(
     _check_output(Path(config.output_dir))
     model, notes = _read_model(config, start, checkpoint)
     check_layout(config, model, dims)
+    if config.parallel.expert_dispatch == "deepep":
+        check_deepep_device(dims.expert_model_parallel_size, device)
     _check_sizes(config, model, device, dims)
     build_recipe(config.precision, model.num_layers)
     if reads_text:
@@ -113,6 +122,8 @@ def check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) ->
     assert etp is not None, "filled in"
     if dims.splits_experts_apart:
         check_split_experts(model, etp, config.model.expert_layout)
+    if config.parallel.expert_dispatch == "deepep":
+        check_deepep(model, dims.expert_model_parallel_size, etp if dims.splits_experts_apart else 1)
     check_layers(model, tp, etp)
     _check_tokens(config, model, dims)
     _check_optimizer(config, dims)

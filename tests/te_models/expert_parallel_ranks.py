@@ -389,7 +389,7 @@ def quantized_rows() -> None:
         sent = []
         for model in (plain, quantized):
 
-            def step(model: GPTModel = model) -> None:
+            def step(model: GPTModel = model, kind: str = kind) -> None:
                 with autocast(recipe=recipe(kind)):
                     model(ids, labels=ids).loss.backward()
 

@@ -245,6 +245,29 @@ def test_a_pipeline_waits_while_it_fills_and_empties(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked")
+def test_tokens_that_travel_by_deep_ep_do_so_once_per_rank(tmp_path: Path) -> None:
+    """No library is needed. Both of a token's experts, of four, are on the other rank with probability 1/6."""
+    config = tiny_run(tmp_path, moe=True)
+    sent, plans = {}, {}
+    for dispatch in ("all_to_all", "deepep"):
+        parallel = config.parallel.replace(expert_model_parallel_size=2, expert_dispatch=dispatch)
+        precision = config.precision.replace(dtype="bf16")
+        plans[dispatch] = plan_run(config.replace(parallel=parallel, precision=precision), 2)
+        (sent[dispatch],) = (t for (kind, _), t in plans[dispatch].traffic.items() if kind == "all_to_all")
+    tokens, micro_batches = (
+        config.data.micro_batch_size * config.data.sequence_length,
+        config.data.gradient_accumulation,
+    )
+    ways = 4 * config.model.config.num_layers * micro_batches  # to the experts and back, in either pass
+    received = 2 * -(-tokens * 5 // 6)
+    assert sent["deepep"].calls == ways
+    assert sent["deepep"].payload == ways * received * config.model.config.hidden_size * 2 < sent["all_to_all"].payload
+    # rows of the experts are as many
+    assert plans["deepep"].activations == pytest.approx(plans["all_to_all"].activations, rel=0.1)
+    assert plans["deepep"].flops == plans["all_to_all"].flops
+
+
+@pytest.mark.usefixtures("forked")
 def test_what_training_refuses_is_refused(tmp_path: Path) -> None:
     config = tiny_run(tmp_path)
     config = config.replace(parallel=config.parallel.replace(tensor_model_parallel_size=4))

@@ -215,6 +215,43 @@ def test_tokens_that_ranks_cannot_share(tmp_path: Path, sizes: dict, changes: di
         preflight.check_layout(config, tiny_model(), ParallelDims.of(sizes, 2))
 
 
+DEEPEP = {"expert_model_parallel_size": 2, "expert_dispatch": "deepep"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"compile": True}, "compile is True; allowed: False with parallel.expert_dispatch = 'deepep', whose calls"),
+        ({"precision": PrecisionConfig(dtype="fp32")}, "precision.dtype is 'fp32'; allowed: 'bf16' and 'bf16-mixed'"),
+    ],
+)
+def test_runs_whose_tokens_cannot_travel_by_deep_ep(tmp_path: Path, changes: dict, sentence: str) -> None:
+    values = {"precision": PrecisionConfig(), "parallel": ParallelConfig(**DEEPEP)}
+    with pytest.raises(ConfigError, match=sentence):
+        tiny_run(tmp_path, moe=True, **values | changes)
+    tiny_run(tmp_path, moe=True, **values | changes | {"parallel": ParallelConfig(expert_dispatch="deepep")})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        ({}, "expert_dispatch is 'deepep' on the device cpu; allowed: a CUDA device, or 'all_to_all'"),
+        (
+            {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 2},
+            "expert_tensor_parallel_size is 2; allowed with expert_dispatch 'deepep': 1 or tensor_model_parallel_size",
+        ),
+    ],
+)
+def test_ranks_among_which_deep_ep_does_not_work(tmp_path: Path, sizes: dict, sentence: str) -> None:
+    sizes = DEEPEP | sizes
+    parallel = ParallelConfig(**sizes)
+    config = tiny_run(tmp_path, moe=True, parallel=parallel, precision=PrecisionConfig())
+    del sizes["expert_dispatch"]
+    dims = ParallelDims.of(sizes, 2)
+    with pytest.raises(ValueError, match=sentence):
+        preflight.check_run(config, None, None, "cpu", dims, reads_text=False)
+
+
 def test_sequence_parallelism_needs_split_layers() -> None:
     with pytest.raises(ConfigError, match="sequence_parallel is True; allowed: False with tensor_model_p"):
         ParallelConfig(sequence_parallel=True)

@@ -40,10 +40,11 @@ class ParallelConfig(ConfigPart):
     expert_tensor_parallel_size: int | None = None
     """Ranks over which each expert is split; unset means tensor_model_parallel_size; with another number, ranks that
     split the other layers share the tokens of the experts."""
-    expert_dispatch: Literal["all_to_all", "all_to_all_quantized", "all_gather"] = "all_to_all"
-    """How tokens reach distributed experts: each travels to the ranks of its experts (all_to_all), as the numbers to
-    which the recipe rounds it there (all_to_all_quantized; mxfp8 and block), or every rank gets the tokens of all
-    (all_gather)."""
+    expert_dispatch: Literal["all_to_all", "all_to_all_quantized", "all_gather", "deepep"] = "all_to_all"
+    """How tokens reach distributed experts: each travels to the rank of each of its experts (all_to_all), as the
+    numbers to which the recipe rounds it there (all_to_all_quantized; mxfp8 and block), every rank gets the tokens of
+    all (all_gather), or each travels once to each rank of its experts, by the library deep_ep, on CUDA devices, in
+    bfloat16 and without compilation (deepep)."""
     reshard_after_forward: int | Literal["default", "always", "never"] = "default"
     """Whether FSDP2 frees gathered parameters between forward and backward pass: of layers (default), of all (always),
     or down to shards over that many ranks, from which the backward pass gathers (a number)."""

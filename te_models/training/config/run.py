@@ -85,6 +85,10 @@ class TrainConfig(ConfigPart):
         for size in ("data_parallel_shard_size", "pipeline_model_parallel_size"):
             divided = getattr(self.parallel, size) != 1
             check(not (divided and whole), "compile_mode", mode, f"'block' with parallel.{size}, or compile = false")
+        if self.parallel.expert_dispatch == "deepep" and self.parallel.expert_model_parallel_size > 1:
+            where, dtype = "with parallel.expert_dispatch = 'deepep'", self.precision.dtype
+            check(not self.compile, "compile", True, f"False {where}, whose calls torch cannot trace")
+            check(dtype != "fp32", "precision.dtype", dtype, f"'bf16' and 'bf16-mixed' {where}")
         warmup, decay = self.schedule.warmup_steps, self.schedule.decay_steps or 0
         name, length = ("steps", self.steps) if self.schedule.steps is None else ("schedule.steps", self.schedule.steps)
         check(warmup + decay <= length, "schedule.warmup_steps", warmup, f"warm-up and decay within {name} = {length}")
@@ -106,8 +110,8 @@ class TrainConfig(ConfigPart):
             dispatch != "all_to_all_quantized" or recipe in ("block", "mxfp8"),
             "parallel.expert_dispatch",
             dispatch,
-            f"'all_to_all' or 'all_gather' with precision.recipe = {recipe!r}; it needs 'block' or 'mxfp8', which round "
-            "each row by itself",
+            f"another way with precision.recipe = {recipe!r}, or the recipe 'block' or 'mxfp8', which round each row "
+            "by itself",
         )
         check(
             optimizer.kind == "adamw" or not self.parallel.cpu_offload,

@@ -62,7 +62,7 @@ def test_rows_arrive_as_the_receiver_would_round_them(name: str, dtype: torch.dt
 )
 def test_other_formats_do_not_travel(quantizer: Quantizer) -> None:
     assert not quantizer.keeps_rows
-    with pytest.raises(ValueError, match="rows do not keep their values|of single rows"):
+    with pytest.raises(ValueError, match=r"rows do not keep their values|of single rows"):
         pack_rows(torch.ones(4, 64), quantizer)
 
 
