@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..without_autocast import without_autocast
+from . import gemv
 from .cpu import in_float32
 from .float32 import gemm_float32, product
 
@@ -22,6 +23,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Differentiable, twice, and by `torch.func`.
     """
+    if not torch.is_grad_enabled() and gemv.serves(x, weight):
+        return gemv.linear(x, weight, bias)
     if not in_float32(x):
         return F.linear(x, weight, bias)
     if torch._C._are_functorch_transforms_active():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..gemm import gemv
 from ..gemm.cpu import in_float32
 from ..gemm.float32 import product
 from ..gemm.reference import accumulate_product
@@ -40,11 +41,18 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool) -> T
     transpose_b: `a[g] @ b[g]^T`, [T, K] x [G, N, K] -> [T, N]; else `a[g] @ b[g]`, [T, N] x [G, N, K] -> [T, K].
     """
     out = a.new_empty(a.shape[0], b.shape[1] if transpose_b else b.shape[2])
+    few: list[tuple[int, int, int]] = []
+    most = gemv.FEW if transpose_b and gemv.serves_groups(a, b) else 0
     end = 0
     for g, (begin, end) in enumerate(split_bounds(m_splits, a.shape[0])):
-        if end > begin:
+        if 0 < end - begin <= most:
+            few.append((g, begin, end - begin))
+        elif end > begin:
             multiply(a[begin:end], b[g].t() if transpose_b else b[g], out[begin:end])
-    out[end:].zero_()
+    if few:
+        gemv.grouped(a, b, few, out)
+    if end < out.shape[0]:
+        out[end:].zero_()
     return out
 
 

@@ -6,23 +6,20 @@ there are more rows than FEW, a matrix multiplication of the dequantized weight 
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import Tensor
 
 from ...compiling import compiling
 from ...custom_op import Output, direct, flatten, like, operation
-from ...torch_versions import constant_when_traced, exporting
+from ...torch_versions import exporting
 from ..backends import EMULATION, Choice, first_possible, record
 from ..dense import linear as dense
+from ..gemv import LEAST, has_instructions
 from ..operand import ScaledOperand
 from . import library
 
 FEW = 16
 """The most rows that are multiplied with the weight as it is stored."""
-LEAST = 2**16
-"""Weights of fewer elements are dequantized: there, calls take longer than what they compute."""
 
 
 def reason_against(x: Tensor, weight: ScaledOperand) -> str | None:
@@ -62,11 +59,6 @@ def serves(x: Tensor, weight: Tensor, groups: int = 1) -> bool:
     # groups of many rows dequantize one matrix after another, which stays in a cache: half the time of all at once
     few = groups > 1 or x.numel() <= FEW * x.shape[-1]
     return few and not torch._C._are_functorch_transforms_active()
-
-
-@constant_when_traced
-def has_instructions() -> bool:
-    return sys.platform == "linux" and torch.cpu._is_avx2_supported()
 
 
 def choose_stored(x: Tensor, weight: ScaledOperand) -> Choice:

@@ -6,7 +6,7 @@ weight lie decoded in the first-level cache. Every sum runs over the lanes of on
 depend on how many rows there are.
 """
 
-from .vectors import VECTORS
+from ..vectors import VECTORS
 
 SOURCE = (
     VECTORS
@@ -127,7 +127,10 @@ struct Rows {
       });
       const int64_t end = std::min(begin + L, full);
       for (int64_t k = begin; k < end; k += kWidth)
-        each_row([&](auto r) INLINE { use(k, r, weight_of<mode>(row[r] + k, scale[r][b], s[r], larger[r])); });
+        each_row([&](auto r) INLINE {
+          soon(row[r] + k + kRows * w.stride);
+          use(k, r, weight_of<mode>(row[r] + k, scale[r][b], s[r], larger[r]));
+        });
     }
     if (full == K) return;
     each_row([&](auto r) INLINE {
@@ -210,6 +213,7 @@ struct Rows {
     }
     constexpr int vectors = 16 / kWidth;
     const auto use_block = [&](int64_t b, auto r, const uint8_t* codes) INLINE {
+      soon(row[r] + b * 8 + kRows * w.stride);
       V some[vectors];
       e2m1(codes, table + scale[r][b * w.across] * 16, some);
       use(b * 16, r, some[0]);

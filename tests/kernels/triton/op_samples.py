@@ -200,6 +200,9 @@ def gemms(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         grouped = scaled_cases.quantized(normal(2, 5, 64, seed=2), *of_weight)
         yield "stored_grouped_gemm", (x, *flatten(grouped), torch.tensor([2, 0]))
     for dtype, with_bias in itertools.product((F32, BF16), (True, False)):
+        x, w = (normal(n, 24, seed=n, dtype=dtype) for n in (3, 5))
+        yield "gemv", (x, w, normal(5, seed=6, dtype=dtype) if with_bias else None)
+    for dtype, with_bias in itertools.product((F32, BF16), (True, False)):
         x, w = (normal(6, n, seed=n, dtype=BF16, device=device) for n in (8, 5))
         bias = normal(5, seed=6, dtype=BF16, device=device) if with_bias else None
         yield "gemm_float32", (x.t(), w, bias, dtype)

@@ -38,7 +38,7 @@ struct Float32 {
 using X = INPUT;
 
 #if defined(__AVX512F__) && !defined(NARROW)
-constexpr int kWidth = 16, kRows = 4;  // values of a vector; rows of the weight that are read side by side
+constexpr int kWidth = 16, kRows = 4;  // values of a vector; rows that are multiplied side by side
 using V = __m512;
 inline V zero() { return _mm512_setzero_ps(); }
 inline V all(float f) { return _mm512_set1_ps(f); }
@@ -47,6 +47,12 @@ inline void store(float* p, V v) { _mm512_storeu_ps(p, v); }
 inline V mul(V a, V b) { return _mm512_mul_ps(a, b); }
 inline V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
 inline V sub(V a, V b) { return _mm512_sub_ps(a, b); }
+inline V add(V a, V b) { return _mm512_add_ps(a, b); }
+inline float sum(V v) { return _mm512_reduce_add_ps(v); }  // one half and the other, again and again
+inline V widened(const BFloat16* p) {
+  const __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+}
 inline __m256i bytes(const uint8_t* p) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -72,6 +78,16 @@ inline void store(float* p, V v) { _mm256_storeu_ps(p, v); }
 inline V mul(V a, V b) { return _mm256_mul_ps(a, b); }
 inline V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 inline V sub(V a, V b) { return _mm256_sub_ps(a, b); }
+inline V add(V a, V b) { return _mm256_add_ps(a, b); }
+inline float sum(V v) {
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
+}
+inline V widened(const BFloat16* p) {
+  const __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+}
 inline __m128i bytes(const uint8_t* p) {
   return _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
@@ -91,6 +107,9 @@ inline void e2m1(const uint8_t* p, const float* table, V* to) {
 }
 #endif
 
+// Have memory bring what is read for the next rows, while these are decoded.
+inline void soon(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
 template <class F>
 INLINE inline void each_row(const F& f) {
   f(std::integral_constant<int, 0>{});
@@ -101,11 +120,5 @@ INLINE inline void each_row(const F& f) {
   }
 }
 
-inline float sum(V v) {
-  float lanes[kWidth];
-  store(lanes, v);
-  for (int width = kWidth / 2; width; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  return lanes[0];
-}
+inline V widened(const Float32* p) { return load(&p->value); }
 """

@@ -1,0 +1,133 @@
+"""A few rows by a weight in high precision, on CPU, as one operation of eager code and of a graph.
+
+Decoding one token, or one of each sequence, takes as long as reading the weights. A CPU's GEMM, made for many rows,
+reads them at half of what memory gives, in bfloat16 at a third; these functions read them once, front to back. Where
+there are more rows than FEW a GEMM is as fast, and where a gradient is wanted, or no library can be compiled, it is
+what runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .. import cpp_library
+from ..compiling import compiling
+from ..custom_op import direct, like, operation
+from ..quantize.cpu_graph import library as shared
+from ..quantize.eager import eager_on_cpu
+from ..torch_versions import constant_when_traced, exporting
+from .gemv_source import SOURCE
+
+FEW = 8
+"""The most rows."""
+LEAST = 2**16
+"""The fewest elements of a weight: of smaller ones, calls take longer than what they compute."""
+_P, _N, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_ARGUMENTS = {
+    "te_rows": (_P, _P, _P, _N, _N, _N, _P, _N, _INT),
+    "te_rows_of_groups": (_P, _P, _P, _N, _N, _N, _P, _N, _N, _INT),
+}
+
+
+@functools.cache
+def _function(dtype: torch.dtype, name: str = "te_rows", narrow: bool = False) -> Any:
+    """Return a function for a dtype. narrow: with AVX2 alone."""
+    defined = {"INPUT": shared.NAMES[dtype]} | ({"NARROW": ""} if narrow else {})
+    return cpp_library.function(SOURCE, defined, name, _ARGUMENTS[name])
+
+
+def _trial() -> None:
+    _function(torch.bfloat16)
+
+
+@constant_when_traced
+def has_instructions() -> bool:
+    """Whether this CPU runs the C++ of `vectors`."""
+    return sys.platform == "linux" and torch.cpu._is_avx2_supported()
+
+
+@constant_when_traced
+def available() -> bool:
+    """Whether this CPU has the instructions and a library can be compiled and loaded; counts why the latter not."""
+    return has_instructions() and shared.available(_trial)
+
+
+def serves(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear` multiplies x: [..., K] by weight: [N, K]: plain matrices of one dtype on CPU, few rows. Asked
+    where gradients are off."""
+    if x.dtype not in shared.DTYPES or weight.dtype != x.dtype or weight.dim() != 2 or weight.stride(1) != 1:
+        return False
+    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != x.dtype:
+        return False  # a GEMM is of another dtype there
+    if torch.compiler.is_compiling() and compiling():
+        few = x.device.type == "cpu" and statically_known_true(x.numel() <= FEW * x.shape[-1])
+        return few and statically_known_true(weight.numel() >= LEAST) and not exporting() and available()
+    few = 0 < x.numel() <= FEW * x.shape[-1] and weight.numel() >= LEAST
+    return few and eager_on_cpu(x) and type(weight) in _PLAIN and peek_interpreter_stack() is None and available()
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@operation("gemv", lambda x, weight: like(x, (x.shape[0], weight.shape[0])), cpu_only=True)
+def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    x = x.contiguous()
+    rows, inner = x.shape
+    out = x.new_empty(rows, weight.shape[0])
+    bias = None if bias is None else bias.contiguous()
+    _function(x.dtype)(
+        x.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        weight.shape[0],
+        inner,
+        weight.data_ptr(),
+        weight.stride(0),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+_call = direct(_gemv)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight^T + bias` in x's dtype, where it `serves`. x: [..., K]; weight: [N, K]; bias: [N] of x's dtype
+    or None. Sums are float32, rounded once."""
+    return _call(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def serves_groups(x: Tensor, weight: Tensor) -> bool:
+    """Whether `grouped` multiplies rows of x: [T, K] by matrices of weight: [G, N, K], both contiguous. Called where
+    nothing is traced."""
+    matrix = weight.shape[1] * weight.shape[2]
+    fits = x.dtype in shared.DTYPES and weight.dtype == x.dtype and weight.stride(2) == 1 and matrix >= LEAST
+    return fits and eager_on_cpu(x) and available()
+
+
+def grouped(x: Tensor, weight: Tensor, groups: Sequence[tuple[int, int, int]], out: Tensor) -> None:
+    """Write `x[first : first + count] @ weight[g]^T` to the same rows of `out` for each (g, first, count) of `groups`,
+    as `linear` would. x: [T, K]; weight: [G, N, K]; out: [T, N] of x's dtype; x and out contiguous."""
+    _function(x.dtype, "te_rows_of_groups")(
+        x.data_ptr(),
+        out.data_ptr(),
+        (_N * (3 * len(groups)))(*itertools.chain.from_iterable(groups)),
+        len(groups),
+        weight.shape[1],
+        weight.shape[2],
+        weight.data_ptr(),
+        weight.stride(0),
+        weight.stride(1),
+        torch.get_num_threads(),
+    )
