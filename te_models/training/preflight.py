@@ -11,7 +11,7 @@ import torch
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint
 from te_models.checkpoints.folder.hf_config import find_family
 
-from ..compile.async_tensor_parallel import DEVICES
+from ..compile import async_tensor_parallel
 from ..config import ConfigError, ModelConfig
 from ..extras import require
 from ..model.parallel import check_distribution, check_layers, check_sequence, check_split_experts
@@ -63,10 +63,10 @@ def check_run(
     _check_output(Path(config.output_dir))
     model, notes = _read_model(config, start, checkpoint)
     check_layout(config, model, dims)
-    if config.parallel.async_tensor_parallel and device not in DEVICES:
+    if config.parallel.async_tensor_parallel and device not in async_tensor_parallel.DEVICES:
         raise ConfigError(
             f"parallel.async_tensor_parallel is True; allowed on {device}: False, because ranks exchange rows through "
-            f"memory that devices share, which torch has on {' and '.join(DEVICES)} alone"
+            f"memory that devices share, which torch has on {' and '.join(async_tensor_parallel.DEVICES)} alone"
         )
     _check_sizes(config, model, device, dims)
     build_recipe(config.precision, model.num_layers)

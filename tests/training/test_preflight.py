@@ -157,7 +157,7 @@ def test_async_tensor_parallel_needs_memory_that_devices_share(tmp_path: Path, m
     dims = ParallelDims.of(config.parallel.to_dict(), 2)
     with pytest.raises(ConfigError, match=r"async_tensor_parallel is True; allowed on cpu: False, because .* on cuda"):
         check_run(config, None, None, "cpu", dims, reads_text=False)
-    monkeypatch.setattr(preflight, "DEVICES", ("cpu",))
+    monkeypatch.setattr("te_models.compile.async_tensor_parallel.DEVICES", ("cpu",))
     check_run(config, None, None, "cpu", dims, reads_text=False)
 
 

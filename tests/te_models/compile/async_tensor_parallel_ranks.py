@@ -13,6 +13,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,15 +27,19 @@ from te_models.compile import async_tensor_parallel
 from te_models.compile.async_tensor_parallel import ALONE, OVERLAPPED, share_memory_of_ranks
 from te_models.kernels.gemm import using_cpu_gemm
 from te_models.layers import Linear, TransformerLayer
-from te_models.training import PrecisionConfig
+from te_models.training import PrecisionConfig, train
+from te_models.training.config import ParallelConfig
 from te_models.training.step import make_loss_function
 from tests.ranks import report_cases
 from tests.te_models.configs import one_layer, tiny, tiny_moe, token_ids
+from tests.training.runs import curve, tiny_run
 
 HIDDEN, FFN = 64, 128
 SHAPES = {"rows": (16, HIDDEN), "batch": (8, 2, HIDDEN)}
 """Of a rank's part of the input of a layer."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+FOLDER = Path()
+"""Of the test, the same on all ranks."""
 CPU = torch.library.Library("symm_mem", "IMPL")
 """Kernels for CPUs, as long as it lives."""
 
@@ -128,6 +133,24 @@ def training(mode: str) -> None:
     assert overlapped == 9, overlapped  # two pairs, and the gather of the output layer
 
 
+def run() -> None:
+    """A run from its configuration, step by step the same."""
+    curves = []
+    for overlapping in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        parallel = ParallelConfig(
+            tensor_model_parallel_size=2, sequence_parallel=True, async_tensor_parallel=overlapping
+        )
+        config = tiny_run(FOLDER, f"run-{overlapping}", steps=2, compile=True, parallel=parallel)
+        train(config)
+        dist.barrier()
+        # of two layers and the output layer, 17 in training and 9 where the validation loss is measured
+        assert counters["inductor"][OVERLAPPED] == (26 if overlapping else 0), counters["inductor"]
+        curves.append(curve(config))
+    assert len(curves[0]) == 2 and curves[0] == curves[1], curves
+
+
 def nothing_overlaps() -> None:
     """A warning and no error where torch's pass knows no product: here, of an operation that it cannot look into."""
     with using_cpu_gemm("float32"), warnings.catch_warnings(record=True) as raised:
@@ -206,6 +229,7 @@ CASES: dict[str, Callable[[], None]] = {
     "model-moe": functools.partial(model, one_layer(tiny_moe()), "whole", 5),
     "training-whole": functools.partial(training, "whole"),
     "training-block": functools.partial(training, "block"),
+    "run": run,
     "nothing_overlaps": nothing_overlaps,
     "kept_on_disk": kept_on_disk,
 }
@@ -219,6 +243,8 @@ def stand_in() -> None:
 
 def main(results: str) -> None:
     """Run the cases on this rank."""
+    global FOLDER
+    FOLDER = Path(results).parent
     CPU.impl("fused_all_gather_matmul", symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
     CPU.impl("fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
     stand_in()

@@ -3,15 +3,23 @@ changes no number; where it does not, the user hears of it."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from te_models import GPTModel, compile_model
 from te_models.compile import async_tensor_parallel
 from te_models.layers import Linear
+from te_models.training import PrecisionConfig
+from te_models.training.config import ParallelConfig
+from te_models.training.step import make_loss_function, make_pipeline
 from tests.covering import selected
 from tests.ranks import outcomes_on_ranks
 from tests.te_models.configs import one_layer, tiny
+from tests.training.runs import tiny_run
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
@@ -31,7 +39,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     return outcomes_on_ranks(module, results, only=selected(request, "case"), timeout=900)
 
 
-@pytest.mark.costs(60)
+@pytest.mark.costs(30)
 @pytest.mark.sentinels("refusals", "groups_are_enabled", "pair-bf16-batch")
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
@@ -53,6 +61,32 @@ def test_sizes_that_change_are_refused(dynamic: bool | None) -> None:
 def test_another_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="backend 'eager'; allowed: backend='inductor'"):
         compile_model(Linear(4, 4), dynamic=False, backend="eager", async_tensor_parallel=True)
+
+
+@pytest.mark.parametrize("mode", ["whole", "block"])
+def test_training_passes_it_on(mode: str) -> None:
+    """Or it would train without a word; how it trains is said by the cases above."""
+    with pytest.raises(ValueError, match="async_tensor_parallel is True"):
+        make_loss_function(
+            GPTModel(one_layer(tiny())), PrecisionConfig(), "cpu", compiled=True, mode=mode, async_tensor_parallel=True
+        )
+
+
+def test_pipeline_stages_pass_it_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class StoppedError(Exception):
+        """Ends the test before there is a pipeline."""
+
+    def compiled(model: object, mode: str, *, dynamic: bool, async_tensor_parallel: bool) -> None:
+        raise StoppedError(async_tensor_parallel)
+
+    monkeypatch.setattr("te_models.training.step.compile_model", compiled)
+    split: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    layout: Any = SimpleNamespace(stages=object(), mesh=SimpleNamespace(stages=object(), same_layers=None))
+    for overlapping in (False, True):
+        parallel = ParallelConfig(**split, pipeline_model_parallel_size=2, async_tensor_parallel=overlapping)
+        config = tiny_run(tmp_path, compile=True, compile_mode="block", parallel=parallel)
+        with pytest.raises(StoppedError, match=str(overlapping)):
+            make_pipeline(GPTModel(one_layer(tiny())), config, "cpu", layout)
 
 
 def test_equal_layers_share_a_backend() -> None:
