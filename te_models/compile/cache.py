@@ -30,10 +30,11 @@ def backend_for(module: torch.nn.Module) -> str | Callable[..., Any]:
     return inductor if keeps_whole_graphs(module) else "inductor"
 
 
-def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
     """Compile a graph by Inductor, as torch.compile's backend "inductor" does, and let torch keep it whole.
 
     What a graph calls of this library, it names and does not hold, so the library's sources are part of its key.
+    options: of torch's `compile_fx`.
     """
     import torch._functorch.config as functorch
     from torch._inductor import config as inductor_config
@@ -45,7 +46,7 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
         functorch.patch(autograd_cache_allow_custom_autograd_functions=True),
         inductor_config.patch({"cpp.vec_isa_ok": True} if compiler_knows_all() else {}),
     ):
-        compiled: Any = compile_fx(graph, inputs)
+        compiled: Any = compile_fx(graph, inputs, **options)
     return compiled
 
 

@@ -17,6 +17,7 @@ from te_models.layers.collectives import check_member
 
 from ..model import GPTModel
 from ..model.moe import MoELayer
+from .async_tensor_parallel import overlapping_backend_for, share_memory_of_ranks
 from .cache import backend_for
 
 if TYPE_CHECKING:  # a torch without distributed has none
@@ -35,6 +36,7 @@ def compile_model(
     backend: str = "inductor",
     timeout_s: float = 1800.0,
     process_group: ProcessGroup | None = None,
+    async_tensor_parallel: bool = False,
 ) -> M:
     """Compile `model` in place and return it; parameter names do not change.
 
@@ -50,9 +52,13 @@ def compile_model(
     shapes. process_group: the ranks to which this applies, for example one pipeline stage (None: the default group).
     timeout_s: how long a rank waits for the others before it raises an error that names the missing ranks.
 
+    async_tensor_parallel: split layers with sequence parallelism exchange rows while they multiply, on CUDA, with
+    dynamic=False. A graph in which nothing overlaps warns.
+
     Raises ValueError for an unknown mode, for "block" of a module that is no GPTModel, for "whole" of a model that
-    FSDP2 shards (its gathers run between the graphs of its blocks), for a group without this rank, and for a model
-    whose tokens reach their experts by deep_ep.
+    FSDP2 shards (its gathers run between the graphs of its blocks), for a group without this rank, for a model whose
+    tokens reach their experts by deep_ep, and for async_tensor_parallel of a model without sequence parallelism, on
+    another device, with another backend or dynamic.
 
     Example:
         model = compile_model(GPTModel(config), mode="block")
@@ -61,10 +67,17 @@ def compile_model(
     if process_group is not None:
         check_member("process_group", process_group)
     modules = compiled_parts(model, mode)
+    if async_tensor_parallel:
+        if backend != "inductor":
+            raise ValueError(f"async_tensor_parallel is True and backend {backend!r}; allowed: backend='inductor'")
+        if dynamic is not False:  # where a size is a variable, torch's pass does not know the gather
+            raise ValueError(f"async_tensor_parallel is True and dynamic {dynamic}; allowed: dynamic=False")
+        share_memory_of_ranks(model)
     # what was compiled as a whole before would go on as one graph, with its blocks in it
     model._compiled_call_impl = None
     for module in modules:
-        compile_part(module, dynamic=dynamic, backend=backend)
+        used = overlapping_backend_for(module) if async_tensor_parallel else backend
+        compile_part(module, dynamic=dynamic, backend=used)
     if dynamic is not False and _several_ranks(process_group):
         from .ranks import synchronized  # imports the compiler, which start-up need not
 

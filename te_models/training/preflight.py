@@ -11,6 +11,7 @@ import torch
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint
 from te_models.checkpoints.folder.hf_config import find_family
 
+from ..compile import async_tensor_parallel
 from ..config import ConfigError, ModelConfig
 from ..extras import require
 from ..model.parallel import (
@@ -71,6 +72,11 @@ def check_run(
     check_layout(config, model, dims)
     if config.parallel.expert_dispatch == "deepep":
         check_deepep_device(dims.expert_model_parallel_size, device)
+    if config.parallel.async_tensor_parallel and device not in async_tensor_parallel.DEVICES:
+        raise ConfigError(
+            f"parallel.async_tensor_parallel is True; allowed on {device}: False, because ranks exchange rows through "
+            f"memory that devices share, which torch has on {' and '.join(async_tensor_parallel.DEVICES)} alone"
+        )
     _check_sizes(config, model, device, dims)
     build_recipe(config.precision, model.num_layers)
     if reads_text:

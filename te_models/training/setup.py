@@ -151,8 +151,14 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     if layout.stages is not None:
         loss_function = make_pipeline(model, config, device, layout)
     else:
-        compiled = config.compile
-        loss_function = make_loss_function(model, config.precision, device, compiled=compiled, mode=config.compile_mode)
+        loss_function = make_loss_function(
+            model,
+            config.precision,
+            device,
+            compiled=config.compile,
+            mode=config.compile_mode,
+            async_tensor_parallel=config.parallel.async_tensor_parallel,
+        )
     same_layers = None if layout.mesh is None else layout.mesh.same_layers
     quantize_weights = make_weight_cache(model, config.precision, device, same_layers)
     set_rounding_seed(model, rounding_seed(config.seed, ranks.rank))

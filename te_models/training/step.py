@@ -22,6 +22,7 @@ from te_models.kernels.cross_entropy import IGNORE_INDEX
 from te_models.layers import Recipe, autocast, cache_weights, collect_statistics, gradient_of, microbatch
 from te_models.layers.tensor.fsdp import local_part
 
+from ..compile.async_tensor_parallel import overlapping_backend_for, share_memory_of_ranks
 from ..compile.cache import backend_for
 from ..compile.compile_model import Mode, compile_model, with_room
 from ..model import GPTModel
@@ -81,6 +82,7 @@ def make_loss_function(
     *,
     compiled: bool,
     mode: Mode = "whole",
+    async_tensor_parallel: bool = False,
 ) -> LossFunction:
     """Return `f(batch, weight) -> (loss to minimise, what is added to the cross entropy in it)`, a float32 scalar and
     float32 [3]: the terms of the routers, of the layers that predict further tokens, and of the logits' z-loss.
@@ -89,7 +91,7 @@ def make_loss_function(
     multiplied by; None: 1.
 
     Compiled, it is one graph; with mode "block", one graph per kind of layer, one of the output layer, the rest eager.
-    What would break a graph is an error.
+    What would break a graph is an error. async_tensor_parallel: see `compile_model`.
     """
     recipe = build_recipe(precision, model.config.num_layers)
 
@@ -113,9 +115,11 @@ def make_loss_function(
 
     function = loss_function
     if compiled and mode == "block":
-        compile_model(model, "block", dynamic=False)
+        compile_model(model, "block", dynamic=False, async_tensor_parallel=async_tensor_parallel)
     elif compiled:
-        backend = backend_for(model)
+        if async_tensor_parallel:
+            share_memory_of_ranks(model)
+        backend = overlapping_backend_for(model) if async_tensor_parallel else backend_for(model)
         # with room for all runs of a process
         function = with_room(torch.compile(loss_function, fullgraph=True, dynamic=False, backend=backend))
 
@@ -138,7 +142,8 @@ def make_pipeline(model: GPTModel, config: TrainConfig, device: str, layout: Lay
     assert layout.stages is not None and layout.mesh is not None and layout.mesh.stages is not None
     recipe, group = build_recipe(config.precision, model.config.num_layers), layout.mesh.same_layers
     if config.compile:
-        compile_model(model, "block", dynamic=False)
+        overlapping = config.parallel.async_tensor_parallel
+        compile_model(model, "block", dynamic=False, async_tensor_parallel=overlapping)
     return Pipeline(
         model,
         layout.stages,

@@ -253,3 +253,27 @@ def test_the_documented_configuration_is_valid() -> None:
     assert model is not None and model.moe is not None and model.moe.num_moe_experts == 8
     sizes = TrainConfig.from_dict(values | {"compile_mode": "block"} | tomllib.loads(layout)).parallel
     assert ParallelDims.of(sizes.to_dict(), 16).data_ranks == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "parallel", "named"),
+    [
+        ({}, {"tensor_model_parallel_size": 2}, "False without sequence_parallel"),
+        ({}, {}, "False without sequence_parallel"),
+        ({"compile": False}, None, "False with compile = false"),
+        ({"precision": {"recipe": "mxfp8"}}, None, "False with precision.recipe = 'mxfp8', because the gathered rows"),
+        ({"precision": {"dtype": "bf16-mixed"}}, None, "False with precision.dtype = 'bf16-mixed', because"),
+    ],
+)
+def test_async_tensor_parallel_is_refused_where_nothing_or_half_would_overlap(
+    changes: dict, parallel: dict | None, named: str
+) -> None:
+    split = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    values = tomllib.loads(TOML) | {"precision": {}}
+    overlapping = {"parallel": split | {"async_tensor_parallel": True}}
+    assert TrainConfig.from_dict(values | overlapping).parallel.async_tensor_parallel
+    if parallel is not None:
+        overlapping = {"parallel": parallel | {"async_tensor_parallel": True}}
+    with pytest.raises(ConfigError) as error:
+        TrainConfig.from_dict(values | overlapping | changes)
+    assert f"async_tensor_parallel is True; allowed: {named}" in str(error.value)

@@ -27,7 +27,7 @@ from te_models.training import (
     write_dataset,
 )
 from te_models.training.build import build_model, check_split_weights
-from te_models.training.preflight import check_layout
+from te_models.training.preflight import check_layout, check_run
 from tests.training.processes import as_toml
 from tests.training.runs import tiny_model, tiny_run
 
@@ -149,6 +149,16 @@ def test_pipeline_stages_that_cannot_be_are_refused(tmp_path: Path, case: str) -
     dims = ParallelDims.of(config.parallel.to_dict(), 2 * config.parallel.data_parallel_shard_size)
     with pytest.raises(ConfigError, match=sentence):
         check_layout(config, config.model.config, dims)
+
+
+def test_async_tensor_parallel_needs_memory_that_devices_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, async_tensor_parallel=True)
+    config = tiny_run(tmp_path, parallel=parallel, compile=True)
+    dims = ParallelDims.of(config.parallel.to_dict(), 2)
+    with pytest.raises(ConfigError, match=r"async_tensor_parallel is True; allowed on cpu: False, because .* on cuda"):
+        check_run(config, None, None, "cpu", dims, reads_text=False)
+    monkeypatch.setattr("te_models.compile.async_tensor_parallel.DEVICES", ("cpu",))
+    check_run(config, None, None, "cpu", dims, reads_text=False)
 
 
 @pytest.mark.parametrize("case", CASES)

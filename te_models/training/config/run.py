@@ -89,6 +89,8 @@ class TrainConfig(ConfigPart):
             where, dtype = "with parallel.expert_dispatch = 'deepep'", self.precision.dtype
             check(not self.compile, "compile", True, f"False {where}, whose calls torch cannot trace")
             check(dtype != "fp32", "precision.dtype", dtype, f"'bf16' and 'bf16-mixed' {where}")
+        if self.parallel.async_tensor_parallel:
+            self._check_overlap()
         warmup, decay = self.schedule.warmup_steps, self.schedule.decay_steps or 0
         name, length = ("steps", self.steps) if self.schedule.steps is None else ("schedule.steps", self.schedule.steps)
         check(warmup + decay <= length, "schedule.warmup_steps", warmup, f"warm-up and decay within {name} = {length}")
@@ -126,6 +128,15 @@ class TrainConfig(ConfigPart):
             self.evaluation.every,
             "0 without validation data",
         )
+
+    def _check_overlap(self) -> None:
+        """Raise ConfigError where no graph, or only a part of one, would overlap communication and compute."""
+        where, precision = "parallel.async_tensor_parallel", self.precision
+        check(self.compile, where, True, "False with compile = false")
+        why = "because the gathered rows are quantized before they are multiplied"
+        check(precision.recipe == "none", where, True, f"False with precision.recipe = {precision.recipe!r}, {why}")
+        why = "because the gathered rows are cast before they are multiplied"
+        check(precision.dtype != "bf16-mixed", where, True, f"False with precision.dtype = 'bf16-mixed', {why}")
 
     def to_json(self) -> str:
         """Return indented JSON with sorted keys; `from_json` restores an equal value."""
