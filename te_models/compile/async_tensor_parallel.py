@@ -46,14 +46,19 @@ def share_memory_of_ranks(model: nn.Module) -> None:
         raise ValueError(f"async_tensor_parallel is True; allowed on {names}: False, or a model on {DEVICES[0]}")
     if not dist.is_nccl_available():  # torch's pass would leave every graph as it is
         raise ValueError("async_tensor_parallel is True; allowed with a torch without NCCL: False")
-    import torch.distributed._symmetric_memory as symmetric_memory
-
+    symmetric_memory = _symmetric_memory()
     for group in sorted({part.tp_group_name for part in split}):
         if not symmetric_memory.is_symm_mem_enabled_for_group(group):
             with warnings.catch_warnings():
                 # torch 2.13 says that nobody needs to call it, and its pass skips groups for which nobody did
                 warnings.simplefilter("ignore", FutureWarning)
                 symmetric_memory.enable_symm_mem_for_group(group)
+
+
+def _symmetric_memory() -> Any:
+    import torch.distributed._symmetric_memory as found  # which needs a torch with distributed
+
+    return found
 
 
 def overlapping_backend_for(module: nn.Module) -> Callable[..., Any]:
@@ -138,12 +143,11 @@ def overlap(graph: fx.Graph) -> None:
 
 def _collectives(graph: fx.Graph) -> list[fx.Node]:
     """Return a graph's gathers and scatters over ranks that share memory. The group's name is their last argument."""
-    from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
-
+    enabled = _symmetric_memory().is_symm_mem_enabled_for_group
     ops = torch.ops._c10d_functional
     targets = (ops.all_gather_into_tensor.default, ops.reduce_scatter_tensor.default)
     found = [node for target in targets for node in graph.find_nodes(op="call_function", target=target)]
-    return [node for node in found if is_symm_mem_enabled_for_group(str(node.args[-1]))]
+    return [node for node in found if enabled(str(node.args[-1]))]
 
 
 def separate_biases(graph: fx.Graph) -> None:
