@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .. import cpp_library
 from ..compiling import compiling
-from ..custom_op import direct, like, operation
+from ..custom_op import like, operation
 from ..quantize.cpu_graph import library as shared
 from ..quantize.eager import eager_on_cpu
 from ..torch_versions import constant_when_traced, exporting
@@ -73,10 +73,15 @@ def serves(x: Tensor, weight: Tensor) -> bool:
         few = x.device.type == "cpu" and statically_known_true(x.numel() <= FEW * x.shape[-1])
         return few and statically_known_true(weight.numel() >= LEAST) and not exporting() and available()
     few = 0 < x.numel() <= FEW * x.shape[-1] and weight.numel() >= LEAST
-    return few and eager_on_cpu(x) and type(weight) in _PLAIN and peek_interpreter_stack() is None and available()
+    return few and eager_on_cpu(x) and type(weight) in _PLAIN and peek_interpreter_stack() is None and _is_there()
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@functools.cache
+def _is_there() -> bool:
+    return available()
 
 
 @operation("gemv", lambda x, weight: like(x, (x.shape[0], weight.shape[0])), cpu_only=True)
@@ -99,13 +104,14 @@ def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-_call = direct(_gemv)
+_run = _gemv._init_fn  # of eager code, where `serves` has asked all that the dispatcher would
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x @ weight^T + bias` in x's dtype, where it `serves`. x: [..., K]; weight: [N, K]; bias: [N] of x's dtype
     or None. Sums are float32, rounded once."""
-    return _call(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
+    multiply = _gemv if torch.compiler.is_compiling() else _run
+    return multiply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def serves_groups(x: Tensor, weight: Tensor) -> bool:
@@ -113,7 +119,7 @@ def serves_groups(x: Tensor, weight: Tensor) -> bool:
     nothing is traced."""
     matrix = weight.shape[1] * weight.shape[2]
     fits = x.dtype in shared.DTYPES and weight.dtype == x.dtype and weight.stride(2) == 1 and matrix >= LEAST
-    return fits and eager_on_cpu(x) and available()
+    return fits and eager_on_cpu(x) and _is_there()
 
 
 def grouped(x: Tensor, weight: Tensor, groups: Sequence[tuple[int, int, int]], out: Tensor) -> None:
