@@ -37,7 +37,7 @@ struct Float32 {
 
 using X = INPUT;
 
-#if defined(__AVX512F__) && !defined(NARROW)
+#if defined(__AVX512BW__) && !defined(NARROW)
 constexpr int kWidth = 16, kRows = 4;  // values of a vector; rows that are multiplied side by side
 using V = __m512;
 inline V zero() { return _mm512_setzero_ps(); }
@@ -53,6 +53,13 @@ inline V widened(const BFloat16* p) {
   const __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
 }
+constexpr int kBytes = 64;
+using Bytes = __m512i;
+inline Bytes no_bytes() { return _mm512_setzero_si512(); }
+inline Bytes larger_magnitudes(Bytes found, const uint8_t* p) {
+  return _mm512_max_epu8(found, _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(0x7F)));
+}
+inline bool any_at_least(Bytes x, uint8_t least) { return _mm512_cmpge_epu8_mask(x, _mm512_set1_epi8(char(least))); }
 inline __m256i bytes(const uint8_t* p) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -87,6 +94,16 @@ inline float sum(V v) {
 inline V widened(const BFloat16* p) {
   const __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+}
+constexpr int kBytes = 32;
+using Bytes = __m256i;
+inline Bytes no_bytes() { return _mm256_setzero_si256(); }
+inline Bytes larger_magnitudes(Bytes found, const uint8_t* p) {
+  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm256_max_epu8(found, _mm256_and_si256(x, _mm256_set1_epi8(0x7F)));
+}
+inline bool any_at_least(Bytes x, uint8_t least) {
+  return _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(x, _mm256_set1_epi8(char(least))), x));
 }
 inline __m128i bytes(const uint8_t* p) {
   return _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));

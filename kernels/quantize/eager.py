@@ -24,5 +24,6 @@ def eager_on_cpu(x: Tensor) -> bool:
         and type(x) in _PLAIN
         and not (torch.compiler.is_compiling() and compiling())
         and not (x.requires_grad and torch.is_grad_enabled())
+        and torch._C._get_tracing_state() is None  # torch.jit.trace would take the result for a constant
         and _get_current_dispatch_mode() is None
     )

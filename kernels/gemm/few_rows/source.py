@@ -70,16 +70,12 @@ INLINE V weight_of(const uint8_t* p, float scale, V s, V larger) {
 }
 
 inline bool any_special(const uint8_t* p, int64_t size) {
-  const __m256i mask = _mm256_set1_epi8(W::kSpecial);
-  __m256i found = _mm256_setzero_si256();
+  Bytes largest = no_bytes();  // magnitudes: NaN, and infinity, have the largest
   int64_t i = 0;
-  for (; i + 32 <= size; i += 32) {
-    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i));
-    found = _mm256_or_si256(found, _mm256_cmpeq_epi8(_mm256_and_si256(bytes, mask), mask));
-  }
-  bool special = _mm256_movemask_epi8(found);
-  for (; i < size; ++i) special |= (p[i] & W::kSpecial) == W::kSpecial;
-  return special;
+  for (; i + kBytes <= size; i += kBytes) largest = larger_magnitudes(largest, p + i);
+  uint8_t last[kBytes] = {};
+  std::memcpy(last, p + i, size - i);
+  return any_at_least(larger_magnitudes(largest, last), W::kSpecial);
 }
 
 // Read the scales of a row and say how to decode it.

@@ -202,6 +202,18 @@ def test_a_layer_takes_it_where_no_gradient_is_wanted() -> None:
     assert gemm_counts() == {("stored_linear", "few_rows"): 1}
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit.trace is deprecated, and still used
+def test_a_trace_has_what_is_computed() -> None:
+    layer, x = layer_and_rows()
+    with torch.no_grad():
+        operand = stored_for_few_rows(x, layer.weight)
+        assert operand is not None
+        traced = torch.jit.trace(lambda rows: few_rows.linear(rows, operand), x)
+        more = rows(2, 512, BF16) + 1
+        assert torch.equal(traced(more), few_rows.linear(more, operand))
+
+
 def test_a_compiled_layer_is_one_graph_for_any_rows() -> None:
     layer, x = layer_and_rows()
     torch._dynamo.reset()

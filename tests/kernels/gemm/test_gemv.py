@@ -103,6 +103,16 @@ def test_it_serves_plain_matrices_alone() -> None:
         assert not gemv.serves(torch.empty(1, 512), torch.empty(256, 512))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit.trace is deprecated, and still used
+def test_a_trace_has_what_is_computed() -> None:
+    layer = Linear(512, 256)
+    with torch.no_grad():
+        traced = torch.jit.trace(layer, rows(1, 512, F32))
+        x = torch.ones(1, 512)
+        torch.testing.assert_close(traced(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
 def test_layers_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     function = gemv._function
