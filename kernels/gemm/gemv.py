@@ -32,6 +32,9 @@ FEW = 8
 """The most rows."""
 LEAST = 2**16
 """The fewest elements of a weight: of smaller ones, calls take longer than what they compute."""
+MOST_IN_GROUPS = 256
+"""The most rows of all groups together: in larger calls, as training's are, every group is multiplied by a GEMM, whose
+bits do not depend on how many rows a rank happens to have for an expert."""
 _P, _N, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _ARGUMENTS = {
     "te_rows": (_P, _P, _P, _N, _N, _N, _P, _N, _INT),
@@ -117,6 +120,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def serves_groups(x: Tensor, weight: Tensor) -> bool:
     """Whether `grouped` multiplies rows of x: [T, K] by matrices of weight: [G, N, K], both contiguous. Called where
     nothing is traced."""
+    if x.shape[0] > MOST_IN_GROUPS:
+        return False
     matrix = weight.shape[1] * weight.shape[2]
     fits = x.dtype in shared.DTYPES and weight.dtype == x.dtype and weight.stride(2) == 1 and matrix >= LEAST
     return fits and eager_on_cpu(x) and _is_there()

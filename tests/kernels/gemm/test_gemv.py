@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from te_models import GPTModel, MLPConfig, generate
 from te_models.kernels.cpp_library import CompilationError
 from te_models.kernels.gemm import dense, gemv
-from te_models.kernels.gemm.gemv import FEW, LEAST
+from te_models.kernels.gemm.gemv import FEW, LEAST, MOST_IN_GROUPS
 from te_models.kernels.grouped_gemm import grouped_gemm
+from te_models.kernels.grouped_gemm.reference import multiply
 from te_models.kernels.quantize.cpu_graph import library as shared
 from te_models.layers import GroupedLinear, Linear
 from tests.kernels.gemm.test_few_rows import BF16, F32, INSTRUCTIONS, asked_anew, assert_within_bound, rows
@@ -85,6 +86,17 @@ def test_groups_of_few_rows_are_multiplied_so_and_others_by_a_gemm(instructions:
     assert torch.equal(
         grouped_gemm(x[:, :256].contiguous(), weight, splits, transpose_b=False)[:3], x[:3, :256] @ weight[0]
     )
+
+
+def test_groups_of_a_large_call_have_the_bits_of_a_gemm() -> None:
+    weight, splits = weight_of((2, 256, 264), BF16), torch.tensor([MOST_IN_GROUPS - 3, 4])
+    x = rows(MOST_IN_GROUPS + 1, 264, BF16)
+    y = grouped_gemm(x, weight, splits)
+    expected = torch.empty(4, 256, dtype=BF16)
+    multiply(x[-4:], weight[1].t(), expected)
+    assert torch.equal(y[-4:], expected)
+    few = grouped_gemm(x[1:], weight, splits - torch.tensor([1, 0]))
+    assert torch.equal(few[-4:], gemv.linear(x[-4:], weight[1], None))
 
 
 @torch.no_grad()
