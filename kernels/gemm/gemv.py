@@ -24,7 +24,7 @@ from .. import cpp_library
 from ..compiling import compiling
 from ..custom_op import like, operation
 from ..quantize.cpu_graph import library as shared
-from ..quantize.eager import eager_on_cpu
+from ..quantize.eager import PLAIN, eager_on_cpu
 from ..torch_versions import constant_when_traced, exporting
 from .gemv_source import SOURCE
 
@@ -76,10 +76,7 @@ def serves(x: Tensor, weight: Tensor) -> bool:
         few = x.device.type == "cpu" and statically_known_true(x.numel() <= FEW * x.shape[-1])
         return few and statically_known_true(weight.numel() >= LEAST) and not exporting() and available()
     few = 0 < x.numel() <= FEW * x.shape[-1] and weight.numel() >= LEAST
-    return few and eager_on_cpu(x) and type(weight) in _PLAIN and peek_interpreter_stack() is None and _is_there()
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
+    return few and eager_on_cpu(x) and type(weight) in PLAIN and peek_interpreter_stack() is None and _is_there()
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..compiling import compiling
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def eager_on_cpu(x: Tensor) -> bool:
@@ -21,7 +21,7 @@ def eager_on_cpu(x: Tensor) -> bool:
     on, such as a selective checkpoint's, which keeps results that must not be written again."""
     return (
         x.device.type == "cpu"
-        and type(x) in _PLAIN
+        and type(x) in PLAIN
         and not (torch.compiler.is_compiling() and compiling())
         and not (x.requires_grad and torch.is_grad_enabled())
         and torch._C._get_tracing_state() is None  # torch.jit.trace would take the result for a constant

@@ -146,11 +146,11 @@ class Quantizer(ValueObject):
 
     def row_part_shapes(self, columns: int) -> tuple[tuple[torch.dtype, int], ...]:
         """Return of each of `row_parts` (its dtype, how many numbers of it a row has)."""
-        raise ValueError(f"rows do not keep their values in the format {self.FORMAT}")
+        raise NotImplementedError
 
     def rows_of_parts(self, parts: Parts, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return the values of `row_parts` of x of this shape, in `dtype`."""
-        raise ValueError(f"rows do not keep their values in the format {self.FORMAT}")
+        raise NotImplementedError
 
     # --- what a format may refine ----------------------------------------------------------------------------------
 

@@ -226,7 +226,8 @@ class MoELayer(nn.Module):
         order = self._sorted(indices, align)
         rows = order.rows_per_expert[: self.moe.num_moe_experts]
         if on_input:
-            tokens, weights = self._weighted(permute(tokens, order), weights, indices, order)
+            valid = indices < self.moe.num_moe_experts
+            tokens, weights = self._weighted(permute(tokens, order), weights, valid, order)
         results = self.experts(tokens, rows, None if on_input else order, align)
         return unpermute(results, order, weights), order.tokens_per_expert[: self.moe.num_moe_experts]
 
@@ -235,10 +236,11 @@ class MoELayer(nn.Module):
         dropping = self._capacity_share is not None
         return sort_by_expert(indices, self.moe.num_moe_experts + dropping, align=align)
 
-    def _weighted(self, rows: Tensor, weights: Tensor, indices: Tensor, order: Permutation) -> tuple[Tensor, Tensor]:
-        """Return the rows times their weights, and what then multiplies their results: 1, or 0 of a dropped choice."""
+    def _weighted(self, rows: Tensor, weights: Tensor, valid: Tensor, order: Permutation) -> tuple[Tensor, Tensor]:
+        """Return the rows times their weights, and what then multiplies their results: 1 of choices that are `valid`,
+        [T, K] bool, else 0."""
         rows = rows * weights.flatten()[order.slot_of_row.clamp(min=0)][:, None].to(rows.dtype)
-        return rows, (indices < self.moe.num_moe_experts).to(weights.dtype)
+        return rows, valid.to(weights.dtype)
 
     def _gathered_sums(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
         """`_expert_sums` where every rank gets the tokens of all."""
@@ -273,7 +275,7 @@ class MoELayer(nn.Module):
         rows = permute(tokens, order)  # sorted by expert, and so by rank
         slots = rows.shape[0]
         if moe.router.apply_on_input:
-            rows, weights = self._weighted(rows, weights, indices, order)
+            rows, weights = self._weighted(rows, weights, indices < moe.num_moe_experts, order)
         if room is not None:
             local = self.experts.num_local_experts
             send = receive = [local * room] * ranks
@@ -316,8 +318,7 @@ class MoELayer(nn.Module):
         x, order = deepep.local_rows(received, self.experts.num_local_experts)
         weights = received.weights
         if moe.router.apply_on_input:
-            x = x * weights.flatten()[order.slot_of_row.clamp(min=0)][:, None].to(x.dtype)
-            weights = (received.experts >= 0).to(weights.dtype)
+            x, weights = self._weighted(x, weights, received.experts >= 0, order)
         results = self.experts(x, order.rows_per_expert)
         return deepep.combine_tokens(unpermute(results, order, weights), received), received.chosen
 

@@ -7,7 +7,8 @@ stored so, and cut into shards before the next one. No rank ever has more than o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -74,8 +75,10 @@ def parallelize(
     over = mesh if mesh is not None and mesh.dims.is_sharded else None
     if cpu_offload and over is None:
         raise ValueError("cpu_offload is True, and no parameter is sharded; allowed: with data_parallel_shard_size > 1")
-    options: _Options = {"reduce_dtype": reduce_dtype, "reshard": _reshard_of(reshard_after_forward)}
-    options["cpu_offload"] = cpu_offload
+    shard = None
+    if over is not None:
+        reshard = _reshard_of(reshard_after_forward)
+        shard = partial(_shard, mesh=over, reduce_dtype=reduce_dtype, reshard=reshard, cpu_offload=cpu_offload)
     tied = model.config.embedding.share_embeddings_and_output_weights
     with_the_rest = [model.decoder.final_layernorm, *([model.embedding, model.output_layer] if tied else ())]
     target = torch.empty((), device=device).device
@@ -101,14 +104,14 @@ def parallelize(
             reset_parameters(part) if fill is None else fill(part)
             if weights is not None:
                 _store_quantized(part, weights)
-        if over is not None and not any(part is other for other in with_the_rest):
-            _shard(part, over, **options)
+        if shard is not None and not any(part is other for other in with_the_rest):
+            shard(part)
     for rest in (*model.decoder.rotary_embeddings, model.router_loss_weights):
         if rest is not None and any(buffer.is_meta for buffer in rest.buffers()):
             rest.to_empty(device=target)
-    if over is not None:
+    if shard is not None:
         for root in roots:
-            _shard(root, over, **options)
+            shard(root)
     return model
 
 
@@ -173,18 +176,10 @@ def _store_quantized(part: nn.Module, recipe: Recipe) -> None:
             store_weights_as_asked(module)
 
 
-class _Options(TypedDict, total=False):
-    """How every part is sharded."""
-
-    reduce_dtype: torch.dtype
-    reshard: bool | int | None
-    cpu_offload: bool
-
-
 def _shard(
     part: nn.Module,
-    mesh: ParallelMesh,
     *,
+    mesh: ParallelMesh,
     reduce_dtype: torch.dtype,
     reshard: bool | int | None,
     cpu_offload: bool,

@@ -250,9 +250,8 @@ def train_step(
     norm = optimizer.clip_gradients()
     losses = mean_over_ranks(total, ranks).to(norm.device)  # with cpu_offload gradients are in main memory
     noop = optimizer.skips(norm)
-    if not reads_are_free(
-        norm.device
-    ):  # what is read below stops the run, after the update was queued: it changes nothing
+    if not reads_are_free(norm.device):
+        # what is read below stops the run, after the update was queued: it changes nothing
         bad = ~(torch.isfinite(losses[0]) & torch.isfinite(norm))
         noop = bad if noop is None else noop | bad
     else:

@@ -32,10 +32,8 @@ else:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """What every case came to, on either rank."""
-    module, results = (
-        "tests.te_models.compile.async_tensor_parallel_ranks",
-        tmp_path_factory.mktemp("async") / "results",
-    )
+    module = "tests.te_models.compile.async_tensor_parallel_ranks"
+    results = tmp_path_factory.mktemp("async") / "results"
     return outcomes_on_ranks(module, results, only=selected(request, "case"), timeout=900)
 
 
