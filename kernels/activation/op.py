@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from ..compiling import compiling
+from ..cpu_rows import activate
 from ..custom_op import Output, absent, gradient_of, like, operation
 from ..derivative import keeping_inputs
 from ..launch import as_matrix
@@ -84,7 +86,7 @@ def activation(x: Tensor, name: str, *, probabilities: Tensor | None = None) -> 
     check_name(name)
     if x.device.type == "cuda":
         return activation_fwd(x, probabilities, name, False, None, 1.0, 0.0)
-    return keeping_inputs(lambda x, factor: reference.activation(x, name, probabilities=factor), x, probabilities)
+    return keeping_inputs(lambda x, factor: eager_activation(x, name, probabilities=factor), x, probabilities)
 
 
 def gated_activation(
@@ -107,9 +109,35 @@ def gated_activation(
         return activation_fwd(x, probabilities, name, True, clamp, alpha, up_offset)
 
     def function(x: Tensor, factor: Tensor | None) -> Tensor:
-        return reference.gated_activation(x, name, clamp=clamp, alpha=alpha, up_offset=up_offset, probabilities=factor)
+        options = {"clamp": clamp, "alpha": alpha, "up_offset": up_offset}
+        return eager_gated_activation(x, name, **options, probabilities=factor)
 
     return keeping_inputs(function, x, probabilities)
+
+
+_ARITHMETIC = ("relu", "squared_relu")
+"""Activations that torch computes in less time than a table is read in."""
+
+
+def eager_activation(x: Tensor, name: str, *, probabilities: Tensor | None) -> Tensor:
+    """Return the definition's `activation`, in one pass where no gradient is wanted and nothing traced."""
+    if not compiling() and name not in _ARITHMETIC:
+        found = activate(x, ACTIVATIONS[name], False, probabilities)
+        if found is not None:
+            return found
+    return reference.activation(x, name, probabilities=probabilities)
+
+
+def eager_gated_activation(
+    x: Tensor, name: str, *, clamp: float | None, alpha: float, up_offset: float, probabilities: Tensor | None
+) -> Tensor:
+    """Return the definition's `gated_activation`, in one pass where no gradient is wanted and nothing traced."""
+    if not compiling() and clamp is None and name not in _ARITHMETIC:
+        found = activate(x, ACTIVATIONS[name], True, probabilities)
+        if found is not None:
+            return found
+    options = {"clamp": clamp, "alpha": alpha, "up_offset": up_offset, "probabilities": probabilities}
+    return reference.gated_activation(x, name, **options)
 
 
 def check_name(name: str) -> None:

@@ -67,7 +67,7 @@ def activation_quantized(
     output.check_scale(scale)
     if x.device.type == "cuda":
         return activation_quantized_op(x, probabilities, name, False, None, 1.0, 0.0, scale, *flatten(output))
-    return output.define(as_matrix(reference.activation(x, name, probabilities=probabilities)), scale)
+    return output.define(as_matrix(op.eager_activation(x, name, probabilities=probabilities)), scale)
 
 
 def gated_activation_quantized(
@@ -88,7 +88,7 @@ def gated_activation_quantized(
         options = (name, True, clamp, alpha, up_offset)
         return activation_quantized_op(x, probabilities, *options, scale, *flatten(output))
     options = {"clamp": clamp, "alpha": alpha, "up_offset": up_offset, "probabilities": probabilities}
-    return output.define(as_matrix(reference.gated_activation(x, name, **options)), scale)
+    return output.define(as_matrix(op.eager_gated_activation(x, name, **options)), scale)
 
 
 @dataclass(frozen=True)

@@ -41,16 +41,20 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool) -> T
     transpose_b: `a[g] @ b[g]^T`, [T, K] x [G, N, K] -> [T, N]; else `a[g] @ b[g]`, [T, N] x [G, N, K] -> [T, K].
     """
     out = a.new_empty(a.shape[0], b.shape[1] if transpose_b else b.shape[2])
-    few: list[tuple[int, int, int]] = []
     most = gemv.FEW if transpose_b and gemv.serves_groups(a, b) else 0
+    few: list[tuple[int, int, int]] = []
+    many: list[tuple[int, int, int]] = []
     end = 0
     for g, (begin, end) in enumerate(split_bounds(m_splits, a.shape[0])):
-        if 0 < end - begin <= most:
-            few.append((g, begin, end - begin))
-        elif end > begin:
-            multiply(a[begin:end], b[g].t() if transpose_b else b[g], out[begin:end])
+        if end > begin:
+            (few if end - begin <= most else many).append((g, begin, end - begin))
     if few:
         gemv.grouped(a, b, few, out)
+    if many:
+        # views of all groups by three calls: with a slice for each, a dozen rows take as long to name as to multiply
+        matrices = (b.transpose(1, 2) if transpose_b else b).unbind()
+        for g, begin, count in many:
+            multiply(a.narrow(0, begin, count), matrices[g], out.narrow(0, begin, count))
     if end < out.shape[0]:
         out[end:].zero_()
     return out

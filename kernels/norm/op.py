@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from ..compiling import compiling
+from ..cpu_rows import rms_norm as rms_norm_of_rows
 from ..custom_op import Output, absent, gradient_of, like, operation
 from ..derivative import keeping_inputs
 from ..launch import as_matrix
@@ -119,8 +121,17 @@ def rms_norm(
     """
     if x.device.type == "cuda":
         return norm_fwd(x, weight, None, eps, False, zero_centered, cast_order == "weight_last")[0]
-    function = partial(reference.rms_norm, eps=eps, zero_centered=zero_centered, cast_order=cast_order)
+    function = partial(eager_rms_norm, eps=eps, zero_centered=zero_centered, cast_order=cast_order)
     return keeping_inputs(function, x, weight)
+
+
+def eager_rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, zero_centered: bool, cast_order: str) -> Tensor:
+    """Return the definition's `rms_norm`, in one pass where no gradient is wanted and nothing traced."""
+    if not compiling():
+        found = rms_norm_of_rows(x, weight, eps, zero_centered, cast_order == "weight_last")
+        if found is not None:
+            return found
+    return reference.rms_norm(x, weight, eps, zero_centered=zero_centered, cast_order=cast_order)
 
 
 def layer_norm(

@@ -70,7 +70,7 @@ def rms_norm_quantized(
         flags = (False, zero_centered, cast_order == "weight_last")
         *copies, _, rstd = norm_quantized(x, weight, None, eps, *flags, scale, *flatten(output))
         return [*copies, rstd]
-    y = reference.rms_norm(x, weight, eps, zero_centered=zero_centered, cast_order=cast_order)
+    y = op.eager_rms_norm(x, weight, eps, zero_centered=zero_centered, cast_order=cast_order)
     rstd = torch.rsqrt(x.float().square().mean(-1) + eps)
     return [*output.define(as_matrix(y), scale), rstd]
 
@@ -109,7 +109,7 @@ class Norm:
         options = {"zero_centered": self.zero_centered, "cast_order": self.cast_order}
         if self.centered:
             return reference.layer_norm(x, weight, bias, self.eps, **options)
-        return reference.rms_norm(x, weight, self.eps, **options)
+        return op.eager_rms_norm(x, weight, self.eps, **options)
 
     def _flags(self) -> tuple[bool, bool, bool]:
         return self.centered, self.zero_centered, self.cast_order == "weight_last"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..compiling import compiling
@@ -24,6 +25,7 @@ def eager_on_cpu(x: Tensor) -> bool:
         and type(x) in PLAIN
         and not (torch.compiler.is_compiling() and compiling())
         and not (x.requires_grad and torch.is_grad_enabled())
+        and forward_ad._current_level < 0  # no_grad does not end it
         and torch._C._get_tracing_state() is None  # torch.jit.trace would take the result for a constant
         and _get_current_dispatch_mode() is None
     )

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from ..compiling import compiling
+from ..cpu_rows import apply_rope as rotate_rows
 from ..custom_op import gradient_of, like, operation
 from . import reference
 from .reference import rope_tables
@@ -44,7 +46,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "half") -> Tens
     """
     reference.check(x, cos, style)
     if x.device.type != "cuda":
-        return reference.apply_rope(x, cos, sin, style)
+        rotated = None if compiling() else rotate_rows(x, cos, sin, style == "interleaved")
+        return reference.apply_rope(x, cos, sin, style) if rotated is None else rotated
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise ValueError("the tables want a gradient, which the kernel does not compute; pass cos.detach()")
     return rope(x, cos, sin, style == "interleaved", False)

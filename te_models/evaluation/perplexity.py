@@ -16,6 +16,7 @@ from torch import Tensor
 
 from te_models.kernels.cross_entropy import IGNORE_INDEX
 
+from ..eval_mode import in_eval_mode
 from ..model import GPTModel
 
 LOSS_CHUNK = 1024
@@ -89,22 +90,22 @@ def score_documents(
     device = next(model.parameters()).device
     counted = TextScore(0.0, 0, 0, 0)
     waiting: list[tuple[Sequence[int], int]] = []  # ids of a window, and how many at its end are scored
-    chunk, training = model.output_layer.loss_chunk_tokens, model.training
-    model.eval()
+    chunk = model.output_layer.loss_chunk_tokens
     model.output_layer.loss_chunk_tokens = LOSS_CHUNK
     try:
-        for ids, nbytes in documents:
-            counted += TextScore(0.0, 0, nbytes, 1)
-            if ids and max(ids) >= model.config.vocab_size:
-                raise ValueError(f"a token is {max(ids)}; allowed: below {model.config.vocab_size}, the model's number")
-            for begin, end, scored in windows_of(len(ids), seq_length, stride):
-                waiting.append((ids[begin:end], end - scored))
-                if len(waiting) == batch_size:
-                    counted += _score(model, waiting, device)
-                    waiting.clear()
-        return counted + _score(model, waiting, device) if waiting else counted
+        with in_eval_mode(model):
+            for ids, nbytes in documents:
+                counted += TextScore(0.0, 0, nbytes, 1)
+                if ids and max(ids) >= model.config.vocab_size:
+                    most = model.config.vocab_size
+                    raise ValueError(f"a token is {max(ids)}; allowed: below {most}, the model's number")
+                for begin, end, scored in windows_of(len(ids), seq_length, stride):
+                    waiting.append((ids[begin:end], end - scored))
+                    if len(waiting) == batch_size:
+                        counted += _score(model, waiting, device)
+                        waiting.clear()
+            return counted + _score(model, waiting, device) if waiting else counted
     finally:
-        model.train(training)
         model.output_layer.loss_chunk_tokens = chunk
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from te_models.layers.functional.gemm_operand import compute_dtype
 
+from ..eval_mode import in_eval_mode
 from ..model import GPTModel, KVCache, StaticKVCache
 from .compiled import decode_step, static_length
 from .sampling import Sampler
@@ -139,9 +140,7 @@ def _steps(
     by_length, written = model.decoder.by_length, ids
     longest = int(mask.sum(dim=1).max()) if by_length else 0
     stage = model.decoder.rotary_stage(longest)
-    was_training = model.training
-    model.eval()
-    try:
+    with in_eval_mode(model):
         for _ in range(max_new_tokens):
             with torch.no_grad():
                 if step is not None and isinstance(cache, StaticKVCache) and cache.length:
@@ -169,8 +168,6 @@ def _steps(
                 if stage != before:
                     cache.reset()
                     ids, position_ids = written, positions_of(mask)
-    finally:
-        model.train(was_training)
 
 
 def positions_of(mask: Tensor) -> Tensor:

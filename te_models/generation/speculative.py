@@ -18,6 +18,7 @@ from torch import Tensor
 
 from te_models.layers.functional.gemm_operand import compute_dtype
 
+from ..eval_mode import in_eval_mode
 from ..model import GPTModel, KVCache
 from .sampling import Sampler
 
@@ -147,10 +148,7 @@ def _steps(
     cache = KVCache(model.config, 1, room, dtype=dtype, device=ids.device, rollback=num_draft_tokens)
     tokens, hidden, new = ids, None, 0
     models = [model, *([draft.model] if isinstance(draft, DraftModel) else [])]
-    trained = [m.training for m in models]
-    for m in models:
-        m.eval()
-    try:
+    with in_eval_mode(*models):
         while new < max_new_tokens:
             with torch.no_grad():
                 # the call itself gives one token, and before the prompt is read there are no hidden states
@@ -177,9 +175,6 @@ def _steps(
                 yield token
                 if int(token) in ends:
                     return
-    finally:
-        for m, training in zip(models, trained, strict=True):
-            m.train(training)
 
 
 def _checked(proposed: Tensor, guessed: Tensor | None, wanted: Tensor, sampler: Sampler) -> tuple[int, Tensor]:

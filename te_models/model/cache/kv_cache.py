@@ -170,7 +170,7 @@ class KVCache:
         for i in range(config.num_layers) if layers is None else layers:
             reach = reach_of(config, i)
             capacity = max_length if reach is None else min(max_length, reach + rollback + SLACK)
-            key, value = (torch.zeros(batch_size, capacity, groups, size, dtype=dtype, device=device) for size in sizes)
+            key, value = (torch.empty(batch_size, capacity, groups, size, dtype=dtype, device=device) for size in sizes)
             self.layers.append(LayerCache(key, value, reach, rollback))
 
     @property

@@ -160,6 +160,10 @@ def test_generation_restores_the_training_mode(pairs) -> None:
         next(tokens)
         tokens.close()
         assert ours.training
+        frozen = ours.decoder.layers[0]
+        frozen.eval()
+        generate(ours, token_ids(1, 4), 1)
+        assert ours.training and not any(module.training for module in frozen.modules()), "each module its own mode"
     finally:
         ours.eval()
 

@@ -1,0 +1,238 @@
+"""What eager code on CPU does to rows between GEMMs, in one C++ pass each, with the bits of the definitions: norms,
+rotations, activations, and the sums of what experts return.
+
+Written in torch, each is five to eight operations that read and write memory in turn and take microseconds to call: of
+a prompt's forward pass in bfloat16 they are a tenth, of one token's a third. Here x is read once. Every function
+returns None where its definition has to run: where a gradient is wanted, where something is traced, for other dtypes,
+and on a machine without a library until it is worth to compile one.
+
+D channels of a row, which lie side by side.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+
+from .. import cpp_library
+from ..quantize.cpu_graph import library as shared
+from ..quantize.eager import PLAIN, eager_on_cpu
+from .source import SOURCE
+
+LEAST = 2**16
+"""Elements of a call that make it worth to compile a library, on a machine that has none."""
+_SHARED = 2**15
+"""Elements of a call that threads share."""
+_ONE_ROW = 2**15
+"""Channels from which torch's threads share the sum of a single row."""
+_P, _N, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_ARGUMENTS = {
+    "te_rms_norm": (_P, _P, _P, *(_N,) * 5, _FLOAT, _INT, _INT, _INT),
+    "te_rotate": (_P, _P, _P, _P, *(_N,) * 7, _INT, _INT),
+    "te_activate": (_P, _P, _P, _P, *(_N,) * 3, _INT, _INT),
+    "te_sum_slots": (_P, _P, _P, _P, *(_N,) * 3, _INT),
+}
+
+
+@functools.cache
+def _function(name: str, dtype: torch.dtype) -> Any:
+    """Return a function of the library of a dtype."""
+    return cpp_library.function(*_code(dtype), name, _ARGUMENTS[name])
+
+
+def _code(dtype: torch.dtype) -> tuple[str, dict[str, str]]:
+    return SOURCE, {"INPUT": shared.NAMES[dtype]}
+
+
+def _trial() -> None:
+    _function("te_rotate", torch.bfloat16)
+
+
+_loaded: set[torch.dtype] = set()
+"""The dtypes whose library this process has."""
+
+
+@functools.cache
+def _machine_has_one(dtype: torch.dtype) -> bool:
+    """Whether a process of this machine has compiled the library of a dtype before."""
+    return cpp_library.is_cached(*_code(dtype))
+
+
+def _is_there(dtype: torch.dtype, elements: int) -> bool:
+    """Whether there is a library for a call of so many elements."""
+    if dtype in _loaded:
+        return True
+    if (elements < LEAST and not _machine_has_one(dtype)) or not shared.available(_trial):
+        return False
+    _loaded.add(dtype)
+    return True
+
+
+def _serves(x: Tensor, parameter: Tensor | None = None) -> bool:
+    """Whether x is computed with now, on CPU, without a gradient of it or the parameter, and there is a library."""
+    if x.dtype not in shared.DTYPES or not eager_on_cpu(x) or peek_interpreter_stack() is not None:
+        return False
+    if parameter is not None and not (
+        parameter.device.type == "cpu"
+        and type(parameter) in PLAIN
+        and not (parameter.requires_grad and torch.is_grad_enabled())
+    ):
+        return False
+    return x.numel() > 0 and _is_there(x.dtype, x.numel())
+
+
+def _threads(x: Tensor) -> int:
+    return torch.get_num_threads() if x.numel() >= _SHARED else 1
+
+
+def _strides(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """Return x [..., N, D], or a copy, and of the rows of its last two dimensions how many there are and how far apart
+    the first ones and their neighbours lie."""
+    channels = x.shape[-1]
+    inner = x.shape[-2] if x.dim() > 1 else 1
+    if x.is_contiguous():
+        return x, inner, inner * channels, channels
+    shape, stride = x.shape, x.stride()
+    apart = all(stride[i] == stride[i + 1] * shape[i + 1] or shape[i] == 1 for i in range(x.dim() - 3))
+    if x.dim() < 3 or stride[-1] != 1 or not apart:
+        return x.contiguous(), inner, inner * channels, channels
+    return x, inner, stride[-3], stride[-2]
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, weight_last: bool) -> Tensor | None:
+    """Return `kernels.norm.reference.rms_norm` of x [..., D], or None. weight: [D] or None."""
+    if not _serves(x, weight) or not _sums_as_torch():
+        return None
+    channels = x.shape[-1]
+    if (x.stride(-1) != 1 and channels > 1) or 0 in x.stride() or x.numel() == channels >= _ONE_ROW:
+        return None  # torch adds these up in another order
+    if weight is not None:
+        if weight.dtype != x.dtype or weight.shape != (channels,):
+            return None
+        weight = weight.contiguous()
+    x, *strides = _strides(x)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _function("te_rms_norm", x.dtype)(
+        x.data_ptr(),
+        None if weight is None else weight.data_ptr(),
+        out.data_ptr(),
+        x.numel() // channels,
+        channels,
+        *strides,
+        eps,
+        zero_centered,
+        weight_last,
+        _threads(x),
+    )
+    return out
+
+
+@functools.cache
+def _sums_as_torch() -> bool:
+    """Whether torch adds the numbers of a row up in the order that the library follows: how is not part of what torch
+    promises, so that each process compares."""
+    lengths, eps = (7, 100, 576, 5000), 1e-5
+    for length in lengths:
+        x = torch.randn(4, length, generator=torch.Generator().manual_seed(length))
+        found = torch.empty_like(x)
+        sizes = 4, length, 1, length, 0
+        _function("te_rms_norm", x.dtype)(x.data_ptr(), None, found.data_ptr(), *sizes, eps, 0, 1, 1)
+        if not torch.equal(found, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)):
+            shared.fallbacks["torch adds rows up in another order"] += 1
+            return False
+    return True
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | None:
+    """Return `kernels.rope.reference.apply_rope` of x [B, S, N, D], or None. cos, sin: float32 [B or 1, S, R/2]."""
+    if not _serves(x, cos) or cos.dtype != torch.float32 or (sin.requires_grad and torch.is_grad_enabled()):
+        return None
+    batch, length, heads, channels = x.shape
+    if cos.shape != sin.shape or sin.dtype != cos.dtype or cos.shape[1] != length or cos.shape[0] not in (1, batch):
+        return None
+    cos, sin = cos.contiguous(), sin.contiguous()
+    x, *strides = _strides(x)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _function("te_rotate", x.dtype)(
+        x.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        out.data_ptr(),
+        batch * length * heads,
+        channels,
+        cos.shape[-1],
+        *strides,
+        cos.shape[0] * length,
+        interleaved,
+        _threads(x),
+    )
+    return out
+
+
+@functools.cache
+def _table(function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what a function makes of every bfloat16, in the order of their bits."""
+    with torch.inference_mode(False), torch.no_grad():
+        bits = torch.arange(2**16, dtype=torch.int32)
+        every = torch.where(bits < 2**15, bits, bits - 2**16).to(torch.int16).view(torch.bfloat16)
+        # a part of wider rows, as gates are: of one piece of memory torch's gelu makes NaN of infinity
+        part = torch.empty(64, 2**11, dtype=torch.bfloat16)[:, : 2**10].copy_(every.view(64, -1))
+        return function(part).contiguous()
+
+
+def activate(
+    x: Tensor, function: Callable[[Tensor], Tensor], gated: bool, probabilities: Tensor | None
+) -> Tensor | None:
+    """Return `function(x)`, or of x = [gate | up] `function(gate) * up`, times probabilities [...] by row, or None: of
+    x [..., D] in bfloat16, whose activations are looked up."""
+    if x.dtype != torch.bfloat16 or x.dim() == 0 or not _serves(x, probabilities):
+        return None
+    width = x.shape[-1] // 2 if gated else x.shape[-1]
+    if gated and x.shape[-1] % 2:
+        return None
+    if probabilities is not None:
+        if probabilities.shape != x.shape[:-1]:
+            return None
+        probabilities = probabilities.float().contiguous()
+    x = x.contiguous()
+    out = torch.empty((*x.shape[:-1], width), dtype=x.dtype)
+    _function("te_activate", x.dtype)(
+        x.data_ptr(),
+        _table(function).data_ptr(),
+        None if probabilities is None else probabilities.data_ptr(),
+        out.data_ptr(),
+        math.prod(x.shape[:-1]),
+        width,
+        x.shape[-1],
+        gated,
+        _threads(x),
+    )
+    return out
+
+
+def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return `kernels.permute.reference.sum_slots` of y [R, D], or None. row_of_slot: int64 [T, K]; weights: [T, K]."""
+    if dtype != y.dtype or not _serves(y, weights) or not eager_on_cpu(row_of_slot):
+        return None
+    tokens, slots = row_of_slot.shape
+    y, row_of_slot = y.contiguous(), row_of_slot.contiguous()
+    weights = None if weights is None else weights.float().contiguous()
+    out = torch.empty((tokens, y.shape[1]), dtype=dtype)
+    _function("te_sum_slots", dtype)(
+        y.data_ptr(),
+        row_of_slot.data_ptr(),
+        None if weights is None else weights.data_ptr(),
+        out.data_ptr(),
+        tokens,
+        slots,
+        y.shape[1],
+        _threads(y),
+    )
+    return out
