@@ -39,6 +39,62 @@ INLINE void by_row(const float* x, int64_t padded, const X* w, int64_t K, float*
   for (int m = 0; m < count; ++m) out[m] = sum(add(add(acc[m][0], acc[m][1]), add(acc[m][2], acc[m][3])));
 }
 
+#if defined(__AVX512BF16__) && !defined(NARROW)
+constexpr bool kPairs = X::rounds;
+
+// The same of bfloat16, whose products of pairs are added up by one instruction: x, as it is, in rows of `padded`.
+template <int count>
+INLINE void by_row_of_pairs(const X* x, int64_t padded, const X* w, int64_t K, float* out) {
+  constexpr int width = 2 * kWidth;
+  __m512 acc[count][2];
+  for (auto& some : acc) some[0] = some[1] = zero();
+  const auto pairs = [](const X* p) INLINE { return __m512bh(_mm512_loadu_si512(p)); };
+  int64_t k = 0;
+  for (; k + 2 * width <= K; k += 2 * width) {
+    const __m512bh a = pairs(w + k), b = pairs(w + k + width);
+#pragma GCC unroll 8
+    for (int m = 0; m < count; ++m) {
+      acc[m][0] = _mm512_dpbf16_ps(acc[m][0], a, pairs(x + m * padded + k));
+      acc[m][1] = _mm512_dpbf16_ps(acc[m][1], b, pairs(x + m * padded + k + width));
+    }
+  }
+  for (int i = 0; k < K; k += width, ++i) {
+    const __mmask32 there = K - k < width ? (__mmask32(1) << (K - k)) - 1 : ~__mmask32(0);
+    const __m512bh last = __m512bh(_mm512_maskz_loadu_epi16(there, w + k));
+    for (int m = 0; m < count; ++m) acc[m][i] = _mm512_dpbf16_ps(acc[m][i], last, pairs(x + m * padded + k));
+  }
+  for (int m = 0; m < count; ++m) out[m] = sum(add(acc[m][0], acc[m][1]));
+}
+
+inline void pairs_by_weight(const X* x, int64_t padded, const X* bias, X* out, int64_t M, int64_t begin, int64_t end,
+                            int64_t N, int64_t K, const X* data, int64_t stride) {
+  for (int64_t n = begin; n < end; ++n) {
+    const X* const w = data + n * stride;
+    for (int64_t m = 0; m < M; m += 8) {
+      float found[8];
+      const int count = int(std::min<int64_t>(8, M - m));
+      const X* const from = x + m * padded;
+      switch (count) {
+        case 1: by_row_of_pairs<1>(from, padded, w, K, found); break;
+        case 2: by_row_of_pairs<2>(from, padded, w, K, found); break;
+        case 3: by_row_of_pairs<3>(from, padded, w, K, found); break;
+        case 4: by_row_of_pairs<4>(from, padded, w, K, found); break;
+        case 5: by_row_of_pairs<5>(from, padded, w, K, found); break;
+        case 6: by_row_of_pairs<6>(from, padded, w, K, found); break;
+        case 7: by_row_of_pairs<7>(from, padded, w, K, found); break;
+        default: by_row_of_pairs<8>(from, padded, w, K, found);
+      }
+      for (int i = 0; i < count; ++i)
+        out[(m + i) * N + n] = X::write(bias == nullptr ? found[i] : found[i] + X::read(bias[n]));
+    }
+  }
+}
+#else
+constexpr bool kPairs = false;
+inline void pairs_by_weight(const X*, int64_t, const X*, X*, int64_t, int64_t, int64_t, int64_t, int64_t, const X*,
+                            int64_t) {}
+#endif
+
 inline void rows_by_weight(const float* x, int64_t padded, const X* bias, X* out, int64_t M, int64_t begin, int64_t end,
                            int64_t N, int64_t K, const X* data, int64_t stride) {
   for (int64_t n = begin; n < end; ++n) {
@@ -63,13 +119,22 @@ using namespace te_models;
 // x [M, K] contiguous, bias [N] or null, out [M, N], data [N, K] with rows `stride` apart
 extern "C" void te_rows(const X* x, const X* bias, X* out, int64_t M, int64_t N, int64_t K, const X* data,
                         int64_t stride, int threads) {
+  const int64_t share = (N + threads - 1) / threads;
+  if (kPairs) {
+    const int64_t padded = (K + 31) / 32 * 32;
+    std::vector<X> rows(M * padded);
+    for (int64_t m = 0; m < M; ++m) std::memcpy(rows.data() + m * padded, x + m * K, K * sizeof(X));
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t begin = 0; begin < N; begin += share)
+      pairs_by_weight(rows.data(), padded, bias, out, M, begin, std::min(begin + share, N), N, K, data, stride);
+    return;
+  }
   const int64_t padded = (K + kWidth - 1) / kWidth * kWidth;
   std::vector<float> wide(M * padded);
   for (int64_t m = 0; m < M; ++m)
 #pragma omp simd
     for (int64_t k = 0; k < K; ++k) wide[m * padded + k] = X::read(x[m * K + k]);
   if (threads == 1) return rows_by_weight(wide.data(), padded, bias, out, M, 0, N, N, K, data, stride);
-  const int64_t share = (N + threads - 1) / threads;
 #pragma omp parallel for num_threads(threads)
   for (int64_t begin = 0; begin < N; begin += share)
     rows_by_weight(wide.data(), padded, bias, out, M, begin, std::min(begin + share, N), N, K, data, stride);

@@ -124,8 +124,9 @@ inline void e2m1(const uint8_t* p, const float* table, V* to) {
 }
 #endif
 
-// Have memory bring what is read for the next rows, while these are decoded.
-inline void soon(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Have memory bring what is read for the next rows, while these are decoded. INLINE, or GCC takes the call for one that
+// does nothing.
+INLINE inline void soon(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 template <class F>
 INLINE inline void each_row(const F& f) {

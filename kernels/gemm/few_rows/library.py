@@ -27,13 +27,14 @@ _ARGUMENTS = {
 
 
 @functools.cache
-def _function(format: torch.dtype, dtype: torch.dtype, narrow: bool = False, name: str = "te_few_rows") -> Any:
-    """Return a function for a weight's stored dtype and the dtype of the rows. narrow: with AVX2 alone."""
+def _function(format: torch.dtype, dtype: torch.dtype, without: str = "", name: str = "te_few_rows") -> Any:
+    """Return a function for a weight's stored dtype and the dtype of the rows. without: "LOOKUP" decodes where this CPU
+    could look values up, "WIDE" has AVX2 alone."""
     defined = {"INPUT": shared.NAMES[dtype], "FORMAT": _FORMATS[format]}
     if format is not torch.uint8:
         defined["OF_BYTES"] = ""
-    if narrow:
-        defined["NARROW"] = ""
+    if without:
+        defined[{"LOOKUP": "DECODED", "WIDE": "NARROW"}[without]] = ""
     return cpp_library.function(SOURCE, defined, name, _ARGUMENTS[name])
 
 

@@ -7,10 +7,9 @@ depend on how many rows there are.
 """
 
 from ..vectors import VECTORS
+from .lookup_source import LOOKUP
 
-SOURCE = (
-    VECTORS
-    + r"""
+_DECODING = r"""
 constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
 
 // Formats of a byte decode kWidth values to 1/kFactor of them.
@@ -244,7 +243,8 @@ void several(const float* decoded, const float* x, int64_t padded, float* out) {
   for (int m = 0; m < count; ++m)
     for (int r = 0; r < kRows; ++r) out[m * kRows + r] = sum(acc[m][r]);
 }
-
+"""
+_FUNCTIONS = r"""
 }  // namespace te_models
 using namespace te_models;
 
@@ -253,6 +253,7 @@ extern "C" void te_few_rows(const X* x, const X* bias, X* out, int64_t M, int64_
                             int64_t stride, const void* scale, int64_t down, int64_t across, int64_t block_rows,
                             int64_t block_columns, int kind, const float* amax, int threads) {
   const Weight w{data, stride, scale, down, across, block_rows, block_columns, K, kind};
+  if (kLooksUp && looked_up(x, bias, out, M, N, w, threads)) return;
   const Tables tables(w, amax);
   const int64_t padded = (K + 15) / 16 * 16;
   std::vector<float> wide(M * padded);
@@ -304,4 +305,4 @@ extern "C" void te_few_rows_of_groups(const X* x, X* out, const int64_t* groups,
   }
 }
 """
-)
+SOURCE = VECTORS + _DECODING + LOOKUP + _FUNCTIONS

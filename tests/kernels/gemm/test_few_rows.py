@@ -37,14 +37,15 @@ FORMATS: dict[str, Quantizer] = {
 
 
 INSTRUCTIONS = ("widest", "avx2") if torch.cpu._is_avx512_supported() else ("widest",)
+STORED = ("widest", "decoded", "avx2") if torch.cpu._is_avx512_bf16_supported() else INSTRUCTIONS
 
 
-@pytest.fixture(params=INSTRUCTIONS)
+@pytest.fixture(params=STORED)
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library of this CPU's widest vectors, and that of AVX2's."""
-    if request.param == "avx2":
-        function = library._function
-        monkeypatch.setattr(library, "_function", lambda format, dtype: function(format, dtype, True))
+    """The library of this CPU's widest vectors, the same without tables of bytes, and that of AVX2's."""
+    if request.param != "widest":
+        function, without = library._function, {"decoded": "LOOKUP", "avx2": "WIDE"}[request.param]
+        monkeypatch.setattr(library, "_function", lambda format, dtype: function(format, dtype, without))
 
 
 SHAPES = ((256, 512), (515, 336), (301, 1120))  # of weights: the last two end within a block and within four rows

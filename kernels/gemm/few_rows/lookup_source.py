@@ -1,0 +1,198 @@
+"""The C++ of a product of a few bfloat16 rows by a weight of bytes whose values are looked up: x86 with AVX512_VBMI and
+AVX512_BF16, which find 64 bytes in a table, and add up products of pairs, in one instruction each.
+
+A byte has 128 magnitudes, and a matrix, or a block of it, one scale: a table has what each of them dequantizes to, NaN
+and the rounding to bfloat16 included. That takes 8 instructions for 64 values, where decoding takes 7 for 16 and looks
+for NaN first. Where each row has scales of its own (MXFP8) the table is of the format's values, and the sum over a
+block is multiplied by its scale, a power of two. Every sum runs over the lanes of two vectors, then over these.
+"""
+
+LOOKUP = r"""
+#if defined(OF_BYTES) && !defined(NARROW) && !defined(DECODED) && defined(__AVX512VBMI__) && defined(__AVX512BF16__)
+constexpr bool kLooksUp = X::rounds;
+constexpr int kChunk = 64;  // bytes of a vector
+constexpr int kAhead = 1024;  // bytes that are read before they are needed
+
+struct Table {  // the lower and the upper bytes of 128 values
+  uint8_t low[128], high[128];
+};
+
+// The format's values, of all bytes without a sign.
+static const float* values_of_bytes() {  // not inline: the loader would take one table for all formats
+  static const std::vector<float> found = [] {
+    std::vector<float> values(128);
+    uint8_t codes[16] = {};
+    for (int byte = 0; byte < 128; ++byte) {
+      codes[0] = uint8_t(byte);
+      float lanes[kWidth];
+      store(lanes, W::decode(codes));
+      values[byte] = (byte & W::kSpecial) == W::kSpecial ? W::special(lanes[0]) : lanes[0] * W::kFactor;
+    }
+    return values;
+  }();
+  return found.data();
+}
+
+inline void fill(Table& table, float scale) {
+  const float* const values = values_of_bytes();
+  uint16_t found[128];
+  for (int i = 0; i < 128; ++i) found[i] = BFloat16::write(values[i] * scale).bits;
+  for (int i = 0; i < 128; ++i) {
+    table.low[i] = uint8_t(found[i]);
+    table.high[i] = uint8_t(found[i] >> 8);
+  }
+}
+
+struct Lookup {
+  __m512i low[2], high[2];
+  INLINE explicit Lookup(const Table& t)
+      : low{_mm512_loadu_si512(t.low), _mm512_loadu_si512(t.low + 64)},
+        high{_mm512_loadu_si512(t.high), _mm512_loadu_si512(t.high + 64)} {}
+  // 64 bytes as bfloat16: of every 16 the first eight, and the others.
+  INLINE void operator()(__m512i bytes, __m512bh* found) const {
+    const __m512i l = _mm512_permutex2var_epi8(low[0], bytes, low[1]);  // the sign is no part of an index
+    const __m512i h = _mm512_permutex2var_epi8(high[0], bytes, high[1]);
+    const __m512i sign = _mm512_set1_epi8(char(0x80));
+    const __m512i signed_h = _mm512_ternarylogic_epi32(h, bytes, sign, 0xF8);  // h | (bytes & sign)
+    found[0] = __m512bh(_mm512_unpacklo_epi8(l, signed_h));
+    found[1] = __m512bh(_mm512_unpackhi_epi8(l, signed_h));
+  }
+};
+
+// x [M, K] as it is multiplied: of each 64 columns of a row two vectors, in the order of Lookup's.
+inline std::vector<uint16_t> in_order(const X* x, int64_t M, int64_t K, int64_t padded) {
+  std::vector<uint16_t> found(M * padded);
+  for (int64_t m = 0; m < M; ++m)
+    for (int64_t k = 0; k < K; ++k) {
+      const int64_t place = k % kChunk, half = place % 16 / 8;
+      uint16_t bits;
+      std::memcpy(&bits, x + m * K + k, 2);
+      found[m * padded + k - place + half * 32 + place / 16 * 8 + place % 8] = bits;
+    }
+  return found;
+}
+
+inline __m512i bytes_of(const uint8_t* p, int64_t left) {
+  return left >= kChunk ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((uint64_t(1) << left) - 1, p);
+}
+
+inline __m512bh pairs_of(const uint16_t* p) { return __m512bh(_mm512_loadu_si512(p)); }
+
+// The scales of the 32 columns from k on and of the 32 behind them, for the lanes of their sums.
+INLINE inline __m512 scales_of(const uint8_t* scale, int64_t k, int64_t K) {
+  uint16_t two;
+  if (K - k > 32) std::memcpy(&two, scale + k / 32, 2);
+  else two = scale[k / 32];  // there may be no more memory
+  // as the third byte of each number, and from there into the exponent
+  const __m512i place = _mm512_inserti64x4(_mm512_set1_epi32(0x80018080), _mm256_set1_epi32(0x80008080), 0);
+  const __m512i bytes = _mm512_shuffle_epi8(_mm512_set1_epi16(short(two)), place);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(bytes, 7));
+}
+
+// `count` rows of x by a row of the weight -> out [count]. tables: of each `columns`; or one, and scales of each 32.
+template <int count, bool scaled>
+INLINE inline void by_table(const uint8_t* row, int64_t K, const Table* tables, int64_t columns, const uint8_t* scale,
+                            const uint16_t* x, int64_t padded, float* out) {
+  __m512 acc[count][2];
+  for (auto& some : acc) some[0] = some[1] = _mm512_setzero_ps();
+  for (int64_t begin = 0; begin < K; begin += columns, ++tables) {
+    const Lookup lookup(*tables);
+    const int64_t end = std::min(begin + columns, K);
+    for (int64_t k = begin; k < end; k += kChunk) {
+      soon(row + k + kAhead);
+      __m512bh w[2];
+      lookup(bytes_of(row + k, K - k), w);
+      const __m512 factor = scaled ? scales_of(scale, k, K) : _mm512_setzero_ps();
+#pragma GCC unroll 4
+      for (int m = 0; m < count; ++m) {
+        const uint16_t* const from = x + m * padded + k;
+        if constexpr (scaled) {
+          __m512 sum = _mm512_dpbf16_ps(_mm512_setzero_ps(), w[0], pairs_of(from));
+          sum = _mm512_dpbf16_ps(sum, w[1], pairs_of(from + 32));
+          acc[m][0] = _mm512_fmadd_ps(sum, factor, acc[m][0]);
+        } else {
+          acc[m][0] = _mm512_dpbf16_ps(acc[m][0], w[0], pairs_of(from));
+          acc[m][1] = _mm512_dpbf16_ps(acc[m][1], w[1], pairs_of(from + 32));
+        }
+      }
+    }
+  }
+  for (int m = 0; m < count; ++m) out[m] = sum(add(acc[m][0], acc[m][1]));
+}
+
+// Whether all scales of the weight leave its values far from the ends of float32.
+inline bool ordinary_scales(const Weight& w, int64_t N) {
+  const int64_t down = (N + w.block_rows - 1) / w.block_rows, across = (w.K + w.block_columns - 1) / w.block_columns;
+  if (w.kind == kE8m0) {  // which lie side by side
+    uint8_t low = 255, high = 0;
+    for (int64_t i = 0; i < down; ++i) {
+      const uint8_t* const p = static_cast<const uint8_t*>(w.scale) + i * w.down;
+#pragma omp simd reduction(min : low) reduction(max : high)
+      for (int64_t j = 0; j < across; ++j) {
+        low = std::min(low, p[j]);
+        high = std::max(high, p[j]);
+      }
+    }
+    return low > 27 && high < 227;
+  }
+  bool found = true;
+  for (int64_t i = 0; i < down; ++i)
+    for (int64_t j = 0; j < across; ++j) {
+      const float scale = std::fabs(static_cast<const float*>(w.scale)[i * w.down + j * w.across]);
+      found &= scale > 0x1p-100f && scale < 0x1p100f;
+    }
+  return found;
+}
+
+template <bool scaled>
+inline void by_tables(const X* x, const X* bias, X* out, int64_t M, int64_t N, const Weight& w, int threads) {
+  const int64_t K = w.K, padded = (K + kChunk - 1) / kChunk * kChunk;
+  const std::vector<uint16_t> ordered = in_order(x, M, K, padded);
+  const int64_t columns = scaled ? padded : w.block_columns, blocks = (K + columns - 1) / columns;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    std::vector<Table> tables(blocks);
+    if (scaled) fill(tables[0], 1.0f);
+    int64_t filled = -1;  // the block of rows whose tables these are
+#pragma omp for schedule(static)
+    for (int64_t n = 0; n < N; ++n) {
+      const int64_t block = n / w.block_rows;
+      if (!scaled && block != filled) {
+        filled = block;
+        const float* const p = static_cast<const float*>(w.scale) + block * w.down;
+        for (int64_t b = 0; b < blocks; ++b) fill(tables[b], p[b * w.across]);
+      }
+      const uint8_t* const row = w.data + n * w.stride;
+      const uint8_t* const scale = scaled ? static_cast<const uint8_t*>(w.scale) + block * w.down : nullptr;
+      const float b = bias == nullptr ? 0.0f : X::read(bias[n]);
+      for (int64_t m = 0; m < M; m += 4) {
+        float found[4];
+        const int count = int(std::min<int64_t>(4, M - m));
+        const uint16_t* const from = ordered.data() + m * padded;
+        if (count == 1) by_table<1, scaled>(row, K, tables.data(), columns, scale, from, padded, found);
+        else if (count == 2) by_table<2, scaled>(row, K, tables.data(), columns, scale, from, padded, found);
+        else if (count == 3) by_table<3, scaled>(row, K, tables.data(), columns, scale, from, padded, found);
+        else by_table<4, scaled>(row, K, tables.data(), columns, scale, from, padded, found);
+        for (int i = 0; i < count; ++i) out[(m + i) * N + n] = X::write(bias == nullptr ? found[i] : found[i] + b);
+      }
+    }
+  }
+}
+
+inline bool looked_up(const X* x, const X* bias, X* out, int64_t M, int64_t N, const Weight& w, int threads) {
+  if (w.kind == kE8m0) {
+    if (w.block_columns != 32 || w.across != 1 || !ordinary_scales(w, N)) return false;
+    by_tables<true>(x, bias, out, M, N, w, threads);
+    return true;
+  }
+  const bool whole = w.block_columns >= w.K || w.block_columns % kChunk == 0;
+  const bool many = w.block_rows >= std::min<int64_t>(N, 32);  // rows, or filling the tables takes the time
+  if (!whole || !many || !ordinary_scales(w, N)) return false;
+  by_tables<false>(x, bias, out, M, N, w, threads);
+  return true;
+}
+#else
+constexpr bool kLooksUp = false;
+inline bool looked_up(const X*, const X*, X*, int64_t, int64_t, const Weight&, int) { return false; }
+#endif
+"""
