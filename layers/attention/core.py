@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_models.kernels.decode_attention import attend_one
+from te_models.kernels.decode_attention import serves as serves_one
 from te_models.kernels.gemm import matmul
 from te_models.kernels.gemm.cpu import in_float32
 from te_models.kernels.without_autocast import without_autocast
@@ -38,6 +40,8 @@ def attend(
     mask = visible
     if bias is not None:
         mask = bias if visible is None else torch.where(visible, bias, float("-inf"))
+    if bias is None and not dropout and serves_one(query, key, value, mask):
+        return attend_one(query, key, value, mask, scale)
     shared = query.shape[1] != key.shape[1]
     if shared and query.shape[2] == 1 and not causal and (mask is None or (mask.dim() == 4 and mask.shape[1] == 1)):
         # One token of each head: heads that share keys are as many queries of one head, and no keys are copied. On CPU

@@ -1,0 +1,102 @@
+"""Attention of one query of each head to cached keys on a CPU, eagerly, where no gradient is wanted.
+
+A token that is decoded reads all keys and values once. torch's kernel, made for many queries, takes two to four times
+as long as memory does; here they are read front to back, whatever the number of heads that share them.
+
+B batch, L keys, N query heads, G key/value heads, D channels of q and k, Dv channels of v.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+
+from .. import cpp_library
+from ..compiling import compiling
+from ..gemm.gemv import has_instructions
+from ..quantize.cpu_graph import library as shared
+from ..quantize.eager import PLAIN, eager_on_cpu
+from .source import SOURCE
+
+LEAST = 2**13
+"""Elements of the keys from which reading them is what takes the time."""
+MOST_SHARED = 8
+"""Queries of a key head: of more, a matrix product is faster than reading the keys once is worth."""
+_P, _N, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_ARGUMENTS = (_P, *((_P, _N, _N, _N) * 2), _P, _N, _P, *(_N,) * 6, _FLOAT, _INT)
+
+
+@functools.cache
+def _function(dtype: torch.dtype, narrow: bool = False) -> Any:
+    """Return the function for a dtype. narrow: with AVX2 alone."""
+    defined = {"INPUT": shared.NAMES[dtype]} | ({"NARROW": ""} if narrow else {})
+    return cpp_library.function(SOURCE, defined, "te_attend_one", _ARGUMENTS)
+
+
+def _trial() -> None:
+    _function(torch.bfloat16)
+
+
+@functools.cache
+def _is_there() -> bool:
+    return has_instructions() and shared.available(_trial)
+
+
+def serves(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> bool:
+    """Whether `attend_one` attends: plain tensors of one dtype on CPU, one query of each head, and no more of a mask
+    than which keys are visible. query: [B, N, 1, D]; key: [B, G, L, D]; value: [B, G, L, Dv]; visible: None, or a
+    tensor broadcastable to [B, N, 1, L]."""
+    if compiling() or query.shape[2] != 1 or query.dtype not in shared.DTYPES or not eager_on_cpu(query):
+        return False
+    if query.shape[1] > MOST_SHARED * key.shape[1]:
+        return False
+    for cached in (key, value):
+        if (
+            cached.dtype != query.dtype
+            or type(cached) not in PLAIN
+            or (cached.requires_grad and torch.is_grad_enabled())
+            or cached.stride(3) != 1
+            or cached.shape[3] % 16  # of AVX-512's vectors
+            or cached.shape[:3] != key.shape[:3]
+        ):
+            return False
+    if visible is not None and (
+        visible.dtype != torch.bool
+        or visible.shape not in ((1, 1, 1, key.shape[2]), (query.shape[0], 1, 1, key.shape[2]))
+    ):
+        return False
+    return key.numel() >= LEAST and peek_interpreter_stack() is None and _is_there()
+
+
+def attend_one(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float) -> Tensor:
+    """Return attention of query [B, N, 1, D] over key [B, G, L, D] and value [B, G, L, Dv], where it `serves`:
+    [B, N, 1, Dv]. A query that sees no key gets zeros."""
+    batch, heads, _, channels = query.shape
+    groups, keys, width = key.shape[1], key.shape[2], value.shape[3]
+    query = query.contiguous()
+    out = torch.empty((batch, heads, 1, width), dtype=query.dtype)
+    visible = None if visible is None else visible.contiguous()
+    _function(query.dtype)(
+        query.data_ptr(),
+        key.data_ptr(),
+        *(key.stride(i) for i in (0, 2, 1)),
+        value.data_ptr(),
+        *(value.stride(i) for i in (0, 2, 1)),
+        None if visible is None else visible.data_ptr(),
+        0 if visible is None or visible.shape[0] == 1 else keys,
+        out.data_ptr(),
+        batch,
+        keys,
+        groups,
+        heads // groups,
+        channels,
+        width,
+        scale,
+        torch.get_num_threads(),
+    )
+    return out
