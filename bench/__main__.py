@@ -23,6 +23,7 @@ BENCHMARKS = {
     "moments": [],
     "noting_statistics": [],
     "stored_decode": [],
+    "flash_attention": [],
     "windowed_attention": [],
     "expert_dispatch": [],
 }

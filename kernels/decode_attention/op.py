@@ -55,6 +55,8 @@ def serves(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) ->
         return False
     if query.shape[1] > MOST_SHARED * key.shape[1]:
         return False
+    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != query.dtype:
+        return False  # torch's attention is of another dtype there
     for cached in (key, value):
         if (
             cached.dtype != query.dtype

@@ -1,13 +1,13 @@
-"""Attention within documents on a CPU: one call of torch's flash attention for each document, or with soft-capped
-scores, which that has not, a block of queries after the other (`softcap`).
+"""Attention within documents on a CPU: one call of flash attention for each document, ours or where that is not for the
+shapes torch's, or with soft-capped scores, which neither has, a block of queries after the other (`softcap`).
 
 A mask of a row of S tokens has S^2 entries, and attention under it computes S^2 scores, of which documents of length n
 use S n. Here the boundaries are data: a registered operation reads them, so that one graph serves all of them.
 FlexAttention, torch's way to say this with a mask function, has no backward pass on a CPU.
 
-Queries may be those of the last positions alone. A document that began before them is attended to in two calls, to the
-keys before the queries and, causally, to those beside them; the logs of their sums of exponentials say how much each
-part counts. The backward pass of either part needs the joint result and sum alone.
+Queries may be those of the last positions alone. With torch's kernel a document that began before them is attended to
+in two calls, to the keys before the queries and, causally, to those beside them; the logs of their sums of exponentials
+say how much each part counts. The backward pass of either part needs the joint result and sum alone.
 
 A sink, one more logit for each head that takes probability and adds nothing (gpt_oss), is one more part of the sum of
 exponentials: with the joint sum the result shrinks, and the backward pass is the same.
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..custom_op import Output, gradient_of, like, operation
+from ..flash_attention import fits, is_there, run_backward, run_forward
 from ..gemm.cpu import in_float32
 from .softcap import softcapped_bwd, softcapped_fwd
 
@@ -46,20 +47,28 @@ def packed_attention_fwd(
     causal: bool,
     sink: Tensor | None,
     softcap: float = 0.0,
+    window: int = -1,
 ) -> tuple[Tensor, Tensor]:
     """Return attention [B, N, Q, Dv] and the log of the sum of exponentials of each query's scores, and of the sink,
     float32 [B, N, Q].
 
     q: [B, N, Q, D]; k: [B, G, S, D]; v: [B, G, S, Dv]; documents: int64 [B, S], see `packed_attention`; sink: [N];
-    softcap: 0 is none. Differentiable once in q, k, v and sink.
+    softcap: 0 is none; window: -1 is none. Differentiable once in q, k, v and sink.
     """
     logit = None if sink is None else sink.float()[None, :, None]
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     logsumexp = q.new_zeros(q.shape[:-1], dtype=torch.float32)
+    ours = window >= 0 or (not softcap and _has_ours(q, k, v, scale, gradients=False))
     for queries, parts in _documents(documents, q.shape[2], causal):
+        keys = _together(parts)
         if softcap:
-            keys = _together(parts)
             found, own = softcapped_fwd(q[queries][0], k[keys][0], v[keys][0], scale, causal, softcap)
+        elif ours:
+            found, own = out[queries], logsumexp[queries]
+            flipped = [x.transpose(1, 2) for x in (q[queries], k[keys], v[keys], found, own)]
+            run_forward(*flipped, scale=scale, causal=causal, window=window + 1)
+            if logit is None:
+                continue
         else:
             each = (
                 torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -93,12 +102,22 @@ def packed_attention_bwd(
     scale: float,
     causal: bool,
     softcap: float = 0.0,
+    window: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of `packed_attention_fwd`, from its results. grad: [B, N, Q, Dv]."""
     gradients = tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    ours = window >= 0 or (not softcap and _has_ours(q, k, v, scale, gradients=True))
     for queries, parts in _documents(documents, q.shape[2], causal):
+        keys = _together(parts)
+        if ours:
+            places = (queries, queries, keys, keys, queries, queries)
+            flipped = [
+                x[place].transpose(1, 2) for x, place in zip((grad, q, k, v, out, logsumexp), places, strict=True)
+            ]
+            into = (x[place].transpose(1, 2) for x, place in zip(gradients, (queries, keys, keys), strict=True))
+            run_backward(*flipped, into=tuple(into), scale=scale, causal=causal, window=window + 1)
+            continue
         if softcap:
-            keys = _together(parts)
             own = grad[queries][0], q[queries][0], k[keys][0], v[keys][0], out[queries][0], logsumexp[queries][0]
             for whole, place, gradient in zip(
                 gradients, (queries, keys, keys), softcapped_bwd(*own, scale, causal, softcap), strict=True
@@ -125,12 +144,13 @@ def packed_attention_bwd(
 
 @gradient_of(
     packed_attention_fwd,
-    saves=("q", "k", "v", "documents", "scale", "causal", "sink", "softcap"),
+    saves=("q", "k", "v", "documents", "scale", "causal", "sink", "softcap", "window"),
     saves_results=(0, 1),
     constant=(1,),
 )
 def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str, Tensor]:
-    flags, (out, logsumexp) = (saved.documents, saved.scale, saved.causal, saved.softcap), saved.results
+    flags = (saved.documents, saved.scale, saved.causal, saved.softcap, saved.window)
+    out, logsumexp = saved.results
     dq, dk, dv = packed_attention_bwd(grad, saved.q, saved.k, saved.v, out, logsumexp, *flags)
     found = {"q": dq, "k": dk, "v": dv}
     if saved.sink is not None and "sink" in needs:
@@ -149,6 +169,7 @@ def packed_attention(
     causal: bool = True,
     sink: Tensor | None = None,
     softcap: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Return softmax attention within documents, [B, N, Q, Dv]. On a CPU only; memory is linear in S.
 
@@ -156,13 +177,15 @@ def packed_attention(
     [B, S], a number for each token; neighbours of the same number are a document, and a negative number is padding,
     which gets zeros and no gradient. causal: a token sees those of its document up to itself. sink: [N], a logit of
     each head that takes probability and adds nothing. softcap: scores become `softcap * tanh(score / softcap)`.
-    Differentiable once in q, k, v and sink. Raises ValueError for another device, for documents of another shape, and
-    for more queries than keys.
+    window: how many positions before itself a token sees; None: all; a number only with causal attention without a
+    softcap that our flash attention serves. Differentiable once in q, k, v and sink. Raises ValueError for another
+    device, for documents of another shape, and for more queries than keys.
     """
     if q.device.type != "cpu":
         raise ValueError(f"the queries are on {q.device.type}; allowed: cpu")
     check_documents(q, k, documents)
-    return packed_attention_fwd(q, k, v, documents, scale, causal, sink, softcap or 0.0)[0]
+    before = -1 if window is None else window
+    return packed_attention_fwd(q, k, v, documents, scale, causal, sink, softcap or 0.0, before)[0]
 
 
 def check_documents(q: Tensor, k: Tensor, documents: Tensor) -> None:
@@ -221,6 +244,11 @@ def _documents(documents: Tensor, count: int, causal: bool) -> Iterator[tuple[Pl
                     parts = [(place(begin, own), False), (place(own, end), True)]
                 yield place(own - first, end - first), parts
             begin = end
+
+
+def _has_ours(q: Tensor, k: Tensor, v: Tensor, scale: float, *, gradients: bool) -> bool:
+    """Whether our flash attention is for these, which takes queries of the last of the keys as they are."""
+    return fits(q, k, v, scale) and is_there(gradients)
 
 
 def _together(parts: list[tuple[Place, bool]]) -> Place:

@@ -1,4 +1,5 @@
-"""Softmax attention: torch's scaled_dot_product_attention, or written out where scores are changed in a way it has not.
+"""Softmax attention: our kernel on a CPU, torch's scaled_dot_product_attention where that does not serve, or written
+out where scores are changed in a way that neither has.
 
 B batch, S query length, L key length, N query heads, G key/value heads (query groups), D head channels.
 """
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_models.kernels import flash_attention
 from te_models.kernels.decode_attention import attend_one
 from te_models.kernels.decode_attention import serves as serves_one
 from te_models.kernels.gemm import matmul
@@ -48,6 +50,8 @@ def attend(
         # in bfloat16 5 times as fast (550 keys, 9 heads, 3 groups).
         found = F.scaled_dot_product_attention(_folded(query, key), key, value, mask, dropout, scale=scale)
         return found.reshape(query.shape[0], query.shape[1], 1, value.shape[-1])
+    if mask is None and not dropout and flash_attention.serves(query, key, value, scale):
+        return flash_attention.flash_attention(query, key, value, scale=scale, causal=causal)
     options = {"dropout_p": dropout, "is_causal": causal, "scale": scale, "enable_gqa": shared}
     if query.shape[2] != 1 and in_float32(query):  # one token: reading the cache is what takes the time
         wide = [x.float() for x in (query, key, value)]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_models.kernels import flash_attention
 from te_models.kernels.packed_attention import documents_of_lengths, flex_packed_attention, packed_attention
 
 from ..collectives import ranks_of
@@ -231,7 +232,7 @@ class DotProductAttention(nn.Module):
         return from_batch_first(self._masked(query, key, value, masking, checkpoint_core_attention), layout)
 
     def _masked(self, query: Tensor, key: Tensor, value: Tensor, masking: Masking, checkpoint: bool) -> Tensor:
-        attend: Callable[..., Tensor] | None = self._in_linear_memory(masking, query, key)
+        attend: Callable[..., Tensor] | None = self._in_linear_memory(masking, query, key, value)
         arguments: tuple[Any, ...] = (query, key, value)
         if attend is None:
             plain = self.softcap is None and self.softmax_type == "vanilla"
@@ -242,7 +243,7 @@ class DotProductAttention(nn.Module):
         return attend(*arguments)
 
     def _in_linear_memory(
-        self, masking: Masking, query: Tensor, key: Tensor
+        self, masking: Masking, query: Tensor, key: Tensor, value: Tensor
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """Return what attends without a mask of all queries and keys where torch's kernels would need one, or have no
         sinks or soft caps; None where nothing does. An exported program has any length, so that none decides what is in
@@ -251,16 +252,31 @@ class DotProductAttention(nn.Module):
         if query.device.type != "cpu" or torch.compiler.is_exporting():
             return None
         window = masking.causal_window(queries, keys)
-        if window is not None and saves(window, queries, keys):
-            masking.check()
-            return partial(self._attend_window, window=window, hidden=masking.hidden_keys)
-        serves = self.softmax_type != "vanilla" if self.softcap is None else queries >= _SOFTCAP_IN_BLOCKS
-        serves = serves and self.attends_documents(query.device, _WHOLE[1])
-        if serves and masking.hides_later_keys_alone(queries, keys):
-            masking.check()
-            one = torch.zeros(key.shape[:2], dtype=torch.int64, device=key.device)
-            return partial(self.attend_documents, documents=one, window=_WHOLE[1])
-        return None
+        if window is None:
+            seen, serves = _WHOLE[1], self.attends_documents(query.device, _WHOLE[1])
+            serves = serves and masking.hides_later_keys_alone(queries, keys)
+            if serves and self.softcap is not None:
+                serves = queries >= _SOFTCAP_IN_BLOCKS
+            elif serves and self.softmax_type == "vanilla":  # torch's needs no mask for as many queries as keys
+                serves = keys != queries and self._has_flash_attention(query, key, value)
+        else:
+            seen = (window - 1, 0)
+            serves = masking.attention_mask is None and self._has_flash_attention(query, key, value)
+            if not serves and saves(window, queries, keys):
+                masking.check()
+                return partial(self._attend_window, window=window, hidden=masking.hidden_keys)
+        if not serves:
+            return None
+        masking.check()
+        one = torch.zeros(key.shape[:2], dtype=torch.int64, device=key.device)
+        return partial(self.attend_documents, documents=one, window=seen)
+
+    def _has_flash_attention(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether our flash attention serves these as the module is now: [B, S, heads, channels] each."""
+        if self.softcap is not None or (self.attention_dropout > 0 and self.training):
+            return False
+        scale = self._scale if self._assigned_scale is None else 1.0
+        return flash_attention.serves(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale)
 
     def _attend_window(self, query: Tensor, key: Tensor, value: Tensor, window: int, **others: Tensor | None) -> Tensor:
         """Attend in a causal window, see `attend_in_window`."""
@@ -326,7 +342,8 @@ class DotProductAttention(nn.Module):
         linear in S but for a table of blocks on CUDA."""
         window = window_of(self.window_size, self.attn_mask_type) if window is None else window
         flex = query.device.type in _FLEX_DEVICES
-        if not flex and window not in _WHOLE:
+        in_window = window not in _WHOLE
+        if not flex and in_window and not self._has_flash_attention(query, key, value):
             return self._attend_window(query, key, value, window[0] + 1, documents=documents)
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
@@ -335,10 +352,10 @@ class DotProductAttention(nn.Module):
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         options: dict[str, Any] = {"scale": scale, "causal": causal, "sink": self._sink(query), "softcap": self.softcap}
         attend: Callable[..., Tensor] = packed_attention
+        if in_window:
+            options |= {"causal": True, "window": window[0]}
         if flex:
             attend = flex_packed_attention
-            if window[0] >= 0:
-                options |= {"causal": True, "window": window[0]}
         y = attend(query, key, value, documents, **options)
         return y.transpose(1, 2).flatten(2)
 

@@ -129,6 +129,8 @@ def test_it_serves_one_query_of_plain_tensors() -> None:
     assert not serves(query, key, value.clone().requires_grad_(), None)
     with torch.no_grad():
         assert serves(query, key, value.clone().requires_grad_(), None)
+    with torch.autocast("cpu", dtype=BF16):
+        assert not serves(query, key, value, None) and serves(query.bfloat16(), key.bfloat16(), value.bfloat16(), None)
     assert not torch.func.vmap(lambda q: torch.tensor(float(serves(q, key, value, None))))(query[None]).any()
 
 

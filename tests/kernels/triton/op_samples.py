@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.custom_op import flatten, registered
+from te_models.kernels.flash_attention import is_there
 from te_models.kernels.gemm import ScaledOperand
 from tests.kernels.gemm import scaled_cases
 from tests.kernels.triton import (
@@ -258,6 +259,23 @@ def packed_attentions(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     q, out, logsumexp = (x[:, :, -2:] for x in (q, out, logsumexp))  # of the last positions alone
     yield "packed_attention_fwd", (q, k, v, documents, 0.3, True, None)
     yield "packed_attention_bwd", (out, q, k, v, out, logsumexp, documents, 0.3, True)
+    if is_there(gradients=True):  # windows are of our kernel alone
+        q, k, v, out = (torch.randn(3, heads, 6, 16) for heads in (4, 2, 2, 4))
+        logsumexp = torch.rand(3, 4, 6)
+        yield "packed_attention_fwd", (q, k, v, documents, 0.3, True, None, 0.0, 2)
+        yield "packed_attention_bwd", (out, q, k, v, out, logsumexp, documents, 0.3, True, 0.0, 2)
+
+
+def flash_attentions(device: torch.device) -> Iterator[tuple[str, Arguments]]:
+    """On a CPU; of one projection's heads, and of the last of the keys."""
+    for dtype, causal in ((F32, True), (BF16, False)):
+        q, k, v = (
+            torch.randn(2, 2, heads, width + 6).to(dtype)[..., :width] for heads, width in ((4, 32), (2, 32), (2, 16))
+        )
+        k, v = (x.repeat(1, 3, 1, 1) for x in (k, v))
+        yield "flash_attention_fwd", (q, k, v, 0.3, causal)
+        out, logsumexp = torch.randn(2, 2, 4, 16).to(dtype), torch.rand(2, 2, 4)
+        yield "flash_attention_bwd", (out, q, k, v, out, logsumexp, 0.3, causal)
 
 
 def packed_intervals(device: torch.device) -> Iterator[tuple[str, Arguments]]:
@@ -286,5 +304,6 @@ FAMILIES: list[Family] = [
     grouped_gemms,
     embeddings,
     packed_attentions,
+    flash_attentions,
     packed_intervals,
 ]

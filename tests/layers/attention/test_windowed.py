@@ -1,5 +1,6 @@
-"""Attention in a causal window is computed block by block: with the numbers of one mask of all queries and keys, within
-documents and beside hidden keys, too, and without any tensor of their size. So is attention with sinks."""
+"""Attention in a causal window is computed by our flash attention, or block by block: with the numbers of one mask of
+all queries and keys, within documents and beside hidden keys, too, and without any tensor of their size. So is
+attention with sinks."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from te_models.kernels import flash_attention
 from te_models.kernels.packed_attention import sees_own_document
 from te_models.layers import DotProductAttention
 from te_models.layers.attention import dot_product_attention
@@ -40,6 +42,7 @@ def documents(keys: int) -> Tensor:
     """Of many lengths, a few tokens of padding between them and at the end."""
     generator = torch.Generator().manual_seed(2)
     numbers = (torch.rand(B, keys, generator=generator) < 0.02).long().cumsum(1)
+    numbers[0, 40:] += 1
     numbers[:, -5:] = -1
     numbers[0, 30:40] = -1
     return numbers
@@ -59,10 +62,11 @@ def masked(layer: DotProductAttention, monkeypatch: pytest.MonkeyPatch, tensors:
     """Return what one mask gives."""
     with monkeypatch.context() as patch:
         patch.setattr(dot_product_attention, "saves", lambda *_: False)
+        patch.setattr(flash_attention, "serves", lambda *_: False)
         return with_gradients(layer(*tensors, **options), tensors)
 
 
-KINDS = {"torch": {}, "softcap": {"softcap": 20.0}, "sinks": {"softmax_type": "learnable"}}
+KINDS = {"flash": {}, "torch": {}, "softcap": {"softcap": 20.0}, "sinks": {"softmax_type": "learnable"}}
 SIZES = [(257, 257, 8), (300, 300, 70), (640, 770, 100), (257, 297, 8), (193, 193, 64)]
 """Queries, keys, window: a last block that is not full, blocks larger than a window, earlier keys by more than a block
 and by less, which is computed at once, and as few as there are blocks of."""
@@ -73,6 +77,8 @@ and by less, which is computed at once, and as few as there are blocks of."""
 def test_blocks_give_what_a_mask_gives(
     kind: str, queries: int, keys: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if kind == "torch":
+        monkeypatch.setattr(flash_attention, "serves", lambda *_: False)
     layer, tensors = attention(window, **KINDS[kind]), inputs(queries, keys)
     hidden = [None, *(torch.rand(rows, 1, 1, keys) < 0.2 for rows in (1, B))]
     for mask in hidden:
@@ -87,6 +93,8 @@ def test_blocks_give_what_a_mask_gives(
 def test_documents_are_seen_within_the_window(
     kind: str, queries: int, keys: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if kind == "torch":
+        monkeypatch.setattr(flash_attention, "serves", lambda *_: False)
     layer, tensors, numbers = attention(window, **KINDS[kind]), inputs(queries, keys), documents(keys)
     assert layer.attends_documents(torch.device("cpu"))
     mask = ~sees_own_document(numbers, numbers[:, keys - queries :])[:, None]
@@ -146,6 +154,7 @@ def test_sinks_without_a_window_need_no_scores(
     assert all(map(torch.equal, again, found))
     with monkeypatch.context() as patch:
         patch.setattr(Masking, "hides_later_keys_alone", lambda *_: False)
+        patch.setattr(flash_attention, "serves", lambda *_: False)
         close(found, with_gradients(layer(*tensors), trained))
 
 

@@ -1,0 +1,109 @@
+"""The two passes as functions of tensors on a CPU, compiled where they are first called: see `kernels/cpp_library`.
+
+B batch, S queries, L keys, N query heads, G key/value heads, D channels of q and k, Dv channels of v.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import cpp_library
+from ..gemm.cpu import in_float32
+from ..gemm.gemv import has_instructions
+from ..quantize.cpu_graph import library as shared
+from ..torch_versions import constant_when_traced
+from .backward_source import BACKWARD
+from .forward_source import FORWARD
+
+DTYPES = shared.DTYPES
+_P, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_float, ctypes.c_int
+_ARGUMENTS = {"te_flash_forward": (_P,) * 7 + (_FLOAT, _INT), "te_flash_backward": (_P,) * 11 + (_FLOAT, _INT)}
+
+
+@functools.cache
+def _function(name: str, dtype: torch.dtype, floats: bool = False, narrow: bool = False) -> Any:
+    """Return a pass for a dtype. floats: products are of float32 values, also where the CPU multiplies pairs of
+    bfloat16; narrow: with AVX2 alone."""
+    defined = {"INPUT": shared.NAMES[dtype]}
+    defined |= {macro: "" for macro, wanted in (("FLOATS", floats), ("NARROW", narrow)) if wanted}
+    source = FORWARD if name == "te_flash_forward" else BACKWARD
+    return cpp_library.function(source, defined, name, _ARGUMENTS[name])
+
+
+def _forward() -> None:
+    _function("te_flash_forward", torch.bfloat16)
+
+
+def _backward() -> None:
+    _forward()
+    _function("te_flash_backward", torch.bfloat16)
+
+
+@constant_when_traced
+def available(gradients: bool) -> bool:
+    """Whether this CPU has the instructions and the forward pass, with gradients both, can be compiled and loaded;
+    counts why the latter not."""
+    return has_instructions() and shared.available(_backward if gradients else _forward)
+
+
+def run_forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, *, scale: float, causal: bool, window: int = 0
+) -> None:
+    """Write attention to `out` [B, S, N, Dv], and the log of each query's sum of exponentials to `logsumexp`, float32
+    [B, S, N].
+
+    q: [B, S, N, D]; k: [B, L, G, D]; v: [B, L, G, Dv]; q, k, v and out of one of DTYPES. D and Dv: multiples of 16 up
+    to 256. At least one key; with `causal`, the queries are of the last of at least as many keys, and see none behind
+    themselves, and in a `window` so many up to their own (0: all). scale: above zero. Scores and sums are float32.
+    """
+    q, k, v = (_with_rows(x) for x in (q, k, v))
+    tensors = (q, k, v, out, logsumexp)
+    function = _function("te_flash_forward", q.dtype, in_float32(q))
+    function(*_addresses(tensors), _sizes(q, k, v, causal, window), _strides(tensors), scale, torch.get_num_threads())
+
+
+def run_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    *,
+    into: Sequence[Tensor],
+    scale: float,
+    causal: bool,
+    window: int = 0,
+) -> None:
+    """Write the gradients of q, k and v to the tensors `into`, like them, from the results of `run_forward`, whose
+    sums may have more in them than these keys. grad: [B, S, N, Dv]."""
+    grad, q, k, v, out = (_with_rows(x) for x in (grad, q, k, v, out))
+    tensors = (grad, q, k, v, out, logsumexp, *into)
+    function = _function("te_flash_backward", q.dtype, in_float32(q))
+    sizes, strides = _sizes(q, k, v, causal, window), _strides(tensors)
+    function(*_addresses(tensors), sizes, strides, scale, torch.get_num_threads())
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """Return x with channels that lie side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(x.data_ptr() for x in tensors)
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int) -> Any:
+    (batch, queries, heads, channels), (_, keys, groups, values) = q.shape, v.shape
+    return (ctypes.c_int64 * 9)(batch, heads, groups, queries, keys, channels, values, causal, window)
+
+
+def _strides(tensors: Sequence[Tensor]) -> Any:
+    """Return of each tensor how far apart batches, positions and heads are."""
+    return (ctypes.c_int64 * (3 * len(tensors)))(*[stride for x in tensors for stride in x.stride()[:3]])
