@@ -191,9 +191,12 @@ def activate(
     x: Tensor, function: Callable[[Tensor], Tensor], gated: bool, probabilities: Tensor | None
 ) -> Tensor | None:
     """Return `function(x)`, or of x = [gate | up] `function(gate) * up`, times probabilities [...] by row, or None: of
-    x [..., D] in bfloat16, whose activations are looked up."""
-    if x.dtype != torch.bfloat16 or x.dim() == 0 or not _serves(x, probabilities):
+    x [..., D] in bfloat16, whose activations are looked up, or with gates alone in float32."""
+    if x.dim() == 0 or (x.dtype != torch.bfloat16 and not gated) or not _serves(x, probabilities):
         return None
+    if x.dtype != torch.bfloat16:
+        gate, up = x.chunk(2, dim=-1)
+        return function(gate).mul_(up) if probabilities is None else None
     width = x.shape[-1] // 2 if gated else x.shape[-1]
     if gated and x.shape[-1] % 2:
         return None

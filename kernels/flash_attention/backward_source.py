@@ -6,6 +6,8 @@ delta, each query's sum of its result times its gradient, the gradient of scores
 
     dV += P^T dO,    dK += dS^T Q,    dQ += dS K.
 
+Of soft-capped scores c tanh(s / c) (Gemma 2, arXiv 2408.00118) dS has one more factor, their derivative 1 - tanh^2.
+
 The gradients of keys and values are sums over all queries of all heads that share them. Tiles are dealt out to a number
 of parts that follows from the shape alone. Each part adds up its own tiles one after the other, and then the parts are
 added in their order, so that no bit depends on the number of threads.
@@ -25,7 +27,7 @@ struct Backward {
   const float* logsumexp;
   Strides grad_at, q_at, k_at, v_at, out_at, sum_at, dq_at, dk_at, dv_at;
   X *dq, *dk, *dv;
-  float scale;
+  Scale scale;
 };
 
 // What a thread holds of a tile: panels of its queries and gradients, across and down, and scores with a block of keys.
@@ -99,12 +101,13 @@ void differentiate(const Backward& b, int64_t batch, int64_t group, const Tile& 
   V base[vectors], delta[vectors], ones[vectors];
   for (int v = 0; v < vectors; ++v)
     base[v] = load(sums + v * kWidth), delta[v] = load(deltas + v * kWidth), ones[v] = all(1.0f);
-  const V scale = all(b.scale * kLog2E);
+  const V scale = all(b.scale.of_power);
+  const bool capped = b.scale.of_cap != 0.0f;
   for (int64_t begin = tile.first; begin < tile.end; begin += kKeys) {
     const int64_t rows = up_to(std::min(kKeys, tile.end - begin), kTall);
     V largest[vectors];
     for (int v = 0; v < vectors; ++v) largest[v] = zero();
-    scores_of<vectors>(tile, t.queries.get(), keys, begin, rows, of_channels, t.scores.get(), largest);
+    scores_of<vectors>(tile, t.queries.get(), keys, begin, rows, of_channels, b.scale.of_cap, t.scores.get(), largest);
     for (int64_t r = 0; r < rows; r += kTall) {
       V dp[kTall][vectors];
       for (int i = 0; i < kTall; ++i)
@@ -119,8 +122,12 @@ void differentiate(const Backward& b, int64_t batch, int64_t group, const Tile& 
 #pragma GCC unroll 2
           for (int n = 0; n < kDeep; ++n) {
             const int64_t place = (r + i + n) * vectors + v;
-            const V p = exp2(fma(load(t.scores.get() + place * kWidth), scale, base[v]));
+            const V score = load(t.scores.get() + place * kWidth), p = exp2(fma(score, scale, base[v]));
             ds[n] = mul(p, sub(dp[i + n][v], delta[v]));
+            if (capped) {  // of a masked one, minus infinity, it is zero as its probability is
+              const V ratio = larger(all(-1.0f), score);
+              ds[n] = mul(ds[n], sub(all(1.0f), mul(ratio, ratio)));
+            }
             store_values(t.probabilities.get() + place * (kWidth / kDeep), p);
             store_values(t.gradients.get() + place * (kWidth / kDeep), ds[n]);
           }
@@ -136,7 +143,7 @@ void differentiate(const Backward& b, int64_t batch, int64_t group, const Tile& 
   float factors[lanes];
   for (int64_t i = 0; i < tile.count; ++i) {
     to[i] = row_of(b.dq, b.dq_at, s, batch, group, tile.begin + i);
-    factors[i] = b.scale;
+    factors[i] = b.scale.scale;
   }
   unpack_tile(t.dq.get(), to, tile.count, s.channels, vectors, factors);
 }
@@ -194,7 +201,7 @@ void backward(const Backward& b, int threads) {
         const int64_t own = i / s.keys, key = i % s.keys, batch = (first + own) / s.groups;
         const int64_t group = (first + own) % s.groups;
         const float* const dk = sums.get() + own * parts * apart;
-        write_row(dk, parts, apart, key, s.channels, b.scale,
+        write_row(dk, parts, apart, key, s.channels, b.scale.scale,
                   b.dk + batch * b.dk_at.batch + key * b.dk_at.position + group * b.dk_at.head);
         write_row(dk + padded * s.channels, parts, apart, key, s.values, 1.0f,
                   b.dv + batch * b.dv_at.batch + key * b.dv_at.position + group * b.dv_at.head);
@@ -210,13 +217,13 @@ using namespace te_models;
 // dk and dv: see `Strides`
 extern "C" void te_flash_backward(const X* grad, const X* q, const X* k, const X* v, const X* out,
                                   const float* logsumexp, X* dq, X* dk, X* dv, const int64_t* sizes,
-                                  const int64_t* strides, float scale, int threads) {
+                                  const int64_t* strides, float scale, float softcap, int threads) {
   Backward b;
   std::memcpy(&b.s, sizes, sizeof(Sizes));
   std::memcpy(&b.grad_at, strides, 9 * sizeof(Strides));
   b.grad = grad, b.q = q, b.k = k, b.v = v, b.out = out, b.logsumexp = logsumexp;
   b.dq = dq, b.dk = dk, b.dv = dv;
-  b.scale = scale;
+  b.scale = Scale(scale, softcap);
   backward(b, threads);
 }
 """

@@ -16,7 +16,7 @@ struct Forward {
   Strides q_at, k_at, v_at, out_at, sum_at;
   X* out;
   float* logsumexp;
-  float scale;       // of scores, times log2(e): above zero
+  Scale scale;
 };
 
 template <int vectors>
@@ -31,9 +31,9 @@ void attend(const Forward& f, int64_t batch, int64_t group, const Tile& tile, co
     const int64_t rows = up_to(std::min(kKeys, tile.end - begin), kTall);
     V largest[vectors], factor[vectors], base[vectors];
     for (int v = 0; v < vectors; ++v) largest[v] = all(-kInfinity);
-    scores_of<vectors>(tile, queries, keys, begin, rows, deep, scores, largest);
+    scores_of<vectors>(tile, queries, keys, begin, rows, deep, f.scale.of_cap, scores, largest);
     for (int v = 0; v < vectors; ++v) {
-      const V next = larger(top[v], mul(largest[v], all(f.scale)));
+      const V next = larger(top[v], mul(largest[v], all(f.scale.of_power)));
       base[v] = where_at_most(next, all(-kInfinity), zero(), next);  // nothing but minus infinity: all powers are zero
       factor[v] = exp2(sub(top[v], base[v]));
       base[v] = sub(zero(), base[v]);
@@ -44,7 +44,7 @@ void attend(const Forward& f, int64_t batch, int64_t group, const Tile& tile, co
       for (int v = 0; v < vectors; ++v) {
         V p[kDeep];
         for (int i = 0; i < kDeep; ++i) {
-          p[i] = exp2(fma(load(scores + ((r + i) * vectors + v) * kWidth), all(f.scale), base[v]));
+          p[i] = exp2(fma(load(scores + ((r + i) * vectors + v) * kWidth), all(f.scale.of_power), base[v]));
           total[v] = add(total[v], p[i]);
         }
         store(probabilities + (r / kDeep * vectors + v) * kWidth, kDeep == 2 ? paired(p[0], p[kDeep - 1]) : p[0]);
@@ -106,12 +106,12 @@ using namespace te_models;
 // sizes: see `Sizes`; strides: of q, k, v, out and logsumexp: see
 // `Strides`
 extern "C" void te_flash_forward(const X* q, const X* k, const X* v, X* out, float* logsumexp, const int64_t* sizes,
-                                 const int64_t* strides, float scale, int threads) {
+                                 const int64_t* strides, float scale, float softcap, int threads) {
   Forward f;
   std::memcpy(&f.s, sizes, sizeof(Sizes));
   std::memcpy(&f.q_at, strides, 5 * sizeof(Strides));
   f.q = q, f.k = k, f.v = v, f.out = out, f.logsumexp = logsumexp;
-  f.scale = scale * kLog2E;
+  f.scale = Scale(scale, softcap);
   forward(f, threads);
 }
 """

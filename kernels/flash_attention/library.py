@@ -23,7 +23,10 @@ from .forward_source import FORWARD
 
 DTYPES = shared.DTYPES
 _P, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_float, ctypes.c_int
-_ARGUMENTS = {"te_flash_forward": (_P,) * 7 + (_FLOAT, _INT), "te_flash_backward": (_P,) * 11 + (_FLOAT, _INT)}
+_ARGUMENTS = {
+    "te_flash_forward": (_P,) * 7 + (_FLOAT, _FLOAT, _INT),
+    "te_flash_backward": (_P,) * 11 + (_FLOAT, _FLOAT, _INT),
+}
 
 
 @functools.cache
@@ -53,19 +56,30 @@ def available(gradients: bool) -> bool:
 
 
 def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, *, scale: float, causal: bool, window: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     """Write attention to `out` [B, S, N, Dv], and the log of each query's sum of exponentials to `logsumexp`, float32
     [B, S, N].
 
     q: [B, S, N, D]; k: [B, L, G, D]; v: [B, L, G, Dv]; q, k, v and out of one of DTYPES. D and Dv: multiples of 16 up
     to 256. At least one key; with `causal`, the queries are of the last of at least as many keys, and see none behind
-    themselves, and in a `window` so many up to their own (0: all). scale: above zero. Scores and sums are float32.
+    themselves, and in a `window` so many up to their own (0: all). scale: above zero. softcap: scores become
+    `softcap * tanh(score / softcap)` (0: they stay). Scores and sums are float32.
     """
     q, k, v = (_with_rows(x) for x in (q, k, v))
     tensors = (q, k, v, out, logsumexp)
     function = _function("te_flash_forward", q.dtype, in_float32(q))
-    function(*_addresses(tensors), _sizes(q, k, v, causal, window), _strides(tensors), scale, torch.get_num_threads())
+    sizes, strides = _sizes(q, k, v, causal, window), _strides(tensors)
+    function(*_addresses(tensors), sizes, strides, scale, softcap, torch.get_num_threads())
 
 
 def run_backward(
@@ -80,6 +94,7 @@ def run_backward(
     scale: float,
     causal: bool,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     """Write the gradients of q, k and v to the tensors `into`, like them, from the results of `run_forward`, whose
     sums may have more in them than these keys. grad: [B, S, N, Dv]."""
@@ -87,7 +102,7 @@ def run_backward(
     tensors = (grad, q, k, v, out, logsumexp, *into)
     function = _function("te_flash_backward", q.dtype, in_float32(q))
     sizes, strides = _sizes(q, k, v, causal, window), _strides(tensors)
-    function(*_addresses(tensors), sizes, strides, scale, torch.get_num_threads())
+    function(*_addresses(tensors), sizes, strides, scale, softcap, torch.get_num_threads())
 
 
 def _with_rows(x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Attention within documents on a CPU: one call of flash attention for each document, ours or where that is not for the
-shapes torch's, or with soft-capped scores, which neither has, a block of queries after the other (`softcap`).
+"""Attention within documents on a CPU: one call of our flash attention for each document, or where that is not for the
+shapes, of torch's, or with soft-capped scores, which that has not, a block of queries after the other (`softcap`).
 
 A mask of a row of S tokens has S^2 entries, and attention under it computes S^2 scores, of which documents of length n
 use S n. Here the boundaries are data: a registered operation reads them, so that one graph serves all of them.
@@ -58,17 +58,17 @@ def packed_attention_fwd(
     logit = None if sink is None else sink.float()[None, :, None]
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     logsumexp = q.new_zeros(q.shape[:-1], dtype=torch.float32)
-    ours = window >= 0 or (not softcap and _has_ours(q, k, v, scale, gradients=False))
+    ours = window >= 0 or _has_ours(q, k, v, scale, gradients=False)
     for queries, parts in _documents(documents, q.shape[2], causal):
         keys = _together(parts)
-        if softcap:
-            found, own = softcapped_fwd(q[queries][0], k[keys][0], v[keys][0], scale, causal, softcap)
-        elif ours:
+        if ours:
             found, own = out[queries], logsumexp[queries]
             flipped = [x.transpose(1, 2) for x in (q[queries], k[keys], v[keys], found, own)]
-            run_forward(*flipped, scale=scale, causal=causal, window=window + 1)
+            run_forward(*flipped, scale=scale, causal=causal, window=window + 1, softcap=softcap)
             if logit is None:
                 continue
+        elif softcap:
+            found, own = softcapped_fwd(q[queries][0], k[keys][0], v[keys][0], scale, causal, softcap)
         else:
             each = (
                 torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -106,7 +106,7 @@ def packed_attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of `packed_attention_fwd`, from its results. grad: [B, N, Q, Dv]."""
     gradients = tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    ours = window >= 0 or (not softcap and _has_ours(q, k, v, scale, gradients=True))
+    ours = window >= 0 or _has_ours(q, k, v, scale, gradients=True)
     for queries, parts in _documents(documents, q.shape[2], causal):
         keys = _together(parts)
         if ours:
@@ -115,7 +115,7 @@ def packed_attention_bwd(
                 x[place].transpose(1, 2) for x, place in zip((grad, q, k, v, out, logsumexp), places, strict=True)
             ]
             into = (x[place].transpose(1, 2) for x, place in zip(gradients, (queries, keys, keys), strict=True))
-            run_backward(*flipped, into=tuple(into), scale=scale, causal=causal, window=window + 1)
+            run_backward(*flipped, into=tuple(into), scale=scale, causal=causal, window=window + 1, softcap=softcap)
             continue
         if softcap:
             own = grad[queries][0], q[queries][0], k[keys][0], v[keys][0], out[queries][0], logsumexp[queries][0]
@@ -177,8 +177,8 @@ def packed_attention(
     [B, S], a number for each token; neighbours of the same number are a document, and a negative number is padding,
     which gets zeros and no gradient. causal: a token sees those of its document up to itself. sink: [N], a logit of
     each head that takes probability and adds nothing. softcap: scores become `softcap * tanh(score / softcap)`.
-    window: how many positions before itself a token sees; None: all; a number only with causal attention without a
-    softcap that our flash attention serves. Differentiable once in q, k, v and sink. Raises ValueError for another
+    window: how many positions before itself a token sees; None: all; a number only with causal attention that our flash
+    attention serves. Differentiable once in q, k, v and sink. Raises ValueError for another
     device, for documents of another shape, and for more queries than keys.
     """
     if q.device.type != "cpu":

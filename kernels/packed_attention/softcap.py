@@ -1,4 +1,5 @@
-"""Attention with soft-capped scores on a CPU, a block of queries after the other: torch's kernel has no soft cap.
+"""Attention with soft-capped scores on a CPU, a block of queries after the other, where our flash attention does not
+serve: torch's kernel has no soft cap.
 
 Scores s become c tanh(s / c) before the softmax (Gemma 2, arXiv 2408.00118). A block's scores are computed, used and
 dropped, in the backward pass again from the log of each query's sum of exponentials. So memory is linear in the

@@ -256,7 +256,7 @@ class DotProductAttention(nn.Module):
             seen, serves = _WHOLE[1], self.attends_documents(query.device, _WHOLE[1])
             serves = serves and masking.hides_later_keys_alone(queries, keys)
             if serves and self.softcap is not None:
-                serves = queries >= _SOFTCAP_IN_BLOCKS
+                serves = queries >= _SOFTCAP_IN_BLOCKS or self._has_flash_attention(query, key, value)
             elif serves and self.softmax_type == "vanilla":  # torch's needs no mask for as many queries as keys
                 serves = keys != queries and self._has_flash_attention(query, key, value)
         else:
@@ -273,7 +273,7 @@ class DotProductAttention(nn.Module):
 
     def _has_flash_attention(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether our flash attention serves these as the module is now: [B, S, heads, channels] each."""
-        if self.softcap is not None or (self.attention_dropout > 0 and self.training):
+        if self.attention_dropout > 0 and self.training:
             return False
         scale = self._scale if self._assigned_scale is None else 1.0
         return flash_attention.serves(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale)

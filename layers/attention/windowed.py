@@ -1,4 +1,5 @@
-"""Attention in a sliding window (arXiv 2004.05150) block by block, without a mask or scores of all queries and keys.
+"""Attention in a sliding window (arXiv 2004.05150) block by block, without a mask or scores of all queries and keys,
+where our flash attention on a CPU does not serve: hidden keys, dropout, other dtypes and channels.
 
 Queries in blocks of b positions, no fewer than the window reaches, see their own block and the one before it. So blocks
 are rows of a batch, of which each has b queries and b + reach keys: the work and the memory of S queries are S (b +

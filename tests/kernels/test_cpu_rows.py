@@ -131,7 +131,11 @@ def test_an_activation_of_every_number_has_the_bits_of_the_definition(library: N
             assert_same(gated_activation(both, name, probabilities=factor), expected)
             expected = activations.activation(every, name, probabilities=factor)
             assert_same(activation(every, name, probabilities=factor), expected)
-    assert cpu_rows.activate(every.float(), torch.relu, False, None) is None
+    both = both.float()
+    for name, function in ACTIVATIONS.items():
+        assert_same(cpu_rows.activate(both, function, True, None), activations.gated_activation(both, name))
+    assert cpu_rows.activate(both, torch.relu, False, None) is None
+    assert cpu_rows.activate(both, torch.relu, True, probabilities) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -359,6 +359,29 @@ def test_a_window_hides_keys_before_it(
         assert (found.transpose(1, 2) - exact).abs().max() <= near * exact.abs().max().clamp(min=1)
 
 
+@pytest.mark.parametrize("softcap", (2.0, 50.0))
+@pytest.mark.parametrize("dtype", (BF16, F32))
+def test_scores_are_capped(instructions: str, dtype: torch.dtype, softcap: float) -> None:
+    """Of all magnitudes, in a window, and as the explicit computation caps them."""
+    q, k, v = case((2, 6, 2, 200, 230, 32, 48), dtype)
+    grad = torch.randn(2, 200, 6, 48).to(dtype)
+    for scale in (0.2, 40.0):
+        out, logsumexp = torch.empty_like(grad), torch.empty(2, 200, 6)
+        into = [torch.empty_like(x) for x in (q, k, v)]
+        options = {"scale": scale, "causal": True, "window": 150, "softcap": softcap}
+        library.run_forward(q, k, v, out, logsumexp, **options)
+        library.run_backward(grad, q, k, v, out, logsumexp, into=into, **options)
+        distance = (30 + torch.arange(200))[:, None] - torch.arange(230)
+        inputs = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+        keys, values = (x.repeat_interleave(3, 1) for x in inputs[1:])
+        scores = softcap * torch.tanh(scale * inputs[0] @ keys.mT / softcap)
+        expected = scores.masked_fill((distance < 0) | (distance >= 150), -torch.inf).softmax(-1) @ values
+        wanted = torch.autograd.grad(expected, inputs, grad.double().transpose(1, 2))
+        near = 2.0**-6 if dtype is BF16 else 5e-5
+        for found, exact in zip((out, *into), (expected, *wanted), strict=True):
+            assert (found.transpose(1, 2) - exact).abs().max() <= near * exact.abs().max().clamp(min=1)
+
+
 def test_a_cache_is_continued_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = DotProductAttention(4, 32, 2, qkv_format="bshd", attn_mask_type="causal_bottom_right")
     q, k, v = (x.requires_grad_() for x in case((2, 4, 2, 100, 300, 32, 32)))
