@@ -116,6 +116,12 @@ def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int) -> Any:
     (batch, queries, heads, channels), (_, keys, groups, values) = q.shape, v.shape
+    together = k.shape == (batch, keys, groups, channels) and v.shape[0] == batch
+    if not together or heads % groups or (causal and queries > keys):
+        raise ValueError(
+            f"q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; allowed: [B, S, N, D], [B, L, G, D] and "
+            "[B, L, G, Dv], N a multiple of G, and with a causal mask S up to L"
+        )
     return (ctypes.c_int64 * 9)(batch, heads, groups, queries, keys, channels, values, causal, window)
 
 

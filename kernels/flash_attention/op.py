@@ -56,9 +56,15 @@ def fits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     number of queries. Arguments: see `serves`."""
     if q.device.type != "cpu" or q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype or not scale > 0.0:
         return False
-    if any(
-        not statically_known_true(n % 16 == 0) or not statically_known_true(n <= 256) for n in (q.shape[3], v.shape[3])
-    ):
+    channels, values = q.shape[3], v.shape[3]
+    conditions = (
+        *(condition for n in (channels, values) for condition in (n % 16 == 0, n <= 256)),
+        k.shape[3] == channels,
+        q.shape[0] == k.shape[0],
+        *(k.shape[i] == v.shape[i] for i in range(3)),
+        q.shape[1] % k.shape[1] == 0,
+    )
+    if not all(statically_known_true(condition) for condition in conditions):
         return False
     return not statically_known_true(q.shape[2] < FEWEST[q.dtype]) and not statically_known_true(
         k.shape[2] >= MOST_KEYS

@@ -211,6 +211,15 @@ def test_none_of_something_is_attended_to() -> None:
             assert gradient.shape == x.shape and not gradient.any()
 
 
+def test_shapes_that_do_not_belong_together_are_named() -> None:
+    q, k, v = case((2, 4, 2, 100, 100, 32, 32))
+    for wrong in ((q[:1], k, v), (q[:, :, :3], k, v), (q, k[:, 1:], v), (q, k[..., :16], v), (q, k[:, 1:], v[:, 1:])):
+        with pytest.raises(ValueError, match="N a multiple of G"):
+            forward(*wrong, 0.2, True)
+    for wrong in ((q[:1], k, v), (q[:, :, :3], k, v), (q, k[:, 1:], v), (q, k[..., :16], v)):
+        assert not serves(*(x.transpose(1, 2) for x in wrong), 0.2)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """[B, S, heads * 32] -> [B, S, N * 32]"""
     operands = (x.unflatten(2, (heads, 32)).transpose(1, 2) for x, heads in ((q, 4), (k, 2), (v, 2)))
