@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ...compiling import compiling
 from ...custom_op import Output, direct, flatten, like, operation
@@ -58,7 +59,8 @@ def serves(x: Tensor, weight: Tensor, groups: int = 1) -> bool:
         return not exporting()
     # groups of many rows dequantize one matrix after another, which stays in a cache: half the time of all at once
     few = groups > 1 or x.numel() <= FEW * x.shape[-1]
-    return few and not torch._C._are_functorch_transforms_active()
+    derived = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # no_grad ends neither
+    return few and not derived
 
 
 def choose_stored(x: Tensor, weight: ScaledOperand) -> Choice:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import EagerAndRecordGraphs
+from torch.autograd import forward_ad
 
 from te_models.kernels.cpp_library import CompilationError
 from te_models.kernels.gemm import ScaledOperand, explain_gemm, few_rows, gemm_counts, reset_gemm_counts
@@ -201,6 +202,15 @@ def test_a_layer_takes_it_where_no_gradient_is_wanted() -> None:
         layer(x.half())
         assert stored_for_few_rows(x.half(), layer.weight) is None
     assert gemm_counts() == {("stored_linear", "few_rows"): 1}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of forward-mode derivatives
+def test_a_derivative_in_forward_mode_is_not_lost() -> None:
+    layer, x = layer_and_rows()
+    tangent = rows(2, 512, BF16)
+    with torch.no_grad(), forward_ad.dual_level():  # which no_grad does not end
+        found = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, tangent))).tangent
+    assert_within_bound(found, tangent, layer.weight.dequantize())
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from te_models import GPTModel, MLPConfig, generate
 from te_models.kernels.cpp_library import CompilationError
@@ -113,6 +114,14 @@ def test_it_serves_plain_matrices_alone() -> None:
         assert not gemv.serves(x, weight) and gemv.serves(x.bfloat16(), weight.bfloat16())
     with FakeTensorMode():
         assert not gemv.serves(torch.empty(1, 512), torch.empty(256, 512))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of forward-mode derivatives
+def test_a_derivative_in_forward_mode_is_not_lost() -> None:
+    layer, x, tangent = Linear(512, 256), rows(1, 512, F32), rows(1, 512, F32) + 1
+    with torch.no_grad(), forward_ad.dual_level():  # which no_grad does not end
+        found = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, tangent))).tangent
+        torch.testing.assert_close(found, tangent @ layer.weight.t(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
