@@ -35,11 +35,16 @@ static const float* values_of_bytes() {  // not inline: the loader would take on
 
 inline void fill(Table& table, float scale) {
   const float* const values = values_of_bytes();
-  uint16_t found[128];
-  for (int i = 0; i < 128; ++i) found[i] = BFloat16::write(values[i] * scale).bits;
-  for (int i = 0; i < 128; ++i) {
-    table.low[i] = uint8_t(found[i]);
-    table.high[i] = uint8_t(found[i] >> 8);
+  const auto rounded = [&](int i) {  // as BFloat16::write
+    const V v = mul(load(values + i), all(scale));
+    const __m512i u = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
+    return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC0));
+  };
+  for (int i = 0; i < 128; i += 16) {
+    const __m512i found = rounded(i);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(table.low + i), _mm512_cvtepi32_epi8(found));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(table.high + i), _mm512_cvtepi32_epi8(_mm512_srli_epi32(found, 8)));
   }
 }
 
@@ -72,50 +77,62 @@ inline std::vector<uint16_t> in_order(const X* x, int64_t M, int64_t K, int64_t 
   return found;
 }
 
-inline __m512i bytes_of(const uint8_t* p, int64_t left) {
-  return left >= kChunk ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((uint64_t(1) << left) - 1, p);
-}
-
 inline __m512bh pairs_of(const uint16_t* p) { return __m512bh(_mm512_loadu_si512(p)); }
 
-// The scales of the 32 columns from k on and of the 32 behind them, for the lanes of their sums.
-INLINE inline __m512 scales_of(const uint8_t* scale, int64_t k, int64_t K) {
-  uint16_t two;
-  if (K - k > 32) std::memcpy(&two, scale + k / 32, 2);
-  else two = scale[k / 32];  // there may be no more memory
-  // as the third byte of each number, and from there into the exponent
-  const __m512i place = _mm512_inserti64x4(_mm512_set1_epi32(0x80018080), _mm256_set1_epi32(0x80008080), 0);
-  const __m512i bytes = _mm512_shuffle_epi8(_mm512_set1_epi16(short(two)), place);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(bytes, 7));
-}
+// The scales of a row, one for each 32 columns: 16 of them at a time.
+struct RowScales {
+  const uint8_t* from;
+  int64_t count;  // that are left
+  __m512i some, place;
+  INLINE void next() {
+    const __mmask16 there = count < 16 ? (__mmask16(1) << count) - 1 : __mmask16(0xFFFF);
+    some = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, from)), 23);
+    place = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    from += 16, count -= 16;
+  }
+  // of the next 64 columns, for the lanes of their sums
+  INLINE V take() {
+    const __m512i found = _mm512_permutexvar_epi32(place, some);
+    place = _mm512_add_epi32(place, _mm512_set1_epi32(2));
+    return _mm512_castsi512_ps(found);
+  }
+};
 
 // `count` rows of x by a row of the weight -> out [count]. tables: of each `columns`; or one, and scales of each 32.
 template <int count, bool scaled>
 INLINE inline void by_table(const uint8_t* row, int64_t K, const Table* tables, int64_t columns, const uint8_t* scale,
                             const uint16_t* x, int64_t padded, float* out) {
-  __m512 acc[count][2];
-  for (auto& some : acc) some[0] = some[1] = _mm512_setzero_ps();
-  for (int64_t begin = 0; begin < K; begin += columns, ++tables) {
-    const Lookup lookup(*tables);
-    const int64_t end = std::min(begin + columns, K);
-    for (int64_t k = begin; k < end; k += kChunk) {
-      soon(row + k + kAhead);
-      __m512bh w[2];
-      lookup(bytes_of(row + k, K - k), w);
-      const __m512 factor = scaled ? scales_of(scale, k, K) : _mm512_setzero_ps();
+  V acc[count][2];
+  for (auto& some : acc) some[0] = some[1] = zero();
+  RowScales scales{scale, (K + 31) / 32, no_bytes(), no_bytes()};
+  const auto add_chunk = [&](const Lookup& lookup, int64_t k, __m512i bytes) INLINE {
+    __m512bh w[2];
+    lookup(bytes, w);
+    const V factor = scaled ? scales.take() : zero();
 #pragma GCC unroll 4
-      for (int m = 0; m < count; ++m) {
-        const uint16_t* const from = x + m * padded + k;
-        if constexpr (scaled) {
-          __m512 sum = _mm512_dpbf16_ps(_mm512_setzero_ps(), w[0], pairs_of(from));
-          sum = _mm512_dpbf16_ps(sum, w[1], pairs_of(from + 32));
-          acc[m][0] = _mm512_fmadd_ps(sum, factor, acc[m][0]);
-        } else {
-          acc[m][0] = _mm512_dpbf16_ps(acc[m][0], w[0], pairs_of(from));
-          acc[m][1] = _mm512_dpbf16_ps(acc[m][1], w[1], pairs_of(from + 32));
-        }
+    for (int m = 0; m < count; ++m) {
+      const uint16_t* const from = x + m * padded + k;
+      if constexpr (scaled) {
+        const V sum = _mm512_dpbf16_ps(_mm512_dpbf16_ps(zero(), w[0], pairs_of(from)), w[1], pairs_of(from + 32));
+        acc[m][0] = fma(sum, factor, acc[m][0]);
+      } else {
+        acc[m][0] = _mm512_dpbf16_ps(acc[m][0], w[0], pairs_of(from));
+        acc[m][1] = _mm512_dpbf16_ps(acc[m][1], w[1], pairs_of(from + 32));
       }
     }
+  };
+  const int64_t step = scaled ? 16 * 32 : columns;  // of one vector of scales, or one table
+  for (int64_t begin = 0; begin < K; begin += step) {
+    const Lookup lookup(*tables);
+    if (scaled) scales.next();
+    else ++tables;
+    const int64_t end = std::min(begin + step, K);
+    int64_t k = begin;
+    for (; k + kChunk <= end; k += kChunk) {
+      soon(row + k + kAhead);
+      add_chunk(lookup, k, _mm512_loadu_si512(row + k));
+    }
+    if (k < end) add_chunk(lookup, k, _mm512_maskz_loadu_epi8((uint64_t(1) << (end - k)) - 1, row + k));
   }
   for (int m = 0; m < count; ++m) out[m] = sum(add(acc[m][0], acc[m][1]));
 }
