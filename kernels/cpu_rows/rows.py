@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
 from .. import cpp_library
 from ..quantize.cpu_graph import library as shared
-from ..quantize.eager import PLAIN, eager_on_cpu
+from ..quantize.eager import eager_on_cpu, plain_on_cpu
 from .source import SOURCE
 
 LEAST = 2**16
@@ -77,13 +76,9 @@ def _is_there(dtype: torch.dtype, elements: int) -> bool:
 
 def _serves(x: Tensor, parameter: Tensor | None = None) -> bool:
     """Whether x is computed with now, on CPU, without a gradient of it or the parameter, and there is a library."""
-    if x.dtype not in shared.DTYPES or not eager_on_cpu(x) or peek_interpreter_stack() is not None:
+    if x.dtype not in shared.DTYPES or not eager_on_cpu(x):
         return False
-    if parameter is not None and not (
-        parameter.device.type == "cpu"
-        and type(parameter) in PLAIN
-        and not (parameter.requires_grad and torch.is_grad_enabled())
-    ):
+    if parameter is not None and not plain_on_cpu(parameter):
         return False
     return x.numel() > 0 and _is_there(x.dtype, x.numel())
 
@@ -152,7 +147,7 @@ def _sums_as_torch() -> bool:
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | None:
     """Return `kernels.rope.reference.apply_rope` of x [B, S, N, D], or None. cos, sin: float32 [B or 1, S, R/2]."""
-    if not _serves(x, cos) or cos.dtype != torch.float32 or (sin.requires_grad and torch.is_grad_enabled()):
+    if not _serves(x, cos) or cos.dtype != torch.float32 or not plain_on_cpu(sin):
         return None
     batch, length, heads, channels = x.shape
     if cos.shape != sin.shape or sin.dtype != cos.dtype or cos.shape[1] != length or cos.shape[0] not in (1, batch):
@@ -222,7 +217,7 @@ def activate(
 
 def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return `kernels.permute.reference.sum_slots` of y [R, D], or None. row_of_slot: int64 [T, K]; weights: [T, K]."""
-    if dtype != y.dtype or not _serves(y, weights) or not eager_on_cpu(row_of_slot):
+    if dtype != y.dtype or not _serves(y, weights) or not plain_on_cpu(row_of_slot):
         return None
     tokens, slots = row_of_slot.shape
     y, row_of_slot = y.contiguous(), row_of_slot.contiguous()

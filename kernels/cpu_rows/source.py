@@ -5,36 +5,11 @@ bit for bit; what is saved is memory that each of them would write and the next 
 and written.
 """
 
-SOURCE = r"""#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
+from ..cpp_numbers import NUMBERS
 
-namespace te_models {
-
-inline uint32_t bits_of(float f) { uint32_t b; std::memcpy(&b, &f, 4); return b; }
-inline float float_of(uint32_t b) { float f; std::memcpy(&f, &b, 4); return f; }
-
-struct BFloat16 {
-  uint16_t bits;
-  static float read(BFloat16 x) { return float_of(uint32_t(x.bits) << 16); }
-  template <bool is_number = false>
-  static BFloat16 write(float f) {
-    const uint32_t u = bits_of(f), rounded = (u + 0x7FFF + ((u >> 16) & 1)) >> 16;
-    return {uint16_t(!is_number && (u & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded)};
-  }
-};
-
-struct Float32 {
-  float value;
-  static float read(Float32 x) { return x.value; }
-  template <bool is_number = false>
-  static Float32 write(float f) { return {f}; }
-};
-
-using X = INPUT;
-
+SOURCE = (
+    NUMBERS
+    + r"""
 // is_number: the value is no NaN, which need not be looked for
 template <bool is_number>
 inline float rounded(float f) { return X::read(X::template write<is_number>(f)); }
@@ -217,3 +192,4 @@ extern "C" void te_sum_slots(const X* y, const int64_t* rows, const float* weigh
   }
 }
 """
+)

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
 from torch._library.custom_ops import CustomOpDef
 
 from .. import launch
-from ..compiling import compiling
+from ..compiling import unobserved
 from ..launch import on_gpu_of_arguments
 from .results import Output, allocate_results, filled_up, flatten_results, make_results
 from .schema import Parameter, Slot, parameters_of, values_of
@@ -292,10 +291,7 @@ def direct(op: CustomOpDef) -> Callable[..., Any]:
 
 def _unseen(args: tuple[Any, ...]) -> bool:
     return (
-        not compiling()
-        and not torch.is_grad_enabled()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
+        not torch.is_grad_enabled()
+        and unobserved()
         and all(type(a) in (Tensor, nn.Parameter) and a.device.type == "cpu" for a in args if isinstance(a, Tensor))
     )

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
 from .. import cpp_library
 from ..compiling import compiling
 from ..gemm.gemv import has_instructions
 from ..quantize.cpu_graph import library as shared
-from ..quantize.eager import PLAIN, eager_on_cpu
+from ..quantize.eager import eager_on_cpu, plain_on_cpu
 from .source import SOURCE
 
 LEAST = 2**13
@@ -60,8 +59,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) ->
     for cached in (key, value):
         if (
             cached.dtype != query.dtype
-            or type(cached) not in PLAIN
-            or (cached.requires_grad and torch.is_grad_enabled())
+            or not plain_on_cpu(cached)
             or cached.stride(3) != 1
             or cached.shape[3] % 16  # of AVX-512's vectors
             or cached.shape[:3] != key.shape[:3]
@@ -72,7 +70,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) ->
         or visible.shape not in ((1, 1, 1, key.shape[2]), (query.shape[0], 1, 1, key.shape[2]))
     ):
         return False
-    return key.numel() >= LEAST and peek_interpreter_stack() is None and _is_there()
+    return key.numel() >= LEAST and _is_there()
 
 
 def attend_one(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float) -> Tensor:

@@ -16,12 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ..compiling import compiling
+from ..compiling import compiling, unobserved
 from ..custom_op import Output, direct, gradient_of, like, operation
 from ..quantize.eager import PLAIN
 from ..torch_versions import exporting
@@ -42,13 +39,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
         return False  # torch's attention is of another dtype there
     if torch.compiler.is_compiling() and compiling():
         return not exporting() and available(_wants_gradients(q, k, v))
-    return (
-        torch._C._get_tracing_state() is None
-        and _get_current_dispatch_mode() is None
-        and peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-        and is_there(_wants_gradients(q, k, v))
-    )
+    return unobserved() and is_there(_wants_gradients(q, k, v))
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .. import cpp_library
@@ -76,7 +75,7 @@ def serves(x: Tensor, weight: Tensor) -> bool:
         few = x.device.type == "cpu" and statically_known_true(x.numel() <= FEW * x.shape[-1])
         return few and statically_known_true(weight.numel() >= LEAST) and not exporting() and available()
     few = 0 < x.numel() <= FEW * x.shape[-1] and weight.numel() >= LEAST
-    return few and eager_on_cpu(x) and type(weight) in PLAIN and peek_interpreter_stack() is None and _is_there()
+    return few and eager_on_cpu(x) and type(weight) in PLAIN and _is_there()
 
 
 @functools.cache

@@ -41,10 +41,11 @@ INLINE void by_row(const float* x, int64_t padded, const X* w, int64_t K, float*
 
 #if defined(__AVX512BF16__) && !defined(NARROW)
 constexpr bool kPairs = X::rounds;
+constexpr int kTogether = kPairs ? 8 : kRows;  // rows of x that share what is read of the weight
 
 // The same of bfloat16, whose products of pairs are added up by one instruction: x, as it is, in rows of `padded`.
 template <int count>
-INLINE void by_row_of_pairs(const X* x, int64_t padded, const X* w, int64_t K, float* out) {
+INLINE void by_row(const X* x, int64_t padded, const X* w, int64_t K, float* out) {
   constexpr int width = 2 * kWidth;
   __m512 acc[count][2];
   for (auto& some : acc) some[0] = some[1] = zero();
@@ -65,49 +66,30 @@ INLINE void by_row_of_pairs(const X* x, int64_t padded, const X* w, int64_t K, f
   }
   for (int m = 0; m < count; ++m) out[m] = sum(add(acc[m][0], acc[m][1]));
 }
-
-inline void pairs_by_weight(const X* x, int64_t padded, const X* bias, X* out, int64_t M, int64_t begin, int64_t end,
-                            int64_t N, int64_t K, const X* data, int64_t stride) {
-  for (int64_t n = begin; n < end; ++n) {
-    const X* const w = data + n * stride;
-    for (int64_t m = 0; m < M; m += 8) {
-      float found[8];
-      const int count = int(std::min<int64_t>(8, M - m));
-      const X* const from = x + m * padded;
-      switch (count) {
-        case 1: by_row_of_pairs<1>(from, padded, w, K, found); break;
-        case 2: by_row_of_pairs<2>(from, padded, w, K, found); break;
-        case 3: by_row_of_pairs<3>(from, padded, w, K, found); break;
-        case 4: by_row_of_pairs<4>(from, padded, w, K, found); break;
-        case 5: by_row_of_pairs<5>(from, padded, w, K, found); break;
-        case 6: by_row_of_pairs<6>(from, padded, w, K, found); break;
-        case 7: by_row_of_pairs<7>(from, padded, w, K, found); break;
-        default: by_row_of_pairs<8>(from, padded, w, K, found);
-      }
-      for (int i = 0; i < count; ++i)
-        out[(m + i) * N + n] = X::write(bias == nullptr ? found[i] : found[i] + X::read(bias[n]));
-    }
-  }
-}
 #else
 constexpr bool kPairs = false;
-inline void pairs_by_weight(const X*, int64_t, const X*, X*, int64_t, int64_t, int64_t, int64_t, int64_t, const X*,
-                            int64_t) {}
+constexpr int kTogether = kRows;
 #endif
 
-inline void rows_by_weight(const float* x, int64_t padded, const X* bias, X* out, int64_t M, int64_t begin, int64_t end,
+using Row = std::conditional_t<kPairs, X, float>;  // of x, as it is multiplied
+constexpr int64_t kPadding = kPairs ? 2 * kWidth : kWidth;
+
+inline void copy_row(const X* from, int64_t K, X* to) { std::memcpy(to, from, K * sizeof(X)); }
+inline void copy_row(const X* from, int64_t K, float* to) {
+#pragma omp simd
+  for (int64_t k = 0; k < K; ++k) to[k] = X::read(from[k]);
+}
+
+inline void rows_by_weight(const Row* x, int64_t padded, const X* bias, X* out, int64_t M, int64_t begin, int64_t end,
                            int64_t N, int64_t K, const X* data, int64_t stride) {
   for (int64_t n = begin; n < end; ++n) {
     const float b = bias == nullptr ? 0.0f : X::read(bias[n]);
-    for (int64_t m = 0; m < M; m += kRows) {
-      float found[kRows];
-      const float* const from = x + m * padded;
-      const X* const w = data + n * stride;
-      const int count = int(std::min<int64_t>(kRows, M - m));
-      if (count == 1) by_row<1>(from, padded, w, K, found);
-      else if (count == 2) by_row<2>(from, padded, w, K, found);
-      else if (count == 3) by_row<3>(from, padded, w, K, found);
-      else by_row<4>(from, padded, w, K, found);
+    for (int64_t m = 0; m < M; m += kTogether) {
+      float found[kTogether];
+      const int count = int(std::min<int64_t>(kTogether, M - m));
+      with_count<kTogether>(count, [&](auto c) INLINE {
+        by_row<decltype(c)::value>(x + m * padded, padded, data + n * stride, K, found);
+      });
       for (int i = 0; i < count; ++i) out[(m + i) * N + n] = X::write(bias == nullptr ? found[i] : found[i] + b);
     }
   }
@@ -119,25 +101,12 @@ using namespace te_models;
 // x [M, K] contiguous, bias [N] or null, out [M, N], data [N, K] with rows `stride` apart
 extern "C" void te_rows(const X* x, const X* bias, X* out, int64_t M, int64_t N, int64_t K, const X* data,
                         int64_t stride, int threads) {
-  const int64_t share = (N + threads - 1) / threads;
-  if (kPairs) {
-    const int64_t padded = (K + 31) / 32 * 32;
-    std::vector<X> rows(M * padded);
-    for (int64_t m = 0; m < M; ++m) std::memcpy(rows.data() + m * padded, x + m * K, K * sizeof(X));
+  const int64_t padded = (K + kPadding - 1) / kPadding * kPadding, share = (N + threads - 1) / threads;
+  std::vector<Row> rows(M * padded);
+  for (int64_t m = 0; m < M; ++m) copy_row(x + m * K, K, rows.data() + m * padded);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t begin = 0; begin < N; begin += share)
-      pairs_by_weight(rows.data(), padded, bias, out, M, begin, std::min(begin + share, N), N, K, data, stride);
-    return;
-  }
-  const int64_t padded = (K + kWidth - 1) / kWidth * kWidth;
-  std::vector<float> wide(M * padded);
-  for (int64_t m = 0; m < M; ++m)
-#pragma omp simd
-    for (int64_t k = 0; k < K; ++k) wide[m * padded + k] = X::read(x[m * K + k]);
-  if (threads == 1) return rows_by_weight(wide.data(), padded, bias, out, M, 0, N, N, K, data, stride);
-#pragma omp parallel for num_threads(threads)
   for (int64_t begin = 0; begin < N; begin += share)
-    rows_by_weight(wide.data(), padded, bias, out, M, begin, std::min(begin + share, N), N, K, data, stride);
+    rows_by_weight(rows.data(), padded, bias, out, M, begin, std::min(begin + share, N), N, K, data, stride);
 }
 
 // The same for rows of several matrices, `member` elements apart. groups: of each, which matrix it is, its first row in

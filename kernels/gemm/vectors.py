@@ -1,41 +1,14 @@
 """The C++ of vectors: of AVX-512, or half as wide of AVX2, and how bytes and codes become floats in them."""
 
-VECTORS = r"""#include <immintrin.h>
+from ..cpp_numbers import NUMBERS
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <type_traits>
-#include <vector>
-
+VECTORS = (
+    """#include <immintrin.h>
+"""
+    + NUMBERS
+    + r"""
 // the compiler keeps sums in registers where all is one function and their indices are constants
 #define INLINE __attribute__((always_inline))
-
-namespace te_models {
-
-inline uint32_t bits_of(float f) { uint32_t b; std::memcpy(&b, &f, 4); return b; }
-inline float float_of(uint32_t b) { float f; std::memcpy(&f, &b, 4); return f; }
-
-struct BFloat16 {
-  static constexpr bool rounds = true;
-  uint16_t bits;
-  static float read(BFloat16 x) { return float_of(uint32_t(x.bits) << 16); }
-  static BFloat16 write(float f) {
-    const uint32_t u = bits_of(f), rounded = (u + 0x7FFF + ((u >> 16) & 1)) >> 16;
-    return {uint16_t((u & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded)};
-  }
-};
-
-struct Float32 {
-  static constexpr bool rounds = false;
-  float value;
-  static float read(Float32 x) { return x.value; }
-  static Float32 write(float f) { return {f}; }
-};
-
-using X = INPUT;
 
 #if defined(__AVX512BW__) && !defined(NARROW)
 constexpr int kWidth = 16, kRows = 4;  // values of a vector; rows that are multiplied side by side
@@ -52,6 +25,12 @@ inline float sum(V v) { return _mm512_reduce_add_ps(v); }  // one half and the o
 inline V widened(const BFloat16* p) {
   const __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+}
+// the bits of numbers rounded to bfloat16, as BFloat16::write, each in the lower half of its lane
+inline __m512i bfloat16_bits(V v) {
+  const __m512i u = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
+  return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC0));
 }
 constexpr int kBytes = 64;
 using Bytes = __m512i;
@@ -139,4 +118,13 @@ INLINE inline void each_row(const F& f) {
 }
 
 inline V widened(const Float32* p) { return load(&p->value); }
+
+// Call f with one of the constants 1 to `most`: `count`, or the nearest.
+template <int most, class F>
+INLINE inline void with_count(int count, const F& f) {
+  if constexpr (most > 1)
+    if (count < most) return with_count<most - 1>(count, f);
+  f(std::integral_constant<int, most>{});
+}
 """
+)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..eval_mode import in_eval_mode
 from ..memory import return_freed_memory
 from ..model import GPTModel
 from ..model.expert_bias import ExpertLoad, has_expert_bias, move_expert_bias, take_expert_load
@@ -235,10 +236,8 @@ def evaluate_model(
     ranks: Ranks,
 ) -> float:
     """Return the validation loss, with the model in eval mode for as long as that takes."""
-    model.eval()
-    loss = evaluate(loss_function, [batch.to(device) for batch in batches], ranks)
-    model.train()
-    return loss
+    with in_eval_mode(model):
+        return evaluate(loss_function, [batch.to(device) for batch in batches], ranks)
 
 
 def _is_due(step: int, every: int, steps: int) -> bool:

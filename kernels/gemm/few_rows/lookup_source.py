@@ -35,14 +35,8 @@ static const float* values_of_bytes() {  // not inline: the loader would take on
 
 inline void fill(Table& table, float scale) {
   const float* const values = values_of_bytes();
-  const auto rounded = [&](int i) {  // as BFloat16::write
-    const V v = mul(load(values + i), all(scale));
-    const __m512i u = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-    const __m512i up = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
-    return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC0));
-  };
   for (int i = 0; i < 128; i += 16) {
-    const __m512i found = rounded(i);
+    const __m512i found = bfloat16_bits(mul(load(values + i), all(scale)));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(table.low + i), _mm512_cvtepi32_epi8(found));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(table.high + i), _mm512_cvtepi32_epi8(_mm512_srli_epi32(found, 8)));
   }
@@ -186,10 +180,9 @@ inline void by_tables(const X* x, const X* bias, X* out, int64_t M, int64_t N, c
         float found[4];
         const int count = int(std::min<int64_t>(4, M - m));
         const uint16_t* const from = ordered.data() + m * padded;
-        if (count == 1) by_table<1, scaled>(row, K, tables.data(), columns, scale, from, padded, found);
-        else if (count == 2) by_table<2, scaled>(row, K, tables.data(), columns, scale, from, padded, found);
-        else if (count == 3) by_table<3, scaled>(row, K, tables.data(), columns, scale, from, padded, found);
-        else by_table<4, scaled>(row, K, tables.data(), columns, scale, from, padded, found);
+        with_count<4>(count, [&](auto c) INLINE {
+          by_table<decltype(c)::value, scaled>(row, K, tables.data(), columns, scale, from, padded, found);
+        });
         for (int i = 0; i < count; ++i) out[(m + i) * N + n] = X::write(bias == nullptr ? found[i] : found[i] + b);
       }
     }

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
 from ... import cpp_library
 from ..cpu_graph import library as shared
@@ -46,7 +45,7 @@ def ready(x: Tensor, dtype: torch.dtype | None = None) -> bool:
 
     dtype: of the values, where x is stored data that the library decodes.
     """
-    if x.dim() != 2 or not eager_on_cpu(x) or not x.is_contiguous() or peek_interpreter_stack() is not None:
+    if x.dim() != 2 or not eager_on_cpu(x) or not x.is_contiguous():
         return False
     return shared.worthwhile(x.numel(), dtype or x.dtype, _trial)
 

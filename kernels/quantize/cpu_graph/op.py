@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
 from ...compiling import compiling
 from ...custom_op import Output, like, operation
@@ -46,7 +45,7 @@ def in_cpu_graph(x: Tensor) -> bool:
 def _library_takes(x: Tensor) -> bool:
     """Whether the library computes with x now, outside of a graph: in a tenth of the definitions' time, after so many
     elements that its compilation is worth it."""
-    return eager_on_cpu(x) and peek_interpreter_stack() is None and library.worthwhile(x.numel(), x.dtype)
+    return eager_on_cpu(x) and library.worthwhile(x.numel(), x.dtype)
 
 
 def _library_writes(dtype: torch.dtype) -> bool:

@@ -7,38 +7,13 @@ the same float32 arithmetic and the same order, so with the same bits; what each
 contiguous: B of them, R rows, C columns. A stripe is the blocks that lie side by side: `br` rows.
 """
 
-NUMBERS = r"""#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <vector>
+from ... import cpp_numbers
 
-namespace te_models {
-
+NUMBERS = (
+    cpp_numbers.NUMBERS
+    + r"""
 constexpr float kLargest = std::numeric_limits<float>::max();
 
-inline uint32_t bits_of(float f) { uint32_t b; std::memcpy(&b, &f, 4); return b; }
-inline float float_of(uint32_t b) { float f; std::memcpy(&f, &b, 4); return f; }
-
-struct BFloat16 {
-  uint16_t bits;
-  static uint32_t magnitude(BFloat16 x) { return uint32_t(x.bits & 0x7FFF) << 16; }
-  static float read(BFloat16 x) { return float_of(uint32_t(x.bits) << 16); }
-  static BFloat16 write(float f) {
-    const uint32_t u = bits_of(f), rounded = (u + 0x7FFF + ((u >> 16) & 1)) >> 16;
-    return {uint16_t((u & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded)};
-  }
-};
-
-struct Float32 {
-  float value;
-  static uint32_t magnitude(Float32 x) { return bits_of(x.value) & 0x7FFFFFFF; }
-  static float read(Float32 x) { return x.value; }
-  static Float32 write(float f) { return {f}; }
-};
-
-using X = INPUT;
 using Y = RESULT;
 
 inline bool finite(float f) { return (bits_of(f) & 0x7F800000) != 0x7F800000; }
@@ -90,6 +65,7 @@ struct Scale {
 
 }  // namespace te_models
 """
+)
 
 COMMON = (
     NUMBERS

@@ -170,6 +170,7 @@ class KVCache:
         for i in range(config.num_layers) if layers is None else layers:
             reach = reach_of(config, i)
             capacity = max_length if reach is None else min(max_length, reach + rollback + SLACK)
+            # empty: `update` returns no position that was not written
             key, value = (torch.empty(batch_size, capacity, groups, size, dtype=dtype, device=device) for size in sizes)
             self.layers.append(LayerCache(key, value, reach, rollback))
 
