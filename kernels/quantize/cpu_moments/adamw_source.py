@@ -5,7 +5,10 @@ calls on working copies; where that multiplies and adds in one instruction, `std
 decoding, that kernel and encoding leave (`library.adamw_step` compares the bits before it is used).
 """
 
-ADAMW = r"""namespace te_models {
+from .avx512_source import AVX512
+
+ADAMW = (
+    r"""namespace te_models {
 
 // What a step multiplies with. lerp: 1 - beta1; far: whether it is 1/2 or more, where torch starts from the gradient.
 struct Step {
@@ -20,6 +23,12 @@ inline void advance(float* w, float g, float* first, float* second, float* root,
   *root = std::sqrt(*second);
   *w = *w * s.decay + (s.size * *first) / (*root / s.root_correction + s.epsilon);
 }
+
+}  // namespace te_models
+"""
+    + AVX512
+    + r"""
+namespace te_models {
 
 // A block of `count` elements of which `read` gives the moments: new weights, moments, and the root of the second one.
 // And the ranges of the first moment and of the root.
@@ -66,6 +75,10 @@ int step_float8(Y* weight, const X* gradient, const Stored& stored, int64_t n, c
   for (int64_t b = 0; b < blocks; ++b) {
     const int64_t at = b * kBlock, count = std::min(kBlock, n - at);
     const Stored to{stored.first + at, stored.second + at, stored.first_scale + b, stored.second_scale + b};
+    if (count == kBlock && step_plain_block<far>(weight + at, gradient + at, to, uint32_t(at), s, k0, k1)) {
+      left[b] = 0;
+      continue;
+    }
     const float one = *to.first_scale, other = *to.second_scale;
     float w[kBlock], x[kBlock], v[kBlock], y[kBlock];
     Range of_first, of_root;
@@ -172,3 +185,4 @@ extern "C" int te_adamw_float32(Y* weight, const X* gradient, float* first, floa
   return 0;
 }
 """
+)

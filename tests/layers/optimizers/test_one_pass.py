@@ -102,6 +102,46 @@ def test_bits_are_those_of_the_definitions(
     )
 
 
+@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_blocks_of_normal_moments(dtype: torch.dtype, flush: bool, passes: list[int]) -> None:
+    """Where all of a block are normal in E4M3, before and after the step, vectors hold it; any byte may be among them,
+    and numbers that are none, also where subnormal numbers are flushed to zero."""
+    if flush and not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormal numbers")
+    torch.manual_seed(2)
+    blocks = 512
+    weight, codes = torch.randn(blocks, 128), torch.randint(8, 0x7F, (2, blocks, 128), dtype=torch.uint8)
+    codes[0] |= torch.randint(2, (blocks, 128), dtype=torch.uint8) << 7
+    some = torch.rand(2, 128, 128) < 0.01
+    codes[:, 128:256][some] = 0
+    codes[:, 256:384][some] = torch.randint(1, 8, (int(some.sum()),), dtype=torch.uint8)
+    codes[1, 384:400, 7] |= 0x80  # a root with a sign, as no step leaves one
+    codes[0, 400:404, 3], codes[1, 404:408, 3], codes[0, 408, 3] = 0x7F, 0x7F, 0x80
+    weight[-3:, 5] = torch.tensor([float("nan"), float("inf"), 1e-30])
+    scales = 2.0 ** torch.randint(-40, 9, (blocks, 1)).float() * (1 + torch.rand(blocks, 1))
+    gradient = torch.randn(blocks, 128) * scales * 10.0 ** torch.randint(-2, 5, (blocks, 1)).float()
+    gradient[410:412, 9] = torch.tensor([float("nan"), float("inf")])
+    try:
+        optimizers = [
+            FusedAdamW([nn.Parameter(weight.to(dtype))], moment_dtype="float8", seed=5, compile=c)
+            for c in (True, False)
+        ]
+        for optimizer in optimizers:
+            optimizer.init_state()
+            (parameter,) = optimizer.param_groups[0]["params"]
+            state = optimizer.state[parameter]
+            for name, code in zip(("exp_avg", "exp_avg_sq"), codes, strict=True):
+                state[name].view(torch.uint8).copy_(code)
+                state[f"{name}_scale_inv"].copy_(scales.view(-1))
+            parameter.grad = gradient.to(dtype)
+            optimizer.step()
+        assert_same_bits(*optimizers)
+    finally:
+        torch.set_flush_denormal(False)
+    assert passes == [blocks * 128]
+
+
 def test_moments_that_are_subnormal_in_their_format_are_none_in_float32(passes: list[int]) -> None:
     """Where subnormal numbers are flushed to zero, as torch.set_flush_denormal says, those of E4M3 are not."""
     if not torch.set_flush_denormal(True):
