@@ -14,7 +14,9 @@ from torch import Tensor
 
 from ... import cpp_library
 from ..cpu_graph import library as shared
-from ..cpu_graph import source as rounding
+from ..cpu_graph.fp8_source import FP8_SCALE
+from ..cpu_graph.nvfp4_source import NVFP4_SCALE
+from ..cpu_graph.source import NUMBERS
 from ..eager import eager_on_cpu
 from .source import FIELDS
 
@@ -26,6 +28,7 @@ _ARGUMENTS = {
     "te_decode_blocks": (_P, _P, _P, _P, *(_N,) * 4, _INT),
     "te_decode_nvfp4": (_P, _P, _P, _N, _N, _INT),
     "te_decode_e4m3": (_P, _P, _P, *(_N,) * 3),
+    "te_has_nan": (_P, _N),
 }
 _KINDS = ("float32", "pow2", "e8m0")
 
@@ -56,7 +59,7 @@ def _trial() -> None:
 
 @functools.cache
 def _function(name: str, dtype: torch.dtype) -> Any:
-    code = rounding.NUMBERS + rounding.FP8_SCALE + rounding.NVFP4_SCALE + FIELDS
+    code = NUMBERS + FP8_SCALE + NVFP4_SCALE + FIELDS
     defined = {"INPUT": shared.NAMES[dtype], "RESULT": shared.NAMES[dtype]}
     return cpp_library.function(code, defined, name, _ARGUMENTS[name], None if "decode" in name else _INT)
 
@@ -149,3 +152,10 @@ def decode_e4m3(data: Tensor, scales: Tensor, width: int, dtype: torch.dtype) ->
     run = _function("te_decode_e4m3", dtype)
     run(data.data_ptr(), scales.data_ptr(), out.data_ptr(), *data.shape, width)
     return out
+
+
+def has_nan(data: Tensor) -> bool:
+    """Whether one of these bytes of E4M3, contiguous and on CPU, is NaN: seven ones below its sign."""
+    if not worthwhile(data.numel(), torch.bfloat16):
+        return bool((data.view(torch.uint8) & 0x7F == 0x7F).any())
+    return bool(_function("te_has_nan", torch.bfloat16)(data.data_ptr(), data.numel()))

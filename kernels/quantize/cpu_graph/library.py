@@ -18,7 +18,9 @@ from torch import Tensor
 
 from ... import cpp_library
 from .. import hadamard
-from . import source
+from .fp8_source import FP8
+from .nvfp4_source import NVFP4
+from .source import COMMON
 
 NAMES = {torch.bfloat16: "BFloat16", torch.float32: "Float32"}
 DTYPES = tuple(NAMES)
@@ -53,8 +55,8 @@ def _function(name: str, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.d
 
 def _code(name: str, dtype: torch.dtype, out_dtype: torch.dtype) -> tuple[str, dict[str, str]]:
     """Return the source of the library that has a function, and its macros."""
-    part = source.NVFP4 if name in _OF_NVFP4 else source.FP8
-    return source.COMMON + part, {"INPUT": NAMES[dtype], "RESULT": NAMES[out_dtype]}
+    part = NVFP4 if name in _OF_NVFP4 else FP8
+    return COMMON + part, {"INPUT": NAMES[dtype], "RESULT": NAMES[out_dtype]}
 
 
 @functools.cache

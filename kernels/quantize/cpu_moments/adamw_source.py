@@ -75,7 +75,7 @@ int step_float8(Y* weight, const X* gradient, const Stored& stored, int64_t n, c
   for (int64_t b = 0; b < blocks; ++b) {
     const int64_t at = b * kBlock, count = std::min(kBlock, n - at);
     const Stored to{stored.first + at, stored.second + at, stored.first_scale + b, stored.second_scale + b};
-    if (count == kBlock && step_plain_block<far>(weight + at, gradient + at, to, uint32_t(at), s, k0, k1)) {
+    if (count == kBlock && avx512::step_plain_block<far>(weight + at, gradient + at, to, uint32_t(at), s, k0, k1)) {
       left[b] = 0;
       continue;
     }

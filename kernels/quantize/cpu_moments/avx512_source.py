@@ -7,10 +7,7 @@ fewer instructions: what those two compare and add up is exact, so that it may b
 
 AVX512 = r"""
 #if defined(__AVX512BW__) && defined(__AVX512DQ__)
-#include <immintrin.h>
-#define INLINE __attribute__((always_inline)) inline
-
-namespace te_models {
+namespace te_models::avx512 {
 
 using Floats = __m512;
 using Words = __m512i;
@@ -153,11 +150,11 @@ inline bool step_plain_block(Y* weight, const X* gradient, const Stored& stored,
   return true;
 }
 
-}  // namespace te_models
+}  // namespace te_models::avx512
 #else
-namespace te_models {
+namespace te_models::avx512 {
 template <bool far>
 inline bool step_plain_block(Y*, const X*, const Stored&, uint32_t, const Step&, uint32_t, uint32_t) { return false; }
-}  // namespace te_models
+}  // namespace te_models::avx512
 #endif
 """

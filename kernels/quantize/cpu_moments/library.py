@@ -14,7 +14,8 @@ from torch import Tensor
 from ... import cpp_library
 from ..cpu_fields.source import E4M3
 from ..cpu_graph import library as shared
-from ..cpu_graph import source as rounding
+from ..cpu_graph.fp8_source import FP8_SCALE
+from ..cpu_graph.source import NUMBERS
 from ..hashed import hash_words
 from .adamw_source import ADAMW
 from .source import MOMENTS
@@ -33,7 +34,7 @@ _ARGUMENTS = {
 
 @functools.cache
 def _function(name: str, gradient: torch.dtype = torch.float32, weight: torch.dtype = torch.float32) -> Any:
-    code = rounding.NUMBERS + rounding.FP8_SCALE + E4M3 + MOMENTS + (ADAMW if "adamw" in name else "")
+    code = NUMBERS + FP8_SCALE + E4M3 + MOMENTS + (ADAMW if "adamw" in name else "")
     defined = {"INPUT": shared.NAMES[gradient], "RESULT": shared.NAMES[weight]}
     return cpp_library.function(code, defined, name, _ARGUMENTS[name], _INT)
 
