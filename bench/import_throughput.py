@@ -4,7 +4,7 @@
 
 Both read the same files (from the page cache, after one warming read), write as many bytes to the same disk, and flush
 them. The copy is `shutil.copyfile` and fsync; the import also plans, rearranges experts and q/k/v, and hashes each
-byte; an export hashes what it reads, too, where it splits or transposes tensors. Runs alternate (copy, import, import,
+byte; an export also compares what it reads with a manifest. Runs alternate (copy, import, import,
 copy, ...); each result is the median of the ratios of neighbours, on the clock and in processor time. On a machine
 whose cores are busy with other work only the latter says something. Targets on the clock: 0.9 of a copy's speed for
 import and export, 0.5 for quantizing to block, current and nvfp4, 0.4 to mxfp8, 0.3 for requantizing.

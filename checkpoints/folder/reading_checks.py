@@ -8,7 +8,6 @@ were as listed, before anything is done with them.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from ..io.errors import CheckpointError, quote, shorten
 from ..io.hashing import FileRecord, file_digest
 from ..io.manifest import MANIFEST, check_joint_digest, is_manifest, read_manifest
 from ..io.store import FileStore
+from ..io.tensor_hash import TensorHash, part_bytes
 from ..io.threads import cores
 from ..io.weight_files import file_inside
 
@@ -43,8 +43,7 @@ def check_while_reading(folder: Path, store: FileStore, *, ours: bool) -> None:
     _check_weights(store, records)
     for name in _small_files(folder, store, records):
         _check_small(name, file_inside(folder, name, MANIFEST), records[name])
-    expected = {name: digest for file in store.paths for name, digest in records[file].tensors.items()}
-    store.guard(TensorDigests(store, expected))
+    store.guard(TensorDigests(store, records))
 
 
 def _check_weights(store: FileStore, records: Mapping[str, FileRecord]) -> None:
@@ -86,10 +85,13 @@ def _check_small(name: str, path: Path, record: FileRecord) -> None:
 
 
 class TensorDigests:
-    """SHA-256 of the tensors of a store, each from its first use on, compared with the expected ones."""
+    """SHA-256 of the tensors of a store, each from its first use on, compared with those that the manifest lists."""
 
-    def __init__(self, store: FileStore, expected: Mapping[str, str]) -> None:
-        self._store, self._expected = store, expected
+    def __init__(self, store: FileStore, records: Mapping[str, FileRecord]) -> None:
+        """records: of the store's files, and of others."""
+        self._store = store
+        self._expected = {name: digest for file in store.paths for name, digest in records[file].tensors.items()}
+        self._rows_per_part = {file: records[file].rows_per_part for file in store.paths}
         self._started: set[str] = set()
         self._running: deque[tuple[int, Future[None]]] = deque()
         self._ahead, self._damaged = 0, list[str]()
@@ -116,6 +118,14 @@ class TensorDigests:
         self._share = frozenset(share)
         for name in share:
             self._start(name)
+
+    def part_bytes(self, name: str) -> int | None:
+        """Return how many bytes of a tensor each digest covers of which the listed one is made, None for a tensor that
+        is not listed."""
+        if name not in self._expected:
+            return None
+        info = self._store.tensors[name]
+        return part_bytes(info.dtype, info.shape, self._rows_per_part[self._store.file_of[name]])
 
     def leave_to_reader(self, names: Iterable[str]) -> None:
         """Do not hash these tensors: the reader does, and hands the digests to `compare`."""
@@ -146,15 +156,16 @@ class TensorDigests:
             self.finish()
 
     def _check(self, name: str) -> None:
-        digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
-        nbytes = self._store.tensors[name].nbytes
+        info, rows = self._store.tensors[name], self._rows_per_part[self._store.file_of[name]]
+        found, buffer = TensorHash(info.dtype, info.shape, rows), memoryview(bytearray(CHUNK_BYTES))
+        nbytes = info.nbytes
         for begin in range(0, nbytes, CHUNK_BYTES):
             if self._stop.is_set():
                 return
             part = buffer[: min(CHUNK_BYTES, nbytes - begin)]
             self._store.read_unchecked(name, begin, part)
-            digest.update(part)
-        if digest.hexdigest() != self._expected[name]:
+            found.update(part)
+        if found.digest != self._expected[name]:
             self._damaged.append(name)
 
     def finish(self) -> None:
@@ -164,7 +175,7 @@ class TensorDigests:
         for _, future in running:
             future.result()
         if self._damaged:
-            names: Sequence[str] = sorted(self._damaged)
+            names: Sequence[str] = sorted(set(self._damaged))
             what = f"tensor {quote(names[0])} does" if len(names) == 1 else f"the tensors {shorten(names)} do"
             raise CheckpointError(
                 f"{self._store.file_of[names[0]]}: {what} not have the SHA-256 that {MANIFEST} says; changed or "

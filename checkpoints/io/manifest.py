@@ -1,31 +1,34 @@
 """manifest.json: size and SHA-256 of every file of a folder and of every tensor, to notice a damaged or edited copy.
 
-    {"format_version": 2, "files": {"config.json": {"sha256": "...", "bytes": 813},
+    {"format_version": 3, "files": {"config.json": {"sha256": "...", "bytes": 813},
                                     "model.safetensors": {"digest": "...", "bytes": 9712, "header": "...",
-                                                          "tensors": {"a": "..."}}}}
+                                                          "rows_per_part": 64, "tensors": {"a": "..."}}}}
 
-The digest of a tensor is of its data alone, so it stays the same when the tensor moves to another file, and it says
-which tensors of a damaged file are the damaged ones. `header` is the digest of the bytes before the data. `digest`, one
-number for a whole weight file, is made of these (`hashing.joint_digest`), so that every byte is hashed once.
+The digest of a tensor is of its shape and data alone, so it stays the same when the tensor moves to another file, and
+it says which tensors of a damaged file are the damaged ones. It is made of the digests of its parts
+(`tensor_hash.part_bytes`), so that a conversion which splits or joins tensors by rows hashes every byte once. `header`
+is the digest of the bytes before the data. `digest`, one number for a whole weight file, is made of these
+(`hashing.joint_digest`). Where that was asked for, `sha256`, what `sha256sum` prints, stands in its place.
 
-In version 1 a weight file has `sha256`, what `sha256sum` prints, in place of `digest`. Earlier releases wrote it (the
-first of them without `header`), and conversions do where they are asked for these digests.
+Earlier releases wrote versions 1 and 2, without `rows_per_part`: the digest of a tensor is SHA-256 of its data. A
+weight file of version 1 has `sha256` and not always `header`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError, quote, shorten, shown
 from .hashing import FileRecord, Lane, file_digest, joint_digest, record_of
 from .strict_json import MAX_JSON_BYTES, dump_object, read_object
+from .tensor_hash import ROWS_PER_PART
 from .weight_files import INDEX, TEMPLATES, file_inside, plain_file
 
 MANIFEST = "manifest.json"
-_VERSIONS = (1, 2)
+_VERSIONS = (1, 2, 3)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -42,6 +45,7 @@ def manifest_bytes(records: Mapping[str, FileRecord], *, partial: bool = False) 
     its tokenizers, so that only weights which are not listed are unexpected."""
     files = {name: to_dict(record) for name, record in records.items()}
     version = 2 if any(record.digest for record in records.values()) else 1
+    version = 3 if any(record.rows_per_part for record in records.values()) else version
     return dump_object({"format_version": version, "files": files} | ({"partial": True} if partial else {}))
 
 
@@ -64,12 +68,15 @@ def _read(folder: Path, limit: int | None = None) -> Manifest:
     values = read_object(plain_file(folder, MANIFEST), MANIFEST, limit=limit)
     version, files, partial = values.get("format_version"), values.get("files"), values.get("partial", False)
     if type(version) is not int or version not in _VERSIONS:
-        raise CheckpointError(f"{MANIFEST} has format_version {shown(version)}; this release reads versions 1 and 2")
+        raise CheckpointError(f"{MANIFEST} has format_version {shown(version)}; this release reads versions 1 to 3")
     if not isinstance(files, dict):
         raise CheckpointError(f"{MANIFEST} has no 'files'")
     if not isinstance(partial, bool):
         raise CheckpointError(f"{MANIFEST} has partial = {shown(partial)}; allowed: true, false")
-    return Manifest({name: from_dict(name, entry) for name, entry in files.items()}, partial=partial)
+    records = {name: from_dict(name, entry) for name, entry in files.items()}
+    if version < 3 and any(record.rows_per_part for record in records.values()):
+        raise CheckpointError(f"{MANIFEST} has rows_per_part, which format_version {version} has not")
+    return Manifest(records, partial=partial)
 
 
 def is_manifest(folder: Path) -> bool:
@@ -86,6 +93,7 @@ def to_dict(record: FileRecord) -> dict[str, Any]:
     values: dict[str, Any] = {"digest": record.digest} if record.digest else {"sha256": record.sha256}
     values |= {"bytes": record.size}
     values |= {"header": record.header} if record.header else {}
+    values |= {"rows_per_part": record.rows_per_part} if record.rows_per_part else {}
     return values | ({"tensors": record.tensors} if record.tensors or record.digest else {})
 
 
@@ -99,11 +107,14 @@ def from_dict(name: str, entry: Any) -> FileRecord:
         raise CheckpointError(f"{MANIFEST} does not map the tensors of {quote(name)} to their sha256")
     if not isinstance(header, str):
         raise CheckpointError(f"{MANIFEST} describes the header of {quote(name)} by something other than its sha256")
+    rows = entry.get("rows_per_part", 0)
+    if "rows_per_part" in entry and (type(rows) is not int or rows != ROWS_PER_PART):
+        raise CheckpointError(f"{MANIFEST} has rows_per_part {shown(rows)} for {quote(name)}; allowed: {ROWS_PER_PART}")
     if kind == "sha256":
-        return FileRecord(entry["sha256"], entry["bytes"], tensors, header)
+        return FileRecord(entry["sha256"], entry["bytes"], tensors, header, rows_per_part=rows)
     if "sha256" in entry or not all(map(_SHA256.fullmatch, (entry["digest"], header, *tensors.values()))):
         raise CheckpointError(f"{MANIFEST} describes {quote(name)} by something other than the digests of its parts")
-    return FileRecord("", entry["bytes"], tensors, header, entry["digest"])
+    return FileRecord("", entry["bytes"], tensors, header, entry["digest"], rows)
 
 
 def check_joint_digest(name: str, record: FileRecord, tensors: Iterable[str]) -> None:
@@ -147,11 +158,16 @@ def check_manifest(folder: str | Path, *, progress: Callable[[int, int], None] |
     with Lane() as lane:
         for name, record in records.items():
             if record.of_weights:
-                found = record_of(paths[name], lane, moved, whole=bool(record.sha256))
+                found = _like(record, paths[name], lane, moved)
             else:
                 found = FileRecord(file_digest(paths[name]), record.size)
             _check_record(name, record, found)
     return len(records)
+
+
+def _like(record: FileRecord, path: Path, lane: Lane, moved: Callable[[int], None]) -> FileRecord:
+    """Return the record of a weight file with digests of the same kind as `record` has."""
+    return record_of(path, lane, moved, whole=bool(record.sha256), rows_per_part=record.rows_per_part)
 
 
 def _names(folder: Path) -> Iterator[str]:
@@ -181,21 +197,23 @@ def record_files(
     paths: Mapping[str, Path],
     moved: Callable[[int], None] = lambda nbytes: None,
     *,
-    whole: Container[str] = (),
+    like: Mapping[str, FileRecord] | None = None,
 ) -> dict[str, FileRecord]:
     """Return the records of files as they are now, by the names given; records of safetensors files list their tensors.
 
     Arguments:
-        moved: called with the number of bytes of each part of a safetensors file read.
-        whole: names of safetensors files whose digest covers all bytes, see `FileRecord`.
+        moved: called with the number of bytes of each buffer read from a safetensors file.
+        like: records by the same names, of an earlier release perhaps, whose kinds of digests safetensors files get.
     """
     records = {}
     with Lane() as lane:
         for name, path in paths.items():
-            if path.suffix == ".safetensors":
-                records[name] = record_of(path, lane, moved, whole=name in whole)
-            else:
+            if path.suffix != ".safetensors":
                 records[name] = FileRecord(file_digest(path), path.stat().st_size)
+            elif like is None:
+                records[name] = record_of(path, lane, moved)
+            else:
+                records[name] = _like(like[name], path, lane, moved)
     return records
 
 
@@ -216,8 +234,7 @@ def check_listed(folder: Path, paths: Mapping[str, Path], *, read: Mapping[str, 
         size = path.stat().st_size
         if size != records[name].size:
             raise CheckpointError(f"{name} has {size} bytes and {MANIFEST} says {records[name].size}")
-    whole = {name for name, record in records.items() if record.sha256}
-    found = records | record_files(paths if read is None else read, whole=whole)
+    found = records | record_files(paths if read is None else read, like=records)
     for name, record in records.items():
         _check_record(name, record, found[name])
     if plain_file(folder, MANIFEST).read_bytes() != manifest_bytes(found):  # every byte of it counts, too

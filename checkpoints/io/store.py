@@ -57,6 +57,10 @@ class Guard(Protocol):
         """Check this reader's share of all tensors instead of those that it reads."""
         ...
 
+    def part_bytes(self, name: str) -> int | None:
+        """Return how many bytes each digest covers of which the expected one is made; None: nothing is expected."""
+        ...
+
     def leave_to_reader(self, names: Iterable[str]) -> None:
         """Do not check tensors that the reader hashes himself, whose digests he hands to `compare`."""
         ...
@@ -174,6 +178,17 @@ class FileStore:
         """Of a guarded store, check the tensors of one of several readers, instead of those that are read."""
         if self._guard is not None:
             self._guard.take_share(rank, ranks)
+
+    def part_bytes(self, name: str) -> int | None:
+        """Return how many bytes of a tensor each digest covers of which the one is made that it is checked against
+        (`tensor_hash.part_bytes`); None where it is not checked."""
+        return None if self._guard is None else self._guard.part_bytes(name)
+
+    def check(self, names: Iterable[str]) -> None:
+        """Of a guarded store, check tensors of which nothing is read now."""
+        if self._guard is not None:
+            for name in names:
+                self._guard.started(name)
 
     def leave_to_reader(self, names: Iterable[str]) -> None:
         """Of a guarded store, do not hash tensors whose digests are handed to `compare_digests`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,14 +44,27 @@ def _file_bytes(store: Store, piece: Piece) -> tuple[int, int] | None:
     return begin, end
 
 
-def copied_tensor(store: Store, output: Output) -> str | None:
-    """Return the source tensor that the output equals byte for byte; None where there is none."""
-    if output.compute is not None or len(output.pieces) != 1:
-        return None
-    (piece,) = output.pieces
-    info = store.tensors[piece.source]
-    same = output.dtype == info.dtype and output.nbytes == info.nbytes
-    return piece.source if same and _file_bytes(store, piece) == (0, info.nbytes) else None
+@dataclass(frozen=True, slots=True)
+class CopiedBytes:
+    """`nbytes` bytes of an output, from byte `begin` on, are those of the source tensor from `source_begin` on."""
+
+    source: str
+    source_begin: int
+    begin: int
+    nbytes: int
+
+
+def copied_bytes(store: Store, output: Output) -> Iterator[CopiedBytes]:
+    """Yield what an output has of source tensors in files byte for byte: whatever else a piece is (converted, moved
+    element by element, computed) is left out."""
+    if output.compute is not None:
+        return
+    bits = bits_of(output.dtype) or 0
+    for piece in output.pieces:
+        place = flat_interval(piece.box, output.shape)
+        found = _file_bytes(store, piece) if store.tensors[piece.source].dtype == output.dtype else None
+        if place is not None and found is not None and place[0] * bits % 8 == 0:
+            yield CopiedBytes(piece.source, found[0], place[0] * bits // 8, found[1] - found[0])
 
 
 def read_rows(store: Store, field: Output, begin: int, end: int) -> torch.Tensor:

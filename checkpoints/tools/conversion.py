@@ -30,8 +30,8 @@ class Options(TypedDict, total=False):
     dry_run (False): return the plan and write nothing.
     verify (True): where the source has a manifest.json, check every tensor against it while it is read, and the small
         files; a folder that is damaged, or was edited, raises CheckpointError, and nothing is written.
-    file_digests (False): list in manifest.json the SHA-256 of each weight file that `sha256sum` prints, as earlier
-        releases do, instead of one made of the digests of its parts; every byte is hashed twice for it.
+    file_digests (False): list in manifest.json the SHA-256 of each weight file that `sha256sum` prints, instead of one
+        made of the digests of its header and its tensors; every byte is hashed twice for it.
     """
 
     overwrite: bool

@@ -18,9 +18,9 @@ from ..io.threads import Progress
 from ..io.weight_files import INDEX
 from ..plan.plan import Plan
 from ..plan.report import REPORT
-from ..plan.stream import copied_tensor
 from .resume import Journal, job_of
 from .shards import MAX_SHARD_BYTES, split_shards
+from .shared_digests import SharedDigests
 from .sidecars import find_sidecars, note_left_behind
 from .writer import write_small_file, write_weights
 
@@ -69,16 +69,14 @@ def write_folder(
     job = None if files is None else job_of(shards, files, config)
     before = None if files is None else files.state()
     with new_folder(destination, overwrite=overwrite, job=job) as folder:
-        # what is written as it is read is hashed once, and compared with both manifests
-        found = [] if files is None else [(o.name, copied_tensor(store, o)) for o in plan.outputs]
-        copied = {output: name for output, name in found if name is not None}
-        if files is not None:
-            files.leave_to_reader(copied.values())
+        shared = None if files is None else SharedDigests(files, store, plan.outputs)
         journal = None if job is None else Journal(folder.parent / FINISHED, plan.report)
-        records = write_weights(folder, shards, store, journal=journal, progress=progress, file_digests=file_digests)
+        records = write_weights(
+            folder, shards, store, journal=journal, shared=shared, progress=progress, file_digests=file_digests
+        )
+        if shared is not None:
+            shared.check_complete()
         if files is not None:
-            written = {name: digest for record in records.values() for name, digest in record.tensors.items()}
-            files.compare_digests((name, written[output]) for output, name in copied.items())
             files.finish_checks()
         if files is not None and files.state() != before:
             raise CheckpointError("the source files changed while they were read; convert them again")

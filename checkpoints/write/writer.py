@@ -32,6 +32,7 @@ from ..plan.plan import Output
 from ..plan.stream import stream
 from .resume import Journal
 from .shards import Shard, alignment, header_bytes, index_bytes
+from .shared_digests import SharedDigests
 
 MAX_FILES_AT_ONCE = 4
 """Each file at work has buffers of 12 MiB."""
@@ -43,6 +44,7 @@ def write_weights(
     store: Store,
     *,
     journal: Journal | None = None,
+    shared: SharedDigests | None = None,
     progress: Progress | None = None,
     files_at_once: int | None = None,
     file_digests: bool = False,
@@ -51,38 +53,45 @@ def write_weights(
 
     Arguments:
         journal: of an earlier run that was killed; files that it finished are checked and kept.
+        shared: gets the digests of the parts of all outputs.
         files_at_once: default: as many as there are processor cores, at most MAX_FILES_AT_ONCE.
         file_digests: hash the bytes of each file as a whole, too, see `FileRecord`.
     """
     at_once = files_at_once or min(cores(), MAX_FILES_AT_ONCE)
     bytes_done = ByteProgress(sum(shard.nbytes for shard in shards), progress)
-    records = {} if journal is None else journal.keep(folder, shards, bytes_done, at_once, file_digests=file_digests)
+    records: dict[str, FileRecord] = {}
+    if journal is not None:
+        records = journal.keep(folder, shards, bytes_done, at_once, file_digests=file_digests, shared=shared)
     computing = threading.Lock()
+    parts = None if shared is None else shared.add
 
     def write(shard: Shard) -> FileRecord:
         computed = any(output.compute is not None for output in shard.outputs)
         with computing if computed else nullcontext(), Lane() as lane:
             header = header_bytes(shard)
-            with HashedFile(folder / shard.file, len(header) + shard.nbytes, lane, whole=file_digests) as file:
+            digests, nbytes = Digests(lane, whole=file_digests, parts=parts), len(header) + shard.nbytes
+            with HashedFile(folder / shard.file, nbytes, lane, digests) as file:
                 file.write_header(header)
                 for output in shard.outputs:
                     missing = output.nbytes
-                    for buffer, nbytes in stream(store, output, lane.ring):
-                        file.write_buffer(buffer, nbytes)
-                        bytes_done.add(nbytes)
-                        missing -= nbytes
+                    digests.begin_tensor(output.name, output.dtype, output.shape)
+                    for buffer, count in stream(store, output, lane.ring):
+                        file.write_buffer(buffer, count)
+                        bytes_done.add(count)
+                        missing -= count
                     buffer = None  # a part of a computed tensor, which need not outlive it
                     if missing:  # a defect of ours, which would otherwise be the next reader's to find
                         written = output.nbytes - missing
                         raise RuntimeError(f"{output.name} has {written} bytes, planned {output.nbytes}")
-                    file.digests.end_tensor(output.name)
-            record = file.record()
+            record = digests.record(nbytes)
         if journal is not None:
             journal.add(shard, record)
         return record
 
     left = [shard for shard in shards if shard.file not in records]
     written = run_all(write, left, at_once, bytes_done.stop)
+    if shared is not None:
+        shared.check_sources(output for shard in shards if shard.file in records for output in shard.outputs)
     records |= {shard.file: record for shard, record in zip(left, written)}
     if len(shards) > 1:
         records[INDEX] = write_small_file(folder / INDEX, index_bytes(shards))
@@ -96,11 +105,10 @@ def write_small_file(path: Path, data: bytes) -> FileRecord:
 
 
 class HashedFile:
-    """A file being written, hashed tensor by tensor (whole: and all at once) and brought to the disk by threads."""
+    """A file being written, hashed and brought to the disk by threads."""
 
-    def __init__(self, path: Path, nbytes: int, lane: Lane, *, whole: bool = False) -> None:
-        self._file, self._nbytes = DiskFile(path, nbytes, lane.staging, lane.disk), nbytes
-        self.digests = Digests(lane, whole=whole)
+    def __init__(self, path: Path, nbytes: int, lane: Lane, digests: Digests) -> None:
+        self._file, self._digests = DiskFile(path, nbytes, lane.staging, lane.disk), digests
 
     def __enter__(self) -> Self:
         return self
@@ -114,18 +122,14 @@ class HashedFile:
 
     def write_header(self, data: bytes) -> None:
         """Write bytes that belong to no tensor."""
-        self.digests.add_header(data)
+        self._digests.add_header(data)
         memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._file.append(memory.data_ptr(), len(memory))
 
     def write_buffer(self, buffer: Buffer, nbytes: int) -> None:
         """Write the first bytes of a buffer, and hash them while this thread goes on."""
-        self.digests.add(buffer, buffer.bytes[:nbytes])
+        self._digests.add(buffer, buffer.bytes[:nbytes])
         self._file.append(buffer.address, nbytes)
-
-    def record(self) -> FileRecord:
-        """Return the digests and the size; waits for the hashing threads."""
-        return self.digests.record(self._nbytes)
 
 
 def write_tensors(

@@ -17,6 +17,7 @@ from te_models.checkpoints import CheckpointError, export_hf, import_hf, open_ch
 from te_models.checkpoints.folder.reading_checks import TensorDigests
 from te_models.checkpoints.io.header import read_header
 from te_models.checkpoints.io.manifest import MANIFEST
+from tests.checkpoints.aligned_folders import make_earlier
 from tests.checkpoints.hf_cases import HFFolder
 
 FLIPS = 10_000
@@ -24,14 +25,17 @@ FLIPS = 10_000
 
 @pytest.fixture
 def folders(hf_folder: HFFolder, tmp_path: Path) -> dict[str, Path]:
-    """Ours of one file, of several, with digests of whole files and of quantized weights, and an export."""
+    """Ours of one file, of several, with digests of whole files, of an earlier release and of quantized weights, and an
+    export."""
     import_hf(hf_folder("llama"), tmp_path / "plain")
     import_hf(hf_folder("mixtral"), tmp_path / "shards", max_shard_bytes=40_000)
     reshard(tmp_path / "plain", tmp_path / "whole", file_digests=True)
+    reshard(tmp_path / "plain", tmp_path / "earlier")
+    make_earlier(tmp_path / "earlier", 2)
     quantize(tmp_path / "plain", tmp_path / "mxfp8", "mxfp8")
     quantize(tmp_path / "plain", tmp_path / "nvfp4", "nvfp4")
     export_hf(tmp_path / "plain", tmp_path / "hf")
-    return {name: tmp_path / name for name in ("plain", "shards", "whole", "mxfp8", "nvfp4", "hf")}
+    return {name: tmp_path / name for name in ("plain", "shards", "whole", "earlier", "mxfp8", "nvfp4", "hf")}
 
 
 @contextmanager

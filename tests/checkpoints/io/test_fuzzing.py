@@ -97,13 +97,14 @@ entries = json_values | st.fixed_dictionaries(
         "sha256": digests,
         "digest": digests,
         "header": digests,
+        "rows_per_part": st.just(64) | json_values,
         "tensors": st.dictionaries(st.sampled_from(["a", "b"]), digests, max_size=3) | json_values,
     },
 )
 manifests = st.one_of(
     st.fixed_dictionaries(
         {"files": st.dictionaries(file_names, entries, max_size=3) | json_values},
-        optional={"format_version": st.sampled_from([1, 2]) | json_values, "partial": json_values},
+        optional={"format_version": st.sampled_from([1, 2, 3]) | json_values, "partial": json_values},
     ).map(json.dumps),
     json_values.map(json.dumps),
     st.text(max_size=40),

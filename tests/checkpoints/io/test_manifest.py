@@ -24,6 +24,7 @@ from te_models.checkpoints import (
 from te_models.checkpoints.io.header import read_header
 from te_models.checkpoints.io.manifest import read_manifest
 from te_models.cli.main import main
+from tests.checkpoints.aligned_folders import MIXTURE, digest_by_hand, make_earlier, make_folder
 from tests.checkpoints.hf_cases import HFFolder
 
 
@@ -31,14 +32,15 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+@pytest.mark.parametrize("heads", ["cut", "aligned"])
 @pytest.mark.parametrize("whole", [False, True])
-def test_digests_are_those_of_other_tools(hf_folder: HFFolder, tmp_path: Path, whole: bool) -> None:
+def test_digests_are_those_of_other_tools(hf_folder: HFFolder, tmp_path: Path, whole: bool, heads: str) -> None:
     """Whatever wrote the tensor: byte ranges, joined and converted parts, bands, computed fields, several files.
 
     whole: `file_digests`, with which a weight file has the digest that `sha256sum` prints; otherwise it has that of a
     text of digests, one per line: the header's and those of the tensors in the order of their data.
     """
-    source = hf_folder("mixtral")
+    source = hf_folder("mixtral") if heads == "cut" else make_folder(tmp_path / "hf", MIXTURE)
     import_hf(source, tmp_path / "plain", max_shard_bytes=20_000, file_digests=whole)
     import_hf(source, tmp_path / "float", dtype="float32", file_digests=whole)
     relayout(tmp_path / "plain", tmp_path / "split", "per-gemm", file_digests=whole)
@@ -47,25 +49,25 @@ def test_digests_are_those_of_other_tools(hf_folder: HFFolder, tmp_path: Path, w
         folder = tmp_path / name
         records = read_manifest(folder)
         assert {p.name for p in folder.iterdir()} == {*records, "manifest.json"}
-        assert json.loads((folder / "manifest.json").read_text())["format_version"] == (1 if whole else 2)
+        assert json.loads((folder / "manifest.json").read_text())["format_version"] == 3
         tensors = 0
         for file, record in records.items():
             data = (folder / file).read_bytes()
             assert record.size == len(data)
             if file.endswith(".safetensors"):
                 expected = {
-                    name: sha256(tensor.flatten().view(torch.uint8).numpy().tobytes())
+                    name: digest_by_hand(tensor.flatten().view(torch.uint8).numpy().tobytes(), tuple(tensor.shape))
                     for name, tensor in load_file(folder / file).items()
                 }
                 header = read_header(folder / file)
                 lines = [sha256(data[: header.data_start]), *(expected[name] for name in header.tensors)]
                 joint = sha256("".join(f"{line}\n" for line in lines).encode())
                 assert (record.sha256, record.digest) == ((sha256(data), "") if whole else ("", joint))
-                assert (record.header, record.tensors) == (lines[0], expected)
+                assert (record.header, record.tensors, record.rows_per_part) == (lines[0], expected, 64)
                 tensors += len(expected)
             else:
                 assert (record.sha256, record.tensors) == (sha256(data), {})
-        assert tensors > 10
+        assert tensors > 8
         assert check_manifest(folder) == len(records)
 
 
@@ -115,6 +117,37 @@ def test_a_changed_file_is_named_with_its_tensor(hf_folder: HFFolder, tmp_path: 
     (folder / "tokenizer.json").write_text('{"version": "2.0"}')
     with pytest.raises(CheckpointError, match=r"tokenizer\.json does not have the SHA-256"):
         check_manifest(folder)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_manifests_of_earlier_releases_are_read_and_checked(tmp_path: Path, version: int) -> None:
+    """Their digest of a tensor is of all its bytes; what is written from them has the digests of this release."""
+    import_hf(make_folder(tmp_path / "hf", MIXTURE), tmp_path / "new")
+    folder = tmp_path / "old"
+    import_hf(tmp_path / "hf", folder)
+    make_earlier(folder, version)
+    listed, before = (read_manifest(tmp_path / name)["model.safetensors"] for name in ("new", "old"))
+    assert listed.tensors != before.tensors and before.rows_per_part == 0
+    assert before.of_weights and bool(before.sha256) == (version == 1)
+    assert check_manifest(folder) == check_manifest(tmp_path / "new")
+    reshard(folder, tmp_path / "again")
+    assert read_manifest(tmp_path / "again")["model.safetensors"] == listed
+    with open_checkpoint(folder) as checkpoint:
+        checkpoint.load_into({name: torch.empty(i.shape) for name, i in checkpoint.tensors.items()})
+    values = json.loads((folder / "manifest.json").read_text())
+    entry = values["files"]["model.safetensors"]
+    del entry["header" if version == 1 else "bytes"]
+    (folder / "manifest.json").write_text(json.dumps(values))
+    if version == 1:  # as the first releases wrote it
+        check_manifest(folder)
+        reshard(folder, tmp_path / "third")
+    file = folder / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    for read in (check_manifest, lambda folder: reshard(folder, tmp_path / "out")):
+        with pytest.raises(CheckpointError):
+            read(folder)
 
 
 def test_a_changed_manifest_is_refused(hf_folder: HFFolder, tmp_path: Path) -> None:
@@ -176,7 +209,12 @@ def test_what_the_manifest_does_not_list_is_a_failure(
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda values: values.update(format_version=3), "has format_version 3; this release reads versions 1 and 2"),
+        (lambda values: values.update(format_version=4), "has format_version 4; this release reads versions 1 to 3"),
+        (lambda values: values.update(format_version=2), "has rows_per_part, which format_version 2 has not"),
+        (lambda values: values["files"]["model.safetensors"].update(rows_per_part=65), "rows_per_part 65 for 'model.s"),
+        (lambda values: values["files"]["model.safetensors"].update(rows_per_part=0), "rows_per_part 0 for 'model.s"),
+        (lambda values: values["files"]["model.safetensors"].update(rows_per_part=64.0), "rows_per_part 64.0 for"),
+        (lambda values: values["files"]["model.safetensors"].update(rows_per_part=True), "rows_per_part True for"),
         (lambda values: values.update(format_version=True), "has format_version True"),
         (lambda values: values.pop("format_version"), "has format_version None"),
         (lambda values: values.update(files={}), "manifest.json has no 'files'"),

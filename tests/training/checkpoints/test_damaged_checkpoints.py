@@ -16,7 +16,8 @@ import pytest
 from safetensors.torch import load_file
 
 from te_models.checkpoints.io import store
-from te_models.checkpoints.io.header import Header
+from te_models.checkpoints.io.hashing import FileRecord
+from te_models.checkpoints.io.header import Header, read_header
 from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes, record_files
 from te_models.cli.main import main
 from te_models.config import ConfigError
@@ -301,7 +302,8 @@ def test_a_manifest_of_another_release_is_refused(plain: Run) -> None:
     original = json.loads((folder / MANIFEST).read_text())
     entry = original["files"][VALUES]
     for change, message in (
-        ({"format_version": 3}, "has format_version 3; this release reads versions 1 and 2"),
+        ({"format_version": 4}, "has format_version 4; this release reads versions 1 to 3"),
+        ({"format_version": 2}, "has rows_per_part, which format_version 2 has not"),
         ({"files": []}, "has no 'files'"),
         ({"files": {}}, "lists other files than there should be"),
         ({"more": 1}, "is not as te-models writes it"),
@@ -314,17 +316,28 @@ def test_a_manifest_of_another_release_is_refused(plain: Run) -> None:
             load_state(folder)
 
 
-def test_a_manifest_with_digests_of_whole_files_is_checked(plain: Run) -> None:
-    """As earlier releases wrote it: what `sha256sum` prints of the training state, and no digest made of parts."""
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_manifest_of_an_earlier_release_is_checked(plain: Run, version: int) -> None:
+    """Version 1 lists what `sha256sum` prints of the training state, and both the digest of all bytes of a tensor."""
     _, folder = plain.copy("whole")
-    assert json.loads((folder / MANIFEST).read_text())["format_version"] == 2
-    (folder / MANIFEST).write_bytes(manifest_bytes(record_files(manifest_paths(folder), whole={TENSORS})))
+    assert json.loads((folder / MANIFEST).read_text())["format_version"] == 3
+    whole = {TENSORS: FileRecord("x" if version == 1 else "", 0)}
+    paths = manifest_paths(folder)
+    records = record_files(paths) | record_files({TENSORS: paths[TENSORS]}, like=whole)
+    (folder / MANIFEST).write_bytes(manifest_bytes(records))
     manifest = json.loads((folder / MANIFEST).read_text())
     digest = hashlib.sha256((folder / TENSORS).read_bytes()).hexdigest()
-    assert manifest["format_version"] == 1 and manifest["files"][TENSORS]["sha256"] == digest
+    assert manifest["format_version"] == version
+    assert manifest["files"][TENSORS].get("sha256") == (digest if version == 1 else None)
+    header = read_header(folder / TENSORS)
+    for name, listed in manifest["files"][TENSORS]["tensors"].items():
+        info = header.tensors[name]
+        data = (folder / TENSORS).read_bytes()[header.data_start + info.start : header.data_start + info.stop]
+        assert listed == hashlib.sha256(data).hexdigest()
     load_state(folder)
+    key, said = ("sha256", "does not have the SHA-256") if version == 1 else ("digest", "is not made of the digests")
     for change, message in (
-        ({"sha256": "0" * 64}, "training.safetensors does not have the SHA-256"),
+        ({key: "0" * 64}, f"training.safetensors .*{said}"),
         ({"header": "0" * 64}, "its header was changed"),
         ({"tensors": {}}, "training.safetensors does not have the SHA-256"),
     ):
