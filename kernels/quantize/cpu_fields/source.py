@@ -28,13 +28,7 @@ inline float e4m3_value(int32_t byte) {
   return float_of(bits_of(e4m3_magnitude(magnitude)) | none | uint32_t(byte & 0x80) << 24);
 }
 
-}  // namespace te_models
-"""
-
-FIELDS = (
-    E4M3
-    + r"""namespace te_models {
-
+// whether one of these bytes is NaN
 inline bool has_nan(const uint8_t* bytes, int64_t size) {
   uint8_t largest = 0;
 #pragma omp simd reduction(max : largest)
@@ -44,6 +38,13 @@ inline bool has_nan(const uint8_t* bytes, int64_t size) {
   }
   return largest == 0x7F;
 }
+
+}  // namespace te_models
+"""
+
+FIELDS = (
+    E4M3
+    + r"""namespace te_models {
 
 // Decode a row of E4M3 whose blocks of bc columns have these scales.
 inline void decode_row(const uint8_t* from, const float* scales, Y* to, int64_t C, int64_t bc) {

@@ -5,7 +5,7 @@ calls on working copies; where that multiplies and adds in one instruction, `std
 decoding, that kernel and encoding leave (`library.adamw_step` compares the bits before it is used).
 """
 
-from .avx512_source import AVX512
+from .lanes_source import LANES_OF_ADAMW
 
 ADAMW = (
     r"""namespace te_models {
@@ -24,9 +24,24 @@ inline void advance(float* w, float g, float* first, float* second, float* root,
   *w = *w * s.decay + (s.size * *first) / (*root / s.root_correction + s.epsilon);
 }
 
+// What the bytes of a block are, so that decoding need not ask: whether one is E4M3's NaN, or a subnormal number.
+struct Kinds {
+  bool nan, subnormal;
+};
+
+inline Kinds kinds_of(const uint8_t* bytes) {
+  uint8_t largest = 0, least = 0xFF;  // the latter of one less: that of a zero is the largest byte
+#pragma omp simd reduction(max : largest) reduction(min : least)
+  for (int64_t i = 0; i < kBlock; ++i) {
+    const uint8_t magnitude = bytes[i] & 0x7F, less = uint8_t(magnitude - 1);
+    largest = std::max(largest, magnitude), least = std::min(least, less);
+  }
+  return {largest == 0x7F, least < 7};
+}
+
 }  // namespace te_models
 """
-    + AVX512
+    + LANES_OF_ADAMW
     + r"""
 namespace te_models {
 
@@ -51,21 +66,6 @@ inline void advance_block(const Y* weight, const X* gradient, int64_t count, con
   *of_first = {filled ? 0 : least, largest}, *of_root = {filled ? 0 : least_root, largest_root};
 }
 
-// What the bytes of a block are, so that decoding need not ask: whether one is E4M3's NaN, or a subnormal number.
-struct Kinds {
-  bool nan, subnormal;
-};
-
-inline Kinds kinds_of(const uint8_t* bytes) {
-  uint8_t largest = 0, least = 0xFF;  // the latter of one less: that of a zero is the largest byte
-#pragma omp simd reduction(max : largest) reduction(min : least)
-  for (int64_t i = 0; i < kBlock; ++i) {
-    const uint8_t magnitude = bytes[i] & 0x7F, less = uint8_t(magnitude - 1);
-    largest = std::max(largest, magnitude), least = std::min(least, less);
-  }
-  return {largest == 0x7F, least < 7};
-}
-
 template <bool far>
 int step_float8(Y* weight, const X* gradient, const Stored& stored, int64_t n, const Step& s, uint32_t k0, uint32_t k1,
                 uint8_t* left, int threads) {
@@ -75,7 +75,7 @@ int step_float8(Y* weight, const X* gradient, const Stored& stored, int64_t n, c
   for (int64_t b = 0; b < blocks; ++b) {
     const int64_t at = b * kBlock, count = std::min(kBlock, n - at);
     const Stored to{stored.first + at, stored.second + at, stored.first_scale + b, stored.second_scale + b};
-    if (count == kBlock && avx512::step_plain_block<far>(weight + at, gradient + at, to, uint32_t(at), s, k0, k1)) {
+    if (count == kBlock && step_in_lanes<far>(weight + at, gradient + at, to, uint32_t(at), s, k0, k1)) {
       left[b] = 0;
       continue;
     }
