@@ -1,4 +1,4 @@
-"""Quantization on CPU: the compiled reference against a copy of the same bytes in the same run.
+"""Quantization on CPU: the compiled reference, and our C++, against a copy of the same bytes in the same run.
 
     python -m bench.quantize [--rounds 9] [--only NAME ...]
 
@@ -9,6 +9,9 @@ CPU time, sides in turn (see `common`). `of_a_copy` is the speed as a share of t
 
 Two sizes. Results of the larger one exceed what the C library keeps for reuse (32 MiB), so both sides write to fresh
 pages, as any such copy does; at the smaller one they reuse memory, and the copy is as fast as the memory is.
+
+`of_compiled` is the speed of the C++ functions that graphs and eager layers call (`kernels/quantize/cpu_graph`: rounded
+for a GEMM; `cpu_fields`: stored) as a multiple of that of the definitions as Inductor compiles them, with equal bits.
 
 Per-tensor scaling by this very tensor ("current") and NVFP4 need the largest magnitude first: x is read twice, and
 counted once.
@@ -26,6 +29,10 @@ from torch import Tensor
 
 from bench.common import interleave, ratio, versions, write_result
 from te_models.kernels import quantize as q
+from te_models.kernels.quantize.cpu_fields import library as fields
+from te_models.kernels.quantize.cpu_graph import library as graph
+from te_models.kernels.quantize.fp8 import rounding
+from te_models.kernels.quantize.nvfp4 import reference as nvfp4
 
 E4M3 = torch.float8_e4m3fn
 TARGETS = dict.fromkeys(("1x128", "1x128 both", "128x128", "mxfp8 1x32", "mxfp8 1x32 both", "mxfp8 32x32"), 0.5)
@@ -61,7 +68,46 @@ CASES: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "nvfp4 1x16 stochastic": lambda x: q.quantize_nvfp4(x, key=_key()),
     "nvfp4 both": lambda x: q.quantize_nvfp4_both(x),
     "nvfp4 both, rht": lambda x: q.quantize_nvfp4_both(x, with_rht=True),
+    "rounded, given scale": lambda x: (rounding.round_per_tensor(x, torch.full((), 100.0), E4M3, x.dtype),),
+    "rounded, current": lambda x: rounding.round_current(x, E4M3, x.dtype),
+    "rounded 1x128": lambda x: (rounding.round_blockwise(x, (1, 128), E4M3, "pow2", x.dtype),),
+    "rounded mxfp8 1x32": lambda x: (rounding.round_blockwise(x, (1, 32), E4M3, "e8m0", x.dtype),),
+    "rounded nvfp4 1x16": lambda x: (nvfp4.round_nvfp4(x, x.dtype)[0],),
+    "rounded nvfp4 1x16 stochastic": lambda x: (nvfp4.round_nvfp4(x, x.dtype, key=_key())[0],),
 }
+
+
+def _blocks(x: Tensor, block: tuple[int, int], kind: str) -> tuple[Tensor, ...]:
+    return (fields.quantize_blocks(x, block, kind, 0.0, measured=False) or ())[:2]
+
+
+def _nvfp4(x: Tensor, block_rows: int) -> tuple[Tensor, ...]:
+    amax = graph.amax(x)
+    return (*(fields.quantize_nvfp4(x, block_rows, float(amax), measured=False) or ())[:2], amax)
+
+
+def _rounded_nvfp4(x: Tensor, key: Tensor | None) -> tuple[Tensor, ...]:
+    random = None if key is None else graph.random_bits(key, 0, x.numel())
+    return (graph.round_nvfp4(x, (1, 16), graph.amax(x), random, x.dtype),)
+
+
+CPP: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "per tensor, given scale": lambda x: (fields.quantize_scaled(x, 100.0, 0.01, measured=False) or ())[:1],
+    "1x128": lambda x: _blocks(x, (1, 128), "pow2"),
+    "1x128 float32 scales": lambda x: _blocks(x, (1, 128), "float32"),
+    "128x128": lambda x: _blocks(x, (128, 128), "pow2"),
+    "mxfp8 1x32": lambda x: _blocks(x, (1, 32), "e8m0"),
+    "mxfp8 32x32": lambda x: _blocks(x, (32, 32), "e8m0"),
+    "nvfp4 1x16": lambda x: _nvfp4(x, 1),
+    "nvfp4 16x16": lambda x: _nvfp4(x, 16),
+    "rounded, given scale": lambda x: (graph.round_scaled(x, torch.full((), 100.0), E4M3, x.dtype),),
+    "rounded, current": lambda x: graph.round_current(x, E4M3, False, 0.0, x.dtype),
+    "rounded 1x128": lambda x: (graph.round_fp8(x, (1, 128), E4M3, "pow2", x.dtype, 0.0),),
+    "rounded mxfp8 1x32": lambda x: (graph.round_fp8(x, (1, 32), E4M3, "e8m0", x.dtype, 0.0),),
+    "rounded nvfp4 1x16": lambda x: _rounded_nvfp4(x, None),
+    "rounded nvfp4 1x16 stochastic": lambda x: _rounded_nvfp4(x, _key()),
+}
+"""The same by our C++; what is missing is made of two of these."""
 
 
 def nbytes(*tensors: Tensor) -> int:
@@ -69,17 +115,21 @@ def nbytes(*tensors: Tensor) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def measure(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor, rounds: int) -> dict[str, Any]:
-    """Compile a quantization of x, check it against eager, and time it in turn with its copy."""
+def measure(name: str, x: Tensor, rounds: int) -> dict[str, Any]:
+    """Compile a quantization of x, check it and the C++ against eager, and time them in turn with their copy."""
     torch._dynamo.reset()
+    function, ours = CASES[name], CPP.get(name)
     compiled = torch.compile(function, fullgraph=True)
     outputs, expected = compiled(x), function(x)
-    for one, other in zip(outputs, expected, strict=True):
-        if not torch.equal(_bytes(one), _bytes(other)):
-            raise SystemExit("compiled and eager quantization differ: not measured")
+    for found in (outputs, expected if ours is None else ours(x)):
+        if not all(torch.equal(_bytes(a), _bytes(b)) for a, b in zip(found, expected, strict=True)):
+            raise SystemExit(f"{name}: compiled code and eager definitions differ: not measured")
     moved = nbytes(x, *outputs)
     source = torch.empty(moved // 2, dtype=torch.uint8).random_(0, 256)
-    sides = interleave({"quantize": lambda: compiled(x), "copy": source.clone}, rounds=rounds)
+    functions: dict[str, Callable[[], Any]] = {"quantize": lambda: compiled(x), "copy": source.clone}
+    if ours is not None:
+        functions["cpp"] = lambda: ours(x)
+    sides = interleave(functions, rounds=rounds)
     fastest = {side: min(samples.cpu) for side, samples in sides.items()}
     return {
         "bytes_per_element": round(moved / x.numel(), 3),
@@ -87,6 +137,8 @@ def measure(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor, rounds:
         "copy_gb_per_s": round(moved / fastest["copy"] / 1e9, 2),
         "of_a_copy": ratio(sides["copy"].cpu, sides["quantize"].cpu)
         | {"best": round(fastest["copy"] / fastest["quantize"], 3)},
+        **({} if ours is None else {"cpp_of_a_copy": ratio(sides["copy"].cpu, sides["cpp"].cpu)}),
+        **({} if ours is None else {"of_compiled": ratio(sides["quantize"].cpu, sides["cpp"].cpu)}),
         **{side: samples.summary() for side, samples in sides.items()},
     }
 
@@ -114,12 +166,13 @@ def main() -> None:
 
 def report(name: str, x: Tensor, rounds: int) -> dict[str, Any]:
     """Measure one case and print a line."""
-    result = measure(CASES[name], x, rounds)
+    result = measure(name, x, rounds)
     target = {"target": TARGETS[name]} if name in TARGETS else {}
     speed = result["of_a_copy"]
     print(
         f"{tuple(x.shape)} {name:<24} {result['gb_per_s']:6.2f} GB/s, copy {result['copy_gb_per_s']:6.2f} GB/s: "
-        f"{speed['best']:.2f} of a copy (median {speed['median']:.2f}){', target 0.5' if target else ''}",
+        f"{speed['best']:.2f} of a copy (median {speed['median']:.2f}){', target 0.5' if target else ''}"
+        + (f"; C++ {result['of_compiled']['median']:.2f} times as fast" if name in CPP else ""),
         flush=True,
     )
     return result | target
