@@ -14,7 +14,7 @@ LANES = (
 """
     + cpp_numbers.NUMBERS
     + r"""
-// a vector that is returned is an argument in memory unless the call is none
+// of functions that take or return vectors, which a call would pass by way of memory
 #define INLINE __attribute__((always_inline)) inline
 
 #if defined(__AVX512BW__)

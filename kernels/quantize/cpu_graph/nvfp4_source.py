@@ -42,7 +42,6 @@ inline float rounded_e2m1(float v, int32_t random) {
 // What rounds stochastically in vectors, with random bits that lie in memory: of the element in row r and column c of a
 // matrix at matrix * size + r * down + c * along.
 struct Drawn {
-  static constexpr bool kServes = true;
   const int32_t* random;
   int64_t size, down, along;
   INLINE Floats operator()(Floats magnitude, int64_t matrix, int64_t r, int64_t c) const {

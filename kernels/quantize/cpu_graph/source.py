@@ -99,7 +99,6 @@ COMMON = (
 // What rounds the finite magnitudes of a row, from (matrix, row, column) on, in vectors.
 template <class F>
 struct Nearest {
-  static constexpr bool kServes = true;
   INLINE Floats operator()(Floats magnitude, int64_t, int64_t, int64_t) const { return Rounded<F>(magnitude).value; }
 };
 
@@ -126,7 +125,7 @@ void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, in
       uint32_t any = 0;
       bool exact = true;
       for (int64_t b = 0; b < across; ++b) any = std::max(any, m[b]), exact &= is_exact(t[b]);
-      const bool vectors = InLanes::kServes && any < 0x7F800000;
+      const bool finite_stripe = any < 0x7F800000;
       const auto round_row = [&](int64_t r, auto writes_exactly) {
         const X* const row = x + (matrix * R + r) * C;
         Y* const to = out + (matrix * R + r) * C;
@@ -137,13 +136,13 @@ void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, in
         };
         int64_t c = 0;
         if (bc == 1) {
-          if (vectors)
+          if (finite_stripe)
             for (; c + kLanes <= C; c += kLanes) round_lanes(c, load<Floats>(s + c), load<Floats>(t + c));
 #pragma omp simd
           for (int64_t i = c; i < C; ++i) to[i] = Y::write(round(X::read(row[i]) * s[i], matrix, r, i) * t[i]);
           return;
         }
-        if (vectors && bc % kLanes == 0 && C % bc == 0) {
+        if (finite_stripe && bc % kLanes == 0 && C % bc == 0) {
           for (int64_t b = 0; b < across; ++b) {
             const Floats scale = all(s[b]), inverse = all(t[b]);
             for (const int64_t stop = c + bc; c < stop; c += kLanes) round_lanes(c, scale, inverse);
@@ -153,7 +152,7 @@ void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, in
         for (int64_t b = 0; b < across; ++b) {
           const int64_t stop = std::min((b + 1) * bc, C);
           const float scale = s[b], inverse = t[b];
-          if (vectors)
+          if (finite_stripe)
             for (; c + kLanes <= stop; c += kLanes) round_lanes(c, all(scale), all(inverse));
 #pragma omp simd
           for (int64_t i = c; i < stop; ++i) to[i] = Y::write(round(X::read(row[i]) * scale, matrix, r, i) * inverse);
