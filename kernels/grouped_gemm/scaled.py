@@ -210,7 +210,7 @@ def emulated_rows(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, o
     factor = epilogue_scale(a, b)
     x, w = (a.values, b.values) if factor is None else unrounded(a.values, b.values)
     y = grouped_gemm(x, w, m_splits)
-    return (y if factor is None else y.float() * per_row(factor, m_splits, y.shape[0])[:, None]).to(out_dtype)
+    return (y if factor is None else y.float().mul_(per_row(factor, m_splits, y.shape[0])[:, None])).to(out_dtype)
 
 
 def emulated_wgrad(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -225,7 +225,8 @@ def dequantized_wgrad(a: Operand, b: Operand, m_splits: Tensor, out_dtype: torch
     rounds = factor is None and out_dtype != torch.float32  # eager code may have made the operands in float32
     dy, x = (a.values, b.values) if rounds else unrounded(a.values, b.values)
     dw = grouped_gemm_wgrad(dy.mT, x.mT, m_splits)
-    return (dw if factor is None else dw.float() * factor[:, None, None]).to(out_dtype)
+    # nobody else has seen the product, and a second one would be written to new pages
+    return (dw if factor is None else dw.float().mul_(factor[:, None, None])).to(out_dtype)
 
 
 def emulated_wgrad_accumulate_(

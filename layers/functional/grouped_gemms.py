@@ -229,7 +229,7 @@ def _rows_gemm(
     x, w = (a.values, b.values) if scale is None else unrounded(a.values, b.values)
     y = grouped_gemm_directly(x, w if fprop else w.mT, sizes, fprop)
     y = y if padding is None else padding.unpad(y)
-    return (y if scale is None else y.float() * offsets.per_row(scale)[:, None]).to(dtype)
+    return (y if scale is None else y.float().mul_(offsets.per_row(scale)[:, None])).to(dtype)
 
 
 def stacked(weights: tuple[Tensor, ...]) -> Tensor:
