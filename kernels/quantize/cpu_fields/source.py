@@ -201,11 +201,9 @@ int quantize_nvfp4(const X* x, uint8_t* packed, uint8_t* scales, int64_t R, int6
     for (int64_t begin = 0; begin < R; begin += br) {
       const int64_t end = std::min(begin + br, R);
       largest_magnitudes(x + begin * C, end - begin, C, 16, columns.data(), m);
+      nvfp4_scales(m, across, encode, s, t);
 #pragma omp simd
-      for (int64_t b = 0; b < across; ++b) {
-        const Scale scale = nvfp4_scale(float_of(m[b]), encode);
-        s[b] = scale.before, t[b] = scale.after, bytes[b] = e4m3_byte(scale.after);
-      }
+      for (int64_t b = 0; b < across; ++b) bytes[b] = e4m3_byte(t[b]);
       for (int64_t b = 0; b < across; ++b) any = std::max(any, m[b]);
       for (int64_t r = begin; r < end; ++r) {
         const X* const row = x + r * C;

@@ -15,6 +15,14 @@ inline Scale nvfp4_scale(float block_amax, float encode) {  // encode: global_en
   return {factor > kLargest ? kLargest : factor, scale};
 }
 
+inline void nvfp4_scales(const uint32_t* m, int64_t count, float encode, float* before, float* after) {
+#pragma omp simd
+  for (int64_t b = 0; b < count; ++b) {
+    const Scale scale = nvfp4_scale(float_of(m[b]), encode);
+    before[b] = scale.before, after[b] = scale.after;
+  }
+}
+
 }  // namespace te_models
 """
 
@@ -62,19 +70,9 @@ extern "C" void te_round_nvfp4(const X* x, Y* out, int64_t B, int64_t R, int64_t
   const int64_t across = (C + bc - 1) / bc;
   const auto scales = [=](const uint32_t* m, int64_t matrix, int64_t row, float* before, float* after) {
     const float* const first = amax + matrix * by_matrix + row * by_row;
-    if (by_column == 0) {
-      const float encode = global_encode(*first);
-#pragma omp simd
-      for (int64_t b = 0; b < across; ++b) {
-        const Scale scale = nvfp4_scale(float_of(m[b]), encode);
-        before[b] = scale.before, after[b] = scale.after;
-      }
-      return;
-    }
-    for (int64_t b = 0; b < across; ++b) {
-      const Scale scale = nvfp4_scale(float_of(m[b]), global_encode(first[b * by_column]));
-      before[b] = scale.before, after[b] = scale.after;
-    }
+    if (by_column == 0) return nvfp4_scales(m, across, global_encode(*first), before, after);
+    for (int64_t b = 0; b < across; ++b)
+      nvfp4_scales(m + b, 1, global_encode(first[b * by_column]), before + b, after + b);
   };
   // a multiple of 1/2 below 8 times one of 2^-9 with four bits is a number of bfloat16
   const auto exact = [](float) { return true; };

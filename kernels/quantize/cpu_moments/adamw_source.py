@@ -75,10 +75,6 @@ int step_float8(Y* weight, const X* gradient, const Stored& stored, int64_t n, c
   for (int64_t b = 0; b < blocks; ++b) {
     const int64_t at = b * kBlock, count = std::min(kBlock, n - at);
     const Stored to{stored.first + at, stored.second + at, stored.first_scale + b, stored.second_scale + b};
-    if (count == kBlock && step_in_lanes<far>(weight + at, gradient + at, to, uint32_t(at), s, k0, k1)) {
-      left[b] = 0;
-      continue;
-    }
     const float one = *to.first_scale, other = *to.second_scale;
     float w[kBlock], x[kBlock], v[kBlock], y[kBlock];
     Range of_first, of_root;
@@ -88,6 +84,10 @@ int step_float8(Y* weight, const X* gradient, const Stored& stored, int64_t n, c
       any = 1;
       continue;
     }
+    const bool subnormal = kinds.subnormal || kinds_second.subnormal;
+    if (count == kBlock && !subnormal &&
+        step_in_lanes<far>(weight + at, gradient + at, to, uint32_t(at), s, k0, k1))
+      continue;
     const auto read = [=](int64_t i, float* first, float* second) {
       const float root = e4m3_magnitude(to.second[i] & 0x7F) * other;
       const uint32_t byte = to.first[i], sign = (byte & 0x80) << 24;
@@ -99,7 +99,7 @@ int step_float8(Y* weight, const X* gradient, const Stored& stored, int64_t n, c
       const float root = float_of(uint32_t(to.second[i] & 0x7F) << 20) * large_second;
       *first = float_of((uint32_t(int32_t(int8_t(to.first[i]))) << 20) & 0x87F00000) * large, *second = root * root;
     };
-    if (kinds.subnormal || kinds_second.subnormal || !(one < 128.0f && other < 128.0f))
+    if (subnormal || !(one < 128.0f && other < 128.0f))
       advance_block<far>(weight + at, gradient + at, count, s, read, w, x, v, y, &of_first, &of_root);
     else
       advance_block<far>(weight + at, gradient + at, count, s, read_normal, w, x, v, y, &of_first, &of_root);

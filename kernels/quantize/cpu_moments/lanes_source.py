@@ -25,17 +25,6 @@ INLINE Floats fma(Floats a, Floats b, Floats c) { return Floats(_mm256_fmadd_ps(
 INLINE Floats square_root(Floats x) { return Floats(_mm256_sqrt_ps(__m256(x))); }
 #endif
 
-// Whether one of a block's bytes is NaN or a subnormal number.
-INLINE bool any_special(const uint8_t* bytes) {
-  uint8_t found = 0;
-#pragma omp simd reduction(| : found)
-  for (int64_t i = 0; i < kBlock; ++i) {
-    const uint8_t magnitude = bytes[i] & 0x7F, less = uint8_t(magnitude - 1);  // of a zero the largest byte
-    found |= uint8_t(magnitude == 0x7F) | uint8_t(less < 7);
-  }
-  return found;
-}
-
 // The bits of the magnitudes between which those of a block lie.
 struct Magnitudes {
   Words least = all(kInfinity), largest = all(0u);
@@ -85,12 +74,11 @@ INLINE Words hashed(Words x, uint32_t k1) {
   return x * 0x846CA68Bu;
 }
 
-// One step of a whole block; false where it is left as it is, because something about it is special. counter: the
-// number of its first element, a multiple of the block's size.
+// One step of a whole block, whose moments are zeros or normal numbers; false where it is left as it is, because they
+// would not all be normal. counter: the number of its first element, a multiple of the block's size.
 template <bool far>
 inline bool step_in_lanes(Y* weight, const X* gradient, const Stored& stored, uint32_t counter, const Step& s,
                           uint32_t k0, uint32_t k1) {
-  if (any_special(stored.first) || any_special(stored.second)) return false;
   const Floats scale = all(*stored.first_scale * 0x1p120f), second_scale = all(*stored.second_scale * 0x1p120f);
   Floats x[kVectors], root[kVectors];
   Y updated[kBlock];
