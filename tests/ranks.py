@@ -16,11 +16,15 @@ from torch._dynamo.utils import counters
 
 from tests.fork_server import Python
 
+AFTER_A_FAILURE = 5
+"""Seconds in which the ranks that are left end, too, or are killed."""
+
 
 def run_on_ranks(arguments: list[str], *, ranks: int = 2, timeout: float, fresh: bool = False) -> list[str]:
     """Start so many Pythons with the environment that torchrun gives them; return what each printed.
 
-    timeout: seconds for each. fresh: as for Python. A rank that fails fails the test with what it wrote to stderr.
+    timeout: seconds for each. fresh: as for Python. A rank that fails fails the test with how each rank ended and what
+    it wrote to stderr: the first may only have lost another that died.
     """
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared["OMP_NUM_THREADS"] = "1"
@@ -28,15 +32,18 @@ def run_on_ranks(arguments: list[str], *, ranks: int = 2, timeout: float, fresh:
         Python(arguments, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, fresh=fresh)
         for rank in range(ranks)
     ]
-    printed = []
+    ended: list[str] = []
+    printed: list[str] = []
     try:
-        for process in processes:
-            done = process.finish(timeout)
-            assert done.returncode == 0, done.stderr
-            printed.append(done.stdout)
+        for rank, process in enumerate(processes):
+            done = process.finish(timeout if len(ended) == len(printed) else AFTER_A_FAILURE)
+            ended.append(f"rank {rank} ended with {done.returncode}:\n{done.stderr}")
+            if done.returncode == 0:
+                printed.append(done.stdout)
     finally:
         for process in processes:  # one that failed leaves the others waiting
             process.kill()
+        assert len(printed) == len(ended), "\n".join(ended)
     return printed
 
 

@@ -178,11 +178,17 @@ def packed_attention(
     which gets zeros and no gradient. causal: a token sees those of its document up to itself. sink: [N], a logit of
     each head that takes probability and adds nothing. softcap: scores become `softcap * tanh(score / softcap)`.
     window: how many positions before itself a token sees; None: all; a number only with causal attention that our flash
-    attention serves. Differentiable once in q, k, v and sink. Raises ValueError for another
-    device, for documents of another shape, and for more queries than keys.
+    attention serves. Differentiable once in q, k, v and sink. Raises ValueError for another device, for documents of
+    another shape, for more queries than keys, and for a window that is negative, without causal, or of tensors that
+    flash attention does not serve.
     """
     if q.device.type != "cpu":
         raise ValueError(f"the queries are on {q.device.type}; allowed: cpu")
+    if window is not None and not (causal and window >= 0):
+        raise ValueError(f"window is {window} and causal {causal}; allowed: None, or 0 and more where causal is True")
+    if window is not None and not fits(q, k, v, scale):
+        shapes = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"flash attention does not serve {shapes}; allowed with a window: what it serves")
     check_documents(q, k, documents)
     before = -1 if window is None else window
     return packed_attention_fwd(q, k, v, documents, scale, causal, sink, softcap or 0.0, before)[0]

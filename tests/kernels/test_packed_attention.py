@@ -188,6 +188,11 @@ def test_bad_arguments_are_named() -> None:
         packed_attention(inputs[0], *(x[:, :, 1:] for x in inputs[1:]), DOCUMENTS[:, 1:], scale=1.0)
     with pytest.raises(ValueError, match="the queries are on meta; allowed: cpu"):
         packed_attention(*(x.to("meta") for x in inputs), DOCUMENTS, scale=1.0)
+    for options in ({"window": 4, "causal": False}, {"window": -1}):
+        with pytest.raises(ValueError, match=r"window is -?\d and causal .*; allowed: None, or 0 and more"):
+            packed_attention(*inputs, DOCUMENTS, scale=1.0, **options)
+    with pytest.raises(ValueError, match=r"flash attention does not serve q torch.float32 \(2, 2, 40, 8\)"):
+        packed_attention(*inputs, DOCUMENTS, scale=1.0, window=4)
     model = GPTModel(tiny_model(), dtype=torch.float32)
     ids = torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"document_ids has shape \(1, 3\); allowed: \[1, 4\]"):

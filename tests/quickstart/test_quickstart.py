@@ -138,7 +138,6 @@ def test_the_real_quickstart(tmp_path: Path) -> None:
     report = check_output(out, layers=30)
     assert json.loads(run.stdout) == report
     assert report["numbers"]["perplexity"] < 12
-    assert report["wall_seconds"] < 600
     assert report["peak_rss_gib"] < 6
 
 
