@@ -20,7 +20,7 @@ from ..derivative import gradients_of
 from ..launch import as_matrix
 from ..quantize.fp8.cpu import fp8_to_float
 from ..quantize.output import QuantizedOutput
-from ..torch_versions import saturating_cast
+from ..torch_versions import own_result, saturating_cast
 from . import op, reference
 from .op import check_name, flat
 
@@ -166,7 +166,7 @@ class _OfStoredInput(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, probabilities: Tensor | None, activation: Activation) -> Tensor:
         ctx.save_for_backward(activation.stored(x), probabilities)
         ctx.activation, ctx.dtype = activation, x.dtype
-        return activation._forward(x, probabilities)
+        return own_result(activation._forward(x, probabilities))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..custom_op import operation
+from ..torch_versions import own_result
 from . import reference
 from .dense import linear, multiply
 
@@ -43,7 +44,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.main_grad, ctx.bias_dtype = main_grad, None if bias is None else bias.dtype
-        return linear(x, weight, bias)
+        return own_result(linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx, *grads: Tensor):

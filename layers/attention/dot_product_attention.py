@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from te_models.kernels import flash_attention
 from te_models.kernels.packed_attention import documents_of_lengths, flex_packed_attention, packed_attention
+from te_models.kernels.torch_versions import exporting
 
 from ..collectives import ranks_of
 from ..distributed.context_parallel import attention_of_chunks, context_shard, gather_positions
@@ -249,7 +250,7 @@ class DotProductAttention(nn.Module):
         sinks or soft caps; None where nothing does. An exported program has any length, so that none decides what is in
         it."""
         queries, keys = query.shape[1], key.shape[1]
-        if query.device.type != "cpu" or torch.compiler.is_exporting():
+        if query.device.type != "cpu" or exporting():
             return None
         window = masking.causal_window(queries, keys)
         if window is None:

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_models.kernels.torch_versions import own_result
+
 from ..collectives import all_gather, all_reduce, check_member, reduce_scatter
 
 
@@ -118,7 +120,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group
-        return all_gather(x, group)
+        return own_result(all_gather(x, group))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:

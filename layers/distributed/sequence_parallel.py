@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from te_models.kernels.torch_versions import own_result
+
 from ..collectives import all_gather
 from .tensor_parallel import with_summed_gradient
 
@@ -64,7 +66,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: SequenceShard) -> Tensor:
         ctx.shard = shard
-        return all_gather(x, shard.group)
+        return own_result(all_gather(x, shard.group))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_models.kernels.torch_versions import own_result
+
 from ..collectives import all_gather, all_reduce, check_member, reduce_scatter, resolve_group
 
 InitMethod = Callable[[Tensor], object]
@@ -190,7 +192,7 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str, group: str) -> Tensor:
         ctx.kind, ctx.group = _BACKWARD[kind], group
-        return _run(x, kind, group)
+        return own_result(_run(x, kind, group))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:

@@ -22,6 +22,7 @@ from te_models.kernels.cross_entropy.op import scaled
 from te_models.kernels.cross_entropy.reference import valid_count
 from te_models.kernels.cross_entropy.shards import steps
 from te_models.kernels.embedding import embedding
+from te_models.kernels.torch_versions import own_result
 
 from ..collectives import all_gather
 
@@ -269,7 +270,7 @@ class _AllLogits(torch.autograd.Function):
         received = all_gather(sent, shard.group).unflatten(0, (shard.ranks, most))
         each = [vocab_range(words, rank, shard.ranks) for rank in range(shard.ranks)]
         parts = [part[: end - first] for part, (first, end) in zip(received, each, strict=True)]
-        return torch.cat(parts).movedim(0, -1).contiguous()
+        return own_result(torch.cat(parts).movedim(0, -1).contiguous())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

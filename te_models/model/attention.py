@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from te_models.kernels.norm import rms_norm, rms_norm_by
 from te_models.kernels.packed_attention import first_positions
 from te_models.kernels.rope import apply_rope
+from te_models.kernels.torch_versions import exporting
 from te_models.layers import DotProductAttention, RMSNorm
 from te_models.layers.distributed.context_parallel import ContextShard, attention_of_chunks, gather_positions
 
@@ -95,11 +96,11 @@ class SelfAttention(nn.Module):
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, hidden_keys: Tensor | None, first: int = 0) -> Tensor:
         """first: the position of the first key; hidden_keys is of those before it, too."""
         size, end = self.chunk_size, first + k.shape[1]
-        if size is None or (end <= size and not torch.compiler.is_exporting()):
+        if size is None or (end <= size and not exporting()):
             hidden_keys = None if hidden_keys is None else hidden_keys[..., first:]
         elif hidden_keys is not None and hidden_keys.dtype != torch.bool:
             hidden_keys = chunks_of_documents(hidden_keys, size)[:, first:]
-        elif hidden_keys is None and q.shape[1] > 1 and self.packs(q.device) and not torch.compiler.is_exporting():
+        elif hidden_keys is None and q.shape[1] > 1 and self.packs(q.device) and not exporting():
             one = torch.zeros(k.shape[0], end, dtype=torch.int64, device=q.device)
             hidden_keys = chunks_of_documents(one, size)[:, first:]
         else:

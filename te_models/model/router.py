@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import linear
+from te_models.kernels.torch_versions import exporting
 from te_models.kernels.without_autocast import without_autocast
 from te_models.layers.collectives import all_reduce, group_of_all
 from te_models.layers.functional.gemm_operand import compute_dtype
@@ -103,7 +104,7 @@ class Router(nn.Module):
     @property
     def counting(self) -> bool:
         """Whether choices count now: in training mode and with gradients, which evaluation and generation are not."""
-        return not torch.compiler.is_exporting() and self.training and torch.is_grad_enabled()
+        return not exporting() and self.training and torch.is_grad_enabled()
 
     def count(self, decided: RouterOutput) -> None:
         """Add to the buffers what this router decided, if choices count now. `GPTModel` calls it once for each

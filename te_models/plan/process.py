@@ -125,6 +125,11 @@ def _send(work: Callable[[Task], Task], task: Task, to: Connection) -> None:
 
 
 def _plan(asked: Task) -> Task:
+    import torch
+
+    # A fork makes torch's pool of threads anew where it is first asked for. If the threads of a backward pass ask at
+    # once, which they do with CUDA's devices, one may find none, and torch ends the process.
+    torch.set_num_threads(1)
     try:
         config, hardware = TrainConfig.from_dict(asked["config"]), Hardware(**asked["hardware"])
         return plan_here(config, asked["ranks"], hardware, asked["pipeline_rank"]).to_dict()

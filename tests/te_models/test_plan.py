@@ -18,8 +18,10 @@ from te_models import GPTModel
 from te_models.checkpoints import expected_tensors
 from te_models.cli.main import main
 from te_models.config import ConfigError, ModelConfig
+from te_models.kernels.torch_versions import TORCH_2_11
 from te_models.lora import add_lora
 from te_models.model.flops import forward_flops_per_token, training_flops_per_token
+from te_models.parallel.sharding import shards_experts_apart
 from te_models.plan import Hardware, Plan, plan_layouts, plan_run
 from te_models.plan.layouts import layouts_of
 from te_models.plan.micro_batch import of_layers
@@ -225,8 +227,12 @@ def test_layouts_are_planned_by_utilization_and_refused_ones_come_last(tmp_path:
     sizes = {tuple(plan.sizes[name] for name in names) for plan in found}
     assert sizes == {(1, 1, 1), (1, 4, 1), (2, 1, 2), (2, 1, 1), (2, 4, 1), (4, 1, 4), (4, 1, 1), (4, 4, 1)}
     plans = [plan for plan in found if isinstance(plan, Plan)]
-    assert found[: len(plans)] == plans and len(plans) == 5
-    assert all("which 4 ranks cannot share equally" in refused.reason for refused in found[len(plans) :])
+    assert found[: len(plans)] == plans and len(plans) == (5 if shards_experts_apart() else 2)
+    why = (
+        "which 4 ranks cannot share equally",
+        "allowed with expert_model_parallel_size: data_parallel_shard_size = 1",
+    )
+    assert all(any(reason in refused.reason for reason in why) for refused in found[len(plans) :])
     assert [plan.mfu for plan in plans] == sorted((plan.mfu for plan in plans), reverse=True)
 
 
@@ -241,7 +247,8 @@ def test_a_pipeline_waits_while_it_fills_and_empties(tmp_path: Path) -> None:
     assert plan.compute_s == pytest.approx(whole.compute_s / 2 * (1 + 1 / 4))
     sent = plan.traffic["send", "pp"]
     size = config.data.micro_batch_size * config.data.sequence_length * config.model.config.hidden_size * 4
-    assert (sent.calls, sent.payload) == (4, 4 * size), "hidden states, or their gradients, of each micro-batch"
+    ahead = int(TORCH_2_11)  # its first step sends a number first
+    assert (sent.calls, sent.payload) == (4 + ahead, 4 * (size + ahead)), "hidden states or gradients"
 
 
 @pytest.mark.usefixtures("forked")

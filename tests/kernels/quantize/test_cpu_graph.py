@@ -19,6 +19,7 @@ from te_models.kernels.quantize.fp8 import blocks, rounding
 from te_models.kernels.quantize.nvfp4 import cpu as nvfp4_eager
 from te_models.kernels.quantize.nvfp4 import reference as nvfp4
 from te_models.kernels.quantize.random import random_bits
+from te_models.kernels.torch_versions import TORCH_2_11
 from tests.kernels.described import Calls
 from tests.kernels.triton.quantize.quantize_cases import E4M3, E5M2, hard, ordinary
 
@@ -180,7 +181,8 @@ def test_eager_code_takes_the_library_after_much_work(name: str, monkeypatch: py
     seen = len(calls)
     assert seen == 6
     function(ordinary((64, 96), BF16).requires_grad_())
-    if "nvfp4" not in name and name != "transform":  # which have no form for it
+    # these have no form for it, and in torch 2.11 the bits of a number have none
+    if "nvfp4" not in name and name != "transform" and not TORCH_2_11:
         torch.func.vmap(function)(ordinary((2, 64, 96), BF16))
     assert len(calls) == seen
 

@@ -83,6 +83,8 @@ def test_a_compiled_model_follows_its_globs() -> None:
 
 def test_a_layer_without_a_name_is_refused_where_there_are_rules() -> None:
     layers = nn.Sequential(Linear(32, 32), Linear(32, 32))
+    named = nn.Sequential(Linear(32, 32), Linear(32, 32))
+    name_modules(named)  # a rule for no layer would warn, where layers of other tests are alive
     rules = PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("0", "bf16"), ("1", "bf16")))
     with (
         autocast(recipe=rules),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from te_models.parallel.sharding import shards_experts_apart
 from tests.covering import selected
 from tests.ranks import outcomes_on_ranks
 
@@ -43,7 +44,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 )
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
-    assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]
+    found = [outcome[case] for outcome in outcomes]
+    if case == "sharded" and not shards_experts_apart():
+        assert all("data_parallel_shard_size = 1, or torch 2.13" in text for text in found), "it has to be refused"
+        return
+    assert found == ["ok", "ok"]
 
 
 @pytest.mark.costs(30)
