@@ -16,14 +16,13 @@ from typing import Self
 from .boxes import Shape
 from .dtypes import bits_of
 from .header import byte_count
+from .sha256 import SHA256_BYTES, digests_of_each
 
 ROWS_PER_PART = 64
 """Divides the rows of most attention heads (64, 128), MLPs and experts, which conversions split and join."""
 
 LEAST_PART_BYTES = 4096
 """Smaller parts would take longer to count than to hash: a tensor that has them is hashed as one."""
-
-SHA256_BYTES = 32
 
 _THREADS = 2
 """For one file. SHA-256 of one thread is slower than what a file system reads and writes meanwhile."""
@@ -138,7 +137,7 @@ class TensorHash:
         """Hash parts from number `first` on, which are all in `whole`, and bytes of the one after them; ends: its last
         ones."""
         size = self._size
-        digests = b"".join([hashlib.sha256(whole[at : at + size]).digest() for at in range(0, len(whole), size)])
+        digests = digests_of_each(whole, size)
         if tail:
             opened.update(tail)
         if ends:

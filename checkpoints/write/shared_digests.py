@@ -19,8 +19,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..io.sha256 import SHA256_BYTES
 from ..io.store import FileStore, Store
-from ..io.tensor_hash import ROWS_PER_PART, SHA256_BYTES, digest_of_parts, part_bytes, part_count
+from ..io.tensor_hash import ROWS_PER_PART, digest_of_parts, part_bytes, part_count
 from ..plan.plan import Output
 from ..plan.stream import CopiedBytes, copied_bytes
 

@@ -86,7 +86,8 @@ def test_both_threads_hash_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
         def hexdigest(self) -> str:
             return "0"
 
-    monkeypatch.setattr("te_models.checkpoints.io.tensor_hash.hashlib", SimpleNamespace(sha256=Counting))
+    for module in ("tensor_hash", "sha256"):
+        monkeypatch.setattr(f"te_models.checkpoints.io.{module}.hashlib", SimpleNamespace(sha256=Counting))
     row, rows = 56 << 10, 1280
     with HashThreads() as running:
         found = TensorHash("U8", (rows, row), ROWS_PER_PART, threads=running)

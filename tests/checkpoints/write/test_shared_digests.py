@@ -80,7 +80,9 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         def hexdigest(self) -> str:
             return self._real.hexdigest()
 
-    monkeypatch.setattr("te_models.checkpoints.io.tensor_hash.hashlib", SimpleNamespace(sha256=Counting))
+    for module in ("tensor_hash", "sha256"):
+        monkeypatch.setattr(f"te_models.checkpoints.io.{module}.hashlib", SimpleNamespace(sha256=Counting))
+    monkeypatch.setattr("te_models.checkpoints.io.sha256.library.function", lambda nbytes: None)
     yield counts
 
 
