@@ -14,6 +14,7 @@ from .compiling import compiling
 
 C = TypeVar("C", bound=Callable)
 TORCH_2_11 = torch.__version__ < "2.12"
+_TORCH_2_12 = not TORCH_2_11 and torch.__version__ < "2.13"
 _E4M3_SATURATES = torch.__version__ >= "2.13"
 SPLITS_LOOPS = torch.__version__ < "2.13"
 _EVERY_TRACE_EXPORTS = torch.__version__ < "2.13"
@@ -32,6 +33,19 @@ def own_result(y: Tensor) -> Tensor:
     cast to the dtype that it has, two results are one tensor, and the gradient of the first is silently zero.
     """
     return y.view_as(y) if TORCH_2_11 and compiling() else y
+
+
+@constant_when_traced
+def _equal(a: object, b: object) -> bool:
+    return a == b
+
+
+def equal_values(a: object, b: object) -> bool:
+    """Return whether two value objects are equal.
+
+    Traced by torch 2.12, `==` of two of them stops the compiler, and `!=` says of equal ones that they differ.
+    """
+    return _equal(a, b) if _TORCH_2_12 and compiling() else a == b
 
 
 def fix_width(x: Tensor) -> None:

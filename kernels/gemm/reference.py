@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..quantize.eager import eager_on_cpu
 from ..without_autocast import without_autocast
 from .cpu import in_float32
 from .float32 import gemm_float32
@@ -53,11 +54,27 @@ def gemm(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None 
     else:
         with without_autocast(a):
             product = torch.mm(a, b)
+    if scale is not None and not torch.is_grad_enabled() and eager_on_cpu(product):
+        return _scaled(product, scale, bias, dtype)
     if scale is not None:
         product = product.float() * scale
     if bias is not None:
         product = product + bias
     return product.to(dtype)
+
+
+def _scaled(product: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return `scale * product + bias` in `dtype`, computed in float32, by _CHUNK rows at a time. The product is
+    overwritten."""
+    out = product if product.dtype == dtype else torch.empty(product.shape, dtype=dtype)
+    for begin in range(0, product.shape[0], _CHUNK):
+        part = product[begin : begin + _CHUNK]
+        rows = part.float().mul_(scale)
+        if bias is not None:
+            rows += bias
+        if rows is not part or out is not product:
+            out[begin : begin + _CHUNK] = rows
+    return out
 
 
 def accumulate_product(out: Tensor, left: Tensor, right: Tensor, accumulate: bool, scale: Tensor | None) -> None:

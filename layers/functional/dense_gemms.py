@@ -39,11 +39,11 @@ from .gemm_operand import (
 )
 from .saved_input import (
     SavedInput,
-    gradient_operands,
     in_cpu_graph,
     quantize_and_save,
     quantize_weight,
     record_statistics,
+    shared_gradient_operands,
 )
 from .weight_format import check_format, check_operands
 from .wgrad import WeightGradient, run_wgrad
@@ -171,13 +171,16 @@ def dense_gradients(
             into = state.grad_statistics[(index or 0) % state.grad_statistics.shape[0]]
             record_statistics(into, unrecorded(quantizer), dy, key)
     usages: tuple[Usage, ...] = tuple([u for u, needed in zip(USAGES, needs, strict=True) if needed])
-    of_dy = gradient_operands(quantizer, dy, usages, dtype, key)
+    of_dy = shared_gradient_operands(quantizer, dy, usages, dtype, key)
     dx = dw = None
     if needs[0]:
         right = _dgrad_operand(weight, cached, weight_fields, quantizers, dtype, state, index)
-        dx = run_gemm(of_dy["rowwise"], right, dtype)
+        # the copy of dy ends with the call, before wgrad makes its own
+        dx = run_gemm(
+            of_dy["rowwise"] if of_dy else quantized_operand(quantizer, dy, "rowwise", dtype, key), right, dtype
+        )
     if needs[1]:
-        left = of_dy["columnwise"]
+        left = of_dy["columnwise"] if of_dy else quantized_operand(quantizer, dy, "columnwise", dtype, key)
         right = saved.operand(with_state(quantizers.input, scale, None, "input", index), of_x, dtype)
         wgrad = options.wgrad
 

@@ -42,9 +42,17 @@ from .dense_gemms import (
     weight_operand,
 )
 from .double_backward import first_derivative
-from .gemm_operand import GemmOperand, both_dequantized, dequantized, quantized_gemms, stored_operand, transposed
+from .gemm_operand import (
+    GemmOperand,
+    both_dequantized,
+    dequantized,
+    quantized_gemms,
+    quantized_operand,
+    stored_operand,
+    transposed,
+)
 from .grouped_operand import RowsOperand, quantize_and_save_rows, rows_operands, saved_rows_operand
-from .saved_input import SavedInput, gradient_operands, quantize_and_save, record_statistics
+from .saved_input import SavedInput, quantize_and_save, record_statistics, shared_gradient_operands
 from .weight_format import check_format, check_operands
 from .wgrad import WeightGradient, run_wgrad
 
@@ -132,7 +140,8 @@ def grouped_gradients(
     align = row_alignment(quantizers, dy.device)
     usages: tuple[Usage, ...] = tuple([u for u, needed in zip(USAGES, needs, strict=True) if needed])
     if aligned:
-        found = gradient_operands(quantizer, dy, usages, dtype, key)
+        found = shared_gradient_operands(quantizer, dy, usages, dtype, key)
+        found = found or {usage: quantized_operand(quantizer, dy, usage, dtype, key) for usage in usages}
         of_dy = {usage: RowsOperand(operand, None) for usage, operand in found.items()}
     else:
         of_dy = rows_operands(quantizer, dy, offsets, usages, dtype, align, key)

@@ -135,19 +135,21 @@ def in_cpu_graph(device: torch.device) -> bool:
     return compiling() and not quantized_gemms(device)
 
 
-def gradient_operands(
+def shared_gradient_operands(
     quantizer: AnyQuantizer, dy: Tensor, usages: tuple[Usage, ...], dtype: torch.dtype, key: Tensor | None
 ) -> dict[Usage, GemmOperand]:
-    """Quantize dy: [T, N] for the GEMMs that need it, on an accelerator in one pass; once where both have the same
-    numbers."""
-    if len(usages) == 2 and quantized_gemms(dy.device):
+    """Quantize dy: [T, N] for both GEMMs that need it, on an accelerator in one pass, or where both have the same
+    numbers; none where each GEMM quantizes dy as it comes to it, so that one copy is in memory at a time."""
+    if len(usages) < 2:
+        return {}
+    if quantized_gemms(dy.device):
         fields = quantizer.quantize_fields(dy, key)
         return {usage: stored_operand(value_of(quantizer), fields, usage, dtype, dy.shape) for usage in usages}
-    if len(usages) == 2 and quantizer.symmetric:
+    if quantizer.symmetric:
         operand = quantized_operand(quantizer, dy, "rowwise", dtype, key)
         assert isinstance(operand, Operand)
         return {usage: transposed(operand, usage) for usage in usages}
-    return {usage: quantized_operand(quantizer, dy, usage, dtype, key) for usage in usages}
+    return {}
 
 
 def record_statistics(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.kernels.compiling import compiling
+from te_models.kernels.torch_versions import equal_values
 
 from ..functional.saved_input import record_statistics
 from ..quantizer import Quantizer
@@ -42,7 +43,7 @@ def cached_weight(
             raise RuntimeError(CANNOT_CACHE)
         return update_cached_weight(module, quantizer, weights, gemm_index)
     wanted = with_state(quantizer, module.fp8_scale, None, "weight", gemm_index)
-    if before.quantizer != value_of(wanted):
+    if not equal_values(before.quantizer, value_of(wanted)):
         raise ValueError(
             f"the cached weight was made by {before.quantizer}, but the recipe in force wants {wanted}; call "
             "with is_first_microbatch=True, and without noop, after a change of recipe"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import Operand
+from te_models.kernels.torch_versions import equal_values
 
 from ..quantizer import Fields, Quantizer, Usage
 from ..quantizer.delayed import Float8Quantizer
@@ -133,7 +134,7 @@ class GroupedRows(QuantizedTensor):
             m_splits = x.m_splits if isinstance(x, GroupedRows) else self.m_splits
         elif m_splits.shape != self.m_splits.shape:
             raise ValueError(f"m_splits has shape {tuple(m_splits.shape)}; allowed: {tuple(self.m_splits.shape)}")
-        if isinstance(x, GroupedRows) and x.quantizer == self.quantizer and m_splits is x.m_splits:
+        if isinstance(x, GroupedRows) and equal_values(x.quantizer, self.quantizer) and m_splits is x.m_splits:
             source = x.fields
         else:
             _check_splits(m_splits, x.shape[0])

@@ -77,9 +77,9 @@ void round_fp8(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, 
       [=](const uint32_t* m, int64_t, int64_t, float* before, float* after) {
         fp8_scales<e5m2>(m, across, kind, epsilon, overflow, before, after);
       },
-      [](float v, int64_t, int64_t, int64_t) { return rounded_fp8<e5m2>(v); }, Nearest<Fp8<e5m2>>{},
+      [](float v, const uint32_t*) { return rounded_fp8<e5m2>(v); }, Nearest<Fp8<e5m2>>{},
       // multiples of 2^-9 or 2^-16 times a power of two are numbers of bfloat16, of which the least is 2^-133
-      [=](float scale) { return kind != kFloat32 && scale >= 0x1p-117f; });
+      [=](float scale) { return kind != kFloat32 && scale >= 0x1p-117f; }, NoRandomWords{});
 }
 
 }  // namespace te_models

@@ -34,13 +34,12 @@ _ARGUMENTS = {
     "te_round_fp8": (_P, _P, *(_N,) * 5, _INT, _INT, _FLOAT, _FLOAT, _INT),
     "te_round_current": (_P, _P, _P, _N, _N, _INT, _INT, _FLOAT, _INT),
     "te_round_scaled": (_P, _P, _N, _N, _P, _N, _INT, _INT),
-    "te_round_nvfp4": (_P, _P, *(_N,) * 5, _P, *(_N,) * 3, _P, _INT),
+    "te_round_nvfp4": (_P, _P, *(_N,) * 5, _P, *(_N,) * 3, _P, _N, _INT),
     "te_global_decode": (_P, _P, _N),
     "te_row_amax": (_P, _P, _N, _N, _INT),
     "te_random_hadamard": (_P, _P, *(_N,) * 3, _P, _INT),
-    "te_random_bits": (_P, *(_N,) * 4, _INT),
 }
-_OF_NVFP4 = ("te_round_nvfp4", "te_global_decode", "te_random_hadamard", "te_random_bits")
+_OF_NVFP4 = ("te_round_nvfp4", "te_global_decode", "te_random_hadamard")
 
 
 fallbacks: Counter[str] = Counter()
@@ -153,9 +152,11 @@ def round_scaled(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, dtype: torch.
     return out
 
 
-def round_nvfp4(x: Tensor, block: tuple[int, int], amax: Tensor, random: Tensor | None, dtype: torch.dtype) -> Tensor:
+def round_nvfp4(
+    x: Tensor, block: tuple[int, int], amax: Tensor, dtype: torch.dtype, key: Tensor | None = None, stream: int = 0
+) -> Tensor:
     """See `nvfp4.reference.round_nvfp4`. amax: [...], or broadcastable to the blocks [..., R / block[0], C / block[1]];
-    random: the bits of x, or for blocks down the rows of its transpose, int32; None rounds to nearest."""
+    key: int64 [2], seed and step, contiguous. Random bits are drawn by the rows of a block, so that none are stored."""
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=dtype)
     if x.numel() == 0:
@@ -166,10 +167,10 @@ def round_nvfp4(x: Tensor, block: tuple[int, int], amax: Tensor, random: Tensor 
         strides = (0, *amax.stride()) if x.dim() == 2 else amax.flatten(0, -3).stride()
     else:
         amax, strides = amax.contiguous(), (1, 0, 0)
-    bits = None if random is None else random.data_ptr()
     run = _function("te_round_nvfp4", x.dtype, dtype)
     pointers = (x.data_ptr(), out.data_ptr())
-    run(*pointers, *_sizes(x), *block, amax.data_ptr(), *strides, bits, torch.get_num_threads())
+    drawing = None if key is None else key.data_ptr(), stream
+    run(*pointers, *_sizes(x), *block, amax.data_ptr(), *strides, *drawing, torch.get_num_threads())
     return out
 
 
@@ -199,11 +200,4 @@ def random_hadamard(x: Tensor) -> Tensor:
     if out.numel():
         run = _function("te_random_hadamard")
         run(x.data_ptr(), out.data_ptr(), *_sizes(x), _SIGNS, torch.get_num_threads())
-    return out
-
-
-def random_bits(key: Tensor, stream: int, size: int) -> Tensor:
-    """See `random.random_bits`: `size` of them."""
-    out = torch.empty(size, dtype=torch.int32)
-    _function("te_random_bits")(out.data_ptr(), size, *key.tolist(), stream, torch.get_num_threads())
     return out

@@ -31,7 +31,7 @@ NVFP4 = (
     + r"""namespace te_models {
 
 template <bool stochastic>
-inline float rounded_e2m1(float v, int32_t random) {
+inline float rounded_e2m1(float v, uint32_t random) {
   v = clamped(v, 6.0f);
   const float m = std::fabs(v);
   const float step = m < 2.0f ? 0.5f : (m < 4.0f ? 1.0f : 2.0f);
@@ -39,7 +39,7 @@ inline float rounded_e2m1(float v, int32_t random) {
   float multiple;
   if (stochastic) {
     const float below = std::floor(ratio);
-    const float drawn = float((random >> 8) & 0xFFFFFF) * 0x1p-24f;
+    const float drawn = float(random >> 8) * 0x1p-24f;
     multiple = below + (drawn < ratio - below ? 1.0f : 0.0f);
   } else {
     multiple = std::nearbyint(ratio);
@@ -47,26 +47,113 @@ inline float rounded_e2m1(float v, int32_t random) {
   return with_sign(multiple * step, v);
 }
 
-// What rounds stochastically in vectors, with random bits that lie in memory: of the element in row r and column c of a
-// matrix at matrix * size + r * down + c * along.
 struct Drawn {
-  const int32_t* random;
-  int64_t size, down, along;
-  INLINE Floats operator()(Floats magnitude, int64_t matrix, int64_t r, int64_t c) const {
-    const int32_t* const first = random + matrix * size + r * down + c * along;
-    if (along == 1) return drawn<E2M1>(magnitude, load<Words>(first));
-    int32_t lanes[kLanes];
-    for (int i = 0; i < kLanes; ++i) lanes[i] = first[i * along];
-    return drawn<E2M1>(magnitude, load<Words>(lanes));
+  INLINE Floats operator()(Floats magnitude, const uint32_t* random) const {
+    return drawn<E2M1>(magnitude, load<Words>(random));
+  }
+};
+
+// Philox4x32-10: four words of each counter (i, stream, step), under a seed.
+struct Philox {
+  int64_t seed, step, stream;
+  static constexpr int64_t kVectors = 4;  // enough at once that no multiplication waits for another
+  static constexpr int64_t kCounters = kVectors * kPairs, kWords = 4 * kCounters;
+
+  // The words of kCounters counters, one after another.
+  INLINE void operator()(const uint32_t* counters, uint32_t* words) const {
+    typedef uint32_t Counters __attribute__((vector_size(4 * kPairs)));
+    Pairs c0[kVectors], c1[kVectors], c2[kVectors], c3[kVectors];  // of which the lower words count
+    for (int64_t v = 0; v < kVectors; ++v) {
+      c0[v] = __builtin_convertvector(load<Counters>(counters + v * kPairs), Pairs);
+      c1[v] = Pairs{} + uint32_t(stream);
+      c2[v] = Pairs{} + uint32_t(uint64_t(step));
+      c3[v] = Pairs{} + uint32_t(uint64_t(step) >> 32);
+    }
+    uint32_t k0 = uint32_t(uint64_t(seed)), k1 = uint32_t(uint64_t(seed) >> 32);
+    for (int round = 0; round < 10; ++round) {
+#pragma GCC unroll 4
+      for (int64_t v = 0; v < kVectors; ++v) {
+        const Pairs p0 = product(c0[v], 0xD2511F53u), p1 = product(c2[v], 0xCD9E8D57u);
+        c0[v] = (p1 >> 32) ^ c1[v] ^ k0;
+        c1[v] = p1;
+        c2[v] = (p0 >> 32) ^ c3[v] ^ k1;
+        c3[v] = p0;
+      }
+      k0 += 0x9E3779B9u;
+      k1 += 0xBB67AE85u;
+    }
+    for (int64_t v = 0; v < kVectors; ++v) {
+      uint64_t first[kPairs], second[kPairs];
+      store(first, (c0[v] & 0xFFFFFFFF) | c1[v] << 32);
+      store(second, (c2[v] & 0xFFFFFFFF) | c3[v] << 32);
+      for (int64_t i = 0; i < kPairs; ++i) {
+        std::memcpy(words + 4 * (v * kPairs + i), first + i, 8);
+        std::memcpy(words + 4 * (v * kPairs + i) + 2, second + i, 8);
+      }
+    }
+  }
+
+  // The words of `counters` or more counters from the first one on.
+  void from(uint64_t first, int64_t counters, uint32_t* words) const {
+    for (int64_t begin = 0; begin < counters; begin += kCounters) {
+      uint32_t these[kCounters];
+      for (int64_t i = 0; i < kCounters; ++i) these[i] = uint32_t(first + begin + i);
+      (*this)(these, words + 4 * begin);
+    }
+  }
+};
+
+// The random words of rows of matrices [R, C]: word i of the matrices one after another is that of their element i, or
+// of element i of their transposes.
+struct RandomWords {
+  Philox philox;
+  int64_t R, C;
+  bool of_transpose;
+
+  const uint32_t* operator()(int64_t matrix, int64_t begin, int64_t end, std::vector<uint32_t>& memory) const {
+    return of_transpose ? down(matrix, begin, end - begin, memory) : along(matrix, begin, end - begin, memory);
+  }
+
+  const uint32_t* along(int64_t matrix, int64_t begin, int64_t rows, std::vector<uint32_t>& memory) const {
+    const int64_t first = (matrix * R + begin) * C, counters = (first % 4 + rows * C + 3) / 4;
+    memory.resize(4 * counters + Philox::kWords);
+    philox.from(first / 4, counters, memory.data());
+    return memory.data() + first % 4;
+  }
+
+  // Words of some rows of a column follow one another, and are those of a few counters.
+  const uint32_t* down(int64_t matrix, int64_t begin, int64_t rows, std::vector<uint32_t>& memory) const {
+    memory.resize(rows * C);
+    for (int64_t row = 0; row < rows; row += kRows)
+      parts(matrix, begin + row, std::min(kRows, rows - row), memory.data() + row * C);
+    return memory.data();
+  }
+
+  static constexpr int64_t kRows = 16;
+  void parts(int64_t matrix, int64_t begin, int64_t rows, uint32_t* to) const {
+    const int64_t each = R % 4 == 0 && begin % 4 == 0 ? kRows / 4 : kRows / 4 + 1;  // counters of a column
+    const int64_t at_once = Philox::kCounters / each;
+    uint32_t counters[Philox::kCounters] = {}, words[Philox::kWords];
+    for (int64_t column = 0; column < C; column += at_once) {
+      const int64_t columns = std::min(at_once, C - column), first = (matrix * C + column) * R + begin;
+      for (int64_t c = 0; c < columns; ++c)
+        for (int64_t i = 0; i < each; ++i) counters[c * each + i] = uint32_t(uint64_t(first + c * R) / 4 + i);
+      philox(counters, words);
+      for (int64_t c = 0; c < columns; ++c) {
+        const uint32_t* const own = words + 4 * each * c + (first + c * R) % 4;
+        for (int64_t r = 0; r < rows; ++r) to[r * C + column + c] = own[r];
+      }
+    }
   }
 };
 
 }  // namespace te_models
 using namespace te_models;
 
+// key: the seed and the step of stochastic rounding, or none
 extern "C" void te_round_nvfp4(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, int64_t bc,
                                const float* amax, int64_t by_matrix, int64_t by_row, int64_t by_column,
-                               const int32_t* random, int threads) {
+                               const int64_t* key, int64_t stream, int threads) {
   const int64_t across = (C + bc - 1) / bc;
   const auto scales = [=](const uint32_t* m, int64_t matrix, int64_t row, float* before, float* after) {
     const float* const first = amax + matrix * by_matrix + row * by_row;
@@ -76,18 +163,14 @@ extern "C" void te_round_nvfp4(const X* x, Y* out, int64_t B, int64_t R, int64_t
   };
   // a multiple of 1/2 below 8 times one of 2^-9 with four bits is a number of bfloat16
   const auto exact = [](float) { return true; };
-  if (random == nullptr) {
-    const auto nearest = [](float v, int64_t, int64_t, int64_t) { return rounded_e2m1<false>(v, 0); };
-    stripes(x, out, B, R, C, br, bc, threads, scales, nearest, Nearest<E2M1>{}, exact);
+  if (key == nullptr) {
+    const auto nearest = [](float v, const uint32_t*) { return rounded_e2m1<false>(v, 0); };
+    stripes(x, out, B, R, C, br, bc, threads, scales, nearest, Nearest<E2M1>{}, exact, NoRandomWords{});
     return;
   }
-  // blocks down the rows have the random bits of the transpose
-  const int64_t down = bc == 1 ? 1 : C, along = bc == 1 ? R : 1;
-  const auto stochastic = [=](float v, int64_t matrix, int64_t r, int64_t c) {
-    return rounded_e2m1<true>(v, random[matrix * R * C + r * down + c * along]);
-  };
-  const Drawn in_lanes{random, R * C, down, along};
-  stripes(x, out, B, R, C, br, bc, threads, scales, stochastic, in_lanes, exact);
+  const auto stochastic = [](float v, const uint32_t* random) { return rounded_e2m1<true>(v, *random); };
+  const RandomWords words{{key[0], key[1], stream}, R, C, bc == 1};  // blocks down the rows have the transpose's
+  stripes(x, out, B, R, C, br, bc, threads, scales, stochastic, Drawn{}, exact, words);
 }
 
 // what decoding multiplies with, of each amax
@@ -124,46 +207,6 @@ extern "C" void te_random_hadamard(const BFloat16* from, BFloat16* to, int64_t B
 #pragma omp simd
       for (int64_t c = 0; c < count; ++c) row[c] = BFloat16::write(members[i][c]);
     }
-  }
-}
-
-// int32 words of Philox4x32-10, four of each counter (i, stream, low, high)
-extern "C" void te_random_bits(uint32_t* to, int64_t size, int64_t seed, int64_t step, int64_t stream, int threads) {
-  constexpr int64_t groups = 4, width = groups * kPairs;  // enough at once that no multiplication waits for another
-  const int64_t counters = (size + 3) / 4;
-#pragma omp parallel for num_threads(threads)
-  for (int64_t begin = 0; begin < counters; begin += width) {
-    Pairs c0[groups], c1[groups], c2[groups], c3[groups];  // of which the lower words count
-    for (int64_t g = 0; g < groups; ++g) {
-      for (int64_t i = 0; i < kPairs; ++i) c0[g][i] = uint32_t(begin + g * kPairs + i);
-      c1[g] = Pairs{} + uint32_t(stream);
-      c2[g] = Pairs{} + uint32_t(uint64_t(step));
-      c3[g] = Pairs{} + uint32_t(uint64_t(step) >> 32);
-    }
-    uint32_t k0 = uint32_t(uint64_t(seed)), k1 = uint32_t(uint64_t(seed) >> 32);
-    for (int round = 0; round < 10; ++round) {
-#pragma GCC unroll 4
-      for (int64_t g = 0; g < groups; ++g) {
-        const Pairs p0 = product(c0[g], 0xD2511F53u), p1 = product(c2[g], 0xCD9E8D57u);
-        c0[g] = (p1 >> 32) ^ c1[g] ^ k0;
-        c1[g] = p1;
-        c2[g] = (p0 >> 32) ^ c3[g] ^ k1;
-        c3[g] = p0;
-      }
-      k0 += 0x9E3779B9u;
-      k1 += 0xBB67AE85u;
-    }
-    uint64_t words[2 * width];
-    for (int64_t g = 0; g < groups; ++g) {
-      uint64_t first[kPairs], second[kPairs];
-      store(first, (c0[g] & 0xFFFFFFFF) | c1[g] << 32);
-      store(second, (c2[g] & 0xFFFFFFFF) | c3[g] << 32);
-      for (int64_t i = 0; i < kPairs; ++i) {
-        words[2 * (g * kPairs + i)] = first[i];
-        words[2 * (g * kPairs + i) + 1] = second[i];
-      }
-    }
-    std::memcpy(to + 4 * begin, words, 4 * std::min(4 * width, size - 4 * begin));
   }
 }
 """

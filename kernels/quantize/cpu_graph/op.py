@@ -173,8 +173,7 @@ def _round_nvfp4(
 ) -> Tensor:
     if not _library_writes(dtype):
         return nvfp4.round_nvfp4(x, dtype, block=block, amax=amax, key=key, stream=stream)[0]
-    random = None if key is None else library.random_bits(key, stream, x.numel())
-    return library.round_nvfp4(x, block, amax, random, dtype)
+    return library.round_nvfp4(x, block, amax, dtype, None if key is None else key.contiguous(), stream)
 
 
 _round_nvfp4_in_graph = operation("round_nvfp4", lambda x, dtype: like(x, dtype=dtype), cpu_only=True)(_round_nvfp4)

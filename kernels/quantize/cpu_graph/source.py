@@ -96,22 +96,30 @@ COMMON = (
     NUMBERS
     + r"""namespace te_models {
 
-// What rounds the finite magnitudes of a row, from (matrix, row, column) on, in vectors.
+// What rounds finite magnitudes in vectors; random: of stochastic rounding, a word for each.
 template <class F>
 struct Nearest {
-  INLINE Floats operator()(Floats magnitude, int64_t, int64_t, int64_t) const { return Rounded<F>(magnitude).value; }
+  INLINE Floats operator()(Floats magnitude, const uint32_t* random) const { return Rounded<F>(magnitude).value; }
 };
 
-// Round every stripe. scales(magnitudes, matrix, block row, before, after): of all of its blocks. round(value, matrix,
-// row, column): of any number; in_lanes: of finite ones, as `Nearest`. is_exact(after): whether the result's dtype has
-// every number of the format times that scale.
-template <class Scales, class Round, class InLanes, class IsExact>
+struct NoRandomWords {
+  const uint32_t* operator()(int64_t matrix, int64_t begin, int64_t end, std::vector<uint32_t>& memory) const {
+    return nullptr;
+  }
+};
+
+// Round every stripe. scales(magnitudes, matrix, block row, before, after): of all of its blocks. round(value, random):
+// of any number; in_lanes: of finite ones, as `Nearest`. is_exact(after): whether the result's dtype has every number
+// of the format times that scale. random_words(matrix, begin, end, memory): of the elements of rows begin ... end - 1,
+// in their order, in a thread's memory, or none.
+template <class Scales, class Round, class InLanes, class IsExact, class RandomWords>
 void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, int64_t bc, int threads,
-             const Scales& scales, const Round& round, const InLanes& in_lanes, const IsExact& is_exact) {
+             const Scales& scales, const Round& round, const InLanes& in_lanes, const IsExact& is_exact,
+             const RandomWords& random_words) {
   const int64_t down = (R + br - 1) / br, across = (C + bc - 1) / bc;
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<uint32_t> largest(across), columns(C);
+    std::vector<uint32_t> largest(across), columns(C), memory;
     std::vector<float> before(across), after(across);
     uint32_t* const m = largest.data();
     float* const s = before.data();
@@ -126,12 +134,15 @@ void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, in
       bool exact = true;
       for (int64_t b = 0; b < across; ++b) any = std::max(any, m[b]), exact &= is_exact(t[b]);
       const bool finite_stripe = any < 0x7F800000;
+      const uint32_t* const random = random_words(matrix, begin, end, memory);
       const auto round_row = [&](int64_t r, auto writes_exactly) {
         const X* const row = x + (matrix * R + r) * C;
         Y* const to = out + (matrix * R + r) * C;
+        const uint32_t* const words = random == nullptr ? nullptr : random + (r - begin) * C;
+        const auto word = [=](int64_t c) { return words == nullptr ? nullptr : words + c; };
         const auto round_lanes = [&](int64_t c, Floats scale, Floats inverse) {
           const Words u = read_bits(row + c);
-          const Floats rounded = in_lanes(float_of(u & 0x7FFFFFFF) * scale, matrix, r, c);
+          const Floats rounded = in_lanes(float_of(u & 0x7FFFFFFF) * scale, word(c));
           write<writes_exactly.value>(to + c, with_sign(rounded * inverse, u));
         };
         int64_t c = 0;
@@ -139,7 +150,7 @@ void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, in
           if (finite_stripe)
             for (; c + kLanes <= C; c += kLanes) round_lanes(c, load<Floats>(s + c), load<Floats>(t + c));
 #pragma omp simd
-          for (int64_t i = c; i < C; ++i) to[i] = Y::write(round(X::read(row[i]) * s[i], matrix, r, i) * t[i]);
+          for (int64_t i = c; i < C; ++i) to[i] = Y::write(round(X::read(row[i]) * s[i], word(i)) * t[i]);
           return;
         }
         // asking after each block of 16 what is left of it takes a third of the time again
@@ -156,7 +167,7 @@ void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, in
           if (finite_stripe)
             for (; c + kLanes <= stop; c += kLanes) round_lanes(c, all(scale), all(inverse));
 #pragma omp simd
-          for (int64_t i = c; i < stop; ++i) to[i] = Y::write(round(X::read(row[i]) * scale, matrix, r, i) * inverse);
+          for (int64_t i = c; i < stop; ++i) to[i] = Y::write(round(X::read(row[i]) * scale, word(i)) * inverse);
           c = stop;
         }
       };
