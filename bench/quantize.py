@@ -74,6 +74,7 @@ CASES: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "rounded mxfp8 1x32": lambda x: (rounding.round_blockwise(x, (1, 32), E4M3, "e8m0", x.dtype),),
     "rounded nvfp4 1x16": lambda x: (nvfp4.round_nvfp4(x, x.dtype)[0],),
     "rounded nvfp4 1x16 stochastic": lambda x: (nvfp4.round_nvfp4(x, x.dtype, key=_key())[0],),
+    "rounded nvfp4 16x1 stochastic": lambda x: (nvfp4.round_nvfp4(x, x.dtype, block=(16, 1), key=_key())[0],),
 }
 
 
@@ -86,9 +87,8 @@ def _nvfp4(x: Tensor, block_rows: int) -> tuple[Tensor, ...]:
     return (*(fields.quantize_nvfp4(x, block_rows, float(amax), measured=False) or ())[:2], amax)
 
 
-def _rounded_nvfp4(x: Tensor, key: Tensor | None) -> tuple[Tensor, ...]:
-    random = None if key is None else graph.random_bits(key, 0, x.numel())
-    return (graph.round_nvfp4(x, (1, 16), graph.amax(x), random, x.dtype),)
+def _rounded_nvfp4(x: Tensor, key: Tensor | None, block: tuple[int, int] = (1, 16)) -> tuple[Tensor, ...]:
+    return (graph.round_nvfp4(x, block, graph.amax(x), x.dtype, key),)
 
 
 CPP: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
@@ -106,6 +106,7 @@ CPP: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "rounded mxfp8 1x32": lambda x: (graph.round_fp8(x, (1, 32), E4M3, "e8m0", x.dtype, 0.0),),
     "rounded nvfp4 1x16": lambda x: _rounded_nvfp4(x, None),
     "rounded nvfp4 1x16 stochastic": lambda x: _rounded_nvfp4(x, _key()),
+    "rounded nvfp4 16x1 stochastic": lambda x: _rounded_nvfp4(x, _key(), (16, 1)),
 }
 """The same by our C++; what is missing is made of two of these."""
 

@@ -11,6 +11,7 @@ from te_models.kernels.gemm import (
     ScaledOperand,
     explain_gemm,
     native,
+    reference,
     scaled_gemm,
     scaled_gemm_accumulate_,
     using_cpu_gemm,
@@ -33,6 +34,27 @@ def pair(sides: str, shape: tuple[int, int, int]) -> tuple[ScaledOperand, Scaled
     rows, columns, length = shape
     left, right = ALL[sides]
     return quantized(normal(rows, length, seed=1), *left), quantized(normal(columns, length, seed=2), *right)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_scaled_in_place_with_the_bits_of_the_arithmetic(
+    out_dtype: torch.dtype, dtype: torch.dtype, bias: bool
+) -> None:
+    """By some rows at a time, of which the last may be fewer; its operands keep their values."""
+    with using_cpu_gemm("bf16"):
+        for rows in (0, 1, 255, 256, 257, 600):
+            left, right, scale = torch.randn(rows, 64).to(dtype), torch.randn(64, 96).to(dtype), torch.rand(()) + 0.1
+            added = torch.randn(96).to(out_dtype) if bias else None
+            operands = reference.Operand(left, scale), reference.Operand(right, None)
+            kept = left.clone(), right.clone()
+            product = torch.mm(left, right).float() * scale
+            wanted = (product if added is None else product + added).to(out_dtype)
+            with torch.no_grad():
+                found = reference.gemm(*operands, out_dtype, added)
+            assert found.dtype == out_dtype and torch.equal(found, wanted)
+            assert torch.equal(kept[0], left) and torch.equal(kept[1], right)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -205,9 +205,7 @@ def test_more_shapes_than_the_compilers_limit_stay_compiled() -> None:
     ("name", "moments"),
     [
         pytest.param("plain", "float32", marks=pytest.mark.slow),
-        pytest.param(
-            "plain", "bfloat16", marks=pytest.mark.costs(25)
-        ),  # C++ of a first compilation, 17 s in torch 2.11
+        pytest.param("plain", "bfloat16", marks=pytest.mark.costs(25)),  # 17 s in torch 2.11
         pytest.param("bf16", "float32", marks=pytest.mark.slow),
         pytest.param("mxfp8", "float8", marks=[NOT_COMPILED, pytest.mark.slow]),
         pytest.param("nvfp4", "float32", marks=pytest.mark.slow),
