@@ -139,12 +139,21 @@ def grouped_gradients(
             record_statistics(state.grad_statistics[0], unrecorded(quantizer), dy, key, offsets)
     align = row_alignment(quantizers, dy.device)
     usages: tuple[Usage, ...] = tuple([u for u, needed in zip(USAGES, needs, strict=True) if needed])
+    of_dy: dict[Usage, RowsOperand] = {}
     if aligned:
-        found = shared_gradient_operands(quantizer, dy, usages, dtype, key)
-        found = found or {usage: quantized_operand(quantizer, dy, usage, dtype, key) for usage in usages}
-        of_dy = {usage: RowsOperand(operand, None) for usage, operand in found.items()}
-    else:
+        shared = shared_gradient_operands(quantizer, dy, usages, dtype, key)
+        of_dy = {usage: RowsOperand(operand, None) for usage, operand in shared.items()}
+    elif quantized_gemms(dy.device):
         of_dy = rows_operands(quantizer, dy, offsets, usages, dtype, align, key)
+
+    def rows_of_dy(usage: Usage) -> RowsOperand:
+        """The copy for a GEMM; one that is not shared is made as that comes to it, and ends with it."""
+        if of_dy:
+            return of_dy[usage]
+        if aligned:
+            return RowsOperand(quantized_operand(quantizer, dy, usage, dtype, key), None)
+        return rows_operands(quantizer, dy, offsets, (usage,), dtype, align, key)[usage]
+
     dx = None
     if needs[0]:
         if override == "high_precision":
@@ -156,10 +165,10 @@ def grouped_gradients(
             weight = dgrad_weight(stacked(weights), fields, quantizers, dtype, state, None)
         else:
             weight = _weights_operand(weights, cached, quantizers.weight, "columnwise", dtype, scale, None)
-        dx = _rows_gemm(of_dy["rowwise"], weight, "columnwise", offsets, dtype)
+        dx = _rows_gemm(rows_of_dy("rowwise"), weight, "columnwise", offsets, dtype)
     dw: tuple[Tensor | None, ...] = (None,) * len(weights)
     if needs[1]:
-        left, padding = of_dy["columnwise"]
+        left, padding = rows_of_dy("columnwise")
         x_quantizer = with_state(quantizers.input, scale, None, "input")
         if aligned:
             right = saved.operand(x_quantizer, of_x, dtype)
