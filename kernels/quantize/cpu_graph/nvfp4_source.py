@@ -110,6 +110,9 @@ struct RandomWords {
   int64_t R, C;
   bool of_transpose;
 
+  // A power of two between the words of a column would have them share the few places of one set of the cache.
+  int64_t pitch() const { return of_transpose ? C + 16 : C; }
+
   const uint32_t* operator()(int64_t matrix, int64_t begin, int64_t end, std::vector<uint32_t>& memory) const {
     return of_transpose ? down(matrix, begin, end - begin, memory) : along(matrix, begin, end - begin, memory);
   }
@@ -123,9 +126,9 @@ struct RandomWords {
 
   // Words of some rows of a column follow one another, and are those of a few counters.
   const uint32_t* down(int64_t matrix, int64_t begin, int64_t rows, std::vector<uint32_t>& memory) const {
-    memory.resize(rows * C);
+    memory.resize(rows * pitch());
     for (int64_t row = 0; row < rows; row += kRows)
-      parts(matrix, begin + row, std::min(kRows, rows - row), memory.data() + row * C);
+      parts(matrix, begin + row, std::min(kRows, rows - row), memory.data() + row * pitch());
     return memory.data();
   }
 
@@ -141,7 +144,7 @@ struct RandomWords {
       philox(counters, words);
       for (int64_t c = 0; c < columns; ++c) {
         const uint32_t* const own = words + 4 * each * c + (first + c * R) % 4;
-        for (int64_t r = 0; r < rows; ++r) to[r * C + column + c] = own[r];
+        for (int64_t r = 0; r < rows; ++r) to[r * pitch() + column + c] = own[r];
       }
     }
   }

@@ -106,12 +106,13 @@ struct NoRandomWords {
   const uint32_t* operator()(int64_t matrix, int64_t begin, int64_t end, std::vector<uint32_t>& memory) const {
     return nullptr;
   }
+  int64_t pitch() const { return 0; }
 };
 
 // Round every stripe. scales(magnitudes, matrix, block row, before, after): of all of its blocks. round(value, random):
 // of any number; in_lanes: of finite ones, as `Nearest`. is_exact(after): whether the result's dtype has every number
 // of the format times that scale. random_words(matrix, begin, end, memory): of the elements of rows begin ... end - 1,
-// in their order, in a thread's memory, or none.
+// a row every pitch() words, in a thread's memory, or none.
 template <class Scales, class Round, class InLanes, class IsExact, class RandomWords>
 void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, int64_t bc, int threads,
              const Scales& scales, const Round& round, const InLanes& in_lanes, const IsExact& is_exact,
@@ -138,7 +139,7 @@ void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, in
       const auto round_row = [&](int64_t r, auto writes_exactly) {
         const X* const row = x + (matrix * R + r) * C;
         Y* const to = out + (matrix * R + r) * C;
-        const uint32_t* const words = random == nullptr ? nullptr : random + (r - begin) * C;
+        const uint32_t* const words = random == nullptr ? nullptr : random + (r - begin) * random_words.pitch();
         const auto word = [=](int64_t c) { return words == nullptr ? nullptr : words + c; };
         const auto round_lanes = [&](int64_t c, Floats scale, Floats inverse) {
           const Words u = read_bits(row + c);
