@@ -52,7 +52,7 @@ from .gemm_operand import (
     transposed,
 )
 from .grouped_operand import RowsOperand, quantize_and_save_rows, rows_operands, saved_rows_operand
-from .saved_input import SavedInput, quantize_and_save, record_statistics, shared_gradient_operands
+from .saved_input import SavedInput, in_cpu_graph, quantize_and_save, record_statistics, shared_gradient_operands
 from .weight_format import check_format, check_operands
 from .wgrad import WeightGradient, run_wgrad
 
@@ -143,7 +143,8 @@ def grouped_gradients(
     if aligned:
         shared = shared_gradient_operands(quantizer, dy, usages, dtype, key)
         of_dy = {usage: RowsOperand(operand, None) for usage, operand in shared.items()}
-    elif quantized_gemms(dy.device):
+    elif quantized_gemms(dy.device) or (quantizer.symmetric and in_cpu_graph(dy.device)):
+        # equal copies side by side are one copy in a graph
         of_dy = rows_operands(quantizer, dy, offsets, usages, dtype, align, key)
 
     def rows_of_dy(usage: Usage) -> RowsOperand:
