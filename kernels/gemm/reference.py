@@ -63,13 +63,21 @@ def gemm(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None 
     return product.to(dtype)
 
 
+def scale_rows(product: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `scale * product` in `dtype`: a product [T, N] that nobody else reads, and the float32 scale [T] of its
+    rows."""
+    if torch.is_grad_enabled() or not eager_on_cpu(product):
+        return product.float().mul_(scale[:, None]).to(dtype)
+    return _scaled(product, scale[:, None], None, dtype)
+
+
 def _scaled(product: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return `scale * product + bias` in `dtype`, computed in float32, by _CHUNK rows at a time. The product is
-    overwritten."""
+    overwritten. scale: of all [M, N], or of each row [M, 1]."""
     out = product if product.dtype == dtype else torch.empty(product.shape, dtype=dtype)
     for begin in range(0, product.shape[0], _CHUNK):
         part = product[begin : begin + _CHUNK]
-        rows = part.float().mul_(scale)
+        rows = part.float().mul_(scale[begin : begin + _CHUNK] if scale.dim() else scale)
         if bias is not None:
             rows += bias
         if rows is not part or out is not product:

@@ -19,7 +19,7 @@ from ..gemm.backends import Choice, hardware, in_plain_torch, record
 from ..gemm.cpu import unrounded
 from ..gemm.op import scaled_gemm
 from ..gemm.operand import Operand, ScaledOperand, emulation_dtype, k_contiguous
-from ..gemm.reference import epilogue_scale
+from ..gemm.reference import epilogue_scale, scale_rows
 from .choice import choose_scaled
 from .op import grouped_gemm, grouped_gemm_wgrad, grouped_gemm_wgrad_accumulate_
 from .reference import check_alignment, split_bounds
@@ -210,7 +210,9 @@ def emulated_rows(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, o
     factor = epilogue_scale(a, b)
     x, w = (a.values, b.values) if factor is None else unrounded(a.values, b.values)
     y = grouped_gemm(x, w, m_splits)
-    return (y if factor is None else y.float().mul_(per_row(factor, m_splits, y.shape[0])[:, None])).to(out_dtype)
+    if factor is None:
+        return y.to(out_dtype)
+    return scale_rows(y, per_row(factor, m_splits, y.shape[0]), out_dtype)
 
 
 def emulated_wgrad(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -225,8 +227,10 @@ def dequantized_wgrad(a: Operand, b: Operand, m_splits: Tensor, out_dtype: torch
     rounds = factor is None and out_dtype != torch.float32  # eager code may have made the operands in float32
     dy, x = (a.values, b.values) if rounds else unrounded(a.values, b.values)
     dw = grouped_gemm_wgrad(dy.mT, x.mT, m_splits)
-    # nobody else has seen the product, and a second one would be written to new pages
-    return (dw if factor is None else dw.float().mul_(factor[:, None, None])).to(out_dtype)
+    if factor is None:
+        return dw.to(out_dtype)
+    of_rows = factor[:, None].expand(dw.shape[:2]).flatten()
+    return scale_rows(dw.flatten(0, 1), of_rows, out_dtype).view(dw.shape)
 
 
 def emulated_wgrad_accumulate_(

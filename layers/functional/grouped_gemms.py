@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.custom_op import direct
-from te_models.kernels.gemm import Operand, ScaledOperand, epilogue_scale
+from te_models.kernels.gemm import Operand, ScaledOperand, epilogue_scale, scale_rows
 from te_models.kernels.gemm.cpu import unrounded
 from te_models.kernels.grouped_gemm import (
     grouped_gemm,
@@ -248,7 +248,7 @@ def _rows_gemm(
     x, w = (a.values, b.values) if scale is None else unrounded(a.values, b.values)
     y = grouped_gemm_directly(x, w if fprop else w.mT, sizes, fprop)
     y = y if padding is None else padding.unpad(y)
-    return (y if scale is None else y.float().mul_(offsets.per_row(scale)[:, None])).to(dtype)
+    return y.to(dtype) if scale is None else scale_rows(y, offsets.per_row(scale), dtype)
 
 
 def stacked(weights: tuple[Tensor, ...]) -> Tensor:
