@@ -55,6 +55,10 @@ def test_a_product_is_scaled_in_place_with_the_bits_of_the_arithmetic(
                 found = reference.gemm(*operands, out_dtype, added)
             assert found.dtype == out_dtype and torch.equal(found, wanted)
             assert torch.equal(kept[0], left) and torch.equal(kept[1], right)
+            scales, product = torch.rand(rows), torch.mm(left, right)
+            wanted = (product.float() * scales[:, None]).to(out_dtype)
+            with torch.no_grad():
+                assert torch.equal(reference.scale_rows(product, scales, out_dtype), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
