@@ -6,7 +6,7 @@ from .cpu import cpu_gemm, set_cpu_gemm, using_cpu_gemm
 from .dense import linear, matmul
 from .op import Operand, explain_gemm, gemm, scaled_gemm, scaled_gemm_accumulate_
 from .operand import ScaledOperand
-from .reference import epilogue_scale, scale_rows
+from .reference import epilogue_scale, scaled
 
 __all__ = [
     "Operand",
@@ -21,7 +21,7 @@ __all__ = [
     "linear_accumulating",
     "matmul",
     "reset_gemm_counts",
-    "scale_rows",
+    "scaled",
     "scaled_gemm",
     "scaled_gemm_accumulate_",
     "set_cpu_gemm",

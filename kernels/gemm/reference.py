@@ -54,26 +54,18 @@ def gemm(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None 
     else:
         with without_autocast(a):
             product = torch.mm(a, b)
-    if scale is not None and not torch.is_grad_enabled() and eager_on_cpu(product):
-        return _scaled(product, scale, bias, dtype)
     if scale is not None:
-        product = product.float() * scale
-    if bias is not None:
-        product = product + bias
-    return product.to(dtype)
+        return scaled(product, scale, dtype, bias)
+    return (product if bias is None else product + bias).to(dtype)
 
 
-def scale_rows(product: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `scale * product` in `dtype`: a product [T, N] that nobody else reads, and the float32 scale [T] of its
-    rows."""
+def scaled(product: Tensor, scale: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """Return `scale * product + bias` in `dtype`, computed in float32, of a product [M, N] of the caller's own: where
+    nothing observes it, eager code on a CPU overwrites it, by _CHUNK rows at a time. scale: of all, or of each row
+    [M, 1]."""
     if torch.is_grad_enabled() or not eager_on_cpu(product):
-        return product.float().mul_(scale[:, None]).to(dtype)
-    return _scaled(product, scale[:, None], None, dtype)
-
-
-def _scaled(product: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return `scale * product + bias` in `dtype`, computed in float32, by _CHUNK rows at a time. The product is
-    overwritten. scale: of all [M, N], or of each row [M, 1]."""
+        wide = product.float() * scale
+        return (wide if bias is None else wide + bias).to(dtype)
     out = product if product.dtype == dtype else torch.empty(product.shape, dtype=dtype)
     for begin in range(0, product.shape[0], _CHUNK):
         part = product[begin : begin + _CHUNK]

@@ -19,7 +19,7 @@ from ..gemm.backends import Choice, hardware, in_plain_torch, record
 from ..gemm.cpu import unrounded
 from ..gemm.op import scaled_gemm
 from ..gemm.operand import Operand, ScaledOperand, emulation_dtype, k_contiguous
-from ..gemm.reference import epilogue_scale, scale_rows
+from ..gemm.reference import epilogue_scale, scaled
 from .choice import choose_scaled
 from .op import grouped_gemm, grouped_gemm_wgrad, grouped_gemm_wgrad_accumulate_
 from .reference import check_alignment, split_bounds
@@ -212,7 +212,7 @@ def emulated_rows(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, o
     y = grouped_gemm(x, w, m_splits)
     if factor is None:
         return y.to(out_dtype)
-    return scale_rows(y, per_row(factor, m_splits, y.shape[0]), out_dtype)
+    return scaled(y, per_row(factor, m_splits, y.shape[0])[:, None], out_dtype)
 
 
 def emulated_wgrad(left: ScaledOperand, right: ScaledOperand, m_splits: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -229,8 +229,8 @@ def dequantized_wgrad(a: Operand, b: Operand, m_splits: Tensor, out_dtype: torch
     dw = grouped_gemm_wgrad(dy.mT, x.mT, m_splits)
     if factor is None:
         return dw.to(out_dtype)
-    of_rows = factor[:, None].expand(dw.shape[:2]).flatten()
-    return scale_rows(dw.flatten(0, 1), of_rows, out_dtype).view(dw.shape)
+    of_rows = factor[:, None].expand(dw.shape[:2]).reshape(-1, 1)
+    return scaled(dw.flatten(0, 1), of_rows, out_dtype).view(dw.shape)
 
 
 def emulated_wgrad_accumulate_(

@@ -48,8 +48,6 @@ from .saved_input import (
 from .weight_format import check_format, check_operands
 from .wgrad import WeightGradient, run_wgrad
 
-USAGES: tuple[Usage, ...] = ("rowwise", "columnwise")  # of dy, for the gradients of x and of w
-
 
 class GemmOptions(NamedTuple):
     """How a module wants its gradients: see `Linear`."""
@@ -170,8 +168,7 @@ def dense_gradients(
         if state.grad_statistics is not None:
             into = state.grad_statistics[(index or 0) % state.grad_statistics.shape[0]]
             record_statistics(into, unrecorded(quantizer), dy, key)
-    usages: tuple[Usage, ...] = tuple([u for u, needed in zip(USAGES, needs, strict=True) if needed])
-    of_dy = shared_gradient_operands(quantizer, dy, usages, dtype, key)
+    of_dy = shared_gradient_operands(quantizer, dy, dtype, key) if all(needs) else {}
     dx = dw = None
     if needs[0]:
         right = _dgrad_operand(weight, cached, weight_fields, quantizers, dtype, state, index)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.custom_op import direct
-from te_models.kernels.gemm import Operand, ScaledOperand, epilogue_scale, scale_rows
+from te_models.kernels.gemm import Operand, ScaledOperand, epilogue_scale, scaled
 from te_models.kernels.gemm.cpu import unrounded
 from te_models.kernels.grouped_gemm import (
     grouped_gemm,
@@ -33,7 +33,6 @@ from ..recipe.base import HIGH_PRECISION, GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import QuantizedStorage
 from .dense_gemms import (
-    USAGES,
     GemmConfig,
     dgrad_weight,
     fprop_weight,
@@ -52,7 +51,14 @@ from .gemm_operand import (
     transposed,
 )
 from .grouped_operand import RowsOperand, quantize_and_save_rows, rows_operands, saved_rows_operand
-from .saved_input import SavedInput, in_cpu_graph, quantize_and_save, record_statistics, shared_gradient_operands
+from .saved_input import (
+    USAGES,
+    SavedInput,
+    in_cpu_graph,
+    quantize_and_save,
+    record_statistics,
+    shared_gradient_operands,
+)
 from .weight_format import check_format, check_operands
 from .wgrad import WeightGradient, run_wgrad
 
@@ -138,13 +144,13 @@ def grouped_gradients(
         if state.grad_statistics is not None:
             record_statistics(state.grad_statistics[0], unrecorded(quantizer), dy, key, offsets)
     align = row_alignment(quantizers, dy.device)
-    usages: tuple[Usage, ...] = tuple([u for u, needed in zip(USAGES, needs, strict=True) if needed])
     of_dy: dict[Usage, RowsOperand] = {}
     if aligned:
-        shared = shared_gradient_operands(quantizer, dy, usages, dtype, key)
+        shared = shared_gradient_operands(quantizer, dy, dtype, key) if all(needs) else {}
         of_dy = {usage: RowsOperand(operand, None) for usage, operand in shared.items()}
     elif quantized_gemms(dy.device) or (quantizer.symmetric and in_cpu_graph(dy.device)):
         # equal copies side by side are one copy in a graph
+        usages: tuple[Usage, ...] = tuple([u for u, needed in zip(USAGES, needs, strict=True) if needed])
         of_dy = rows_operands(quantizer, dy, offsets, usages, dtype, align, key)
 
     def rows_of_dy(usage: Usage) -> RowsOperand:
@@ -248,7 +254,7 @@ def _rows_gemm(
     x, w = (a.values, b.values) if scale is None else unrounded(a.values, b.values)
     y = grouped_gemm_directly(x, w if fprop else w.mT, sizes, fprop)
     y = y if padding is None else padding.unpad(y)
-    return y.to(dtype) if scale is None else scale_rows(y, offsets.per_row(scale), dtype)
+    return y.to(dtype) if scale is None else scaled(y, offsets.per_row(scale)[:, None], dtype)
 
 
 def stacked(weights: tuple[Tensor, ...]) -> Tensor:

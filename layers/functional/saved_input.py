@@ -135,20 +135,22 @@ def in_cpu_graph(device: torch.device) -> bool:
     return compiling() and not quantized_gemms(device)
 
 
+USAGES: tuple[Usage, ...] = ("rowwise", "columnwise")
+"""Of the gradient of y, for the gradients of x and of the weight."""
+
+
 def shared_gradient_operands(
-    quantizer: AnyQuantizer, dy: Tensor, usages: tuple[Usage, ...], dtype: torch.dtype, key: Tensor | None
+    quantizer: AnyQuantizer, dy: Tensor, dtype: torch.dtype, key: Tensor | None
 ) -> dict[Usage, GemmOperand]:
     """Quantize dy: [T, N] for both GEMMs that need it, on an accelerator in one pass, or where both have the same
     numbers; none where each GEMM quantizes dy as it comes to it, so that one copy is in memory at a time."""
-    if len(usages) < 2:
-        return {}
     if quantized_gemms(dy.device):
         fields = quantizer.quantize_fields(dy, key)
-        return {usage: stored_operand(value_of(quantizer), fields, usage, dtype, dy.shape) for usage in usages}
+        return {usage: stored_operand(value_of(quantizer), fields, usage, dtype, dy.shape) for usage in USAGES}
     if quantizer.symmetric:
         operand = quantized_operand(quantizer, dy, "rowwise", dtype, key)
         assert isinstance(operand, Operand)
-        return {usage: transposed(operand, usage) for usage in usages}
+        return {usage: transposed(operand, usage) for usage in USAGES}
     return {}
 
 

@@ -139,8 +139,8 @@ void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, in
       const auto round_row = [&](int64_t r, auto writes_exactly) {
         const X* const row = x + (matrix * R + r) * C;
         Y* const to = out + (matrix * R + r) * C;
-        const uint32_t* const words = random == nullptr ? nullptr : random + (r - begin) * random_words.pitch();
-        const auto word = [=](int64_t c) { return words == nullptr ? nullptr : words + c; };
+        const int64_t first = (r - begin) * random_words.pitch();
+        const auto word = [=](int64_t c) { return random == nullptr ? nullptr : random + first + c; };
         const auto round_lanes = [&](int64_t c, Floats scale, Floats inverse) {
           const Words u = read_bits(row + c);
           const Floats rounded = in_lanes(float_of(u & 0x7FFFFFFF) * scale, word(c));

@@ -58,7 +58,7 @@ def test_a_product_is_scaled_in_place_with_the_bits_of_the_arithmetic(
             scales, product = torch.rand(rows), torch.mm(left, right)
             wanted = (product.float() * scales[:, None]).to(out_dtype)
             with torch.no_grad():
-                assert torch.equal(reference.scale_rows(product, scales, out_dtype), wanted)
+                assert torch.equal(reference.scaled(product, scales[:, None], out_dtype), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,13 +18,13 @@ from te_models.kernels.quantize.cpu_graph import library
 from te_models.kernels.quantize.fp8 import blocks, rounding
 from te_models.kernels.quantize.nvfp4 import cpu as nvfp4_eager
 from te_models.kernels.quantize.nvfp4 import reference as nvfp4
-from te_models.kernels.torch_versions import SPLITS_LOOPS
 from tests.kernels.described import Calls
 from tests.kernels.triton.quantize.quantize_cases import E4M3, E5M2, hard, ordinary
 
 LEAST = library.LEAST
 """As it is without the tests."""
 F32, BF16 = torch.float32, torch.bfloat16
+VMAP_HAS_BITS = torch.__version__ >= "2.13"
 SHAPES = [(64, 256), (70, 75), (3, 33, 140), (1, 1), (0, 16)]
 """Whole blocks, ragged ones, a batch, one element, none."""
 DTYPES = [(BF16, BF16), *(pytest.param(d, marks=pytest.mark.slow) for d in ((F32, F32), (BF16, F32)))]
@@ -177,7 +177,7 @@ def test_eager_code_takes_the_library_after_much_work(name: str, monkeypatch: py
     assert seen == 6
     function(ordinary((64, 96), BF16).requires_grad_())
     # these have no form for it, and before torch 2.13 the bits of a number have none
-    if "nvfp4" not in name and name != "transform" and not SPLITS_LOOPS:
+    if "nvfp4" not in name and name != "transform" and VMAP_HAS_BITS:
         torch.func.vmap(function)(ordinary((2, 64, 96), BF16))
     assert len(calls) == seen
 

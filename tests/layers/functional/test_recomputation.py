@@ -127,3 +127,16 @@ def test_a_calibrated_pass_records_once(kind: type, save: Any) -> None:
         found.append([y, x.grad, *before])
     assert_same(found[1], found[0])
     assert len(found[0]) > 2
+
+
+def test_products_that_a_checkpoint_keeps_are_not_overwritten() -> None:
+    """They are scaled out of place where something observes them."""
+    layer = GroupedLinear(2, 32, 48)
+    x, splits = torch.randn(32, 32).requires_grad_(), torch.tensor([16, 16])
+    found = []
+    for run in (layer, lambda *inputs: once(layer, *inputs, save=everything)):
+        with autocast(recipe=fresh("current")):
+            y = run(x, splits)
+        found.append((y.detach(), *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))))
+    for plain, kept in zip(*found, strict=True):
+        assert torch.equal(plain, kept)
