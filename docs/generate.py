@@ -97,7 +97,7 @@ def package_tree() -> str:
     def add(folder: Path, depth: int) -> None:
         lines.append((f"{'  ' * depth}{folder.name}/", first_sentence(folder / "__init__.py")))
         for path in sorted(folder.iterdir()):
-            if (path / "__init__.py").exists():
+            if (path / "__init__.py").exists() and not path.is_symlink():
                 add(path, depth + 1)
 
     for folder in FOLDERS:

@@ -1,8 +1,8 @@
 """Assemble the documentation site's sources in build/site: `make site` builds it from there with MkDocs, strictly.
 
 The pages are docs/, README.md as the front page, and a reference page for each public package: every name of
-its `__all__`, read from the docstrings. The four folders are laid out there as they are imported, where mkdocstrings
-reads them without importing anything.
+its `__all__`, read from the docstrings. mkdocstrings reads a copy of the package
+without importing anything.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from docs.examples_of import examples
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "site"
-FOLDERS = {"te_models": "te_models", **{f: f"te_models/{f}" for f in ("kernels", "layers", "checkpoints")}}
-"""Folder of the repository: folder of the package."""
 PACKAGES = (
     "te_models",
     "te_models.layers",
@@ -72,9 +70,7 @@ def relinked(text: str, page: Path) -> str:
 def main() -> None:
     """Write build/site afresh."""
     shutil.rmtree(OUT, ignore_errors=True)
-    for folder, target in FOLDERS.items():
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / folder, OUT / "package" / target, ignore=ignored, dirs_exist_ok=True)
+    shutil.copytree(ROOT / "te_models", OUT / "package/te_models", ignore=shutil.ignore_patterns("__pycache__"))
     pages = OUT / "docs"
     shutil.copytree(ROOT / "docs", pages, ignore=shutil.ignore_patterns("*.py", "*.json", "__pycache__"))
     shutil.copytree(ROOT / "examples", pages / "examples", dirs_exist_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import math
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.covering import CPU_TIMES, EVERYDAY, finish, mark_uncovered, start
+from tests.covering import BUDGET_FACTOR, CPU_TIMES, EVERYDAY, finish, mark_uncovered, start
 
 # The same inputs in every run, so that a change is what breaks a test; the slow ones search for new inputs.
 settings.register_profile("repeatable", derandomize=True)
@@ -31,6 +32,7 @@ if not HAS_GPU:
 
 def pytest_configure(config: pytest.Config) -> None:
     EVERYDAY[0] = config.option.markexpr.startswith("not slow")
+    BUDGET_FACTOR[0] = config.option.budget
     # Only a power failure tells what was flushed from what was not, and waiting for the disk took a tenth of the
     # training tests. That it is called, and when, is tests/checkpoints/io/test_disk_file.py.
     os.fsync = lambda descriptor: None
@@ -128,6 +130,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="write the processor seconds of each test, fixtures and child processes included, to FILE as JSON; "
         "with -n, to FILE.gw0, FILE.gw1, ...",
+    )
+    parser.addoption(
+        "--budget",
+        metavar="FACTOR",
+        type=float,
+        default=math.inf,
+        help="fail everyday tests that take more than FACTOR times their budget of processor time: what "
+        "`python -m tests.machine_speed` prints",
     )
 
 

@@ -12,6 +12,7 @@ better: the cheapest of each mechanism.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from time import monotonic  # tests replace time's own
@@ -22,14 +23,17 @@ import pytest
 from tests.fork_server import processor_time
 
 BUDGET_S = 15.0
-"""Processor time, fixtures and processes included, that a test without the marker slow may take, unless the marker
-`costs` gives it another number of seconds: a third of it on a quiet machine. The start of the fork server and a cold
-cache of the compiler are allowed for."""
+"""Processor time, fixtures and processes included, that a test without the marker slow may take in `make test-budget`,
+unless the marker `costs` gives it another number of seconds: a third of it on a quiet machine. The start of the fork
+server and a cold cache of the compiler are allowed for."""
 
 Cell = dict[str, Hashable]
 
 CPU_TIMES = pytest.StashKey[dict[str, dict[str, float]]]()
 """In the stash of the configuration: processor seconds of each phase of each test, and its seconds by the clock."""
+BUDGET_FACTOR = [math.inf]
+"""How many times as long as on the machine that the budgets were written on a test may take; infinite, but where
+`make test-budget` has measured this machine: no test fails for being slow elsewhere."""
 EVERYDAY = [False]
 """Whether the session leaves out the slow tests: set before any test is imported."""
 UNKNOWN_SENTINELS: list[str] = []
@@ -124,14 +128,14 @@ def start(item: pytest.Item, phase: str) -> None:
 
 
 def finish(item: pytest.Item) -> None:
-    """Note that a test ends; in `make test`, fail it where it took more than BUDGET_S and is not marked slow."""
+    """Note that a test ends; in `make test-budget`, fail it where it took more than its budget and is not slow."""
     starts = item.stash[_CLOCK]
     ends = [*list(starts.values())[1:], processor_time()]
     times = {phase: round(end - begin, 3) for (phase, begin), end in zip(starts.items(), ends, strict=True)}
     clock = round(monotonic() - item.stash[_BEGAN], 3)
     item.config.stash.setdefault(CPU_TIMES, {})[item.nodeid] = times | {"clock": clock}
     spent, costs = sum(times.values()), item.get_closest_marker("costs")
-    budget = BUDGET_S if costs is None else costs.args[0]
+    budget = BUDGET_FACTOR[0] * (BUDGET_S if costs is None else costs.args[0])
     # elsewhere the first test of a file pays for what all of its slow ones share
     if EVERYDAY[0] and spent > budget and not any(item.get_closest_marker(name) for name in ("slow", "real", "gpu")):
         pytest.fail(

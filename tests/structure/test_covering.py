@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import shlex
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from tests import covering
 from tests.covering import CPU_TIMES, UNKNOWN_SENTINELS, cell_of, chosen, finish, mark_uncovered, selected, start
+from tests.structure.tree import ROOT
 
 CELLS = [dict(zip("abc", cell, strict=True)) for cell in itertools.product(range(4), range(3), range(5))]
 
@@ -81,17 +84,19 @@ def test_a_fixture_may_ask_which_values_are_tested(value: int, request: pytest.F
 
 
 @pytest.mark.parametrize(
-    ("marks", "everyday", "allowed"),
+    ("marks", "everyday", "factor", "allowed"),
     [
-        ({}, True, False),
-        ({}, False, True),  # the first test of a file pays for what all of its slow ones share
-        ({"slow": pytest.mark.slow}, True, True),
-        ({"costs": pytest.mark.costs(20).mark}, True, True),
+        ({}, True, 1.0, False),
+        ({}, True, 1.1, True),
+        ({}, True, math.inf, True),  # `make test`: nobody measured the machine
+        ({}, False, 1.0, True),  # the first test of a file pays for what all of its slow ones share
+        ({"slow": pytest.mark.slow}, True, 1.0, True),
+        ({"costs": pytest.mark.costs(20).mark}, True, 1.0, True),
     ],
-    ids=["unmarked", "in test-all", "slow", "costs"],
+    ids=["unmarked", "on a slow machine", "in make test", "in test-all", "slow", "costs"],
 )
-def test_a_test_that_is_too_dear_fails(
-    marks: dict[str, object], everyday: bool, allowed: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_test_that_is_too_dear_fails_in_test_budget_alone(
+    marks: dict[str, object], everyday: bool, factor: float, allowed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten seconds in fixtures, one in the test, five to clean up."""
     spent = iter((100.0, 110.0, 111.0, 116.0))
@@ -101,9 +106,17 @@ def test_a_test_that_is_too_dear_fails(
     with monkeypatch.context() as patch:  # the session measures this test, too
         patch.setattr(covering, "processor_time", lambda: next(spent))
         patch.setattr(covering, "EVERYDAY", [everyday])
+        patch.setattr(covering, "BUDGET_FACTOR", [factor])
         for phase in ("setup", "call", "teardown"):
             start(item, phase)  # type: ignore[arg-type]
         with contextlib.nullcontext() if allowed else refusal:
             finish(item)  # type: ignore[arg-type]
     times = config.stash[CPU_TIMES]["t.py::test"]
     assert times.pop("clock") >= 0 and times == {"setup": 10, "call": 1, "teardown": 5}
+
+
+def test_only_make_test_budget_has_a_budget() -> None:
+    """What `make test` and `make test-all` call allows a test any time."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    recipes = {rule.split(":", 1)[0]: rule for rule in makefile.split("\n\n") if rule.startswith("test")}
+    assert {name for name, rule in recipes.items() if "--budget" in shlex.split(rule)} == {"test-budget"}

@@ -17,20 +17,23 @@ from te_models.extras import EXTRAS
 from tests.structure.tree import FOLDERS, ROOT, modules, packages, pyproject
 
 
-def test_every_package_is_listed() -> None:
-    listed = pyproject()["tool"]["setuptools"]["packages"]
-    assert listed == sorted(listed)
-    assert set(listed) == packages()
-
-
 def test_every_package_has_an_init() -> None:
     names = set(modules())
     assert {p for p in packages() if f"{p}.__init__" not in names} == set()
 
 
-def test_folders_map_to_import_names() -> None:
-    mapping = pyproject()["tool"]["setuptools"]["package-dir"]
-    assert mapping == {package: folder for folder, package in FOLDERS.items()}
+def test_the_tree_on_disk_is_the_tree_that_is_imported() -> None:
+    """A plain checkout imports as the wheel does, and one file has one path whoever reads it."""
+    for folder in FOLDERS:
+        if folder != "te_models":
+            link = ROOT / "te_models" / folder
+            assert link.is_symlink() and link.readlink() == Path("..") / folder
+    script = "import te_models.layers, te_models.checkpoints; print(te_models.layers.__file__)"
+    environment = _plain_environment() | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert Path(run.stdout.strip()) == ROOT / "te_models/layers/__init__.py"
 
 
 def test_extras_match_the_table_in_code() -> None:
@@ -49,7 +52,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy so that no build folder appears in the checkout. Works offline."""
     source = tmp_path_factory.mktemp("source")
     for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source / file)
     out = tmp_path_factory.mktemp("dist")

@@ -28,10 +28,8 @@ def test_a_rank_that_is_gone_ends_the_others(tmp_path: Path, gone: int, signum: 
     with training(config, tmp_path, ranks=3 if gone else 2) as processes:
         wait_for_rows(config, 2, processes)
         os.kill(processes[gone].pid, signum)
-        begun = time.monotonic()
         left = [rank for rank in range(len(processes)) if rank != gone]
-        assert {*exit_codes([processes[rank] for rank in left], timeout=60)} == {3}
-        assert time.monotonic() - begun < 40  # gloo waits for half an hour, and the machine may be busy
+        assert {*exit_codes([processes[rank] for rank in left], timeout=600)} == {3}  # gloo waits for half an hour
     for rank in left:
         assert f"rank {gone} stopped answering" in stderr(tmp_path, rank).read_text()
 
