@@ -9,23 +9,28 @@ links between stored tensors and the model's canonical ones (`plan/tensor_map.py
 parameters take a route through it (`quantized/route.py`).
 """
 
-from .families import FAMILIES
-from .folder.checkpoint import Checkpoint, open_checkpoint
-from .io.errors import CheckpointError
-from .io.manifest import check_manifest
-from .plan.param_shapes import ExpertLayout, expected_tensors
-from .plan.plan import Plan
-from .quantized.plain_state_dicts import from_plain_state_dict, plain_state_dict
-from .tools.convert import export_hf, import_hf, relayout
-from .tools.converter import AutoConverter
-from .tools.diff import DiffReport, diff
-from .tools.inspect import Inspection, inspect
-from .tools.quantize import dequantize, quantize
-from .tools.reshard import reshard
-from .tools.save import save_model
-from .tools.toy import toy
-from .tools.upcycle import upcycle
-from .tools.verify import VerifyReport, verify
+from typing import TYPE_CHECKING
+
+from te_models.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .families import FAMILIES
+    from .folder.checkpoint import Checkpoint, open_checkpoint
+    from .io.errors import CheckpointError
+    from .io.manifest import check_manifest
+    from .plan.param_shapes import ExpertLayout, expected_tensors
+    from .plan.plan import Plan
+    from .quantized.plain_state_dicts import from_plain_state_dict, plain_state_dict
+    from .tools.convert import export_hf, import_hf, relayout
+    from .tools.converter import AutoConverter
+    from .tools.diff import DiffReport, diff
+    from .tools.inspect import Inspection, inspect
+    from .tools.quantize import dequantize, quantize
+    from .tools.reshard import reshard
+    from .tools.save import save_model
+    from .tools.toy import toy
+    from .tools.upcycle import upcycle
+    from .tools.verify import VerifyReport, verify
 
 __all__ = [
     "FAMILIES",
@@ -55,3 +60,49 @@ __all__ = [
     "upcycle",
     "verify",
 ]
+
+_HOME = {
+    "families": ("FAMILIES",),
+    "folder.checkpoint": (
+        "Checkpoint",
+        "open_checkpoint",
+    ),
+    "io.errors": ("CheckpointError",),
+    "io.manifest": ("check_manifest",),
+    "plan.param_shapes": (
+        "ExpertLayout",
+        "expected_tensors",
+    ),
+    "plan.plan": ("Plan",),
+    "quantized.plain_state_dicts": (
+        "from_plain_state_dict",
+        "plain_state_dict",
+    ),
+    "tools.convert": (
+        "export_hf",
+        "import_hf",
+        "relayout",
+    ),
+    "tools.converter": ("AutoConverter",),
+    "tools.diff": (
+        "DiffReport",
+        "diff",
+    ),
+    "tools.inspect": (
+        "Inspection",
+        "inspect",
+    ),
+    "tools.quantize": (
+        "dequantize",
+        "quantize",
+    ),
+    "tools.reshard": ("reshard",),
+    "tools.save": ("save_model",),
+    "tools.toy": ("toy",),
+    "tools.upcycle": ("upcycle",),
+    "tools.verify": (
+        "VerifyReport",
+        "verify",
+    ),
+}
+__getattr__, __dir__ = lazy_names(__name__, {name: module for module, names in _HOME.items() for name in names})

@@ -1,11 +1,36 @@
-"""Names of a package that are imported where they are first used: importing the package takes no time for them."""
+"""Names and modules that are imported where they are first used: until then they take no time.
+
+A module that needs torch for some of its work says, at its top,
+
+    if TYPE_CHECKING:
+        import torch
+    else:
+        torch = later("torch")
+
+and does the rest of its work in a process that never imports torch, as the verbs that move bytes do.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
+
+
+def later(name: str) -> types.ModuleType:
+    """Return a module that is imported when an attribute of it is first asked for; the module itself if it is there."""
+    return sys.modules.get(name) or _Later(name)
+
+
+class _Later(types.ModuleType):
+    """Stands for a module. What was asked for once is an attribute like any other from then on."""
+
+    def __getattr__(self, attribute: str) -> Any:
+        value = getattr(importlib.import_module(self.__name__), attribute)
+        setattr(self, attribute, value)
+        return value
 
 
 def lazy_names(package: str, module_of: Mapping[str, str], hint: str = "") -> tuple[Callable, Callable]:

@@ -7,17 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Self
-
-import torch
+from typing import TYPE_CHECKING, Literal, Self
 
 from te_models.config import ModelConfig
-from te_models.layers import QuantizedTensor
 
 from ..families import FAMILIES, family_of
-from ..formats import Declaration, declared, without_quantization
-from ..formats.numbers import check_elements, check_scales
-from ..formats.source import QuantizedFiles, open_quantized
+from ..formats import declares_quantization, without_quantization
 from ..io.errors import CheckpointError
 from ..io.header import TensorInfo
 from ..io.hub import local_folder
@@ -31,11 +26,18 @@ from ..plan.quantized_format import SUFFIXES, Description, empty, read_metadata
 from ..plan.rank_shards import WHOLE, Place, parts
 from ..plan.te_namespace import formats_in_layout, grouped_formats, te_namespace
 from ..plan.tensor_map import Namespace
-from .load import load_params
 from .passthrough import passthrough_tensors
 from .reading_checks import check_while_reading
 from .te_folder import CONFIG, MODEL_TYPE, Source, TEFolder
 from .tied_weights import check_tied_copies, tied_copies
+
+if TYPE_CHECKING:
+    import torch
+
+    from te_models.layers import QuantizedTensor
+
+    from ..formats import Declaration
+    from ..formats.source import QuantizedFiles
 
 
 class Checkpoint:
@@ -78,7 +80,11 @@ class Checkpoint:
             declaration = None
         else:
             family = family_of(values.get("model_type"))
-            declaration = declared(values, path)
+            declaration = None
+            if declares_quantization(values, path):
+                from ..formats import declared
+
+                declaration = declared(values, path)
             self.config: ModelConfig = family.read_config(without_quantization(values), mtp=mtp)
             self.source: Source | None = Source(family.model_type, values, None)
         self.files = open_weights(path)
@@ -110,6 +116,8 @@ class Checkpoint:
             form = family.form_of(self.config, {name.removesuffix(suffix) for name in self.files.tensors})
             self.source = replace(self.source, form=form)
             if declaration is not None:
+                from ..formats.source import open_quantized
+
                 high_precision = family.namespace(self.config, form)
                 self.quantized = open_quantized(
                     self.files,
@@ -203,6 +211,8 @@ class Checkpoint:
             data = {n + s for n in formats_in_layout(self.config, self.layout, self.formats) for s in suffixes}
         else:
             return
+        from ..formats.numbers import check_elements
+
         floats = {n: self.files.tensors[n].dtype for n in data if n in self.files.tensors}
         floats = {name: dtype for name, dtype in floats.items() if dtype in ("F8_E4M3", "F8_E5M2")}
 
@@ -217,6 +227,8 @@ class Checkpoint:
         if self.quantized is not None:
             self.quantized.check_scales()
         if self.layout is not None and self.formats:
+            from ..formats.numbers import check_scales
+
             suffixes = [suffix for field, suffix in SUFFIXES.items() if not field.endswith("_data")]
             names = (n + s for n in formats_in_layout(self.config, self.layout, self.formats) for s in suffixes)
             check_scales(self.files, (name for name in names if name in self.tensors))
@@ -252,6 +264,8 @@ class Checkpoint:
             self.check_elements()
         if place != WHOLE:
             self.files.take_share(place.number, place.count)
+        from .load import load_params
+
         load_params(self.store, self.namespace, self.config, self.formats, params, place=place)
         self.files.finish_checks()
 

@@ -10,7 +10,7 @@ from te_models.config import ModelConfig
 from ..families import FAMILIES, Family, family_of
 from ..families.base.family import first_that_expresses
 from ..families.base.text_part import text_part
-from ..io.dtypes import torch_dtype, with_most_bytes
+from ..io.dtypes import torch_dtype_name, with_most_bytes
 from ..io.errors import CheckpointError
 from ..plan.plan import Plan
 from .te_folder import Source
@@ -69,7 +69,7 @@ def export_config(config: ModelConfig, source: Source | None, family: Family, st
         values |= {"model_type": family.model_type, "architectures": [family.architecture]}
     if source is None or source.dtype != stored_dtype or not {"dtype", "torch_dtype"} & set(values):
         key = "torch_dtype" if "torch_dtype" in values and "dtype" not in values else "dtype"
-        values = values | {key: str(torch_dtype(stored_dtype)).removeprefix("torch.")}
+        values = values | {key: torch_dtype_name(stored_dtype)}
     return values
 
 

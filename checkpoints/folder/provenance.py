@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from te_models.lazy import later
 
 from ..families import FAMILIES
-from ..formats import Declaration, parse
 from ..formats.details import activation_scales, details_of
 from ..io.dtypes import FLOATS, dtype_name, with_most_bytes
 from .checkpoint import Checkpoint
 from .te_folder import Source
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch")
 
 
 def source_of(ckpt: Checkpoint, quantized: Collection[str] | None = None) -> Source | None:
@@ -62,9 +66,11 @@ def _scales_of(ckpt: Checkpoint) -> tuple[tuple[Any, ...] | None, Mapping[str, t
         return None, {}
     known = ckpt.source.quantization
     if ckpt.quantized is not None:
-        declaration: Declaration | None = ckpt.quantized.declaration
+        declaration = ckpt.quantized.declaration
         scales = {name: ckpt.files.view(name) for name in ckpt.quantized.activations}
     elif known is not None and not known.get("others", False):
+        from ..formats import parse
+
         declaration = parse(ckpt.source.config.get("quantization_config"), known["separate"])
         scales = activation_scales(known)
     else:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from te_models.config import ModelConfig
 
 from ..families import Family
@@ -57,8 +55,6 @@ def _same_bytes(store: FileStore, a: str, b: str, nbytes: int) -> bool:
         n = min(CHUNK_BYTES, nbytes - begin)
         store.read_into(a, begin, memoryview(left)[:n])
         store.read_into(b, begin, memoryview(right)[:n])
-        if not torch.equal(
-            torch.frombuffer(left, dtype=torch.uint8)[:n], torch.frombuffer(right, dtype=torch.uint8)[:n]
-        ):
+        if left[:n] != right[:n]:
             return False
     return True

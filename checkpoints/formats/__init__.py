@@ -7,27 +7,33 @@ what a declaration holds; `namespace` turns a family's weight map into one of th
 
 from __future__ import annotations
 
-from .declaration import (
-    SEPARATE,
-    WRITABLE,
-    declared,
-    format_named,
-    hf_config_of,
-    parse,
-    representing_format,
-    without_quantization,
-)
-from .format import Declaration, WeightFormat
+from typing import TYPE_CHECKING
+
+from te_models.lazy import lazy_names
+
+from .separate import SEPARATE, VALUES, declares_quantization, without_quantization
+
+if TYPE_CHECKING:
+    from .declaration import WRITABLE, declared, format_named, hf_config_of, parse, representing_format
+    from .format import Declaration, WeightFormat
 
 __all__ = [
     "SEPARATE",
+    "VALUES",
     "WRITABLE",
     "Declaration",
     "WeightFormat",
     "declared",
+    "declares_quantization",
     "format_named",
     "hf_config_of",
     "parse",
     "representing_format",
     "without_quantization",
 ]
+
+# of a folder in high precision nothing more is needed, and torch is not imported for it
+_MODULE_OF = dict.fromkeys(("Declaration", "WeightFormat"), "format") | dict.fromkeys(
+    ("WRITABLE", "declared", "format_named", "hf_config_of", "parse", "representing_format"), "declaration"
+)
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

@@ -15,8 +15,8 @@ from ..io.strict_json import read_object
 from ..io.weight_files import plain_file
 from . import compressed_tensors, fp8, modelopt, mx
 from .format import Declaration, WeightFormat
+from .separate import SEPARATE
 
-SEPARATE = "hf_quant_config.json"
 _READERS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
     "fp8": fp8.read,
     "mxfp8": mx.read_mxfp8,
@@ -50,11 +50,6 @@ def declared(values: Mapping[str, Any], folder: Path) -> Declaration | None:
     if path.exists() or path.is_symlink():
         separate = read_object(plain_file(folder, SEPARATE), f"{folder}/{SEPARATE}")
     return parse(config, separate)
-
-
-def without_quantization(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json without what it says about quantization: the model's own fields."""
-    return {name: value for name, value in values.items() if name != "quantization_config"}
 
 
 def parse(config: object, separate: Mapping[str, Any] | None) -> Declaration | None:

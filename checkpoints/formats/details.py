@@ -21,15 +21,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from te_models.lazy import later
 
 from ..io.dtypes import bits_of, dtype_name, torch_dtype
 from ..io.errors import CheckpointError
-from .encode import number_amax, written_number
-from .fp8 import FLOAT_BLOCKS, POW2_BLOCKS
-from .source import QuantizedFiles
+
+if TYPE_CHECKING:
+    import torch
+
+    from .source import QuantizedFiles
+else:
+    torch = later("torch")
 
 _MOST_VALUES = 4096
 _ALWAYS = {"separate", "dtypes", "ones", "numbers", "activations"}
@@ -37,6 +41,8 @@ _ALWAYS = {"separate", "dtypes", "ones", "numbers", "activations"}
 
 def details_of(quantized: QuantizedFiles, *, others: bool = False) -> dict[str, Any]:
     """Return the details of quantized files, as JSON values; others: whether other weights are quantized than there."""
+    from .fp8 import FLOAT_BLOCKS, POW2_BLOCKS
+
     first = quantized.weights[0]
     infos = {part: quantized.files.tensors[first + part.suffix] for part in quantized.format.parts}
     details = {
@@ -54,6 +60,8 @@ def details_of(quantized: QuantizedFiles, *, others: bool = False) -> dict[str, 
 
 def _unrestored(quantized: QuantizedFiles) -> Iterator[tuple[str, float]]:
     """List the numbers of matrices that are not what an export computes from the amax that stands for them."""
+    from .encode import number_amax, written_number
+
     found = quantized.numbers_of_matrices()
     if found is not None:
         part, numbers, names = found

@@ -29,11 +29,10 @@ from .format import Declaration, Part, WeightFormat, scale_beside
 from .fp8 import FLOAT_BLOCKS, POW2_BLOCKS
 from .namespace import FieldNamespace, field_namespace, upright
 from .numbers import check_values
+from .separate import VALUES
 from .stacks import seen_upright
 from .views import View, ViewStore, field_view, value_view
 
-VALUES = "values"
-"""As a storage: no fields, the plain values of everything."""
 FORMS: dict[str, Quantizer] = {
     "float8": Float8CurrentScalingQuantizer(),
     "float8_block": Float8BlockQuantizer(),

@@ -12,10 +12,17 @@ import ctypes
 import itertools
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
+from te_models.lazy import later
 
 from .boxes import Box, Range, Shape, count, extents, flat_interval
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch")
+
 
 ReadBytes = Callable[[int, memoryview], None]
 """Fills a memoryview with the tensor's bytes from the given one on."""

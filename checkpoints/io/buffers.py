@@ -5,21 +5,41 @@ from __future__ import annotations
 import ctypes
 import mmap
 from concurrent.futures import Future
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
+from te_models.lazy import later
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch")
+
 
 CHUNK_BYTES = 1 << 20
 """Large enough that per-chunk Python costs nothing, small enough that a chunk is in the cache when it is hashed."""
 
 
 class Buffer:
-    """Memory as a torch tensor of bytes and as a memoryview, and the background work that still reads it."""
+    """Memory as a memoryview and as a torch tensor of bytes, and the background work that still reads it."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        """memory: the memory of a contiguous tensor of bytes on the CPU, which the buffer keeps alive."""
-        self.tensor, self.address = memory, memory.data_ptr()
-        self.bytes = memoryview((ctypes.c_ubyte * len(memory)).from_address(self.address))
+    def __init__(self, memory: torch.Tensor | mmap.mmap) -> None:
+        """memory: a contiguous tensor of bytes on the CPU, or a map of memory; the buffer keeps it alive."""
+        self._memory = memory
+        if isinstance(memory, mmap.mmap):
+            self.bytes = memoryview(memory)
+            self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+        else:
+            self.address = memory.data_ptr()
+            self.bytes = memoryview((ctypes.c_ubyte * len(memory)).from_address(self.address))
         self.pending: list[Future[None]] = []
+
+    @cached_property
+    def tensor(self) -> torch.Tensor:
+        """The memory as a tensor of bytes."""
+        return (
+            torch.frombuffer(self._memory, dtype=torch.uint8) if isinstance(self._memory, mmap.mmap) else self._memory
+        )
 
     def wait(self) -> None:
         """Wait until nobody reads the buffer any more."""
@@ -34,7 +54,7 @@ class Ring:
         self.nbytes = nbytes
         # private, as memory of the process; pages that are never used are never there
         maps = [mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(buffers)]
-        self._buffers = [Buffer(torch.frombuffer(memory, dtype=torch.uint8)) for memory in maps]
+        self._buffers = [Buffer(memory) for memory in maps]
         self._turn = 0
 
     def next(self) -> Buffer:

@@ -6,36 +6,45 @@ float16 reaches 65504, every other float 3e38, and a maximum costs little beside
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-import torch
+from te_models.lazy import later
 
 from .errors import CheckpointError
 
-_TABLE: dict[str, tuple[torch.dtype, int]] = {
-    "BOOL": (torch.bool, 8),
-    "U8": (torch.uint8, 8),
-    "I8": (torch.int8, 8),
-    "U16": (torch.uint16, 16),
-    "I16": (torch.int16, 16),
-    "U32": (torch.uint32, 32),
-    "I32": (torch.int32, 32),
-    "U64": (torch.uint64, 64),
-    "I64": (torch.int64, 64),
-    "F16": (torch.float16, 16),
-    "BF16": (torch.bfloat16, 16),
-    "F32": (torch.float32, 32),
-    "F64": (torch.float64, 64),
-    "C64": (torch.complex64, 64),
-    "F8_E4M3": (torch.float8_e4m3fn, 8),
-    "F8_E5M2": (torch.float8_e5m2, 8),
-    "F8_E4M3FNUZ": (torch.float8_e4m3fnuz, 8),
-    "F8_E5M2FNUZ": (torch.float8_e5m2fnuz, 8),
-    "F8_E8M0": (torch.float8_e8m0fnu, 8),
-    "F4": (torch.float4_e2m1fn_x2, 4),
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch")
+
+
+_TABLE: dict[str, tuple[str, int]] = {
+    "BOOL": ("bool", 8),
+    "U8": ("uint8", 8),
+    "I8": ("int8", 8),
+    "U16": ("uint16", 16),
+    "I16": ("int16", 16),
+    "U32": ("uint32", 32),
+    "I32": ("int32", 32),
+    "U64": ("uint64", 64),
+    "I64": ("int64", 64),
+    "F16": ("float16", 16),
+    "BF16": ("bfloat16", 16),
+    "F32": ("float32", 32),
+    "F64": ("float64", 64),
+    "C64": ("complex64", 64),
+    "F8_E4M3": ("float8_e4m3fn", 8),
+    "F8_E5M2": ("float8_e5m2", 8),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
+    "F8_E8M0": ("float8_e8m0fnu", 8),
+    "F4": ("float4_e2m1fn_x2", 4),
 }
-_NAMES = {torch_dtype: name for name, (torch_dtype, _) in _TABLE.items()}
+"""Name: torch's name, width."""
+_NAMES = {attribute: name for name, (attribute, _) in _TABLE.items()}
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """Dtypes a high-precision weight may have."""
@@ -48,14 +57,29 @@ def bits_of(name: str) -> int | None:
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a safetensors dtype name."""
+    return getattr(torch, _TABLE[name][0])
+
+
+def torch_dtype_name(name: str) -> str:
+    """Return torch's name, such as "bfloat16", of a safetensors dtype name."""
     return _TABLE[name][0]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the safetensors name of a torch dtype."""
-    if dtype not in _NAMES:
+    name = _NAMES.get(str(dtype).removeprefix("torch."))
+    if name is None:
         raise CheckpointError(f"tensors of dtype {dtype} cannot be stored in safetensors files")
-    return _NAMES[dtype]
+    return name
+
+
+def joint_dtype(names: Iterable[str]) -> str:
+    """Return the name of the dtype that holds the numbers of all these: rounded to another, different ones could be the
+    same."""
+    distinct = sorted(set(names))
+    if len(distinct) == 1:
+        return distinct[0]
+    return dtype_name(functools.reduce(torch.promote_types, map(torch_dtype, distinct)))
 
 
 def with_most_bytes(sizes: Iterable[tuple[str, int]], default: str) -> str:
@@ -68,10 +92,10 @@ def with_most_bytes(sizes: Iterable[tuple[str, int]], default: str) -> str:
 
 def as_torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return a dtype given as such or by name ("bfloat16"); one that weights cannot have raises CheckpointError."""
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is None:
         return None
-    if not isinstance(found, torch.dtype) or _NAMES.get(found) not in FLOATS:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or _NAMES.get(str(found).removeprefix("torch.")) not in FLOATS:
         raise CheckpointError(f"weights cannot be converted to {dtype}; choose float64, float32, float16 or bfloat16")
     return found
 

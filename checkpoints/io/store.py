@@ -14,15 +14,20 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
-import torch
+from te_models.lazy import later
 
 from .box_reads import read_box
 from .boxes import Box, full, slices
 from .dtypes import bits_of, dtype_name, torch_dtype
 from .errors import CheckpointError, quote
 from .header import TensorInfo, read_header
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch")
 
 
 class Store(Protocol):

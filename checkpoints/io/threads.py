@@ -7,17 +7,23 @@ that is not running. A conversion has many independent parts, so here a thread t
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
+from te_models.lazy import later
 from te_models.memory import reuse_freed_memory
 
 from .errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch")
+
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -29,11 +35,14 @@ def cores() -> int:
 
 
 def start_threads(count: int) -> ThreadPoolExecutor:
-    """Return `count` running threads on which a torch operation uses one thread.
+    """Return `count` running threads on which a torch operation uses one thread; without torch, threads.
 
     They end with the pool: at the end of a with statement, or when nothing refers to it any more.
     """
     reuse_freed_memory()
+    pool = ThreadPoolExecutor(count)
+    if "torch" not in sys.modules:  # bytes are moved
+        return pool
     before, ready = torch.get_num_threads(), threading.Barrier(count)
 
     def start() -> None:
@@ -41,7 +50,6 @@ def start_threads(count: int) -> ThreadPoolExecutor:
         torch.set_num_threads(1)  # of this thread, and of threads that use torch for the first time from now on
         ready.wait()
 
-    pool = ThreadPoolExecutor(count)
     wait([pool.submit(start) for _ in range(count)])
     torch.set_num_threads(before)
     return pool
@@ -53,6 +61,8 @@ def run_all(function: Callable[[T], R], items: Sequence[T], count: int, stop: th
     With one thread or one item it is the calling thread that does the work, alone, too.
     """
     count = min(count, len(items))
+    if count < 2 and "torch" not in sys.modules:
+        return [function(item) for item in items]
     if count < 2:
         before = torch.get_num_threads()
         torch.set_num_threads(1)

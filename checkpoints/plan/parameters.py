@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from types import MappingProxyType
-
-import torch
+from typing import TYPE_CHECKING
 
 from te_models.config import ModelConfig
-from te_models.layers import QuantizedTensor
+from te_models.lazy import later
 
 from ..io.boxes import Box
-from ..io.dtypes import dtype_name, torch_dtype
+from ..io.dtypes import dtype_name, joint_dtype, torch_dtype
 from ..io.header import TensorInfo, byte_count
 from ..io.store import Store
 from .param_shapes import ExpertLayout, expected_tensors
@@ -22,6 +20,13 @@ from .rank_shards import Cuts, Ranges, RankPart, cut_shape
 from .stream import cut_pieces, fill_tensor, read_piece
 from .te_namespace import Formats, formats_in_layout, te_namespace
 from .tensor_map import Namespace, Piece, compose
+
+if TYPE_CHECKING:
+    import torch
+
+    from te_models.layers import QuantizedTensor
+else:
+    torch = later("torch")
 
 
 class Parameters:
@@ -96,11 +101,11 @@ class Parameters:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of an entry; one that holds the numbers of all where it is joined from several."""
-        return functools.reduce(torch.promote_types, self.dtypes(name))
+        return torch_dtype(joint_dtype(self.dtype_names(name)))
 
-    def dtypes(self, name: str) -> set[torch.dtype]:
-        """Return the stored dtypes of the parts that an entry is joined from."""
-        return {torch_dtype(self.store.tensors[piece.source].dtype) for piece in self._pieces[name]}
+    def dtype_names(self, name: str) -> set[str]:
+        """Return the stored dtypes, by their safetensors names, of the parts that an entry is joined from."""
+        return {self.store.tensors[piece.source].dtype for piece in self._pieces[name]}
 
     def members(self, name: str) -> Iterator[str]:
         """List the per-GEMM names of a grouped parameter."""

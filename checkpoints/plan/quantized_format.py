@@ -16,18 +16,9 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from te_models.layers import (
-    GroupedRows,
-    GroupedTensor,
-    QuantizedTensor,
-    Quantizer,
-)
-from te_models.layers.quantizer.schema import empty_fields, entry_suffix
-from te_models.layers.tensor.formats import TENSOR_CLASSES
+from te_models.lazy import later
 
 from ..io.boxes import Shape
 from ..io.dtypes import dtype_name
@@ -35,17 +26,28 @@ from ..io.errors import CheckpointError, shown
 from ..io.strict_json import parse_object
 from .tensor_map import Stored
 
+if TYPE_CHECKING:
+    import torch
+
+    from te_models import layers
+    from te_models.layers import QuantizedTensor, Quantizer
+    from te_models.layers.quantizer import schema
+else:
+    torch, layers, schema = later("torch"), later("te_models.layers"), later("te_models.layers.quantizer.schema")
+
 METADATA_KEY = "te_models"
 
 SUFFIXES = {
-    field: entry_suffix(field)
-    for usage in ("rowwise", "columnwise")
-    for part in ("data", "scale_inv", "amax")
-    for field in (f"{usage}_{part}",)
+    "rowwise_data": "",
+    "rowwise_scale_inv": "_scale_inv",
+    "rowwise_amax": "_amax",
+    "columnwise_data": "_columnwise",
+    "columnwise_scale_inv": "_columnwise_scale_inv",
+    "columnwise_amax": "_columnwise_amax",
 }
 """Field of a quantized tensor -> what its entry's name adds to the parameter's name."""
 
-_LOGICAL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LOGICAL_DTYPES = ("float32", "bfloat16", "float16")
 
 _ELEMENTS = 2**60
 """Of which eight bytes each are more than 63 bits count."""
@@ -72,13 +74,13 @@ def quantizer_of(name: str, meta: Description) -> tuple[Quantizer, torch.dtype]:
     if not isinstance(values, dict) or not isinstance(logical, str) or logical not in _LOGICAL_DTYPES:
         raise CheckpointError(f"the metadata of {name} lacks a 'quantizer' or a known 'logical_dtype'")
     try:
-        quantizer = Quantizer.from_dict(values)
-        canonical = describe(quantizer, _LOGICAL_DTYPES[logical])
+        quantizer, dtype = layers.Quantizer.from_dict(values), getattr(torch, logical)
+        canonical = describe(quantizer, dtype)
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"the metadata of {name} describes no known quantizer: {error}") from None
     if json.dumps(canonical, sort_keys=True) != json.dumps(meta, sort_keys=True):
         raise CheckpointError(f"the metadata of {name} contradicts itself")
-    return quantizer, _LOGICAL_DTYPES[logical]
+    return quantizer, dtype
 
 
 def field_specs(name: str, shape: Shape, meta: Description) -> dict[str, Stored]:
@@ -94,7 +96,7 @@ def field_specs(name: str, shape: Shape, meta: Description) -> dict[str, Stored]
 
 @functools.lru_cache
 def _field_specs(quantizer: Quantizer, shape: Shape) -> dict[str, Stored]:
-    fields = empty_fields(quantizer, torch.Size(shape), "meta", torch.bfloat16)
+    fields = schema.empty_fields(quantizer, torch.Size(shape), "meta", torch.bfloat16)
     return {
         SUFFIXES[field]: Stored(tuple(t.shape), frozenset({dtype_name(t.dtype)}), convertible=False)
         for field, t in fields.items()
@@ -103,7 +105,7 @@ def _field_specs(quantizer: Quantizer, shape: Shape) -> dict[str, Stored]:
 
 def stored_fields(name: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
     """Return entry name -> field of a quantized weight."""
-    if isinstance(tensor, GroupedRows):
+    if isinstance(tensor, layers.GroupedRows):
         raise CheckpointError(
             f"{name} is a {type(tensor).__name__}; only weights [out, in] and stacks of them are stored"
         )
@@ -113,7 +115,7 @@ def stored_fields(name: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]
 def rebuild(name: str, entries: Mapping[str, torch.Tensor], shape: Shape, meta: Description) -> QuantizedTensor:
     """Return the quantized tensor of logical shape `shape` whose entries are given (inverse of `stored_fields`)."""
     quantizer, dtype = quantizer_of(name, meta)
-    cls = GroupedTensor if len(shape) == 3 else TENSOR_CLASSES[quantizer.FORMAT]
+    cls = _class_of(quantizer, shape)
     fields = {field: entries[name + SUFFIXES[field]] for field in quantizer.field_names()}
     return cls(fields, quantizer, torch.Size(shape), dtype)
 
@@ -121,9 +123,15 @@ def rebuild(name: str, entries: Mapping[str, torch.Tensor], shape: Shape, meta: 
 def empty(name: str, shape: Shape, meta: Description, device: torch.device | str | None) -> QuantizedTensor:
     """Return an uninitialised quantized tensor of logical shape `shape` as described."""
     quantizer, dtype = quantizer_of(name, meta)
-    cls = GroupedTensor if len(shape) == 3 else TENSOR_CLASSES[quantizer.FORMAT]
+    cls = _class_of(quantizer, shape)
     target = torch.empty((), device=device).device
-    return cls(empty_fields(quantizer, torch.Size(shape), target, dtype), quantizer, torch.Size(shape), dtype)
+    return cls(schema.empty_fields(quantizer, torch.Size(shape), target, dtype), quantizer, torch.Size(shape), dtype)
+
+
+def _class_of(quantizer: Quantizer, shape: Shape) -> type[QuantizedTensor]:
+    from te_models.layers.tensor.formats import TENSOR_CLASSES
+
+    return layers.GroupedTensor if len(shape) == 3 else TENSOR_CLASSES[quantizer.FORMAT]
 
 
 def read_metadata(metadata: Mapping[str, str], where: str) -> dict[str, Description]:

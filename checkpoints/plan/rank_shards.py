@@ -12,18 +12,24 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from te_models.config import ModelConfig
-from te_models.layers.distributed.vocab_parallel import vocab_range
-from te_models.layers.quantizer import Quantizer
-from te_models.layers.quantizer.schema import alignment, field_layouts
+from te_models.lazy import later
 
 from ..io.boxes import Shape
 from ..io.errors import CheckpointError
 from .param_shapes import head_sizes, is_expert_stack
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from te_models.layers.distributed import vocab_parallel
+    from te_models.layers.quantizer import Quantizer, schema
+else:
+    torch, schema = later("torch"), later("te_models.layers.quantizer.schema")
+    vocab_parallel = later("te_models.layers.distributed.vocab_parallel")
 
 Ranges = tuple[tuple[int, int], ...]
 Cuts = Mapping[int, Ranges]
@@ -108,7 +114,7 @@ class RankPart:
         """
         from_end = 0 if self.dim is None else self.dim - len(whole)
         if self.dim is not None:
-            block = alignment(quantizer, from_end)
+            block = schema.alignment(quantizer, from_end)
             edges = {edge for cut in self.ranges for edge in cut}
             if any(edge % block and edge != whole[self.dim] for edge in edges):
                 what = "rows" if from_end == -2 else "columns"
@@ -117,7 +123,7 @@ class RankPart:
                     "allowed: fewer ranks, or plain weights (te-models dequantize)"
                 )
         found: dict[str, Cuts] = {}
-        for layout in field_layouts(quantizer):
+        for layout in schema.field_layouts(quantizer):
             cuts: dict[int, Ranges] = {} if self.experts is None else {0: (self.experts,)}
             if self.dim is not None and layout.block is not None:
                 entries = (layout.entries(begin, end, from_end) for begin, end in self.ranges)
@@ -158,7 +164,7 @@ def _part(config: ModelConfig, name: str, shape: Shape, place: Place) -> RankPar
     dim, blocks = split
     ranges, offset = [], 0
     for size in blocks:  # of which only vocabularies may be divided unequally
-        first, end = vocab_range(size, rank, ranks)
+        first, end = vocab_parallel.vocab_range(size, rank, ranks)
         ranges.append((offset + first, offset + end))
         offset += size
     return RankPart(dim, tuple(ranges), experts)

@@ -6,8 +6,9 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
+from te_models.lazy import later
 
 from ..io.boxes import Box, Shape, count, extents, flat_interval, full, shift, slices
 from ..io.buffers import Buffer, Ring
@@ -15,6 +16,12 @@ from ..io.dtypes import bits_of, check_converted, dtype_name, torch_dtype
 from ..io.store import MemoryStore, Store
 from .plan import Output, Plan
 from .tensor_map import Piece
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch")
+
 
 _UNREAD = 4
 """Pieces of computed tensors that may still be read, so that computing and hashing need not wait for each other."""
@@ -257,14 +264,14 @@ def _stream_computed(parts: Iterable[torch.Tensor], nbytes: int) -> Iterator[tup
         unread.popleft().wait()
 
 
-@torch.no_grad()
 def carry_out(plan: Plan, store: MemoryStore) -> dict[str, torch.Tensor]:
     """Return the outputs of a plan that moves tensors in memory.
 
     An output that is a whole tensor under another name, or a view of one, shares its memory; others are new, on the
     device of their first piece.
     """
-    return {output.name: _moved(store, output) for output in plan.outputs}
+    with torch.no_grad():
+        return {output.name: _moved(store, output) for output in plan.outputs}
 
 
 def _moved(store: MemoryStore, output: Output) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from te_models.layers.quantizer import Float8CurrentScalingQuantizer, Quantizer
 
 from ..folder.checkpoint import Checkpoint
+from ..folder.te_plan import plan_te_folder
 from ..formats.source import QuantizedFiles
 from ..io.errors import CheckpointError
 from ..plan.param_shapes import ExpertLayout, expected_tensors
@@ -21,7 +22,7 @@ from ..plan.report import ConversionReport, Measure
 from ..plan.te_namespace import formats_in_layout, parameter_names
 from .mxfp4_as_nvfp4 import SpanError, nvfp4_outputs
 from .route import VALUES, Allowed, Form, Route, choose_route
-from .te_target import TETarget, plan_te_folder, value_outputs
+from .te_target import TETarget, value_outputs
 
 
 def plan_quantized_import(

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
-
-import torch
+from typing import TYPE_CHECKING
 
 from te_models.config import ModelConfig
-from te_models.layers.quantizer import Quantizer
 
 from ..folder.checkpoint import Checkpoint
-from ..folder.passthrough import our_names
-from ..io.dtypes import dtype_name, torch_dtype
+from ..io.dtypes import joint_dtype
 from ..io.store import Store
 from ..plan.param_shapes import ExpertLayout, expected_tensors
-from ..plan.plan import Output, Plan, make_plan
+from ..plan.plan import Output
 from ..plan.quantized_format import SUFFIXES, describe
-from ..plan.te_namespace import Formats, parameter_names, te_namespace
+from ..plan.te_namespace import parameter_names, te_namespace
 from ..plan.tensor_map import compose
 from .requantize import WrittenTensor, field_entries
 from .route import Target
+
+if TYPE_CHECKING:
+    import torch
+
+    from te_models.layers.quantizer import Quantizer
 
 
 class TETarget(Target):
@@ -67,25 +68,6 @@ def value_outputs(ckpt: Checkpoint, layout: ExpertLayout) -> dict[str, Output]:
     target = te_namespace(ckpt.config, layout)
     outputs = {}
     for name, pieces in compose(ckpt.namespace, target).items():
-        found = (torch_dtype(dtype) for dtype in sorted({ckpt.tensors[piece.source].dtype for piece in pieces}))
-        dtype = functools.reduce(torch.promote_types, found)
-        outputs[name] = Output(name, dtype_name(dtype), target.stored[name].shape, tuple(pieces))
+        dtype = joint_dtype(ckpt.tensors[piece.source].dtype for piece in pieces)
+        outputs[name] = Output(name, dtype, target.stored[name].shape, tuple(pieces))
     return outputs
-
-
-def plan_te_folder(
-    ckpt: Checkpoint, layout: ExpertLayout, formats: Formats | None = None, dtype: torch.dtype | None = None
-) -> Plan:
-    """Return the plan that moves what `ckpt` holds to the tensors of an expert layout, passthrough tensors included.
-
-    formats: grouped-layout names of the parameters that are in fields on both sides. dtype: see `make_plan`.
-    """
-    return make_plan(
-        ckpt.tensors,
-        ckpt.namespace,
-        te_namespace(ckpt.config, layout, formats),
-        where=str(ckpt.path),
-        dtype=dtype,
-        unused=ckpt.unused,
-        passthrough=our_names(ckpt.passthrough),
-    )

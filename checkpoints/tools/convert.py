@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
-import torch
+from te_models.lazy import later
 
 from ..folder.checkpoint import Checkpoint, open_checkpoint
 from ..folder.hf_config import choose_family, export_config, weight_dtype
 from ..folder.passthrough import names_in_export, our_names
 from ..folder.provenance import source_of
+from ..folder.te_plan import plan_te_folder
 from ..folder.tied_weights import copies_in_export
-from ..formats import SEPARATE
-from ..formats.source import VALUES
+from ..formats import SEPARATE, VALUES
 from ..io.dtypes import as_torch_dtype
 from ..io.errors import CheckpointError
 from ..io.store import Store
@@ -23,12 +23,12 @@ from ..plan.param_shapes import ExpertLayout, check_layout
 from ..plan.plan import Plan, make_plan
 from ..plan.report import moved_report
 from ..plan.te_namespace import formats_in_layout, grouped_formats, te_namespace
-from ..quantized.dequantized_store import as_values
-from ..quantized.export_plan import plan_quantized_export
-from ..quantized.import_plan import plan_quantized_import
-from ..quantized.passthrough_values import passthrough_as_values, undeclared_passthrough_as_values
-from ..quantized.te_target import plan_te_folder
 from .conversion import Conversion, Options, PathLike
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch")
 
 
 def import_hf(
@@ -74,6 +74,9 @@ def import_hf(
         if ckpt.quantized is not None:
             if dequantize and (allow_requantize or storage is not None):
                 raise CheckpointError("dequantized weights are stored as values: choose no storage and no requantizing")
+            from ..quantized.import_plan import plan_quantized_import
+            from ..quantized.passthrough_values import passthrough_as_values
+
             ckpt.check_scales()
             values = None
             if allow_requantize:  # the same files once more, which are checked once
@@ -136,6 +139,8 @@ def export_hf(
         wanted, extra = as_torch_dtype(dtype), {}
         store: Store = ckpt.store
         if ckpt.formats and not dequantize:
+            from ..quantized.export_plan import plan_quantized_export
+
             export = plan_quantized_export(
                 ckpt, namespace, format, wanted, passthrough, copies, allow_requantize=allow_requantize
             )
@@ -146,7 +151,12 @@ def export_hf(
             if export.separate is not None:
                 extra[SEPARATE] = dump_object(dict(export.separate))
         else:
-            store = as_values(ckpt, ckpt.formats)
+            store, formats = ckpt.store, None
+            if ckpt.formats:
+                from ..quantized.dequantized_store import as_values
+
+                store = as_values(ckpt, ckpt.formats)
+                formats = store.formats
             plan = make_plan(
                 store.tensors,
                 te_namespace(ckpt.config, ckpt.layout or "grouped"),
@@ -157,8 +167,11 @@ def export_hf(
                 passthrough=passthrough,
                 copies=copies,
             )
-            plan = undeclared_passthrough_as_values(plan, ckpt.files, passthrough, ckpt.source, wanted)
-            plan = replace(plan, report=moved_report(plan, store.tensors, "dequantized", store.formats))
+            if passthrough:
+                from ..quantized.passthrough_values import undeclared_passthrough_as_values
+
+                plan = undeclared_passthrough_as_values(plan, ckpt.files, passthrough, ckpt.source, wanted)
+            plan = replace(plan, report=moved_report(plan, store.tensors, "dequantized", formats))
             config = export_config(ckpt.config, ckpt.source, target, weight_dtype(plan, copies))
         names = target.names if form is None else target.forms[form]
         if not names.loadable:

@@ -5,22 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
+from te_models.lazy import later
 
 from ..families.base.family import differing_values
 from ..folder.checkpoint import Checkpoint
 from ..folder.passthrough import our_names
 from ..io.buffers import Ring
+from ..io.dtypes import torch_dtype_name
 from ..io.store import Store
 from ..io.threads import Progress
 from ..plan.param_shapes import expected_tensors
 from ..plan.parameters import Parameters
-from ..plan.plan import copy_of
-from ..quantized.dequantized_store import ValueStore
+from ..plan.plan import Output, copy_of
 from .conversion import PathLike
-from .verify import VerifyReport, aligned, compare_bits, open_pair, output_layers
+from .verify import VerifyReport, aligned, canonical_outputs, compare_bits, open_pair, output_layers
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..quantized.dequantized_store import ValueStore
+else:
+    torch = later("torch")
+
 
 _PART = 1 << 20
 """Elements that are compared at a time."""
@@ -86,18 +94,23 @@ def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffR
                 report.notes.append(f"{name}: {list(shapes[name])} and {list(other[name])}")
         both = [Parameters(c.store, c.namespace, c.config, c.formats, "grouped") for c in (left, right)]
         quantized = [{name: (p.shapes[name], meta) for name, meta in p.formats.items()} for p in both]
-        stores = [ValueStore(cast(Store, p), found, torch.float32) for p, found in zip(both, quantized)]
+        stores = [_value_store(p, found) if found else None for p, found in zip(both, quantized)]
+        (mine, theirs), rings = (canonical_outputs(ckpt) for ckpt in (left, right)), (Ring(), Ring())
         total, done = sum(math.prod(shapes[name]) for name in common), 0
         for name in common:
             kinds = [_kind(parameters, name) for parameters in both]
             if kinds[0] != kinds[1]:
                 report.notes.append(f"{name}: {kinds[0]} and {kinds[1]}")
-            found = _compare(name, math.prod(shapes[name]), *(_values(*of_one, name) for of_one in zip(both, stores)))
-            if found.differing:
-                report.tensors.append(found)
-            else:
+            if kinds[0] == kinds[1] and _same_bits(left, mine.get(name), right, theirs.get(name), rings):
                 report.equal_tensors += 1
-            done += found.elements
+            else:
+                values = (_values(*of_one, name) for of_one in zip(both, stores))
+                found = _compare(name, math.prod(shapes[name]), *values)
+                if found.differing:
+                    report.tensors.append(found)
+                else:
+                    report.equal_tensors += 1
+            done += math.prod(shapes[name])
             if progress is not None:
                 progress(done, total)
         _compare_passthrough(report, left, right)
@@ -105,16 +118,33 @@ def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffR
     return report
 
 
+def _value_store(parameters: Parameters, quantized: dict[str, Any]) -> ValueStore:
+    from ..quantized.dequantized_store import ValueStore
+
+    return ValueStore(cast(Store, parameters), quantized, torch.float32)
+
+
 def _kind(parameters: Parameters, name: str) -> str:
     if name in parameters.formats:
         return str(parameters.formats[name]["format"])
-    return " with ".join(sorted(str(dtype).removeprefix("torch.") for dtype in parameters.dtypes(name)))
+    return " with ".join(sorted(map(torch_dtype_name, parameters.dtype_names(name))))
 
 
-def _values(parameters: Parameters, store: ValueStore, name: str) -> Iterator[torch.Tensor]:
+def _same_bits(
+    left: Checkpoint, a: Output | None, right: Checkpoint, b: Output | None, rings: tuple[Ring, Ring]
+) -> bool:
+    """Whether a plain parameter is stored with the same bytes; None: it is quantized."""
+    report = VerifyReport()
+    if a is None or b is None:
+        return False
+    compare_bits(report, left, a, right, b, rings)
+    return report.equal
+
+
+def _values(parameters: Parameters, store: ValueStore | None, name: str) -> Iterator[torch.Tensor]:
     """Yield the values of a parameter as float32 or wider [n], some rows at a time."""
     shape = parameters.shapes[name]
-    if name in parameters.formats:
+    if store is not None and name in parameters.formats:
         yield from map(torch.flatten, store.bands(name))
         return
     rows = max(1, _PART // max(1, math.prod(shape[1:])))
@@ -125,7 +155,7 @@ def _values(parameters: Parameters, store: ValueStore, name: str) -> Iterator[to
 
 def _compare(name: str, elements: int, a: Iterator[torch.Tensor], b: Iterator[torch.Tensor]) -> TensorDifference:
     differing, largest, squares, reference = 0, 0.0, 0.0, 0.0
-    for x, y in aligned(a, b):
+    for x, y in aligned(a, b, torch.Tensor.numel):
         difference = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs())
         differing += int(torch.count_nonzero(difference))  # NaN counts
         largest = max(largest, math.nan if difference.isnan().any() else float(difference.max()), key=_nan_last)

@@ -13,6 +13,7 @@ from te_models.layers import recipe as recipe_by_name
 
 from ..folder.passthrough import our_names
 from ..folder.provenance import source_of
+from ..folder.te_plan import plan_te_folder
 from ..io.dtypes import as_torch_dtype, check_decoded, torch_dtype
 from ..io.errors import CheckpointError
 from ..plan.param_shapes import is_linear_weight
@@ -23,7 +24,7 @@ from ..plan.te_namespace import parameter_names, te_namespace
 from ..quantized.dequantized_store import ValueStore, as_values
 from ..quantized.passthrough_values import undeclared_passthrough_as_values
 from ..quantized.route import VALUES, Form, choose_route
-from ..quantized.te_target import TETarget, plan_te_folder
+from ..quantized.te_target import TETarget
 from .conversion import Conversion, Options, PathLike
 
 

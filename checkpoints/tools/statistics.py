@@ -6,19 +6,26 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+from te_models.lazy import later
 
 from ..families import FAMILIES
 from ..folder.checkpoint import Checkpoint, open_checkpoint
-from ..formats.numbers import scale_to_float
-from ..formats.source import QuantizedFiles
 from ..io.boxes import Shape
 from ..io.header import byte_count
 from ..plan.param_shapes import expected_tensors, is_expert_stack
 from ..plan.parameters import Parameters
 from ..plan.quantized_format import SUFFIXES, field_specs
 from .conversion import PathLike
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..formats import numbers
+    from ..formats.source import QuantizedFiles
+else:
+    torch, numbers = later("torch"), later("te_models.checkpoints.formats.numbers")
 
 _SCALES = SUFFIXES["rowwise_scale_inv"]
 
@@ -112,10 +119,10 @@ def scale_statistics(path: PathLike) -> dict[str, ScaleStatistics]:
 def _counted(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the values that scales have, and how many have each: of eight bits there are 256, however many scales."""
     if stored.dtype.itemsize > 1:
-        return torch.unique(scale_to_float(stored), return_counts=True)
+        return torch.unique(numbers.scale_to_float(stored), return_counts=True)
     counts = torch.bincount(stored.contiguous().view(torch.uint8).flatten(), minlength=256)
     codes = counts.nonzero().flatten()
-    return scale_to_float(codes.to(torch.uint8).view(stored.dtype)), counts[codes]
+    return numbers.scale_to_float(codes.to(torch.uint8).view(stored.dtype)), counts[codes]
 
 
 def _statistics(values: torch.Tensor, counts: torch.Tensor) -> ScaleStatistics:

@@ -17,8 +17,7 @@ from ..families.base.moe_fields import Groups
 from ..folder.checkpoint import Checkpoint
 from ..folder.hf_config import export_config
 from ..folder.provenance import main_dtype
-from ..formats import SEPARATE
-from ..formats.source import VALUES
+from ..formats import SEPARATE, VALUES
 from ..io.errors import CheckpointError
 from ..io.strict_json import dump_object
 from ..plan.plan import Plan

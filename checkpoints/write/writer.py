@@ -11,14 +11,15 @@ their number. Files with computed tensors take turns: one computes at a time, so
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-import torch
+from te_models.lazy import later
 
 from ..io.atomic import flush
 from ..io.buffers import Buffer
@@ -33,6 +34,12 @@ from ..plan.stream import stream
 from .resume import Journal
 from .shards import Shard, alignment, header_bytes, index_bytes
 from .shared_digests import SharedDigests
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch")
+
 
 MAX_FILES_AT_ONCE = 4
 """Each file at work has buffers of 12 MiB."""
@@ -123,8 +130,8 @@ class HashedFile:
     def write_header(self, data: bytes) -> None:
         """Write bytes that belong to no tensor."""
         self._digests.add_header(data)
-        memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._file.append(memory.data_ptr(), len(memory))
+        memory = (ctypes.c_ubyte * len(data)).from_buffer_copy(data)
+        self._file.append(ctypes.addressof(memory), len(data))
 
     def write_buffer(self, buffer: Buffer, nbytes: int) -> None:
         """Write the first bytes of a buffer, and hash them while this thread goes on."""

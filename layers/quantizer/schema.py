@@ -124,13 +124,6 @@ def alignment(quantizer: Quantizer, dim: int) -> int:
     return max(sizes)
 
 
-def entry_suffix(field: str) -> str:
-    """Return what a field's checkpoint entry adds to the parameter's name: "" for rowwise_data, "_scale_inv",
-    "_columnwise" for columnwise_data, "_columnwise_scale_inv", and so on."""
-    usage, _, part = field.partition("_")
-    return ("" if usage == "rowwise" else "_columnwise") + ("" if part == "data" else f"_{part}")
-
-
 def empty_fields(
     quantizer: Quantizer, shape: torch.Size, device: torch.device | str, dtype: torch.dtype = torch.float32
 ) -> Fields:

@@ -23,7 +23,7 @@ def run_import(args: argparse.Namespace) -> int:
 
     options = {"storage": args.storage, "allow_requantize": args.allow_requantize, "dequantize": args.dequantize}
     options["mtp"] = args.mtp
-    return _convert(args, import_hf, dtype=_dtype(args), layout=args.layout, **options)
+    return _convert(args, import_hf, dtype=args.dtype, layout=args.layout, **options)
 
 
 def run_export(args: argparse.Namespace) -> int:
@@ -32,7 +32,7 @@ def run_export(args: argparse.Namespace) -> int:
 
     options = {"family": args.family, "form": args.form, "format": args.format}
     options |= {"allow_requantize": args.allow_requantize, "dequantize": args.dequantize}
-    code = _convert(args, export_hf, dtype=_dtype(args), **options)
+    code = _convert(args, export_hf, dtype=args.dtype, **options)
     if not args.json and not args.dry_run:
         show(*_missing_reader(Path(args.out)))
     return code
@@ -84,7 +84,7 @@ def run_dequantize(args: argparse.Namespace) -> int:
     """Quantized weights as plain ones."""
     from te_models.checkpoints import dequantize
 
-    return _convert(args, dequantize, dtype=_dtype(args))
+    return _convert(args, dequantize, dtype=args.dtype)
 
 
 def run_upcycle(args: argparse.Namespace) -> int:
@@ -100,12 +100,6 @@ def run_toy(args: argparse.Namespace) -> int:
     from te_models.checkpoints import toy
 
     return _convert(args, toy, layers=args.layers, experts=args.experts)
-
-
-def _dtype(args: argparse.Namespace) -> Any:
-    import torch
-
-    return None if args.dtype is None else getattr(torch, args.dtype)
 
 
 def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: Any) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from te_models.checkpoints.folder.checkpoint import open_checkpoint
-from te_models.checkpoints.formats.source import VALUES
+from te_models.checkpoints.formats import VALUES
 from te_models.checkpoints.io.boxes import Range, slices
 from tests.checkpoints.quantized_cases import CASES, CHANNEL, make
 

@@ -7,6 +7,7 @@ import io
 import pytest
 import torch
 
+from te_models.checkpoints.plan.quantized_format import SUFFIXES
 from te_models.layers import (
     Float8BlockQuantizer,
     Float8BlockwiseTensor,
@@ -26,7 +27,7 @@ from te_models.layers import (
     Quantizer,
 )
 from te_models.layers.quantizer import QUANTIZERS
-from te_models.layers.quantizer.schema import empty_fields, entry_suffix, field_layouts
+from te_models.layers.quantizer.schema import empty_fields, field_layouts
 from te_models.layers.tensor.formats import TENSOR_CLASSES
 from te_models.layers.tensor.storage import STORAGE_CLASSES
 from tests.layers.bits import raw, same_bits, weight_quantizers
@@ -81,9 +82,9 @@ def test_empty_fields_are_those_that_a_quantizer_makes() -> None:
 
 def test_checkpoint_names_of_fields() -> None:
     names = ("rowwise_data", "rowwise_scale_inv", "rowwise_amax")
-    assert [entry_suffix(name) for name in names] == ["", "_scale_inv", "_amax"]
+    assert [SUFFIXES[name] for name in names] == ["", "_scale_inv", "_amax"]
     names = ("columnwise_data", "columnwise_scale_inv", "columnwise_amax")
-    assert [entry_suffix(name) for name in names] == ["_columnwise", "_columnwise_scale_inv", "_columnwise_amax"]
+    assert [SUFFIXES[name] for name in names] == ["_columnwise", "_columnwise_scale_inv", "_columnwise_amax"]
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -1,0 +1,23 @@
+"""Where a folder says that it is quantized, and its configuration without that: what is asked of every folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SEPARATE = "hf_quant_config.json"
+VALUES = "values"
+"""As a storage: no fields, the plain values of everything."""
+_IN_CONFIG = "quantization_config"
+
+
+def declares_quantization(values: Mapping[str, Any], folder: Path) -> bool:
+    """Whether config.json (`values`) or hf_quant_config.json of a folder says something about quantization."""
+    path = folder / SEPARATE
+    return values.get(_IN_CONFIG) is not None or path.exists() or path.is_symlink()
+
+
+def without_quantization(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json without what it says about quantization: the model's own fields."""
+    return {name: value for name, value in values.items() if name != _IN_CONFIG}
