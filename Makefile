@@ -84,7 +84,7 @@ bench: $(VENV)/.stamp-test  ## benchmarks against their peers; results are added
 
 site: $(VENV)/.stamp-test  ## build the documentation site in build/site/html; a warning is an error
 	$(BIN)/python docs/site.py
-	$(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet -f build/site/mkdocs.yml
 
 docs: $(VENV)/.stamp-test  ## rewrite the generated parts of docs/
 	$(BIN)/python docs/generate.py

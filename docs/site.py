@@ -1,60 +1,32 @@
 """Assemble the documentation site's sources in build/site: `make site` builds it from there with MkDocs, strictly.
 
-The pages are docs/, README.md as the front page, and a reference page for each public package: every name of
-its `__all__`, read from the docstrings. mkdocstrings reads a copy of the package
-without importing anything.
+The pages are docs/, README.md as the front page, and the reference (docs/reference.py). mkdocstrings reads a copy of
+the package without importing anything. build/site/mkdocs.yml is mkdocs.yml with the reference's pages at `REFERENCE`.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, this finds its own folder there
-from docs.examples_of import examples
+from docs import reference
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "site"
-PACKAGES = (
-    "te_models",
-    "te_models.layers",
-    "te_models.layers.ops",
-    "te_models.layers.optimizers",
-    "te_models.checkpoints",
-    "te_models.parallel",
-    "te_models.plan",
-    "te_models.training",
-    "te_models.hf",
-    "te_models.lora",
-    "te_models.config",
-    "te_models.kernels.gemm",
-    "te_models.kernels.grouped_gemm",
-    "te_models.kernels.quantize",
-    "te_models.kernels.custom_op",
-)
-
-
-def public_names(package: str) -> list[str]:
-    """Return `__all__` of a package, read from its `__init__.py`."""
-    file = OUT / "package" / package.replace(".", "/") / "__init__.py"
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
-            return list(ast.literal_eval(node.value))
-    raise ValueError(f"{package} has no __all__ that can be read")
-
-
-def reference_page(package: str) -> str:
-    """Return the page of a package: each public name with its signature, docstring and example."""
-    shown = {name: example.code for example in examples(package) for name in example.names}
-    parts = [f"# {package}\n"]
-    for name in public_names(package):
-        parts.append(f"::: {package}.{name}\n")
-        if name in shown:
-            parts.append(f"**Example**\n\n```python\n{shown[name]}```\n")
-    return "\n".join(parts)
+STYLE = """\
+/* the column with the longest text wraps; names stay whole */
+.md-typeset table:not([class]) { display: table; width: 100%; font-size: .7rem; }
+.md-typeset table:not([class]) td { overflow-wrap: anywhere; min-width: 4rem; }
+.md-typeset table:not([class]) td:first-child code { overflow-wrap: normal; }
+"""
+_PYTHON = re.compile(r"^```python\n", re.MULTILINE)
+_CONTINUES = "<small>Continues the blocks above.</small>"
 
 
 def relinked(text: str, page: Path) -> str:
@@ -65,6 +37,29 @@ def relinked(text: str, page: Path) -> str:
     text = re.sub(r"\]\((?:\.\./)*README\.md", "](index.md", text)
     text = text.replace("](../examples/", "](examples/").replace("](../docs/", "](../")
     return re.sub(r"\]\((?:\.\./)*(bench/results/[\w.]+)\)", r"](\1)", text)
+
+
+def continued(text: str) -> str:
+    """Return a page on which every Python block that goes on from the ones above says so."""
+    parts = _PYTHON.split(text)
+    for i, part in enumerate(parts[2:], 2):
+        if not stands_alone(part.partition("\n```")[0]):
+            parts[i] = part.replace(
+                "\n```", '\n```\n<small class="te-continues">Continues the blocks above.</small>', 1
+            )
+    return "```python\n".join(parts)
+
+
+def stands_alone(code: str) -> bool:
+    """Whether a block of Python uses no name that a block above defines."""
+    nodes = list(ast.walk(ast.parse(textwrap.dedent(code))))
+    bound = {node.arg for node in nodes if isinstance(node, ast.arg)} | set(dir(builtins))
+    bound |= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    bound |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return {node.id for node in nodes if isinstance(node, ast.Name)} <= bound
 
 
 def main() -> None:
@@ -81,10 +76,16 @@ def main() -> None:
     roots = {"index.md", "changelog.md", "contributing.md", "security.md"}
     for page in pages.rglob("*.md"):
         source = ROOT / page.name if page.name in roots and page.parent == pages else ROOT / "docs" / page.name
-        page.write_text(relinked(page.read_text(encoding="utf-8"), source), encoding="utf-8")
-    (pages / "reference").mkdir()
-    for package in PACKAGES:
-        (pages / "reference" / f"{package}.md").write_text(reference_page(package), encoding="utf-8")
+        text = continued(relinked(page.read_text(encoding="utf-8"), source))
+        # a search for a name finds the guide that explains it before the reference that lists it
+        boost = 0.5 if page.name == "changelog.md" or "design" in page.parts else 4
+        page.write_text(f"---\nsearch:\n  boost: {boost}\n---\n\n{text}", encoding="utf-8")
+    (pages / "style.css").write_text(STYLE, encoding="utf-8")
+    navigation = reference.write(OUT / "package", pages)
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for folder in ("docs_dir: build/site/", "site_dir: build/site/", "[build/site/"):
+        config = config.replace(folder, folder.replace("build/site/", ""))
+    (OUT / "mkdocs.yml").write_text(config.replace("      - REFERENCE\n", navigation), encoding="utf-8")
 
 
 if __name__ == "__main__":
