@@ -10,8 +10,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from te_models.extras import UnsupportedTorchError
+
 from .compiling import compiling
 
+if torch.__version__ < "2.11":
+    raise UnsupportedTorchError(
+        f"te_models needs PyTorch 2.11 or later, and {torch.__version__} is installed; see https://pytorch.org"
+    )
 C = TypeVar("C", bound=Callable)
 TORCH_2_11 = torch.__version__ < "2.12"
 _TORCH_2_12 = not TORCH_2_11 and torch.__version__ < "2.13"

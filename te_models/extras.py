@@ -36,6 +36,10 @@ class MissingExtraError(ImportError):
     """A package of an optional extra is not installed; the message says how to install it."""
 
 
+class UnsupportedTorchError(ImportError):
+    """The installed torch is older than te_models supports; the message says which is needed."""
+
+
 def require(module: str, extra: str, *, feature: str = "this") -> ModuleType:
     """Import `module` and return it.
 

@@ -6,6 +6,8 @@ plan: its keys and shapes differ from what its configuration implies.
 
 from __future__ import annotations
 
+import re
+
 from te_models.suggestions import did_you_mean
 
 from ..io.errors import CheckpointError
@@ -104,11 +106,18 @@ FAMILIES: dict[str, Family] = {f.model_type: f for f in _KNOWN}
 __all__ = ["FAMILIES", "Family", "family_of"]
 
 
+def _near(model_type: object) -> str:
+    """Return, in words, the families whose names a model type begins with, or is nearest to."""
+    word = re.split(r"[\d_.-]", model_type, maxsplit=1)[0] if isinstance(model_type, str) else ""
+    relatives = [name for name in FAMILIES if len(word) > 2 and name.startswith(word)]
+    return f"; near: {', '.join(relatives)}" if relatives else did_you_mean(model_type, FAMILIES)
+
+
 def family_of(model_type: object) -> Family:
     """Return the family of a `model_type`, or raise CheckpointError naming the known ones."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
             f"model_type {model_type!r} is not supported; supported families: {', '.join(FAMILIES)}"
-            f"{did_you_mean(model_type, FAMILIES)}"
+            f"{_near(model_type)}; docs/contributing/family.md shows how to add one"
         )
     return FAMILIES[model_type]

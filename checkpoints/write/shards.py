@@ -22,15 +22,15 @@ MAX_SHARD_TENSORS = 10_000
 
 
 def parse_size(max_shard_size: int | str) -> int:
-    """Return a number of bytes given as such or as text: "5GB" (10^9), "5GiB" (2^30) or plain digits."""
+    """Return a number of bytes given as such, or as text with its unit: "5GB" (10^9), "5GiB" (2^30), "500000B"."""
     if isinstance(max_shard_size, int):
         return max_shard_size
-    match = re.fullmatch(r"(\d{1,99}(?:\.\d+)?) ?([kmgt]?)(i?)b?", max_shard_size.strip().lower())
+    match = re.fullmatch(r"(\d{1,99}(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b)", max_shard_size.strip().lower())
     size = 0
-    if match is not None and (match[2] or not match[3]):
+    if match is not None:
         size = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
     if size < 1:
-        allowed = "a positive number of bytes, or a text such as 500MB or 2GiB"
+        allowed = "a size with its unit, such as 500MB or 2GiB"
         raise CheckpointError(f"max_shard_size is {max_shard_size!r}; allowed: {allowed}")
     return size
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from .parser import Verbs, integer, number, verb
+from .parser import Verbs, count, integer, number, verb
 from .run_conversion import (
     run_dequantize,
     run_export,
@@ -135,8 +135,8 @@ def add(verbs: Verbs) -> None:
         "normalised, the new model computes what the dense one did.",
         "te-models upcycle ./smollm2 ./smollm2-moe --experts 4 --topk 2",
     )
-    parser.add_argument("--experts", type=integer, required=True, metavar="E", help="experts in each layer")
-    parser.add_argument("--topk", type=integer, required=True, metavar="K", help="experts that each token uses")
+    parser.add_argument("--experts", type=count, required=True, metavar="E", help="experts in each layer")
+    parser.add_argument("--topk", type=count, required=True, metavar="K", help="experts that each token uses")
     parser.add_argument("--layers", type=integer, nargs="+", metavar="I", help="layers that get experts (default: all)")
     parser.add_argument(
         "--noise-std", type=number, default=0.0, metavar="S", help="noise added to each expert (0: none)"
@@ -157,7 +157,7 @@ def add(verbs: Verbs) -> None:
         "Layers that predict further tokens are kept, with so many experts.",
         "te-models toy ./Qwen3-30B-A3B ./toy --layers 2 --experts 4",
     )
-    parser.add_argument("--layers", type=integer, default=2, metavar="N", help="layers to keep (2)")
+    parser.add_argument("--layers", type=count, default=2, metavar="N", help="layers to keep (2)")
     parser.add_argument("--experts", type=integer, metavar="E", help="experts to keep in each layer (default: all)")
 
 

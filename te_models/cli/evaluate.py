@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..terminal import Table, say_while_waiting
+from .adapters import check_adapter, load_model, refuse_adapter
 from .codec import Codec, check_device, open_codec
-from .parser import Verbs, emit, integer, verb
+from .parser import Verbs, count, emit, integer, verb
 
 DESCRIPTION = """\
 Measure a model folder (ours or Hugging Face's). --text: perplexity, nats per token and bits per
@@ -32,14 +33,15 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("model", metavar="DIR", help="the model folder")
     parser.add_argument("--text", metavar="FILE", nargs="+", default=[], help="files or glob patterns")
     parser.add_argument("--text-field", default="text", help="field or column with the text of a document (text)")
-    parser.add_argument("--seq-length", type=integer, metavar="N", help="tokens of a window (the model's, up to 1024)")
-    parser.add_argument("--stride", type=integer, metavar="N", help="tokens between windows (half a window)")
-    parser.add_argument("--batch-size", type=integer, default=1, metavar="N", help="windows or questions at a time (1)")
+    parser.add_argument("--seq-length", type=count, metavar="N", help="tokens of a window (the model's, up to 1024)")
+    parser.add_argument("--stride", type=count, metavar="N", help="tokens between windows (half a window)")
+    parser.add_argument("--batch-size", type=count, default=1, metavar="N", help="windows or questions at a time (1)")
     parser.add_argument("--task", metavar="NAME", nargs="+", default=[], help="tasks of lm-evaluation-harness")
     parser.add_argument("--task-folder", metavar="DIR", help="folder of YAML files with further tasks")
     parser.add_argument("--num-fewshot", type=integer, metavar="N", help="examples before a question (the task's)")
-    parser.add_argument("--limit", type=integer, metavar="N", help="documents of each task (all)")
+    parser.add_argument("--limit", type=count, metavar="N", help="documents of each task (all)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and compute")
+    parser.add_argument("--adapter", metavar="DIR", help="a LoRA or DoRA adapter to put over the model")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
     parser.add_argument("--no-verify", action="store_true", help="do not check the weights against manifest.json")
     parser.add_argument("--tokenizer", metavar="DIR", help='folder with tokenizer.json, or "bytes", if DIR has none')
@@ -55,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     result: dict[str, Any] = {}
     parts: list[str | Table] = []
     folder = local_folder(args.model)
+    refuse_adapter(folder, args.model)
+    check_adapter(args.adapter)
     if args.text:
         result["text"] = _score_text(args, folder)
         rows = [("", "nats per token", "perplexity", "bits per byte", "tokens")]
@@ -73,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
             batch_size=args.batch_size,
             num_fewshot=args.num_fewshot,
             limit=args.limit,
+            adapter=args.adapter,
         )
         rows = [
             (task, name, f"{value:.4f}") for task, numbers in result["tasks"].items() for name, value in numbers.items()
@@ -85,7 +90,6 @@ def run(args: argparse.Namespace) -> int:
 def _score_text(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import torch
 
-    from .. import GPTModel
     from ..evaluation import TextScore, score_documents
     from ..training.data.documents import matching_files
 
@@ -93,7 +97,7 @@ def _score_text(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     codec = open_codec(folder, args.tokenizer, "eval")
     say_while_waiting(f"loading {args.model}")
     dtype = getattr(torch, args.dtype)
-    model = GPTModel.from_pretrained(folder, dtype=dtype, device=args.device, verify=not args.no_verify)
+    model = load_model(folder, args.adapter, dtype=dtype, device=args.device, verify=not args.no_verify)
     length = min(1024, model.config.max_position_embeddings) if args.seq_length is None else args.seq_length
     stride = max(1, length // 2) if args.stride is None else args.stride
     found: dict[str, TextScore] = {}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..terminal import Table, say_while_waiting
-from .parser import Verbs, emit, integer, number, read_text, verb
+from .parser import Verbs, count, emit, number, read_text, verb
 from .progress import byte_progress, loading_bars
 
 
@@ -45,7 +45,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("a", metavar="A", help="a model folder")
     parser.add_argument("b", metavar="B", nargs="?", help="a model folder (default: check A against its manifest)")
     parser.add_argument("--logits", action="store_true", help="compare what the models compute")
-    parser.add_argument("--tokens", type=integer, metavar="N", help="with --logits: how many tokens (256)")
+    parser.add_argument("--tokens", type=count, metavar="N", help="with --logits: how many tokens (256)")
     parser.add_argument("--text", metavar="FILE", help="with --logits: a UTF-8 file to read (random tokens)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="with --logits: to compute in (float32)")
     parser.add_argument(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..terminal import is_terminal, say, say_while_waiting
+from .adapters import check_adapter, load_model, refuse_adapter
 from .codec import Codec, check_device, open_codec
 from .parser import Verbs, emit, integer, number, read_text, verb
 
@@ -53,6 +54,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--top-k", type=integer, metavar="K", help="sample among the K best tokens")
     parser.add_argument("--top-p", type=number, metavar="P", help="sample among the best tokens of total probability P")
     parser.add_argument("--seed", type=integer, default=0, help="seed of the sampling (0)")
+    parser.add_argument("--adapter", metavar="DIR", help="a LoRA or DoRA adapter to put over the model")
     parser.add_argument("--compile", action="store_true", help="compile decoding: slow at first, then faster")
     parser.add_argument("--draft-model", metavar="DIR", help="a smaller model that proposes tokens")
     parser.add_argument("--draft-mtp", action="store_true", help="the model's layers of further tokens propose them")
@@ -74,6 +76,10 @@ def run(args: argparse.Namespace) -> int:
     check_device(args.device)
     say_while_waiting(f"loading {args.model}")
     folder = local_folder(args.model)
+    if not folder.is_dir():
+        raise ValueError(f"{args.model} is not a folder; allowed: a model folder, or a hub id as org/name")
+    refuse_adapter(folder, args.model)
+    check_adapter(args.adapter)
     codec = open_codec(folder, args.tokenizer, "generate")
     if args.chat:
         from .chat import run_chat
@@ -135,7 +141,7 @@ class Model:
 
         how: Any = {"device": args.device, "dequantize": args.dequantize, "verify": not args.no_verify}
         how["dtype"] = getattr(torch, args.dtype)
-        gpt = GPTModel.from_pretrained(folder, **how, mtp=args.draft_mtp)
+        gpt = load_model(folder, args.adapter, **how, mtp=args.draft_mtp)
         draft: GPTModel | Draft | None = MTPDraft() if args.draft_mtp else None
         if args.draft_model is not None:
             draft = GPTModel.from_pretrained(local_folder(args.draft_model), **how)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import os
 import sys
 import traceback
@@ -15,15 +16,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import __version__
-from ..extras import MissingExtraError
+from ..extras import MissingExtraError, UnsupportedTorchError
 from ..signals import Interrupted
 from ..suggestions import did_you_mean
 from ..terminal import complain, one_line
-from . import completion, convert, evaluate, examine, generate, info, plan, quickstart, report, tokenize, train
+from . import (
+    adapters,
+    completion,
+    convert,
+    evaluate,
+    examine,
+    generate,
+    info,
+    plan,
+    quickstart,
+    report,
+    tokenize,
+    train,
+)
 from .parser import Formatter, Parser, unknown
 
 GROUPS: dict[str, tuple[Any, ...]] = {
-    "convert": (convert,),
+    "convert": (convert, adapters),
     "inspect": (examine, info),
     "train": (tokenize, train, report, plan, quickstart),
     "generate": (generate, evaluate),
@@ -109,6 +123,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(unknown(words[:1], "te-models", parser))
     if words and not words[0].startswith("-") and words[0] not in verbs:
         parser.error(f"{words[0]!r} is not a verb; allowed: {', '.join(verbs)}{did_you_mean(words[0], verbs)}")
+    if words and words[0] in verbs:  # before what is missing, which is often what was misspelt
+        known, options = verbs[words[0]]._option_string_actions, itertools.takewhile(lambda w: w != "--", words[1:])
+        strange = [w for w in options if w.startswith("--") and w.partition("=")[0] not in known]
+        if strange:
+            verbs[words[0]].error(unknown(strange, words[0], verbs[words[0]]))
     args, rest = parser.parse_known_args(words)
     if rest:
         verbs[args.verb].error(unknown(rest, args.verb, verbs[args.verb]))
@@ -136,6 +155,10 @@ def _told(error: BaseException) -> int:
             return _fail(130, "interrupted" + (f"; {error}" if str(error) else ""))
         case OSError() if isinstance(error, _OF_INPUT):
             return _fail(2, _sentence(error))
+        case ModuleNotFoundError() if error.name == "torch":
+            return _fail(2, "there is no PyTorch; te_models needs PyTorch 2.11 or later, from https://pytorch.org")
+        case UnsupportedTorchError():
+            return _fail(2, str(error))
         case ValueError() | MissingExtraError():
             # A disk that fills up during a conversion arrives as a ValueError whose cause is the system's error.
             return _fail(3 if isinstance(error.__cause__, OSError) else 2, _sentence(error))

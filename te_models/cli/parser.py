@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -86,12 +87,36 @@ def integer(text: str) -> int:
         raise argparse.ArgumentTypeError(f"is {text!r}; allowed: an integer") from None
 
 
+def count(text: str) -> int:
+    """The value of an option that counts something there must be one of."""
+    found = integer(text)
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"is {found}; allowed: 1 or more")
+    return found
+
+
 def number(text: str) -> float:
     """The value of an option that takes a number."""
     try:
-        return float(text)
+        found = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"is {text!r}; allowed: a number") from None
+    if not math.isfinite(found):
+        raise argparse.ArgumentTypeError(f"is {text!r}; allowed: a finite number")
+    return found
+
+
+def positive(text: str) -> float:
+    """The value of an option that takes a number above 0."""
+    found = number(text)
+    if found <= 0:
+        raise argparse.ArgumentTypeError(f"is {text}; allowed: a number above 0")
+    return found
+
+
+def plural(count: int, what: str) -> str:
+    """Return a number of things in words: "1 step", "2 steps"."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def unknown(words: Sequence[str], verb: str, parser: argparse.ArgumentParser) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..sizes import format_size
 from ..terminal import Table, say_while_waiting
-from .parser import Verbs, emit, integer, number, verb
+from .parser import Verbs, count, emit, positive, verb
 
 if TYPE_CHECKING:
     from ..plan import Hardware, Plan, Refused
@@ -43,10 +43,10 @@ def add(verbs: Verbs) -> None:
         "te-models plan train.toml --ranks 1024 --layouts",
     )
     parser.add_argument("config", metavar="CONFIG.toml", help="the training configuration")
-    parser.add_argument("--ranks", type=integer, required=True, metavar="N", help="how many ranks the run has")
+    parser.add_argument("--ranks", type=count, required=True, metavar="N", help="how many ranks the run has")
     parser.add_argument("--layouts", action="store_true", help="plan every layout that the ranks allow")
     for option, what in _HARDWARE.items():
-        kind = integer if option == "node_ranks" else number
+        kind = count if option == "node_ranks" else positive
         parser.add_argument(f"--{option.replace('_', '-')}", type=kind, metavar="N", help=what)
 
 

@@ -105,7 +105,7 @@ def run_toy(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: Any) -> int:
     """Run one conversion with progress and print what it did."""
     out, start = Path(args.out), time.perf_counter()
-    _check_replaceable(out, force=args.force)
+    check_replaceable(out, force=args.force)
     with byte_progress(args.verb) as progress:
         options |= {"overwrite": args.force, "dry_run": args.dry_run, "max_shard_bytes": args.max_shard_size}
         options |= {"verify": not args.no_verify, "file_digests": args.file_digests}
@@ -131,7 +131,7 @@ def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: 
     return 0
 
 
-def _check_replaceable(out: Path, *, force: bool) -> None:
+def check_replaceable(out: Path, *, force: bool) -> None:
     """Only a model folder is ever replaced, whatever the user typed for OUT."""
     from te_models.checkpoints.io.destination import check_place
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .parser import Verbs, emit, integer, verb
+from .parser import Verbs, count, emit, integer, verb
 from .progress import byte_progress
 
 DESCRIPTION = """\
@@ -34,7 +34,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--messages-field", help="field with a list of chat messages: the loss counts the assistant's alone"
     )
-    parser.add_argument("--workers", type=integer, default=1, help="tokenizer processes (1)")
+    parser.add_argument("--workers", type=count, default=1, help="tokenizer processes (1)")
     parser.add_argument("--seed", type=integer, default=0, help="decides the order of the files (0)")
 
 

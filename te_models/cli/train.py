@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..signals import Interrupted, StopSignals
-from .parser import Verbs, emit, verb
+from .parser import Verbs, emit, plural, verb
 
 if TYPE_CHECKING:
     from ..training.config.overrides import Override
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(result).items()}
     loss = "" if result.loss is None else f", loss {result.loss:.4f}"
-    emit(args, values, f"{result.step} steps{loss}: {result.model_dir}")
+    emit(args, values, f"{plural(result.step, 'step')}{loss}: {result.model_dir}")
     return 0
 
 

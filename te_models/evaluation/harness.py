@@ -19,11 +19,13 @@ def run_tasks(
     batch_size: int = 1,
     num_fewshot: int | None = None,
     limit: int | None = None,
+    adapter: str | Path | None = None,
 ) -> dict[str, Any]:
     """Return the numbers of each task, by the names of lm-evaluation-harness ("acc,none").
 
     folder: a te_models or Hugging Face folder with its tokenizer. task_folder: a folder of YAML files with tasks of
-    one's own, beside the harness's. limit: documents of each task; None: all. Raises MissingExtraError, and ValueError
+    one's own, beside the harness's. limit: documents of each task; None: all. adapter: a folder of `save_adapter`, put
+    over the model. Raises MissingExtraError, and ValueError
     for a task that does not exist.
     """
     harness = require("lm_eval", "eval", feature="eval --task")
@@ -41,6 +43,10 @@ def run_tasks(
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     model: Any = TEModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    if adapter is not None:
+        from ..lora import load_adapter
+
+        load_adapter(model.gpt, adapter)
     model = model.to(device).eval()
     wrapped = models.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device=device)
     found = harness.simple_evaluate(

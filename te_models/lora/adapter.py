@@ -9,6 +9,7 @@ with W is what the recipe in force makes it; W may be stored quantized and is no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -31,6 +32,7 @@ from .layers import (
     check_layer,
     plus,
 )
+from .rounding import MergeErrors
 
 _NAME = ["lora"]
 
@@ -164,6 +166,10 @@ class Adapter(AdaptedLayer):
         """Return the layer's weight of this name with the adapter in it, of its value, on whose device: summed in the
         dtype of the factors and rounded once, to the weight's. Of a weight stored quantized a plain one, for the sum
         has no exact quantized form."""
+        return self._exact(name, weight)[1].to(weight.dtype)
+
+    def _exact(self, name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a weight without and with the adapter, in the dtype of the factors."""
         pair, names = next(its for its in zip(self.PAIRS, self.weights(), strict=True) if name in its[1])
         a, b = (getattr(self, factor).weight.to(weight.device) for factor in pair)
         length = getattr(self, magnitude_name(pair)).to(weight.device) if self.use_dora else None
@@ -174,26 +180,32 @@ class Adapter(AdaptedLayer):
         total = plain + (b @ a) * self.scaling
         if length is not None:
             total = total * (length / torch.linalg.vector_norm(total, dim=-1))[..., None]
-        return total.to(weight.dtype)
+        return plain, total
 
     @torch.no_grad()
-    def merge(self) -> nn.Module:
-        """Return the layer with the adapter in its weights, as `merged_weight` gives them. Raises ValueError for DoRA
-        where this rank has a part of each row."""
+    def merge(self, rounded: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to) -> tuple[nn.Module, MergeErrors]:
+        """Return the layer with the adapter in its weights, rounded by a function of values and a dtype, and what the
+        rounding did. Raises ValueError for DoRA where this rank has a part of each row."""
         if self.use_dora and "row" in self.modes():
             raise ValueError(
                 "this rank has a part of each row of the weight, and DoRA merges whole rows; allowed: a whole model, "
                 "which load_adapter gives the adapters that a run has written"
             )
+        errors = MergeErrors(0.0, 0.0)
         for name in chain.from_iterable(self.weights()):
             weight = getattr(self.base_layer, name)
-            merged = self.merged_weight(name, weight)
+            plain, exact = self._exact(name, weight)
+            merged = rounded(exact, weight.dtype)
+            errors = MergeErrors(
+                errors.lost + float((merged.double() - exact).square().sum()),
+                errors.changed + float((exact.double() - plain).square().sum()),
+            )
             if isinstance(weight, QuantizedTensor):
                 setattr(self.base_layer, name, nn.Parameter(merged, requires_grad=False))
             else:
                 weight.copy_(merged)
         forget_cached_weights(self.base_layer)
-        return self.base_layer
+        return self.base_layer, errors
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, alpha={self.alpha}, use_dora={self.use_dora}"

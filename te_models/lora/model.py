@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -15,8 +16,18 @@ from ..model import GPTModel
 from ..model.moe import MoELayer
 from .adapter import ADAPTERS, Adapter
 from .layers import LAYERS, check_layer
+from .rounding import Rounding, round_stochastically
 
 ALL_LINEAR = "all-linear"
+TRANSFORMERS_NAMES = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv"), "linear_qkv"),
+    **dict.fromkeys(("o_proj", "out_proj"), "linear_proj"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"), "linear_*_*"),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "c_fc", "w1", "w3"), "linear_fc1"),
+    **dict.fromkeys(("down_proj", "w2"), "linear_fc2"),
+}
+"""The last word of a layer's name in transformers' models, as LoRA targets name it -> that of our layer, which may hold
+more: q, k and v are one layer here, and share A."""
 _BASE = ".base_layer."
 
 
@@ -38,8 +49,9 @@ def add_lora(
 
     rank: r of A [r, in] and B [out, r]; alpha: alpha / rank multiplies what adapters add; dropout: the part of their
     input that is dropped in training; use_dora: train the length of each row of a weight, too. targets: globs of layer
-    names, or of their last words ("linear_qkv", "decoder.layers.0.*"); "all-linear" means every GEMM layer, experts
-    included, and neither routers, embedding nor output layer. A are drawn from torch's generator, B begin as zero.
+    names, or of their last words ("linear_qkv", "decoder.layers.0.*"), or transformers' words for them ("q_proj", which
+    means linear_qkv); "all-linear" means every GEMM layer, experts included, and neither routers, embedding nor output
+    layer. A are drawn from torch's generator, B begin as zero.
 
     Where ranks share the model, each gets its part of the adapters that one rank would have, and calls this with the
     same arguments and the same state of the generator. A target may mean layers of another pipeline stage alone.
@@ -81,11 +93,13 @@ def targeted(layers: Iterable[str], targets: Iterable[str]) -> set[str]:
     names, chosen = list(layers), set()
     for target in targets:
         found = {name for name in names if target == ALL_LINEAR or matches(name, target)}
+        if not found and target in TRANSFORMERS_NAMES:
+            found = {name for name in names if matches(name, TRANSFORMERS_NAMES[target])}
         if not found:
             last = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise ValueError(
                 f"{target!r} is not found among the GEMM layers; allowed: {ALL_LINEAR!r}, or globs of names that end "
-                f"with {last}"
+                f"with {last}, or transformers' names of them ({', '.join(list(TRANSFORMERS_NAMES)[:3])}, ...)"
             )
         chosen |= found
     return chosen
@@ -143,14 +157,32 @@ def merged_weights(model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 @torch.no_grad()
-def merge_lora(model: nn.Module) -> None:
+def merge_lora(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -> float:
     """Add the adapters to the weights, in float32 with one rounding, and remove them; all parameters are trained again.
 
-    Weights that are stored quantized become plain values, for the sum has no exact quantized form.
+    Weights that are stored quantized become plain values, for the sum has no exact quantized form. Return which part of
+    what the adapters change the rounding lost: the norm of its errors divided by the norm of the changes, over all
+    weights. An adapter whose changes are smaller than the spacing of 16-bit weights is lost mostly; `rounding`
+    "stochastic" keeps it on average, at the price of noise of that spacing, and float32 weights keep all of it.
+
+    seed: of the stochastic rounding.
     """
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+        if rounding == "nearest":
+            return values.to(dtype)
+        if values.device not in generators:
+            generators[values.device] = torch.Generator(values.device).manual_seed(seed)
+        return round_stochastically(values, dtype, generators[values.device])
+
+    lost = changed = 0.0
     for name, adapter in list(adapters_of(model)):
-        _replace(model, name, adapter.merge())
+        merged, errors = adapter.merge(rounded)
+        lost, changed = lost + errors.lost, changed + errors.changed
+        _replace(model, name, merged)
     model.requires_grad_(True)
+    return math.sqrt(lost / changed) if changed else 0.0
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -90,7 +90,7 @@ class Adapters:
         if importlib.util.find_spec("transformers") is None:
             return "transformers is not installed"
         try:
-            export_adapter(self._model, output_dir / ADAPTER_HF)
+            export_adapter(self._model, output_dir / ADAPTER_HF, base_model=self._config.model.path or "")
         except (CheckpointError, ValueError) as error:
             return str(error)
         return None

@@ -34,6 +34,7 @@ from .data.token_file import DataError
 from .log.writers import check_writers
 from .precision import build_recipe
 from .run_data import open_data, training_windows, validation_windows
+from .trained import check_names
 
 FINAL, FINAL_EMA = "final", "final-ema"
 """Where in a run's folder the trained model is, and its average."""
@@ -69,6 +70,7 @@ def check_run(
     check_writers(config.log)
     _check_output(Path(config.output_dir))
     model, notes = _read_model(config, start, checkpoint)
+    check_names(config, model)
     check_layout(config, model, dims)
     if config.parallel.expert_dispatch == "deepep":
         check_deepep_device(dims.expert_model_parallel_size, device)

@@ -21,6 +21,7 @@ from te_models.extras import MissingExtraError
 
 VERBS = (
     "eval",
+    "merge",
     "report",
     "import",
     "export",
@@ -288,3 +289,63 @@ def test_bad_input_is_one_sentence_and_exit_2(
     assert captured.err.count("\n") == 1
     assert "Traceback" not in captured.err
     assert list(tmp_path.iterdir()) == []
+
+
+def said(*words: str, capsys: pytest.CaptureFixture) -> str:
+    """What the command says of words that it refuses with exit code 2, from parsing or from a verb."""
+    try:
+        code = main(list(words))
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    return capsys.readouterr().err.strip()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["generate", "x", "--promt", "a"], "generate has no option '--promt'; did you mean '--prompt'?"),
+        (["plan", "x.toml", "--ranks", "0"], "--ranks is 0; allowed: 1 or more"),
+        (["plan", "x.toml", "--ranks", "8", "--node-ranks", "0"], "--node-ranks is 0; allowed: 1 or more"),
+        (["plan", "x.toml", "--ranks", "8", "--tflops", "nan"], "--tflops is 'nan'; allowed: a finite number"),
+        (["plan", "x.toml", "--ranks", "8", "--memory-gib", "0"], "--memory-gib is 0; allowed: a number above 0"),
+        (["upcycle", "a", "b", "--experts", "0", "--topk", "1"], "--experts is 0; allowed: 1 or more"),
+        (["tokenize", "x", "--workers", "0"], "--workers is 0; allowed: 1 or more"),
+        (["reshard", "a", "b", "--max-shard-size", "5"], "a size with its unit, such as 500MB or 2GiB"),
+        (["generate", "no-such-folder", "--prompt", "a"], "no-such-folder"),
+    ],
+)
+def test_values_and_words_that_nothing_can_use(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = said(*words, capsys=capsys)
+    assert sentence in found and "\n" not in found and "AssertionError" not in found
+
+
+@pytest.mark.parametrize(
+    ("old", "sentence"),
+    [
+        (False, "there is no PyTorch; te_models needs PyTorch 2.11 or later"),
+        (True, "te_models needs PyTorch 2.11 or later, and 2.9.1 is installed"),
+    ],
+    ids=["none", "old"],
+)
+def test_a_torch_that_cannot_be_used_is_one_sentence(old: bool, sentence: str) -> None:
+    """A verb that computes, in a process without torch, or whose torch says that it is old."""
+    script = """
+import sys
+import te_models.cli.main as cli
+if OLD:
+    import torch
+    torch.__version__ = type(torch.__version__)("2.9.1")
+else:
+    class Absent:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == "torch":
+                raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    sys.meta_path.insert(0, Absent())
+sys.exit(cli.main(["generate", sys.argv[1], "--prompt", "a", "--tokenizer", "bytes"]))
+"""
+    command = [sys.executable, "-c", f"OLD = {old}\n{script}", str(Path(__file__).parent)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 2 and sentence in run.stderr and "\n" not in run.stderr.strip(), run.stderr
