@@ -26,6 +26,7 @@ from ..model.expert_bias import ExpertLoad, has_expert_bias, move_expert_bias, t
 from ..parallel.pipeline import Pipeline
 from ..signals import Interrupted, StopSignals
 from ..terminal import say
+from .balance import CollapseWatch
 from .build import resolve_device
 from .checkpoints.files import checkpoint_dir
 from .checkpoints.recipes import complete_recipe_state
@@ -88,6 +89,8 @@ def _run(
     has_experts = any(map(run.model_config.is_moe_layer, range(run.model_config.num_layers)))
     learning_rate = LearningRate.of(config)
     rows = Rows.of(run, device, ranks)
+    moe = run.model_config.moe
+    watch = None if moe is None else CollapseWatch(moe.moe_router_topk, moe.num_moe_experts)
     saved = rows.begun
     loss: float | None = None
     validation_loss: float | None = None
@@ -141,6 +144,8 @@ def _run(
             fixed = result.skipped or run.adapters is not None  # an adapter's folder has no biases of experts
             load = balance_experts(model, 0.0 if fixed else config.optimizer.moe_router_bias_update_rate, layout)
         step, position, loss = step + 1, position + windows_of_step, result.loss
+        if watch is not None and load is not None and ranks.is_main and (collapse := watch.step(load)):
+            say(f"note: {collapse}")
         profiler.end(step)
         if device == "cpu":
             return_freed_memory()

@@ -1,4 +1,6 @@
-"""What a run shows while it works: a bar on a terminal, elsewhere a line for each step, and why it is silent for long.
+"""What a run shows while it works: a bar on a terminal, elsewhere lines, and why it is silent for long.
+
+Step, loss and the time left come first, what fits into the width of a terminal after them.
 
 Everything goes to standard error.
 """
@@ -6,6 +8,7 @@ Everything goes to standard error.
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 import time
 from collections import deque
@@ -15,16 +18,23 @@ from typing import Any, Self
 from ..sizes import format_size
 from ..terminal import rich_console, say
 
+_BAR = 12
+"""Columns of the bar."""
+_LONG_S = 0.01
+"""Seconds of waiting for data that a person wants to know of."""
 STEPS_OF_ETA = 100
 """The time that is left is estimated from at most so many of the last steps."""
 
 
 class Progress:
-    """The progress of a run of `steps` steps, to be used in a `with`. shown: otherwise nothing is printed."""
+    """The progress of a run of `steps` steps, to be used in a `with`. shown: otherwise nothing is printed. every: steps
+    between two lines where there is no terminal."""
 
-    def __init__(self, steps: int, *, shown: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, steps: int, *, shown: bool, every: int = 1, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         """clock: seconds since any moment."""
-        self.steps, self.shown, self._clock = steps, shown, clock
+        self.steps, self.shown, self._every, self._clock = steps, shown, every, clock
         self._ended: deque[tuple[int, float]] = deque(maxlen=STEPS_OF_ETA + 1)
         self._bar: Any = None
         self._task: Any = None
@@ -40,10 +50,11 @@ class Progress:
         if console is None:
             return
         rich = importlib.import_module("rich.progress")
-        texts = (rich.TextColumn("{task.fields[eta]}"), rich.TextColumn("{task.fields[numbers]}"))
-        bar = (rich.TextColumn("train"), rich.BarColumn(), rich.MofNCompleteColumn(), *texts)
-        self._bar = rich.Progress(*bar, console=console, refresh_per_second=2)
-        self._task = self._bar.add_task("train", total=self.steps, completed=step, eta="", numbers="")
+        numbers, rest = (rich.TextColumn(f"{{task.fields[{name}]}}") for name in ("numbers", "rest"))
+        bar = rich.BarColumn(bar_width=_BAR)
+        self._bar = rich.Progress(rich.MofNCompleteColumn(), numbers, bar, rest, console=console, refresh_per_second=2)
+        self._task = self._bar.add_task("train", total=self.steps, completed=step, numbers="", rest="")
+        self._width = console.width
         self._bar.start()
 
     def step(self, row: dict[str, Any]) -> None:
@@ -51,12 +62,20 @@ class Progress:
         if not self.shown:
             return
         self._ended.append((row["step"], self._clock()))
-        numbers, eta = numbers_of(row), self._eta()
+        eta = self._eta()
+        first = [f"loss {row['loss']:.4f}", *([eta] if eta else [])]
+        count, validation = f"{row['step']}/{self.steps}", validation_of(row)
         if self._bar is not None:
-            self._bar.update(self._task, completed=row["step"], eta=eta, numbers="  ".join(numbers))
+            room = self._width - len(f"{self.steps}/{self.steps}  {'  '.join(first)}  ") - _BAR
+            rest = fitting(numbers_of(row), room)
+            self._bar.update(self._task, completed=row["step"], numbers="  ".join(first), rest="  ".join(rest))
+            if validation:
+                self._bar.console.print(f"step {count}  {validation}", highlight=False)
             return
-        words = [f"step {row['step']}/{self.steps}", *numbers, *([eta] if eta else [])]
-        print("  ".join(words), file=sys.stderr, flush=True)
+        if row["step"] % self._every == 0 or row["step"] == self.steps or validation:
+            print("  ".join([f"step {count}", *first, *numbers_of(row)]), file=sys.stderr, flush=True)
+        if validation:
+            print(f"step {count}  {validation}", file=sys.stderr, flush=True)
 
     def _eta(self) -> str:
         """Return the time that the remaining steps take, at the pace of the last ones. The first step of a command,
@@ -75,17 +94,28 @@ class Progress:
 
 
 def numbers_of(row: dict[str, Any]) -> list[str]:
-    """Return what a row of the metrics says to a person, each with its name or unit."""
-    found = [f"loss {row['loss']:.4f}"]
-    if "validation_loss" in row:
-        found.append(f"validation loss {row['validation_loss']:.4f}")
-    found.append(f"lr {row['lr']:.2e}")
+    """Return what a row of the metrics says to a person beside its losses, each with its name or unit, what matters
+    most first."""
+    found = ["skipped"] if row.get("skipped") else []
+    found.append(f"{row['tokens_per_second']:,.0f} tokens/s")
     norm = row["grad_norm"]
     found.append("grad norm not finite" if norm is None else f"grad norm {norm:.3g}")
-    found.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+    found.append(f"lr {row['lr']:.2e}")
+    found.append(format_size(row["peak_memory"]))
     found.append(f"mfu {row['mfu']:.1%}" if "mfu" in row else f"{row['tflops']:.3g} TFLOP/s")
-    found.append(f"data wait {row['data_s']:.2g} s")
-    return [*found, format_size(row["peak_memory"]), *(["skipped"] if row.get("skipped") else [])]
+    return [*found, *([f"data wait {row['data_s']:.2f} s"] if row["data_s"] >= _LONG_S else [])]
+
+
+def validation_of(row: dict[str, Any]) -> str:
+    """Return the validation losses of a row, each with the name of its set; "" without any."""
+    found = [f"validation loss {row['validation_loss']:.4f}"] if "validation_loss" in row else []
+    return "  ".join(found + [f"{name} {value:.4f}" for name, value in row.get("validation_losses", {}).items()])
+
+
+def fitting(words: list[str], room: int) -> list[str]:
+    """Return the first of these words that fit in so many columns, two between neighbours."""
+    ends = itertools.accumulate(len(word) + 2 for word in words)
+    return [word for word, end in zip(words, ends, strict=True) if end - 2 <= room]
 
 
 def clock_time(seconds: float) -> str:

@@ -96,7 +96,9 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     """Make or read everything that a run needs. What is to be closed at its end is entered in `opened`."""
     # Where to start: from a checkpoint, or from nothing.
     output_dir = Path(config.output_dir)
-    progress = opened.enter_context(Progress(config.steps, shown=ranks.is_main and config.log.progress))
+    progress = opened.enter_context(
+        Progress(config.steps, shown=ranks.is_main and config.log.progress, every=config.log.every)
+    )
     if config.resume_from or (output_dir / "checkpoints").exists():
         progress.waiting("checking the checkpoint to continue from")
     check_same_settings(config, ranks)

@@ -21,7 +21,7 @@ from te_models.training import (
 )
 from te_models.training.log import writers
 from te_models.training.metrics import MetricsFile
-from te_models.training.progress import Progress, clock_time
+from te_models.training.progress import Progress, clock_time, fitting, numbers_of
 from tests.training.runs import tiny_run
 
 
@@ -157,7 +157,30 @@ def test_the_time_left_leaves_the_first_step_out(capsys: pytest.CaptureFixture[s
     for step in (2, 3, 4):  # of a run that continued from step 1
         progress.step({"step": step, **row, "data_s": 0.25, "peak_memory": 3 << 30})
     first, _, last = capsys.readouterr().err.splitlines()
-    numbers = "loss 2.0000  lr 1.00e-03  grad norm not finite  1,234 tokens/s  mfu 50.0%  data wait 0.25 s  3.0 GiB"
-    assert first == f"step 2/1004  {numbers}"
-    assert last == f"step 4/1004  {numbers}  eta 33:20"
+    numbers = "1,234 tokens/s  grad norm not finite  lr 1.00e-03  3.0 GiB  mfu 50.0%  data wait 0.25 s"
+    assert first == f"step 2/1004  loss 2.0000  {numbers}"
+    assert last == f"step 4/1004  loss 2.0000  eta 33:20  {numbers}"
     assert [clock_time(s) for s in (0.4, 65, 7265, 90065)] == ["0:00", "1:05", "2:01:05", "1d 1:01:05"]
+
+
+def test_lines_in_a_pipe_are_thinned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every third, those with a validation loss, which has a line of its own, and the last one."""
+    row = {"loss": 2.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_second": 1.0, "tflops": 2.0, "data_s": 4e-5}
+    progress = Progress(8, shown=True, every=3)
+    for step in range(1, 9):
+        validation = {"validation_loss": 1.5, "validation_losses": {"code": 2.5}} if step == 4 else {}
+        progress.step({"step": step, **row, "peak_memory": 1 << 30, **validation})
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [f"step {n}/8" for n in (3, 4, 4, 6, 8)]
+    assert lines[2] == "step 4/8  validation loss 1.5000  code 2.5000"
+    assert not any("data wait" in line for line in lines)
+
+
+@pytest.mark.parametrize(("width", "kept"), [(80, 2), (140, 6)])
+def test_what_fits_into_the_width_is_shown(width: int, kept: int) -> None:
+    row = {"loss": 2.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_second": 1.0, "tflops": 2.0, "data_s": 1.0}
+    numbers = numbers_of({"step": 1, **row, "peak_memory": 1 << 30})
+    first = "1000/1000  loss 2.0000  eta 10:00  "
+    found = fitting(numbers, width - len(first) - 12)
+    assert found == numbers[: len(found)] and len(found) >= kept
+    assert len(first) + 12 + len("  ".join(found)) <= width

@@ -51,7 +51,23 @@ def read_config(path: Path, overrides: Iterable[Override] = ()) -> TrainConfig:
                 raise ConfigError(f"{names.key('.'.join(outer[: depth + 1]))} is {table!r}; allowed: a table")
         table[key] = override.value
         names.options[override.path] = override.option
+    _balance(values)
     return _read(TrainConfig, values, "", names)
+
+
+BALANCE = 1e-2
+"""Coefficient of the load-balancing loss of a mixture that a file defines without a word on the balance of its experts
+(Switch Transformer, arXiv 2101.03961, section 2.2): without one, experts collapse within tens of steps."""
+
+
+def _balance(values: dict[str, Any]) -> None:
+    """Give the mixture that a file defines, if it does, a load-balancing loss, unless it says how it is balanced."""
+    moe: Any = values
+    for table in ("model", "config", "moe"):
+        moe = moe.get(table) if isinstance(moe, dict) else None
+    router = moe.get("router") if isinstance(moe, dict) else None
+    if isinstance(moe, dict) and not (isinstance(router, dict) and "expert_bias" in router):
+        moe.setdefault("aux_loss_coeff", BALANCE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,6 +68,9 @@ class LogConfig(ConfigPart):
 
     progress: bool = True
     """Whether the run shows its progress and the time left: a bar on a terminal, elsewhere a line for each step."""
+    every: int = 1
+    """Steps between two lines of progress where standard error is no terminal; those with a validation loss, and the
+    last one, are always shown."""
     plot: bool = False
     """Whether the run draws loss.png (extra plot)."""
     statistics_every: int = 0
@@ -88,6 +91,7 @@ class LogConfig(ConfigPart):
     def _validate(self) -> None:
         peak = self.peak_tflops
         check(peak is None or peak > 0, "log.peak_tflops", peak, "a positive number or null")
+        check(self.every >= 1, "log.every", self.every, "a positive integer")
         for name in ("statistics_every", "histogram_interval"):
             check(getattr(self, name) >= 0, f"log.{name}", getattr(self, name), "zero or a positive integer")
         check(len({*self.writers}) == len(self.writers), "log.writers", list(self.writers), "each name once")

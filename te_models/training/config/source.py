@@ -24,7 +24,8 @@ class ModelSource(ConfigPart):
     path: str | None = None
     """Folder of a trained model, te_models' or Hugging Face's."""
     config: ModelConfig | None = None
-    """Configuration of a model with random weights."""
+    """Configuration of a model with random weights. A mixture that says nothing of its experts' balance (aux_loss_coeff
+    of moe, or expert_bias of its router) gets aux_loss_coeff = 0.01."""
     config_file: str | None = None
     """JSON file of a ModelConfig, for a model with random weights."""
     expert_layout: Literal["grouped", "per-gemm"] = "grouped"
