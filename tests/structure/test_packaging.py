@@ -7,12 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
+import te_models
 from te_models.extras import EXTRAS
 from tests.structure.tree import FOLDERS, ROOT, modules, packages, pyproject
 
@@ -48,18 +50,80 @@ NO_NUMPY = "ignore:Failed to initialize NumPy"
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy so that no build folder appears in the checkout. Works offline."""
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `python -m build` makes, the source distribution and the wheel that is built from it; of a copy, so that no
+    build folder appears in the checkout. Works offline."""
     source = tmp_path_factory.mktemp("source")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source / file)
     out = tmp_path_factory.mktemp("dist")
-    run = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
+    run = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
     subprocess.run(run, check=True, capture_output=True, text=True)
-    (built,) = out.glob("*.whl")
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    """The wheel."""
+    (built,) = dist.glob("*.whl")
     return built
+
+
+def test_the_source_distribution_holds_the_tree(dist: Path) -> None:
+    """Plain files where the checkout has links, so that it unpacks on every system."""
+    (archive,) = dist.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        members = {member.name.partition("/")[2]: member for member in opened.getmembers()}
+    expected = {name.replace(".", "/") + ".py" for name in modules()} | {
+        "te_models/py.typed",
+        "pyproject.toml",
+        "LICENSE",
+    }
+    assert {name: members[name].isfile() for name in expected} == dict.fromkeys(expected, True)
+
+
+def test_the_version_comes_from_one_place(dist: Path) -> None:
+    assert pyproject()["project"]["dynamic"] == ["version"]
+    assert {file.name.split("-")[1].removesuffix(".tar.gz") for file in dist.iterdir()} == {te_models.__version__}
+
+
+@pytest.mark.slow
+def test_twine_finds_nothing_to_complain_of(dist: Path) -> None:
+    pytest.importorskip("twine", reason="checks distributions (extra dev)")
+    run = [sys.executable, "-m", "twine", "check", "--strict", *map(str, dist.iterdir())]
+    checked = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [*EXTRAS, "test", "dev"])
+def test_each_extra_can_be_installed(extra: str, wheel: Path) -> None:
+    """The resolver of pip finds versions of all that it names, beside the torch that is here; nothing is installed."""
+    torch = f"torch=={importlib.metadata.version('torch').partition('+')[0]}"
+    run = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--quiet",
+        torch,
+        f"te_models[{extra}] @ file://{wheel}",
+    ]
+    resolved = subprocess.run(run, capture_output=True, text=True, check=False)
+    if "No matching distribution found for" in resolved.stderr and "Could not fetch" in resolved.stderr:
+        pytest.skip("needs a package index, and none answers")
+    assert resolved.returncode == 0, resolved.stderr
+
+
+def test_the_release_workflow_builds_and_checks_what_is_tested_here() -> None:
+    workflow = (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
+    for command in ("python -m build", "twine check --strict", "make test"):
+        assert command in workflow
+    versions = [c.rpartition(" ")[2] for c in pyproject()["project"]["classifiers"] if "Python :: 3." in c]
+    assert versions == ["3.11", "3.12", "3.13"] and all(f'"{version}"' in workflow for version in versions)
 
 
 def test_the_wheel_holds_exactly_the_tree(wheel: Path) -> None:
