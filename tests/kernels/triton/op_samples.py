@@ -18,6 +18,7 @@ from te_models.kernels.custom_op import flatten, registered
 from te_models.kernels.flash_attention import is_there
 from te_models.kernels.gemm import ScaledOperand
 from te_models.kernels.permute import reference as permutation_of
+from te_models.kernels.quantize import quantize_nvfp4
 from tests.kernels.gemm import scaled_cases
 from tests.kernels.triton import op_inputs
 from tests.kernels.triton.quantize.quantize_cases import E4M3, E5M2, ordinary
@@ -139,8 +140,8 @@ def nvfp4(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     for x, dim in itertools.product((ordinary((40, 52), BF16), ordinary((2, 33, 20), BF16)), (-1, -2)):
         yield "random_hadamard", (x.to(device), dim)
     x = ordinary((40, 48), BF16).to(device)
-    quantize = registered()["quantize_nvfp4"].op
-    packed, scales = quantize(x, x.new_ones((), dtype=F32), None, None, None, 0, 1, 1, False)
+    packed, scales, _ = quantize_nvfp4(x.cpu(), amax=torch.ones(()))
+    packed, scales = packed.to(device), scales.to(device)
     yield "dequantize_nvfp4", (packed, scales, None, 48, BF16)
 
 
