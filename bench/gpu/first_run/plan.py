@@ -28,12 +28,12 @@ class Part:
 
 PARTS = (
     Part("device", f"{HERE}.device", "device, versions, and which peers can be imported", 20),
-    Part("kernels", f"{HERE}.kernels", "every Triton kernel against its definition", 120, workers=8, case_seconds=30),
-    Part("bits", f"{HERE}.bits", "quantized bits against the recorded ones", 30, workers=4, case_seconds=30),
-    Part("modules", f"{HERE}.modules", "every module, forward and backward, against the CPU", 75, workers=4),
-    Part("compiled", f"{HERE}.compiled", "full graphs under every recipe", 75, workers=4, case_seconds=75),
-    Part("training", f"{HERE}.training", "a train step of 135 million parameters", 75, least=20, case_seconds=75),
-    Part("speed", f"{HERE}.speed", "kernels against a copy, torch, Liger and torchao", 60, case_seconds=60),
+    Part("kernels", f"{HERE}.kernels", "every Triton kernel against its definition", 110, workers=8, case_seconds=30),
+    Part("bits", f"{HERE}.bits", "quantized bits against the recorded ones", 25, workers=4, case_seconds=30),
+    Part("modules", f"{HERE}.modules", "every module, forward and backward, against the CPU", 65, workers=6),
+    Part("compiled", f"{HERE}.compiled", "full graphs under every recipe", 75, workers=8, case_seconds=75),
+    Part("training", f"{HERE}.training", "a train step of 135 million parameters", 100, least=20, case_seconds=90),
+    Part("speed", f"{HERE}.speed", "kernels against a copy, torch, Liger and torchao", 60, case_seconds=90),
     Part("graphs", f"{HERE}.graphs", "CUDA graphs, peak memory, waits of the host", 25),
 )
 

@@ -15,7 +15,7 @@ from bench.gpu.timing import CudaTimer, Timer, ceilings, measure
 
 from .setting import Setting
 
-_PRIORITY = ("quantize", "scaled", "grouped", "linear", "norms", "permute")
+_PRIORITY = ("quantize", "scaled", "grouped", "norms", "permute", "linear")
 _SECONDS = 0.3
 """That a side is measured for, less than `python -m bench.gpu` takes."""
 

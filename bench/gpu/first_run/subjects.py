@@ -88,11 +88,13 @@ def compare(found: Named, want: Named, moved: dict[str, float], times: float = 2
     return {"worst": max(off.values()), "worst_of_allowed": max(off[name] / allowed[name] for name in off)}
 
 
-def pairs(kinds: tuple[str, ...], setting_is_small: bool, few: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield (kind, recipe); in a rehearsal every recipe of the first kind and `few` of the others."""
-    for kind in kinds:
-        for recipe in RECIPES if kind == kinds[0] or not setting_is_small else few:
-            if kind not in WITHOUT_GEMMS or recipe == "bf16":
+def pairs(kinds: tuple[str, ...], small: bool, few: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yield (kind, recipe), all kinds under a recipe before the next one. small: every recipe of the first kind, and
+    `few` of the others."""
+    for recipe in RECIPES:
+        for kind in kinds:
+            asked = kind == kinds[0] or recipe in few or not small
+            if asked and (kind not in WITHOUT_GEMMS or recipe == "bf16"):
                 yield kind, recipe
 
 

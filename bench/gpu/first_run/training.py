@@ -48,9 +48,9 @@ def cases(setting: Setting) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]
     made = cache(partial(model, setting))
     for recipe in _RECIPES:
         yield f"loss and gradients in {recipe}, against the CPU", partial(against_cpu, setting, made, recipe)
-        yield f"steps in {recipe}, eager", partial(steps, setting, made, recipe, False)
-    for recipe in _RECIPES:
         yield f"steps in {recipe}, compiled by block", partial(steps, setting, made, recipe, True)
+    for recipe in _RECIPES:
+        yield f"steps in {recipe}, eager", partial(steps, setting, made, recipe, False)
 
 
 def model(setting: Setting) -> Subject:

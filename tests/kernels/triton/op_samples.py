@@ -300,3 +300,5 @@ FAMILIES: list[Family] = [
     flash_attentions,
     packed_intervals,
 ]
+ON_A_CPU = (cpu_graph, packed_attentions, flash_attentions)
+"""Families of operations without a kernel for a GPU."""
