@@ -77,7 +77,7 @@ class Slot:
         """Start a process at the case `skip`."""
         command = [sys.executable, "-m", WORKER, self.part.module, "--log", str(self.log)]
         command += ["--slot", str(self.number), "--of", str(self.of), "--skip", str(self.skip)]
-        environment = dict(os.environ) | {"PYTHONFAULTHANDLER": "1"}
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONFAULTHANDLER": "1"}
         if self.rehearse:
             command.append("--rehearse")
             environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
