@@ -72,7 +72,8 @@ def check(setting: Setting, name: str, arguments: Arguments, definition: Definit
     want = expected(name, with_tensors(Tensor.clone, arguments), definition, run)
     if len(found) != len(want):
         raise WrongError(f"it returns {len(found)} tensors instead of {len(want)}")
-    wrong = [difference(one, other, definition) for one, other in zip(found, want, strict=True)]
+    both = zip(found, want, strict=True)
+    wrong = [difference(one, other, definition.of(at)) for at, (one, other) in enumerate(both)]
     if any(wrong):
         raise WrongError("; ".join(f"result {at}: {why}" for at, why in enumerate(wrong) if why is not None))
 

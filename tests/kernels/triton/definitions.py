@@ -40,12 +40,17 @@ IN_TENSOR_CORES = 2.0**-8
 class Definition(NamedTuple):
     """results: of the values of the parameters, by name; run: only where a result is that of another operation, then
     quantized. within: None for equal bits, else the part of its size that a result may be off by, beside `roundings`
-    roundings to its dtype."""
+    roundings to its dtype; later: that of the results after the first, where it is another one."""
 
     results: Callable[..., Any]
     within: float | None = None
+    later: float | None = None
     roundings: int = 8
     needs_run: bool = False
+
+    def of(self, at: int) -> Definition:
+        """Return the one for the result of this place."""
+        return self if at == 0 or self.later is None else self._replace(within=self.later)
 
 
 def by_reference(entry: Registered) -> Callable[..., Any]:
@@ -93,7 +98,8 @@ def norm_bwd(
     g = dy * gamma
     dx = g - x_hat * (g * x_hat).mean(-1, keepdim=True) - (g.mean(-1, keepdim=True) if centered else 0.0)
     none = x.new_empty(0)
-    d_weight = none if weight_grad is None else (dy * x_hat).sum(0).to(weight_grad)
+    multiplied = x_hat.to(x.dtype).double() if weight_last else x_hat
+    d_weight = none if weight_grad is None else (dy * multiplied).sum(0).to(weight_grad)
     return (dx * rstd).view(x.shape).to(x.dtype), d_weight, none if bias_grad is None else dy.sum(0).to(bias_grad)
 
 
@@ -234,11 +240,13 @@ def definitions() -> dict[str, Definition]:
         found[name] = Definition(on_cpu(entries[name]), IN_TENSOR_CORES)
     for function in (rope, sort_by_expert, permute_rows, permute_quantized, nvfp4_amaxes, quantize_nvfp4):
         found[function.__name__] = Definition(function)
-    # the gradient of the factor multiplies a result in the input's dtype, whose last bit may be another
-    found["activation_bwd"] = Definition(activation_bwd, UNIT[torch.bfloat16])
+    # the gradients of a norm's weight and of an activation's factor multiply what the forward pass rounded to the
+    # input's dtype, whose last bit may be another
+    for function in (norm_bwd, activation_bwd):
+        found[function.__name__] = Definition(function, SUMS, UNIT[torch.bfloat16])
     found["sum_slots"] = Definition(permutation.sum_slots)
     for function in (
-        *(norm_fwd, norm_bwd, activation_fwd, router_topk, router_topk_bwd),
+        *(norm_fwd, activation_fwd, router_topk, router_topk_bwd),
         *(unpermute_bwd, cross_entropy_fwd, cross_entropy_bwd),
     ):
         found[function.__name__] = Definition(function, SUMS)
