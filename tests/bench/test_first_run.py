@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from bench.gpu.first_run import __main__ as command
 from bench.gpu.first_run import runner
 from bench.gpu.first_run.plan import PARTS, Part
+from bench.gpu.first_run.setting import untimed_tiles
 from bench.gpu.first_run.summary import in_words
 
 CASES = "tests.bench.first_run_cases"
@@ -155,3 +157,21 @@ def test_many_wrong_cases_are_counted_in_words() -> None:
     lines = in_words(found).splitlines()
     assert lines[0] == "45 wrong, in p; 45 cases ran" and lines[40] == "WRONG p: c39: w"
     assert lines[41] == "WRONG p: 5 more cases, in p.json"
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_tiles_are_not_timed(in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    autotuner = pytest.importorskip("triton.runtime.autotuner")
+    monkeypatch.setattr(autotuner.Autotuner, "run", autotuner.Autotuner.run)  # as it was at the end
+    untimed_tiles(in_turn=in_turn)
+    launched: list[tuple[Any, ...]] = []
+    configs = [autotuner.Config({"TILE": n}, num_warps=4) for n in (16, 32)]
+    tuner = SimpleNamespace(
+        arg_names=["x", "n"],
+        prune_configs=lambda named: configs if named["grid"] == (1,) else [],
+        fn=SimpleNamespace(run=lambda *given, **named: launched.append((given, named["TILE"], named["num_warps"]))),
+    )
+    for _ in range(4):
+        autotuner.Autotuner.run(tuner, "x", 3, grid=(1,), warmup=False)
+    assert [tile for _, tile, _ in launched] == ([32, 16, 32, 16] if in_turn else [16] * 4)
+    assert launched[0][0] == ("x", 3) and tuner.nargs == {"x": "x", "n": 3}

@@ -11,7 +11,7 @@ import torch
 from tests.kernels.quantize import golden
 from tests.kernels.triton.definitions import unequal
 
-from .setting import Setting, tiles_in_turn
+from .setting import Setting, untimed_tiles
 from .worker import WrongError
 
 _OF_A_REHEARSAL = 7
@@ -21,7 +21,7 @@ _OF_A_REHEARSAL = 7
 def cases(setting: Setting) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Yield each quantizer and input."""
     if not setting.rehearse:
-        tiles_in_turn()
+        untimed_tiles(in_turn=True)
     recorded = golden.recorded()
     for at, (name, run) in enumerate(golden.cases()):
         if not setting.rehearse or at % _OF_A_REHEARSAL == 0:

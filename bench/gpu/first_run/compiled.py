@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .setting import Setting, tiles_in_turn
+from .setting import Setting, untimed_tiles
 from .subjects import Subject, compare, pairs, step
 
 _KINDS = ("Linear", "GroupedLinear", "GPT dense", "GPT MoE")
@@ -18,7 +18,7 @@ _KINDS = ("Linear", "GroupedLinear", "GPT dense", "GPT MoE")
 def cases(setting: Setting) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Yield each subject under each recipe."""
     if not setting.rehearse:
-        tiles_in_turn()
+        untimed_tiles(in_turn=True)
     made = cache(partial(Subject, small=setting.rehearse))
     for kind, recipe in pairs(_KINDS, setting.rehearse, ("bf16", "mxfp8")):
         yield f"{kind} under {recipe}", partial(check, setting, made, kind, recipe)

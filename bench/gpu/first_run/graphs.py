@@ -14,7 +14,7 @@ import torch
 
 from te_models import layers
 
-from .setting import Setting
+from .setting import Setting, untimed_tiles
 from .subjects import Subject, named, pairs, step
 from .worker import WrongError
 
@@ -25,6 +25,8 @@ _DRAWN = ("nvfp4", "delayed")
 
 def cases(setting: Setting) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Yield both questions about each subject under each recipe."""
+    if not setting.rehearse:
+        untimed_tiles(in_turn=False)
     made = cache(partial(Subject, small=setting.rehearse))
     for kind, recipe in pairs(_KINDS[-1:] if setting.rehearse else _KINDS, setting.rehearse, ("bf16",)):
         if setting.rehearse:

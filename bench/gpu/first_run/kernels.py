@@ -18,7 +18,7 @@ from te_models.kernels.custom_op import registered
 from tests.kernels.described import with_tensors
 from tests.kernels.triton.definitions import Definition, definitions, difference, expected
 
-from .setting import Setting, tiles_in_turn
+from .setting import Setting, untimed_tiles
 from .worker import WrongError
 
 Arguments = tuple[Any, ...]
@@ -36,7 +36,7 @@ def cases(setting: Setting) -> Iterator[tuple[str, Callable[[], None]]]:
     if setting.rehearse:
         by_name = {name: found[:_OF_EACH] for name, found in by_name.items()}
     else:
-        tiles_in_turn()
+        untimed_tiles(in_turn=True)
     for at in range(max(map(len, by_name.values()))):
         for name, found in by_name.items():
             if at < len(found):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .setting import Setting, tiles_in_turn
+from .setting import Setting, untimed_tiles
 from .subjects import KINDS, Subject, compare, pairs, step
 
 _CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ _CPU = torch.device("cpu")
 def cases(setting: Setting) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Yield each module under each recipe."""
     if not setting.rehearse:
-        tiles_in_turn()
+        untimed_tiles(in_turn=True)
     made = cache(partial(Subject, small=setting.rehearse))
     for kind, recipe in pairs(tuple(KINDS), setting.rehearse, ("mxfp8",)):
         yield f"{kind} under {recipe}", partial(check, setting, made, kind, recipe)

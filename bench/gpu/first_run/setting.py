@@ -59,8 +59,9 @@ class Setting:
             torch.cuda.synchronize()
 
 
-def tiles_in_turn() -> None:
-    """Until the process ends, an autotuned kernel takes another tile at each launch: all are tried, none is timed."""
+def untimed_tiles(*, in_turn: bool) -> None:
+    """Until the process ends, no autotuned kernel times its tiles. in_turn: each launch takes another one, so that all
+    are tried; else each takes the first, as a graph must that is captured."""
     from triton.runtime.autotuner import Autotuner
 
     turn = 0
@@ -69,7 +70,7 @@ def tiles_in_turn() -> None:
         nonlocal turn
         tuner.nargs = dict(zip(tuner.arg_names, arguments, strict=False))
         configs = tuner.prune_configs(named)
-        turn += 1
+        turn += in_turn
         return tuner.fn.run(*arguments, **named, **configs[turn % len(configs)].all_kwargs())
 
     Autotuner.run = run  # type: ignore[method-assign]
