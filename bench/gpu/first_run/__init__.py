@@ -6,7 +6,8 @@
 __main__  the command                     plan       the parts, in order, and the seconds of each
 runner    processes, limits, JSON         worker     one process of one part: its cases, one after another
 setting   the device, or what stands in   summary    what is wrong with which input, in words
+subjects  modules and models of one step
 device, kernels, bits, modules, compiled, training, speed, graphs: the cases of one part each
 
-Needs torch and triton alone: neither pytest nor hypothesis, from which tests/structure keeps it, nor a network.
+Needs torch and triton alone: neither pytest nor hypothesis (tests/bench/test_first_run_rehearsal.py), nor a network.
 """
