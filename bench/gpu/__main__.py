@@ -2,9 +2,9 @@
 
     python -m bench.gpu [--seconds 540] [--output FILE] [SECTION ...]
 
-Sections: quantize, norms, permute, grouped, linear; all of them without a name, the quickest to measure first. A
-result is compared with its reference before it is timed. What cannot run says why. Exit status: 0; 1 where a case
-failed or was wrong; 2 where there is no CUDA device (nothing is written then).
+Sections: quantize, norms, permute, scaled, grouped, linear; all of them without a name, the quickest to measure
+first. A result is compared with its reference before it is timed. What cannot run says why. Exit status: 0; 1 where a
+case failed or was wrong; 2 where there is no CUDA device (nothing is written then).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from bench.commit import AT_START
 from bench.common import RESULTS, versions
 
-from . import grouped, linear, norms, permute, quantize, report
+from . import grouped, linear, norms, permute, quantize, report, scaled
 from .case import Case, installed
 from .shapes import H100, Shapes
 from .timing import Budget, CudaTimer, Timer, ceilings, measure
@@ -32,11 +32,12 @@ SECTIONS: dict[str, Cases] = {
     "quantize": quantize.cases,
     "norms": norms.cases,
     "permute": permute.cases,
+    "scaled": scaled.cases,
     "grouped": grouped.cases,
     "linear": linear.cases,
 }
 # Seconds that one case may take, compiling included: none starts later than this before the end.
-RESERVE = {"quantize": 10, "norms": 10, "permute": 10, "grouped": 20, "linear": 90}
+RESERVE = {"quantize": 10, "norms": 10, "permute": 10, "scaled": 20, "grouped": 20, "linear": 90}
 NO_DEVICE = "bench.gpu needs a CUDA device, and torch finds none here: nothing was measured or written."
 
 

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from torch import Tensor
 
 from bench.gpu import norms, permute
+from bench.gpu.shapes import Grouped, Shapes
 from te_models.kernels import launch
 from te_models.kernels.norm.op import norm_fwd
 from te_models.kernels.permute import op as permute_op
 from tests.kernels.triton.as_on_a_gpu import gemms_as_on_a_gpu
+from tests.patches import Patching
+
+TINY = Shapes(
+    quantize=(40, 160),
+    groups=3,
+    norms=((5, 48),),
+    permute=(6, 2, 32, 4),
+    grouped=(Grouped("3 experts", 40, 32, 48, 3),),
+    linear=((16, 32, 48),),
+    copy_megabytes=1,
+    matmul=64,
+)
 
 
-def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_triton(monkeypatch: Patching) -> None:
     """Until the end of the test."""
     monkeypatch.setattr(launch, "as_accelerator", True)
     monkeypatch.setattr(norms, "rms_norm", lambda x, w, eps: norm_fwd(x, w, None, eps, False, False, True)[0])

@@ -14,20 +14,10 @@ from bench.commit import AT_START
 from bench.gpu import __main__ as command
 from bench.gpu import quantize, report, timing
 from bench.gpu.case import Case, WrongResultError, near, same_bits
-from bench.gpu.shapes import H100, Grouped, Shapes
+from bench.gpu.shapes import H100
 from te_models.kernels.gemm import gemm_counts, reset_gemm_counts
-from tests.bench.on_triton import use_triton
+from tests.bench.on_triton import TINY, use_triton
 
-TINY = Shapes(
-    quantize=(40, 160),
-    groups=3,
-    norms=((5, 48),),
-    permute=(6, 2, 32, 4),
-    grouped=(Grouped("3 experts", 40, 32, 48, 3),),
-    linear=((16, 32, 48),),
-    copy_megabytes=1,
-    matmul=64,
-)
 CPU = torch.device("cpu")
 
 
@@ -79,9 +69,10 @@ def test_every_case_runs(section: str) -> None:
     assert [gap for gap in gaps if gap.failed] == []
     missing = {"norms": {"Liger"}, "linear": {"torchao tensorwise", "torchao rowwise"}}.get(section, set())
     absent = {"Liger": "liger_kernel"}
-    expected = {name for name in missing if importlib.util.find_spec(absent.get(name, "torchao")) is None}
+    expected = {"torch scaled_mm"} if section == "scaled" else set()  # it needs a CUDA device
+    expected |= {name for name in missing if importlib.util.find_spec(absent.get(name, "torchao")) is None}
     assert {gap.what for gap in gaps} == expected
-    counts = {"quantize": 13, "norms": 8, "permute": 5, "grouped": 12, "linear": 4}
+    counts = {"quantize": 13, "norms": 8, "permute": 5, "scaled": 6, "grouped": 12, "linear": 4}
     assert len(rows) >= counts[section]
     if section == "grouped":
         assert {backend for _, backend in gemm_counts()} == {"triton"}

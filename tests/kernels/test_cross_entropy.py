@@ -11,18 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from te_models.kernels.cross_entropy import IGNORE_INDEX, cross_entropy, linear_cross_entropy, rows, shift_labels
+from tests.kernels.triton.op_inputs import linear_cross_entropy_inputs as inputs
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
-
-
-def inputs(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, ignored: float = 0.3):
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, hidden, generator=generator).to(dtype)
-    weight = (torch.randn(vocab, hidden, generator=generator) / hidden**0.5).to(dtype)
-    bias = torch.randn(vocab, generator=generator).to(dtype)
-    labels = torch.randint(0, vocab, (tokens,), generator=generator)
-    labels[torch.rand(tokens, generator=generator) < ignored] = IGNORE_INDEX
-    return x, weight, bias, labels
 
 
 def exact_loss(x, weight, bias, labels, multiplier, softcap) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from torch import Tensor
 
 from te_models.kernels import launch
@@ -14,12 +13,13 @@ from te_models.kernels.grouped_gemm import op, scaled
 from te_models.kernels.permute import Permutation
 from te_models.kernels.permute.quantized import permute_quantized_op
 from te_models.layers.functional import gemm_operand, grouped_operand
+from tests.patches import Patching
 
 # torch with an older CUDA: 128-blocks then are for Triton, too
 H100 = Hardware("cuda", (9, 0), True, (12, 8))
 
 
-def gemms_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gemms_as_on_a_gpu(monkeypatch: Patching) -> None:
     """Until the end of the test. Per-tensor GEMMs whose N and K are multiples of 16 still go to torch, on the CPU."""
     for module in (dense, op, scaled):
         monkeypatch.setattr(module, "hardware", lambda device: H100)
@@ -28,7 +28,7 @@ def gemms_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
 
 
-def rows_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def rows_as_on_a_gpu(monkeypatch: Patching) -> None:
     """Until the end of the test, the Triton kernels quantize and dequantize, tokens on the way to their experts too."""
 
     def permuted(x: Tensor, permutation: Permutation, output: q.QuantizedOutput) -> list[Tensor]:

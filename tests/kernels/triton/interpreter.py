@@ -16,10 +16,11 @@ import inspect
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
+
+from tests.patches import Patching
 
 _ROUNDED = {
     tl.bfloat16: (torch.bfloat16, torch.int16, np.uint16),
@@ -70,7 +71,7 @@ def _patch_known_builtins(pkg, builder, scope) -> None:
 class _UntilTheEndOfTheTest:
     """What a launch replaces, as the interpreter's own scope does."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: Patching) -> None:
         self._monkeypatch = monkeypatch
 
     def set_attr(self, obj: object, name: str, value: object) -> None:
@@ -80,7 +81,7 @@ class _UntilTheEndOfTheTest:
         """The test does, at its end."""
 
 
-def correct(monkeypatch: pytest.MonkeyPatch) -> None:
+def correct(monkeypatch: Patching) -> None:
     """Apply them until the end of the test."""
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_splat", _splat_truth)
     monkeypatch.setattr(interpreter, "_convert_float", _cast_as_torch)

@@ -17,19 +17,12 @@ from torch import Tensor
 from te_models.kernels.custom_op import flatten, registered
 from te_models.kernels.flash_attention import is_there
 from te_models.kernels.gemm import ScaledOperand
+from te_models.kernels.permute import reference as permutation_of
+from te_models.kernels.quantize import quantize_nvfp4
 from tests.kernels.gemm import scaled_cases
-from tests.kernels.triton import (
-    test_activation,
-    test_cross_entropy,
-    test_norm,
-    test_permute,
-    test_rope,
-    test_router,
-)
+from tests.kernels.triton import op_inputs
 from tests.kernels.triton.quantize.quantize_cases import E4M3, E5M2, ordinary
 from tests.kernels.triton.quantize.quantizer_samples import by_recipe, outputs
-from tests.kernels.triton.quantize.test_quantized_outputs import OUTPUTS, scale_for
-from tests.kernels.triton.test_grouped_gemm import FORMATS, quantized_rows
 
 Arguments = tuple[Any, ...]
 Family = Callable[[torch.device], Iterator[tuple[str, Arguments]]]
@@ -44,8 +37,8 @@ def together(*choices: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def norms(device: torch.device) -> Iterator[tuple[str, Arguments]]:
-    for option, dtype in together(test_norm.OPTIONS, [F32, BF16, BF16]):
-        x, weight, bias = test_norm.inputs(6, 20, dtype, F32, option[3], option[4], device)
+    for option, dtype in together(op_inputs.NORM_OPTIONS, [F32, BF16, BF16]):
+        x, weight, bias = op_inputs.norm_inputs(6, 20, dtype, F32, option[3], option[4], device)
         flags = option[:3]
         # a batch of rows that does not lie contiguously
         x = x.view(2, 3, 20).transpose(0, 1)
@@ -61,23 +54,23 @@ def quantized_outputs(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     x = ordinary((2, 33, 40), BF16).to(device)
     weight, bias = torch.ones(2, 40, device=device)
     slots = torch.tensor([3, -1, 0, 5, 1, 4, 2, -1], device=device)
-    wanted = [*outputs(), *OUTPUTS[:3]]  # these have one scale
-    for output, option in together(wanted, test_norm.OPTIONS):
-        tail = (scale_for(output, device), *flatten(output))
+    wanted = [*outputs(), *op_inputs.OUTPUTS[:3]]  # these have one scale
+    for output, option in together(wanted, op_inputs.NORM_OPTIONS):
+        tail = (op_inputs.scale_for(output, device), *flatten(output))
         centered, zero_centered, weight_last, has_weight, has_bias = option
         parameters = weight if has_weight else None, bias if has_bias else None
         yield "norm_quantized", (x, *parameters, EPS, centered, zero_centered, weight_last, *tail)
         yield "permute_quantized", (x[0], slots, 2, *tail)
-    options = list(itertools.product(test_activation.OPTIONS, (None, torch.rand(2, 33, device=device))))
+    options = list(itertools.product(op_inputs.ACTIVATION_OPTIONS, (None, torch.rand(2, 33, device=device))))
     for output, (option, p) in together(wanted, options):
-        tail = (scale_for(output, device), *flatten(output))
+        tail = (op_inputs.scale_for(output, device), *flatten(output))
         yield "activation_quantized", (x, p, *option, *tail)
 
 
 def activations(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     weighted_ones = itertools.product((False, True), (F32, BF16))
-    for option, (weighted, dtype) in together(test_activation.OPTIONS, list(weighted_ones)):
-        x, dy, p = test_activation.inputs(6, 10, option[1], weighted, dtype, device)
+    for option, (weighted, dtype) in together(op_inputs.ACTIVATION_OPTIONS, list(weighted_ones)):
+        x, dy, p = op_inputs.activation_inputs(6, 10, option[1], weighted, dtype, device)
         x, dy, p = x.view(2, 3, -1), dy.view(2, 3, -1), None if p is None else p.view(2, 3)
         yield "activation_fwd", (x, p, *option)
         for wanted in {False, weighted}:
@@ -85,16 +78,16 @@ def activations(device: torch.device) -> Iterator[tuple[str, Arguments]]:
 
 
 def ropes(device: torch.device) -> Iterator[tuple[str, Arguments]]:
-    x, _, cos, sin = test_rope.inputs((2, 3, 2, 10, 8, 1), F32, device)
+    x, _, cos, sin = op_inputs.rope_inputs((2, 3, 2, 10, 8, 1), F32, device)
     for interleaved, inverse, dtype in itertools.product((False, True), (False, True), (F32, BF16)):
         yield "rope", (x.to(dtype), cos, sin, interleaved, inverse)
     yield "rope", (x.transpose(1, 2), cos[:, :2], sin[:, :2], False, True)
 
 
 def routers(device: torch.device) -> Iterator[tuple[str, Arguments]]:
-    counts = test_router.COUNTS[2:5:2]
-    for scores, of, dtype in together(test_router.SCORES, counts, [F32, BF16, BF16, F32]):
-        logits, bias = test_router.inputs(5, of, scores, dtype, device)
+    counts = op_inputs.ROUTER_COUNTS[2:5:2]
+    for scores, of, dtype in together(op_inputs.ROUTER_SCORES, counts, [F32, BF16, BF16, F32]):
+        logits, bias = op_inputs.router_inputs(5, of, scores, dtype, device)
         flags = (*scores[:2], *scores[3:])
         yield "router_topk", (logits, bias, of[1], *flags, *of[2:4], of[4] == "top2_sum")
         indices = torch.arange(of[1], device=device).repeat(5, 1)
@@ -103,9 +96,9 @@ def routers(device: torch.device) -> Iterator[tuple[str, Arguments]]:
 
 def permutations(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     for align, dtype in itertools.product((1, 4), (F32, BF16)):
-        indices = test_permute.routed(5, 2, 4, device)
+        indices = op_inputs.routed(5, 2, 4, device)
         yield "sort_by_expert", (indices.int() if dtype == BF16 else indices, 4, align)
-        p = test_permute.from_op(indices, 4, align)
+        p = permutation_of.sort_by_expert(indices, 4, align)
         x, weights = torch.randn(5, 6, device=device).to(dtype), torch.rand(5, 2, device=device)
         yield "permute_rows", (x, p.row_of_slot, p.padding_rows)
         rows = torch.randn(p.slot_of_row.shape[0], 6, device=device).to(dtype)
@@ -118,10 +111,10 @@ def permutations(device: torch.device) -> Iterator[tuple[str, Arguments]]:
 
 def losses(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     for dtype in (F32, BF16):
-        logits, labels = test_cross_entropy.case((3, 7), dtype, device)
+        logits, labels = op_inputs.cross_entropy_inputs((3, 7), dtype, device)
         yield "cross_entropy_fwd", (logits, labels)
         yield "cross_entropy_bwd", (logits, labels, torch.rand(3, device=device), torch.ones(3, device=device))
-        hidden, weight, bias, labels = (t.to(device) for t in test_cross_entropy.inputs(5, 6, 7, dtype))
+        hidden, weight, bias, labels = (t.to(device) for t in op_inputs.linear_cross_entropy_inputs(5, 6, 7, dtype))
         factor = torch.tensor(0.5, device=device)
         yield "scaled", (hidden, factor)
         for own, option, wanted in itertools.product((bias, None), (factor, None), range(8)):
@@ -147,8 +140,8 @@ def nvfp4(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     for x, dim in itertools.product((ordinary((40, 52), BF16), ordinary((2, 33, 20), BF16)), (-1, -2)):
         yield "random_hadamard", (x.to(device), dim)
     x = ordinary((40, 48), BF16).to(device)
-    quantize = registered()["quantize_nvfp4"].op
-    packed, scales = quantize(x, x.new_ones((), dtype=F32), None, None, None, 0, 1, 1, False)
+    packed, scales, _ = quantize_nvfp4(x.cpu(), amax=torch.ones(()))
+    packed, scales = packed.to(device), scales.to(device)
     yield "dequantize_nvfp4", (packed, scales, None, 48, BF16)
 
 
@@ -225,11 +218,11 @@ def grouped_gemms(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         yield "grouped_gemm", (a, b, splits)
         yield "grouped_gemm", (dy, b, splits, False)
         yield "grouped_gemm_wgrad", (dy, a, splits)
-    for (rows, weights), dtype in itertools.product(FORMATS.values(), (F32, BF16)):
-        left = _moved(quantized_rows(normal(5, 150, seed=1), [4, 1], *rows, dim=1), device)
+    for (rows, weights), dtype in itertools.product(op_inputs.GROUPED_FORMATS.values(), (F32, BF16)):
+        left = _moved(op_inputs.quantized_rows(normal(5, 150, seed=1), [4, 1], *rows, dim=1), device)
         right = _moved(scaled_cases.quantized(normal(2, 21, 150, seed=2), *weights), device)
         yield "scaled_grouped_gemm", (*flatten(left), *flatten(right), splits, dtype, dtype == F32, dtype == BF16)
-        side = _moved(quantized_rows(normal(256, 6, seed=1), [128, 128], *rows, dim=0), device)
+        side = _moved(op_inputs.quantized_rows(normal(256, 6, seed=1), [128, 128], *rows, dim=0), device)
         grads, whole = torch.zeros(2, 6, 6, dtype=dtype, device=device), torch.tensor([128, 128], device=device)
         yield (
             "scaled_grouped_gemm_wgrad_accumulate_",
@@ -307,3 +300,5 @@ FAMILIES: list[Family] = [
     flash_attentions,
     packed_intervals,
 ]
+ON_A_CPU = (cpu_graph, packed_attentions, flash_attentions)
+"""Families of operations without a kernel for a GPU."""

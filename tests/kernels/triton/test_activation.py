@@ -7,25 +7,14 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.activation import op, reference
+from tests.kernels.triton.op_inputs import ACTIVATION_OPTIONS as OPTIONS
+from tests.kernels.triton.op_inputs import activation_inputs as inputs
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 F32 = UNIT[torch.float32]
 
-# name, gated, clamp, alpha, up_offset
-OPTIONS = [
-    *((name, gated, None, 1.0, 0.0) for name in reference.ACTIVATIONS for gated in (False, True)),
-    ("silu", True, 1.3, 1.702, 1.0),
-]
 # T, F
 SHAPES = [(1, 1), (3, 15), (2, 17), (5, 127), (1, 128), (3, 129), (2, 1000), (1, 4099), (0, 8), (3, 0)]
-
-
-def inputs(tokens: int, columns: int, gated: bool, weighted: bool, dtype: torch.dtype, device):
-    generator = torch.Generator().manual_seed(tokens + columns)
-    x = (2 * torch.randn(tokens, columns * (2 if gated else 1), generator=generator)).to(dtype)
-    dy = torch.randn(tokens, columns, generator=generator).to(dtype)
-    probabilities = torch.rand(tokens, generator=generator).to(device) if weighted else None
-    return x.to(device), dy.to(device), probabilities
 
 
 @pytest.mark.matrix

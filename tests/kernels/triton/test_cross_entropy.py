@@ -6,19 +6,13 @@ import pytest
 import torch
 
 from te_models.kernels.cross_entropy import IGNORE_INDEX, op, rows
-from tests.kernels.test_cross_entropy import UNIT, exact_loss, inputs
+from tests.kernels.test_cross_entropy import UNIT, exact_loss
+from tests.kernels.triton.op_inputs import cross_entropy_inputs as case
+from tests.kernels.triton.op_inputs import linear_cross_entropy_inputs as inputs
 
 F32 = UNIT[torch.float32]
 # T, V
 SHAPES = [(1, 1), (3, 15), (4, 17), (5, 127), (2, 128), (17, 129), (3, 1000), (2, 8192), (2, 20_001), (0, 5)]
-
-
-def case(shape, dtype, device):
-    generator = torch.Generator().manual_seed(sum(shape))
-    logits = (4 * torch.randn(shape, generator=generator)).to(dtype).to(device)
-    labels = torch.randint(0, shape[1], shape[:1], generator=generator).to(device)
-    labels[1::3] = IGNORE_INDEX
-    return logits, labels
 
 
 def exact(logits, labels):

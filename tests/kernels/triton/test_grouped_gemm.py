@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
 
 from te_models.kernels.gemm import ScaledOperand
 from te_models.kernels.grouped_gemm import ROW_ALIGNMENT
-from tests.kernels.gemm.scaled_cases import E5M2, UNIT, assert_within, exact, normal, quantized
+from tests.kernels.gemm.scaled_cases import UNIT, assert_within, exact, normal, quantized
+from tests.kernels.triton.op_inputs import GROUPED_FORMATS as FORMATS
+from tests.kernels.triton.op_inputs import quantized_rows, ranges
 
 # rows past the last group; empty groups first, last, in the middle, all; one group; all rows in one; ragged; many
 SPLITS = [
@@ -22,27 +22,6 @@ SPLITS = [
     ([1, 16, 16, 1], 2),
     ([0, 2, 1] * 6, 5),
 ]
-FORMATS = {
-    "per_tensor": (("per_tensor", None), ("per_tensor", None)),
-    "pow2": (("pow2", (1, 128)), ("pow2", (128, 128))),
-    "float32": (("float32", (1, 128)), ("float32", (128, 128))),
-    "mxfp8": (("e8m0", (1, 32)), ("e8m0", (1, 32))),
-}
-
-
-def ranges(splits: list[int]) -> list[tuple[int, int]]:
-    ends = torch.tensor([0, *splits]).cumsum(0).tolist()
-    return list(itertools.pairwise(ends))
-
-
-def quantized_rows(x: Tensor, splits: list[int], kind: str, block: tuple[int, int] | None, dim: int) -> ScaledOperand:
-    """Quantize rows (dim 0 of x) group by group; dim: the one to contract, 1 for fprop and dgrad, 0 for wgrad."""
-    padded = [*ranges(splits), (sum(splits), x.shape[0])]
-    parts = [quantized(x[a:b] if dim else x[a:b].mT.contiguous(), kind, block, E5M2) for a, b in padded]
-    data = torch.cat([p.data.view(torch.uint8) for p in parts], -2 if dim else -1).view(E5M2)
-    if kind == "per_tensor":
-        return ScaledOperand(data, torch.stack([p.scale_inv for p in parts[:-1]]), "per_tensor")
-    return ScaledOperand(data, torch.cat([p.scale_inv for p in parts], -2 if dim else -1), kind, block)  # type: ignore[arg-type]
 
 
 def exact_rows(operand: ScaledOperand, begin: int, end: int, g: int, dim: int) -> Tensor:

@@ -10,38 +10,15 @@ from te_models.kernels.custom_op import flatten
 from te_models.kernels.norm import op, reference
 from te_models.kernels.norm.quantized import norm_quantized
 from te_models.kernels.quantize.output import QuantizedOutput
+from tests.kernels.triton.op_inputs import NORM_OPTIONS as OPTIONS
+from tests.kernels.triton.op_inputs import norm_inputs as inputs
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 EPS = 1e-5
 
 # T, H
 SHAPES = [(1, 1), (3, 15), (17, 17), (5, 127), (2, 128), (33, 129), (4, 1000), (0, 64)]
-# centered, zero_centered, weight_last, has weight, has bias
-OPTIONS = [
-    (False, False, True, True, False),
-    (False, True, True, True, False),
-    (False, False, False, True, False),
-    (False, True, False, True, False),
-    (False, False, True, False, False),
-    (True, False, False, True, True),
-    (True, True, False, True, False),
-    (True, False, True, True, True),
-    (True, False, True, False, True),
-    (True, False, False, False, False),
-]
 MIXED = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
-
-
-def inputs(tokens, columns, dtype, weight_dtype, has_weight, has_bias, device):
-    generator = torch.Generator().manual_seed(tokens * 1000 + columns)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    x = (randn(tokens, columns) * 2 + 0.5).to(dtype).to(device)
-    weight = (1 + randn(columns) / 4).to(weight_dtype).to(device) if has_weight else None
-    bias = randn(columns).to(weight_dtype).to(device) if has_bias else None
-    return x, weight, bias
 
 
 class Exact:

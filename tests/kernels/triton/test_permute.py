@@ -8,6 +8,7 @@ from torch import Tensor
 
 from te_models.kernels.permute import op, reference
 from te_models.kernels.permute.reference import Permutation
+from tests.kernels.triton.op_inputs import routed
 
 F32 = 2.0**-24
 
@@ -23,14 +24,6 @@ CASES = [
     (5, 2, 4, 0, 1),
 ]
 REAL = [(32768, 8, 128, 2048, 1), (8192, 2, 8, 4096, 128), (4097, 6, 64, 1408, 16), (1, 8, 256, 7168, 128)]
-
-
-def routed(tokens: int, topk: int, experts: int, device: torch.device, skewed: bool = False) -> Tensor:
-    """Distinct experts per token, [T, K]; skewed: the first experts get most tokens, some get none."""
-    scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(tokens))
-    if skewed:
-        scores = scores + 1.0 / torch.arange(1, experts + 1)
-    return scores.argsort(dim=-1, descending=True)[:, :topk].to(device)
 
 
 def from_op(indices: Tensor, experts: int, align: int) -> Permutation:

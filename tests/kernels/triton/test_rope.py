@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from te_models.kernels.rope import op, reference
+from tests.kernels.triton.op_inputs import rope_inputs as inputs
 
 # B, S, N, D, rotated channels, tables per batch
 CASES = [
@@ -19,17 +20,6 @@ CASES = [
     (2, 0, 2, 8, 8, 1),
 ]
 REAL = [(2, 4096, 40, 128, 128, 1), (1, 8192, 24, 192, 64, 1), (4, 333, 64, 80, 20, 4)]
-
-
-def inputs(case, dtype, device):
-    batch, length, heads, channels, rotated, tables = case
-    generator = torch.Generator().manual_seed(length)
-    x = torch.randn(batch, length, heads, channels, generator=generator).to(dtype).to(device)
-    # The backward gets gradients with other strides than x.
-    grad = torch.randn(batch, heads, length, channels, generator=generator).to(dtype).to(device).transpose(1, 2)
-    positions = torch.randint(0, 9000, (tables, length), generator=generator).to(device)
-    frequencies = (1 / 10000 ** (torch.arange(rotated // 2) / (rotated // 2))).to(device)
-    return x, grad, *reference.rope_tables(positions, frequencies, 1.1)
 
 
 @pytest.mark.matrix

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 from te_models.kernels.router import op, reference
+from tests.kernels.triton.op_inputs import ROUTER_COUNTS as COUNTS
+from tests.kernels.triton.op_inputs import ROUTER_SCORES as SCORES
+from tests.kernels.triton.op_inputs import router_inputs as inputs
 
 F32 = 2.0**-24
 
-# E, K, groups, best groups, group score
-COUNTS = [
-    (1, 1, None, None, "max"),
-    (7, 7, None, None, "max"),
-    (8, 2, None, None, "max"),
-    (129, 6, None, None, "max"),
-    (16, 4, 4, 2, "top2_sum"),
-    (20, 3, 4, 1, "max"),
-    (15, 9, 5, 4, "top2_sum"),
-    (4, 2, 4, 3, "top2_sum"),
-]
 REAL = [(8192, 8, 2, None, None, "max"), (16384, 128, 8, None, None, "max"), (8191, 256, 8, 8, 4, "top2_sum")]
-# sigmoid, after, bias, normalize, eps, scaling
-SCORES = [
-    (sigmoid, after, bias, normalize, eps, scaling)
-    for sigmoid, after, (bias, normalize, eps, scaling) in itertools.product(
-        (False, True), (False, True), ((False, True, 1e-20, 1.0), (True, False, 0.0, 2.5), (False, True, 0.5, 1.0))
-    )
-    if not (after and bias)
-]
-
-
-def inputs(tokens, counts, scores, dtype, device):
-    """Logits that are multiples of 1/4, so that ties are common and exact; the bias is not."""
-    experts = counts[0]
-    generator = torch.Generator().manual_seed(experts + tokens)
-    logits = (torch.randn(tokens, experts, generator=generator) * 8).round() / 4
-    bias = torch.randn(experts, generator=generator).to(device) if scores[2] else None
-    return logits.to(dtype).to(device), bias
 
 
 def run(logits, bias, counts, scores):

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -26,6 +25,7 @@ from tests.kernels.described import Arguments, Calls, with_tensors
 from tests.kernels.triton.as_on_a_gpu import gemms_as_on_a_gpu, rows_as_on_a_gpu
 from tests.kernels.triton.quantize.quantize_cases import ordinary
 from tests.layers.quantizer.examples import EXAMPLES
+from tests.patches import Patches
 
 RECIPES: list[layers.Recipe] = [
     layers.DelayedScaling(),
@@ -128,7 +128,7 @@ class Asked(Calls):
 @contextmanager
 def as_on_a_gpu(device: torch.device) -> Iterator[None]:
     """No GPU multiplies everything: that a GEMM would run as emulation is not the matter here."""
-    with pytest.MonkeyPatch.context() as monkeypatch, warnings.catch_warnings():
+    with Patches() as monkeypatch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* runs as emulation", RuntimeWarning)
         if device.type == "cpu":
             gemms_as_on_a_gpu(monkeypatch)

@@ -13,22 +13,10 @@ from te_models.kernels.norm import quantized as norm
 from te_models.kernels.permute import quantized as permute
 from te_models.kernels.permute import reference as permute_reference
 from te_models.kernels.quantize.output import QuantizedOutput
+from tests.kernels.triton.op_inputs import OUTPUTS, scale_for
 from tests.kernels.triton.quantize.quantize_cases import assert_bitwise, hard
 
 E5M2 = torch.float8_e5m2
-BOTH = {"rowwise": True, "columnwise": True}
-COLUMNWISE = {"rowwise": False, "columnwise": True}
-OUTPUTS = [
-    QuantizedOutput(),
-    QuantizedOutput(fp8_dtype=E5M2, **BOTH),
-    QuantizedOutput(**COLUMNWISE),
-    QuantizedOutput(block=128),
-    QuantizedOutput(block=128, **BOTH),
-    QuantizedOutput(block=128, scale_kind="float32", epsilon=1e-4, fp8_dtype=E5M2, **BOTH),
-    QuantizedOutput(block=32, scale_kind="e8m0"),
-    QuantizedOutput(block=32, scale_kind="e8m0", **BOTH),
-    QuantizedOutput(block=32, scale_kind="e8m0", **COLUMNWISE),
-]
 # centered, zero_centered, weight_last, has weight, has bias
 NORMS = [(False, False, True, True, False), (True, True, False, True, True), (True, False, True, False, False)]
 ACTIVATIONS = [("silu", True, None, 1.0, 0.0), ("squared_relu", False, None, 1.0, 0.0), ("silu", True, 1.3, 1.7, 1.0)]
@@ -40,10 +28,6 @@ EPS = 1e-5
 def names(output: QuantizedOutput) -> str:
     copies = "rows" * output.rowwise + "columns" * output.columnwise
     return f"{output.block}-{output.scale_kind}-{str(output.fp8_dtype)[-6:]}-{copies}"
-
-
-def scale_for(output: QuantizedOutput, device: torch.device) -> torch.Tensor | None:
-    return torch.tensor(17.3, device=device) if output.block == 0 else None
 
 
 def compare(got, y, scale, output) -> None:
