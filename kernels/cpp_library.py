@@ -100,7 +100,8 @@ def _loaded(source: str) -> ctypes.CDLL | str:
             return found
     except (OSError, ValueError, RuntimeError) as error:
         reason = _sentence(error)
-    _say(f"no C++ function is used, but PyTorch's, which take longer: {reason}")
+    if "#error" not in reason:  # by which a source says that it is not for this processor
+        _say(f"a C++ function is missing, and what runs in its place takes longer: {reason}")
     return reason
 
 

@@ -44,7 +44,7 @@ def make_private(folder: Path) -> None:
 
 def cpu_name() -> str:
     """Return the processor's name."""
-    return _cpuinfo("model name", "CPU part") or platform.processor()
+    return _cpuinfo("model name", "CPU part") or platform.machine()
 
 
 @functools.cache

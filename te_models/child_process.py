@@ -91,6 +91,15 @@ def start_script(file: str, arguments: Sequence[str], environment: Mapping[str, 
     )
 
 
+def exit_code(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Return the exit code of a process that is about to end; None: it has not, after so many seconds."""
+    import subprocess
+
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    return process.returncode
+
+
 def run_program(command: Sequence[str], folder: Path, seconds: float) -> tuple[int, str]:
     """Run a program, named by its whole path, in a folder that is the caller's; return its exit status, and what it
     said in the C locale. Raises OSError where it does not start, and TimeoutError after so many seconds, when it is

@@ -11,17 +11,19 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import subprocess
 import weakref
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from . import tokenizer_process
-from .child_process import start_script
+from .child_process import exit_code, start_script
 from .extras import require
 from .tokenizer_process import BYTES_PER_TOKEN, FRAME, TOKENS_BESIDE, TOKENS_PER_BYTE
+
+if TYPE_CHECKING:
+    import subprocess
 
 FILE = "tokenizer.json"
 MAX_FILE_BYTES = 128 << 20
@@ -215,9 +217,7 @@ class _Process:
 
     def _died(self) -> TokenizerError:
         """What to say of a process that gave no answer."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
-        code = self._process.returncode
+        code = exit_code(self._process, 5)
         self.close()
         reason = f"the process that reads it ended with code {code}"
         if code == -signal.SIGXCPU:

@@ -66,7 +66,7 @@ class Environment:
 
 
 OWN = "compiled C++ functions are kept for this process alone: "
-NONE = "no C++ function is used, but PyTorch's, which take longer: "
+NONE = "a C++ function is missing, and what runs in its place takes longer: "
 FAILS = f"{NONE}the C++ compiler HERE/compiler cannot compile a library: "
 NOWHERE = "import tempfile\ntempfile._candidate_tempdir_list = list\n"
 CASES = {
