@@ -171,11 +171,13 @@ wait_for("begun")
 pid = os.fork()
 if not pid:
     sys.exit(0 if (added(4), added(6)) == (5, 7) else 1)
+Path("forked").touch()
 until = time.monotonic() + 60
 while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
     time.sleep(0.01)
 if ended == (0, 0):
     os.kill(pid, 9)
+    ended = os.waitpid(pid, 0)
 thread.join()
 print(ended[1], added(4), added(8))
 """
@@ -185,7 +187,8 @@ print(ended[1], added(4), added(8))
 @pytest.mark.parametrize("alone", [[], ["in folders of their own"]])
 def test_a_fork_while_a_thread_compiles(tmp_path: Path, alone: list[str]) -> None:
     """The fork does not wait for a thread that it does not have, nor remove with its end what the process has."""
-    environment = os.environ | {"CXX": compiler(tmp_path, f'echo > {tmp_path}/begun; sleep 0.5; exec $C++ "$@"')}
+    script = f'echo > {tmp_path}/begun; while [ ! -e {tmp_path}/forked ]; do sleep 0.05; done; exec $C++ "$@"'
+    environment = os.environ | {"CXX": compiler(tmp_path, script)}
     command = [sys.executable, "-W", "ignore", "-c", FORKED, *alone]
     options = {"stdout": subprocess.PIPE, "text": True, "env": environment, "cwd": tmp_path}
     assert subprocess.run(command, **options, timeout=120, check=True).stdout == "0 5 9\n"
