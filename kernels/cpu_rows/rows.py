@@ -50,10 +50,6 @@ def _code(dtype: torch.dtype) -> tuple[str, dict[str, str]]:
     return SOURCE, {"INPUT": shared.NAMES[dtype]}
 
 
-def _trial() -> None:
-    _function("te_rotate", torch.bfloat16)
-
-
 _loaded: set[torch.dtype] = set()
 """The dtypes whose library this process has."""
 
@@ -68,7 +64,7 @@ def _is_there(dtype: torch.dtype, elements: int) -> bool:
     """Whether there is a library for a call of so many elements."""
     if dtype in _loaded:
         return True
-    if (elements < LEAST and not _machine_has_one(dtype)) or not shared.available(_trial):
+    if (elements < LEAST and not _machine_has_one(dtype)) or not shared.available(_function, "te_rotate", dtype):
         return False
     _loaded.add(dtype)
     return True
@@ -134,6 +130,8 @@ def _sums_as_torch() -> bool:
     """Whether torch adds the numbers of a row up in the order that the library follows: how is not part of what torch
     promises, so that each process compares."""
     lengths, eps = (7, 100, 576, 5000), 1e-5
+    if not shared.available(_function, "te_rms_norm", torch.float32):
+        return False
     for length in lengths:
         x = torch.randn(4, length, generator=torch.Generator().manual_seed(length))
         found = torch.empty_like(x)

@@ -38,8 +38,8 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != q.dtype:
         return False  # torch's attention is of another dtype there
     if torch.compiler.is_compiling() and compiling():
-        return not exporting() and available(_wants_gradients(q, k, v))
-    return unobserved() and is_there(_wants_gradients(q, k, v))
+        return not exporting() and available(_wants_gradients(q, k, v), q.dtype)
+    return unobserved() and is_there(_wants_gradients(q, k, v), q.dtype)
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
@@ -63,9 +63,9 @@ def fits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
 
 
 @functools.cache
-def is_there(gradients: bool) -> bool:
-    """Whether eager code has the library, asked of the machine once; gradients: with the backward pass."""
-    return available(gradients)
+def is_there(gradients: bool, dtype: torch.dtype) -> bool:
+    """Whether eager code has the library of a dtype, asked of the machine once; gradients: with the backward pass."""
+    return available(gradients, dtype)
 
 
 def _wants_gradients(*tensors: Tensor) -> bool:

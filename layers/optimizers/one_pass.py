@@ -38,7 +38,9 @@ def serves(piece: Piece, weight: Tensor, moments: Sequence[Tensor], store: Momen
         return False
     sizes = [-(-weight.numel() // BLOCK) * n for n in (BLOCK, 1)] * 2 if len(moments) == 4 else [weight.numel()] * 2
     alike = piece.gradient.shape == weight.shape and [m.numel() for m in moments] == sizes
-    return alike and store.in_cpp(weight) and cpu_moments.available(*tensors) and _has_the_bits()
+    if not (alike and store.in_cpp(weight) and cpu_moments.available(*tensors)):
+        return False
+    return cpu_moments.updates(weight.dtype, piece.gradient.dtype) and _has_the_bits()
 
 
 def run(piece: Piece, weight: Tensor, moments: Sequence[Tensor], group: dict[str, Any], seed: int) -> Iterator[Piece]:
@@ -71,7 +73,7 @@ def run(piece: Piece, weight: Tensor, moments: Sequence[Tensor], group: dict[str
 def _has_the_bits() -> bool:
     """Whether one pass leaves the bits of torch's kernel between decoding and encoding, on this processor and with this
     torch: its compiler decides where it multiplies and adds in one instruction."""
-    return all(_agree(beta1, dtype) for beta1 in (0.9, 0.4) for dtype in _DTYPES)
+    return all(cpu_moments.updates(x, x) and _agree(beta1, x) for beta1 in (0.9, 0.4) for x in _DTYPES)
 
 
 def _agree(beta1: float, dtype: torch.dtype) -> bool:

@@ -38,13 +38,10 @@ def _function(format: torch.dtype, dtype: torch.dtype, without: str = "", name: 
     return cpp_library.function(SOURCE, defined, name, _ARGUMENTS[name])
 
 
-def available() -> bool:
-    """Whether a library can be compiled and loaded; counts why not (`cpu_graph.library.fallbacks`)."""
-    return shared.available(_trial)
-
-
-def _trial() -> None:
-    _function(torch.float8_e4m3fn, torch.bfloat16)
+def available(format: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether the library for a weight's stored dtype and the dtype of the rows can be compiled and loaded; counts why
+    not (`cpu_graph.library.fallbacks`)."""
+    return shared.available(_function, format, dtype)
 
 
 def linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:

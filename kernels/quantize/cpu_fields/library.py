@@ -35,12 +35,12 @@ _KINDS = ("float32", "pow2", "e8m0")
 
 def worthwhile(elements: int, dtype: torch.dtype) -> bool:
     """Whether the library computes as many values of a dtype as these: see `cpu_graph.library.worthwhile`."""
-    return shared.worthwhile(elements, dtype, _trial)
+    return shared.worthwhile(elements, dtype, _function, "te_quantize_blocks", dtype)
 
 
-def available() -> bool:
-    """Whether the library can be compiled and loaded: see `cpu_graph.library.available`."""
-    return shared.available(_trial)
+def available(dtype: torch.dtype) -> bool:
+    """Whether the library of a dtype can be compiled and loaded: see `cpu_graph.library.available`."""
+    return shared.available(_function, "te_quantize_blocks", dtype)
 
 
 def ready(x: Tensor, dtype: torch.dtype | None = None) -> bool:
@@ -50,11 +50,7 @@ def ready(x: Tensor, dtype: torch.dtype | None = None) -> bool:
     """
     if x.dim() != 2 or not eager_on_cpu(x) or not x.is_contiguous():
         return False
-    return shared.worthwhile(x.numel(), dtype or x.dtype, _trial)
-
-
-def _trial() -> None:
-    _function("te_quantize_blocks", torch.bfloat16)
+    return worthwhile(x.numel(), dtype or x.dtype)
 
 
 @functools.cache

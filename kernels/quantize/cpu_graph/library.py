@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.child_process import renew_in_forks
+
 from ... import cpp_library
 from .. import hadamard
 from .fp8_source import FP8
@@ -71,11 +73,14 @@ machine has none yet: about as long as that takes."""
 
 _elements, _counting = [0], threading.Lock()
 """How many elements the process has had, by threads that may be several."""
+renew_in_forks(_counting)
 
 
-def worthwhile(elements: int, dtype: torch.dtype, trial: Callable[[], object] | None = None) -> bool:
+def worthwhile(
+    elements: int, dtype: torch.dtype, load: Callable[..., object] | None = None, *arguments: object
+) -> bool:
     """Whether a library computes as many values of a dtype as these outside of a graph: where this machine has one, or
-    in a process that has had enough of them and a compiler. trial: see `available`."""
+    in a process that has had enough of them and a compiler. load, arguments: see `available`."""
     if dtype not in DTYPES or not elements:
         return False
     if not _machine_has_one():
@@ -83,22 +88,23 @@ def worthwhile(elements: int, dtype: torch.dtype, trial: Callable[[], object] | 
             _elements[0] += elements
         if _elements[0] <= LEAST:
             return False
-    return available(trial)
+    return available(load, *arguments)
 
 
-def available(trial: Callable[[], object] | None = None) -> bool:
-    """Whether a library can be compiled and loaded; counts in `fallbacks` why not. trial: loads one; None: this one."""
-    reason = _missing(trial)
+def available(load: Callable[..., object] | None = None, *arguments: object) -> bool:
+    """Whether a library can be compiled and loaded; counts in `fallbacks` why not. load: is called with the arguments
+    to load it; None: `_function` of this one."""
+    reason = _missing(load or _function, *arguments or ("te_round_fp8",))
     if reason:
         fallbacks[reason] += 1
     return not reason
 
 
 @functools.cache
-def _missing(trial: Callable[[], object] | None = None) -> str:
+def _missing(load: Callable[..., object], *arguments: object) -> str:
     """Return what is missing of the machine, or ""."""
     try:
-        trial() if trial is not None else _function("te_round_fp8")
+        load(*arguments)
     except cpp_library.CompilationError as error:
         return str(error)
     return ""

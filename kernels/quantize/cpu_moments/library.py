@@ -30,6 +30,7 @@ _ARGUMENTS = {
     "te_adamw_float32": (*(_P,) * 4, _N, _P, _INT),
     "te_adamw_bfloat16": (*(_P,) * 4, _N, _P, *(ctypes.c_int32,) * 2, _P, _INT),
 }
+_ENCODE = "te_encode_moments"
 
 
 @functools.cache
@@ -39,19 +40,20 @@ def _function(name: str, gradient: torch.dtype = torch.float32, weight: torch.dt
     return cpp_library.function(code, defined, name, _ARGUMENTS[name], _INT)
 
 
-def _trial() -> None:
-    _function("te_encode_moments")
-
-
 def available(*tensors: Tensor) -> bool:
     """Whether these are contiguous tensors on CPU, and the library can be compiled; counts why not
     (`cpu_graph.library.fallbacks`)."""
-    return all(t.device.type == "cpu" and t.is_contiguous() for t in tensors) and shared.available(_trial)
+    return all(t.device.type == "cpu" and t.is_contiguous() for t in tensors) and shared.available(_function, _ENCODE)
 
 
 def worthwhile(elements: int, dtype: torch.dtype) -> bool:
     """Whether eager code is to call the library for so many elements: see `cpu_graph.library.worthwhile`."""
-    return shared.worthwhile(elements, dtype, _trial)
+    return shared.worthwhile(elements, dtype, _function, _ENCODE)
+
+
+def updates(weight: torch.dtype, gradient: torch.dtype) -> bool:
+    """Whether the library that updates weights of one dtype with gradients of another can be compiled and loaded."""
+    return shared.available(_function, "te_adamw_float8", gradient, weight)
 
 
 def encode_moments(
@@ -76,7 +78,7 @@ def encode_moments(
         raise ValueError(f"out has {[t.numel() for t in out]} elements; allowed: {[blocks * BLOCK, blocks] * 2}")
     k0, k1 = hash_words(key, step).tolist()
     pointers = [t.data_ptr() for t in (first, second, *out)]
-    run = _function("te_encode_moments")
+    run = _function(_ENCODE)
     if run(*pointers, first.numel(), k0, k1, int(begin), torch.get_num_threads()):
         return None
     return tuple(out)

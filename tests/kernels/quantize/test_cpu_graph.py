@@ -238,7 +238,7 @@ def test_without_a_compiler_the_definitions_run(monkeypatch: pytest.MonkeyPatch)
         found += [*q.round_current(x, E4M3, BF16), *q.round_current_nvfp4(x, BF16, key=key)]
         return [*found, q.round_per_tensor(x, SCALE, E4M3, BF16), q.raised_amax(x, SCALE)]
 
-    monkeypatch.setattr(library, "available", lambda trial=None: False)
+    monkeypatch.setattr(library, "available", lambda *_: False)
     monkeypatch.setattr(library, "_function", lambda *arguments: pytest.fail("compiled"))
     torch._dynamo.reset()
     for found, wanted in zip(torch.compile(quantized, backend="aot_eager")(x), quantized(x), strict=True):
