@@ -15,7 +15,10 @@ FOLDERS = {
     "te_models": "te_models",
 }
 """Folder: import name, in the order in which they may import each other."""
-LEAVES = {"te_models.config", "te_models.extras", "te_models.memory", "te_models.sizes", "te_models.suggestions"}
+LEAVES = {
+    *("te_models.config", "te_models.extras", "te_models.file_lock"),
+    *("te_models.memory", "te_models.sizes", "te_models.suggestions"),
+}
 """Modules and packages that import nothing else of the project and that every folder may import."""
 
 
