@@ -207,6 +207,7 @@ def _write_part(folder: Path, spans: list[Span], fields: Fields, encoder: Encode
                 writer.end_document()
     for path in partial.iterdir():
         flush(path)
+    flush(partial)
     partial.rename(folder)
 
 
