@@ -45,6 +45,7 @@ def test_a_killed_process_leaves_no_lock_even_where_its_child_lives_on(tmp_path:
             assert before is None, "the process was of this host, where the kernel knows"
         assert not (tmp_path / "lock").exists()
     finally:
+        process.kill()
         os.kill(child, signal.SIGKILL)
 
 

@@ -24,7 +24,7 @@ Events = list[tuple[str, Path]]
 def events(monkeypatch: pytest.MonkeyPatch) -> Events:
     """Flushes, by the path that a descriptor had at that time, and the new names that files and folders got."""
     found: Events = []
-    rename, exchange = Path.rename, atomic._exchange
+    rename, exchange, remove = Path.rename, atomic._exchange, atomic.remove_locked
 
     def fsync(fd: int) -> None:
         found.append(("flush", Path(f"/proc/self/fd/{fd}").readlink()))
@@ -40,6 +40,11 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Events:
             found.append(("rename", b))
         return done
 
+    def removed(folder: Path) -> None:
+        found.append(("remove", folder))
+        remove(folder)
+
+    monkeypatch.setattr(atomic, "remove_locked", removed)
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", renamed)
     monkeypatch.setattr(atomic, "_exchange", exchanged)
@@ -57,7 +62,12 @@ def assert_durable(events: Events, result: Path, names: set[str]) -> None:
         for inner in names:
             if Path(name) in Path(inner).parents:
                 assert max(flushed[name]) > max(flushed[inner]), f"{name} was flushed before {inner} was in it"
-    assert ("flush", result.parent) in events[at:], "the new name may be lost"
+    after = events[at:]
+    assert ("flush", result.parent) in after, "the new name may be lost"
+    removals = [i for i, (kind, _) in enumerate(after) if kind == "remove"]
+    assert not removals or ("flush", result.parent) in after[: removals[0]], (
+        "the old folder goes before the new name is kept"
+    )
 
 
 @pytest.mark.parametrize("existing", [False, True])
