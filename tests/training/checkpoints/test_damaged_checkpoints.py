@@ -297,6 +297,18 @@ def test_values_out_of_range_are_named(plain: Run) -> None:
             train(config)
 
 
+@pytest.mark.parametrize(
+    ("key", "told"), [("position", "position 17, but 4 steps of 4 windows reach 16"), ("step", "step 5")]
+)
+def test_values_that_do_not_fit_each_other_are_refused(plain: Run, key: str, told: str) -> None:
+    """The manifest was made anew."""
+    _, folder = plain.copy(f"one {key} more")
+    edit_values(folder, lambda values: values.update({key: values[key] + 1}))
+    seal(folder)
+    with pytest.raises(TrainingCheckpointError, match=f"says {told}"):
+        load_state(folder)
+
+
 def test_a_manifest_of_another_release_is_refused(plain: Run) -> None:
     _, folder = plain.copy("manifest")
     original = json.loads((folder / MANIFEST).read_text())
