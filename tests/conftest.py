@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     EVERYDAY[0] = config.option.markexpr.startswith("not slow")
     BUDGET_FACTOR[0] = config.option.budget
     # Only a power failure tells what was flushed from what was not, and waiting for the disk took a tenth of the
-    # training tests. That it is called, and when, is tests/checkpoints/io/test_disk_file.py.
+    # training tests. That it is called, and when, is tests/checkpoints/io/test_flush_order.py.
     os.fsync = lambda descriptor: None
 
 

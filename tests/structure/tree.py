@@ -16,7 +16,8 @@ FOLDERS = {
 }
 """Folder: import name, in the order in which they may import each other."""
 LEAVES = {
-    f"te_models.{name}" for name in ("child_process", "config", "extras", "lazy", "memory", "sizes", "suggestions")
+    f"te_models.{name}"
+    for name in ("child_process", "config", "extras", "file_lock", "lazy", "memory", "sizes", "suggestions")
 }
 """Modules and packages that import nothing else of the project and that every folder may import."""
 
