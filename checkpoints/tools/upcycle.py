@@ -159,17 +159,17 @@ def _generator(name: str, seed: int) -> torch.Generator:
 
 
 def _normal(name: str, shape: Shape, dtype: torch.dtype, std: float, seed: int) -> Callable[[], list[torch.Tensor]]:
-    return lambda: [(torch.randn(shape, generator=_generator(name, seed)) * std).to(dtype)]
+    return lambda: [(torch.randn(shape, generator=_generator(name, seed), device="cpu") * std).to(dtype)]
 
 
 def _noisy(store: Store, output: Output, std: float, seed: int) -> Callable[[], list[torch.Tensor]]:
     def compute() -> list[torch.Tensor]:
-        out = torch.empty(output.shape, dtype=torch_dtype(output.dtype))
+        out = torch.empty(output.shape, dtype=torch_dtype(output.dtype), device="cpu")
         fill_tensor(store, output.pieces, out)
         matrices = out if out.dim() == 3 else out[None]
         generator = _generator(output.name, seed)
         for matrix in matrices:
-            matrix.copy_(matrix.float() + torch.randn(matrix.shape, generator=generator) * std)
+            matrix.copy_(matrix.float() + torch.randn(matrix.shape, generator=generator, device=generator.device) * std)
         return [out]
 
     return compute

@@ -177,7 +177,8 @@ def compare_bits(
                 return
             element = int((x != y).nonzero()[0]) // width * width
             values = [part[element : element + width].clone().view(torch_dtype(a.dtype)).item() for part in (x, y)]
-            index = [int(i) for i in torch.unravel_index(torch.tensor((position + element) // width), a.shape)]
+            number = torch.tensor((position + element) // width, device="cpu")
+            index = [int(i) for i in torch.unravel_index(number, a.shape)]
             report.add(f"{a.name}{index}: {values[0]} and {values[1]}")
             return
         position += x.numel()

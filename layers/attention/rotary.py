@@ -46,7 +46,7 @@ class RotaryPositionEmbedding(nn.Module):
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.interleaved = interleaved
-        exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=torch.get_default_device()) / rotated
         self.register_buffer("inv_freq", rotary_base**-exponents, persistent=False)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:

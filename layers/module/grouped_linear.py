@@ -150,7 +150,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         `align` that `row_align` returns, permutation, padding and quantization are one pass. row_align: a number that
         all splits are known to be multiples of, filled up with rows of zeros: such rows are not padded again."""
         if not isinstance(m_splits, Tensor):
-            m_splits = torch.tensor(m_splits)
+            m_splits = torch.tensor(m_splits, device="cpu")
         shape = x.shape
         if len(shape) != 2:
             x = x.reshape(-1, shape[-1])

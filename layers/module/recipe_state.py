@@ -225,7 +225,7 @@ class RecipeStateModule(nn.Module):
         """Return `recipe_state` as bytes, uint8 [n] on the CPU, [0] where there is none: for scripts that save it under
         `_extra_state`. A state dict of ours has its tensors by name, and no such key."""
         state_of_recipe = self.recipe_state()
-        return tensors_as_bytes(state_of_recipe) if state_of_recipe else torch.empty(0, dtype=torch.uint8)
+        return tensors_as_bytes(state_of_recipe) if state_of_recipe else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Tensor | None) -> None:
         """Take over what `get_extra_state` returned; nothing where it is empty. Raises ValueError for anything else:

@@ -69,7 +69,7 @@ class DraftModel(Draft):
     def __init__(self, model: GPTModel) -> None:
         self.model = model
         self._cache: KVCache | None = None
-        self._read = torch.empty(0, dtype=torch.int64)
+        self._read = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def begin(self, model: GPTModel, max_length: int) -> None:
         """As `Draft.begin`; the vocabularies must have the same size."""
