@@ -25,6 +25,20 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 @contextlib.contextmanager
+def defaulting(default: torch.device | torch.dtype) -> Iterator[None]:
+    """Inside, torch's default device or dtype is this one."""
+    if isinstance(default, torch.device):
+        with default:
+            yield
+        return
+    torch.set_default_dtype(default)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
 def package_default(device: str) -> Iterator[None]:
     """Inside, the package's default device is this one; tests that compile are skipped, as torch cannot trace that."""
     from torch.fx.experimental import proxy_tensor

@@ -135,7 +135,7 @@ def _sums_as_torch() -> bool:
     promises, so that each process compares."""
     lengths, eps = (7, 100, 576, 5000), 1e-5
     for length in lengths:
-        x = torch.randn(4, length, generator=torch.Generator().manual_seed(length), device="cpu")
+        x = torch.randn(4, length, generator=torch.Generator().manual_seed(length), dtype=torch.float32, device="cpu")
         found = torch.empty_like(x)
         sizes = 4, length, 1, length, 0
         _function("te_rms_norm", x.dtype)(x.data_ptr(), None, found.data_ptr(), *sizes, eps, 0, 1, 1)

@@ -74,7 +74,7 @@ class RecipeStateModule(nn.Module):
         self.reduce_amax = True  # False: other ranks have other GEMMs here, so delayed scaling reduces no amaxes
         self.delayed_rule: DelayedRule | None = None
         self.fp8_history: Tensor | None = None
-        self._fp8_scale = torch.ones(len(ROLES), num_gemms, device=real_default_device())
+        self._fp8_scale = torch.ones(len(ROLES), num_gemms, dtype=torch.float32, device=real_default_device())
         self.fp8_amax = torch.zeros_like(self.fp8_scale[:2])
         self.fp8_gradient = torch.stack((self.fp8_amax[0], self.fp8_scale[2], self.fp8_amax[0]))
         self.fp8_gradient_log = self.fp8_scale.new_zeros(2, LOG, num_gemms)

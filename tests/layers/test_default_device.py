@@ -13,6 +13,7 @@ import te_models.layers as te
 from te_models.kernels.cpu_rows import rows
 from te_models.kernels.quantize.cpu_graph import library
 from te_models.layers.optimizers import FusedAdam, FusedSGD
+from tests.default_device import defaulting
 
 BF16 = torch.bfloat16
 NAMES = ("delayed", "current", "block", "mxfp8", "nvfp4")
@@ -29,7 +30,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator, device="cpu").to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
 
 def layer(make: Callable[[], nn.Module], *inputs: Tensor) -> Case:
@@ -97,11 +98,12 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.* runs as emulation:RuntimeWarning")
+@pytest.mark.parametrize("default", [torch.device("meta"), torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_values_on_the_cpu_stay_there(name: str, libraries: None) -> None:
+def test_values_on_the_cpu_stay_there(name: str, default: torch.device | torch.dtype, libraries: None) -> None:
     run = CASES[name]()
     expected = run()
-    with torch.device("meta"):
+    with defaulting(default):
         found = run()
     assert [t.device.type for t in found] == ["cpu"] * len(expected)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

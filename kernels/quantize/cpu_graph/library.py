@@ -129,7 +129,8 @@ def round_current(
 ) -> tuple[Tensor, Tensor]:
     """See `fp8.rounding.round_current`. x, dtype: one of DTYPES."""
     x = x.contiguous()
-    out, scale_inv = torch.empty(x.shape, dtype=dtype, device="cpu"), torch.empty(x.shape[:-2], device="cpu")
+    out = torch.empty(x.shape, dtype=dtype, device="cpu")
+    scale_inv = torch.empty(x.shape[:-2], dtype=torch.float32, device="cpu")
     matrices, rows, columns = _sizes(x)
     pointers = x.data_ptr(), out.data_ptr(), scale_inv.data_ptr()
     scales = fp8_dtype is torch.float8_e5m2, int(pow2), epsilon

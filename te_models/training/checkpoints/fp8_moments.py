@@ -71,7 +71,8 @@ def load_pieces(folder: Path, optimizer: Optimizer, own: ModelParts) -> None:
         for where in saved.parts_of(name):
             cuts = _cuts_of(where)
             size = cut_shape(part.shape, cuts)
-            common = list(_common(LocalPart(torch.empty(size, device="meta"), part.shape, cuts), part))
+            theirs = torch.empty(size, dtype=torch.float32, device="meta")
+            common = list(_common(LocalPart(theirs, part.shape, cuts), part))
             if not common:
                 continue
             missing -= sum(math.prod(mine.shape) for _, mine in common)

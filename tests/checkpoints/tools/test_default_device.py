@@ -12,6 +12,7 @@ import torch
 import te_models.layers as te
 from te_models import GPTModel, generate
 from te_models.checkpoints import dequantize, diff, export_hf, import_hf, quantize, relayout, reshard, upcycle, verify
+from tests.default_device import defaulting
 from tests.te_models.configs import tiny, tiny_moe, token_ids
 
 NAMES = ("delayed", "current", "block", "mxfp8", "nvfp4")
@@ -29,7 +30,7 @@ CONVERSIONS: dict[str, Callable[[Path, Path], object]] = {
     "upcycle": lambda src, dst: upcycle(src, dst, 4, 2, noise_std=0.1),
     **{name: lambda src, dst, name=name: quantize(src.with_name("ours"), dst, name) for name in NAMES},
     "dequantize": lambda src, dst: dequantize(src.with_name("quantized"), dst),
-    "save": lambda src, dst: GPTModel.from_pretrained(src).save_pretrained(dst),
+    "save": lambda src, dst: GPTModel.from_pretrained(src, dtype=torch.float32).save_pretrained(dst),
     "compressed-tensors": lambda src, dst: export_hf(src.with_name("quantized"), dst, family="llama"),
 }
 
@@ -48,11 +49,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_folders_are_converted_in_main_memory(name: str, folders: Path, tmp_path: Path) -> None:
     CONVERSIONS[name](folders, tmp_path / "expected")
-    with torch.device("meta"):
-        CONVERSIONS[name](folders, tmp_path / "found")
-        assert verify(tmp_path / "expected", tmp_path / "found").equal
-        assert diff(tmp_path / "expected", tmp_path / "found").equal
-    assert contents(tmp_path / "found") == contents(tmp_path / "expected")
+    for default in (torch.device("meta"), torch.bfloat16):
+        found = tmp_path / str(default)
+        with defaulting(default):
+            CONVERSIONS[name](folders, found)
+            assert verify(tmp_path / "expected", found).equal
+            assert diff(tmp_path / "expected", found).equal
+        assert contents(found) == contents(tmp_path / "expected")
 
 
 def test_weights_that_are_read_have_memory(folders: Path) -> None:
