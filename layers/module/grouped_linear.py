@@ -215,12 +215,17 @@ class GroupedLinear(TensorParallelModule, GemmModule):
 
 
 def _accept_either_layout(module: GroupedLinear, state: dict, prefix: str, *_: object) -> None:
-    """Rewrite the other layout's keys of `state` into this module's; a partial set of members is an error."""
+    """Rewrite the other layout's keys of `state` into this module's; a partial set of members is an error, and so are
+    keys of both layouts, of which one would be forgotten."""
     for kind in ("weight", "bias") if module.use_bias else ("weight",):
         members = [f"{prefix}{kind}{g}" for g in range(module.num_gemms)]
         grouped = f"{prefix}{kind}"
+        present = [key for key in members if key in state]
+        if present and grouped in state:
+            raise RuntimeError(
+                f"the state dict has {grouped} and {', '.join(present)}; allowed: one of the two layouts"
+            )
         if module._is_grouped(kind):
-            present = [key for key in members if key in state]
             if present and len(present) < len(members):
                 missing = sorted(set(members) - set(present))
                 raise RuntimeError(f"the state dict has {present[0]} but lacks {', '.join(missing)}")
