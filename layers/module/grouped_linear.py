@@ -222,9 +222,8 @@ def _accept_either_layout(module: GroupedLinear, state: dict, prefix: str, *_: o
         grouped = f"{prefix}{kind}"
         present = [key for key in members if key in state]
         if present and grouped in state:
-            raise RuntimeError(
-                f"the state dict has {grouped} and {', '.join(present)}; allowed: one of the two layouts"
-            )
+            shown = ", ".join(present if len(present) < 4 else (present[0], "...", present[-1]))
+            raise RuntimeError(f"the state dict has {grouped} and {shown}; allowed: one of the two layouts")
         if module._is_grouped(kind):
             if present and len(present) < len(members):
                 missing = sorted(set(members) - set(present))
