@@ -75,7 +75,7 @@ def attend_one(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None
     batch, heads, _, channels = query.shape
     groups, keys, width = key.shape[1], key.shape[2], value.shape[3]
     query = query.contiguous()
-    out = torch.empty((batch, heads, 1, width), dtype=query.dtype)
+    out = torch.empty((batch, heads, 1, width), dtype=query.dtype, device="cpu")
     visible = None if visible is None else visible.contiguous()
     _function(query.dtype)(
         query.data_ptr(),

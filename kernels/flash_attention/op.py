@@ -105,7 +105,7 @@ def flash_attention_bwd(
 
     Differentiable in grad, q, k and v, with all scores written out.
     """
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if k.numel() and q.numel():
         run_backward(grad, q, k, v, out, logsumexp, into=(dq, dk, dv), scale=scale, causal=causal)
     else:
@@ -139,7 +139,7 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Te
     q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(shared, 2), v.repeat_interleave(shared, 2)))
     scores = scale * q @ k.mT
     if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1 + k.shape[2] - q.shape[2])
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1 + k.shape[2] - q.shape[2])
         scores = scores.masked_fill(later, float("-inf"))
     return (torch.softmax(scores, -1) @ v).transpose(1, 2)
 

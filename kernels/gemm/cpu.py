@@ -160,7 +160,7 @@ def _time_both() -> dict[str, float]:
     best = dict.fromkeys(runs, float("inf"))
     # whatever asks first, perhaps a tracer or an autocast region, is not what is timed
     with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        x = torch.ones(_MEASURED, _MEASURED, dtype=torch.bfloat16)
+        x = torch.ones(_MEASURED, _MEASURED, dtype=torch.bfloat16, device="cpu")
         for attempt in range(6):
             for name, run in runs.items():
                 begin = time.perf_counter()

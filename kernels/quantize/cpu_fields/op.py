@@ -62,7 +62,8 @@ def read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: tor
 def read_numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Return E4M3 data [R, C] in `dtype`, still scaled: an operation, or the graph would store what it returns."""
     if data.numel() and library.available(dtype):
-        return library.decode_blocks(data, torch.ones(1, 1), (data.shape[0], data.shape[1]), dtype)
+        one = torch.ones(1, 1, dtype=torch.float32, device=data.device)
+        return library.decode_blocks(data, one, (data.shape[0], data.shape[1]), dtype)
     return fp8_to_float(data).to(dtype)
 
 

@@ -120,7 +120,7 @@ def round_fp8(
 ) -> Tensor:
     """See `fp8.rounding.round_blockwise`. x, dtype: one of DTYPES."""
     x = x.contiguous()
-    out = torch.empty(x.shape, dtype=dtype)
+    out = torch.empty(x.shape, dtype=dtype, device="cpu")
     if x.numel() == 0:
         return out
     overflow = torch.finfo(x.dtype).max
@@ -135,7 +135,8 @@ def round_current(
 ) -> tuple[Tensor, Tensor]:
     """See `fp8.rounding.round_current`. x, dtype: one of DTYPES."""
     x = x.contiguous()
-    out, scale_inv = torch.empty(x.shape, dtype=dtype), torch.empty(x.shape[:-2])
+    out = torch.empty(x.shape, dtype=dtype, device="cpu")
+    scale_inv = torch.empty(x.shape[:-2], dtype=torch.float32, device="cpu")
     matrices, rows, columns = _sizes(x)
     pointers = x.data_ptr(), out.data_ptr(), scale_inv.data_ptr()
     scales = fp8_dtype is torch.float8_e5m2, int(pow2), epsilon
@@ -147,7 +148,7 @@ def round_current(
 def round_scaled(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
     """See `fp8.rounding.round_per_tensor`. x, dtype: one of DTYPES; scale: float32, the same for a row of x."""
     x = x.contiguous()
-    out = torch.empty(x.shape, dtype=dtype)
+    out = torch.empty(x.shape, dtype=dtype, device="cpu")
     if x.numel():
         by_row = int(scale.numel() > 1)
         scale = scale.expand(*x.shape[:-1], 1).contiguous() if by_row else scale
@@ -164,7 +165,7 @@ def round_nvfp4(
     """See `nvfp4.reference.round_nvfp4`. amax: [...], or broadcastable to the blocks [..., R / block[0], C / block[1]];
     key: int64 [2], seed and step, contiguous. Random bits are drawn by the rows of a block, so that none are stored."""
     x = x.contiguous()
-    out = torch.empty(x.shape, dtype=dtype)
+    out = torch.empty(x.shape, dtype=dtype, device="cpu")
     if x.numel() == 0:
         return out
     if amax.dim() == x.dim():
@@ -192,7 +193,7 @@ def amax(x: Tensor) -> Tensor:
     x = x.contiguous()
     if x.numel() == 0:
         return x.new_zeros(x.shape[:-2], dtype=torch.float32)
-    rows = torch.empty(x.shape[:-1], dtype=torch.float32)
+    rows = torch.empty(x.shape[:-1], dtype=torch.float32, device="cpu")
     run = _function("te_row_amax", x.dtype)
     run(x.data_ptr(), rows.data_ptr(), rows.numel(), x.shape[-1], torch.get_num_threads())
     return rows.amax(-1)

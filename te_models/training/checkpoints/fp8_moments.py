@@ -68,12 +68,14 @@ def load_pieces(folder: Path, optimizer: Optimizer, own: ModelParts) -> None:
         if not part.tensor.numel() or all(_key(name, field, _text_of(part)) in same for field in FIELDS):
             continue
         missing = part.tensor.numel()
-        moments = [dataclasses.replace(part, tensor=torch.zeros(part.tensor.shape)) for _ in range(2)]
+        zeros = part.tensor.new_zeros(part.tensor.shape, dtype=torch.float32)
+        moments = [dataclasses.replace(part, tensor=zeros.clone()) for _ in range(2)]
         boxes: list[tuple[Range, ...]] = []
         for where in saved.parts_of(name):
             cuts = _cuts_of(where, part.shape)
             size = cut_shape(part.shape, cuts)
-            held = LocalPart(torch.empty(size, device="meta"), part.shape, cuts)
+            theirs = torch.empty(size, dtype=torch.float32, device="meta")
+            held = LocalPart(theirs, part.shape, cuts)
             boxes += [tuple(Range(b, b + n) for b, n in zip(*box[:2], strict=True)) for box in held.boxes()]
             common = list(_common(held, part))
             if not common:
@@ -182,7 +184,7 @@ class _Saved:
             if shape is None:
                 raise TrainingCheckpointError(f"{self._folder} lacks {key!r}")
             dtype = torch.float32 if field.endswith("_scale_inv") else torch.float8_e4m3fn
-            fields[key] = LocalPart.undivided(torch.empty(shape, dtype=dtype))
+            fields[key] = LocalPart.undivided(torch.empty(shape, dtype=dtype, device="cpu"))
         self.load(fields)
         return _decode([part.tensor for part in fields.values()], torch.Size(size))
 
@@ -202,7 +204,7 @@ def _decode(fields: list[Tensor], size: torch.Size) -> tuple[Tensor, Tensor]:
 
 def _encode(state: Mapping[str, Tensor], first: Tensor, second: Tensor) -> None:
     """Store both moments, float32 of this rank's part, in its fields: the first of their blocks."""
-    bits = torch.full((first.numel(),), _NEAREST, dtype=torch.int32)
+    bits = torch.full((first.numel(),), _NEAREST, dtype=torch.int32, device=first.device)
     encoded = *encode_first(first.reshape(-1), bits), *encode_second(second.reshape(-1), bits)
     for field, value in zip(FIELDS, encoded, strict=True):
         rows = state[field].view(-1, BLOCK) if value.dim() == 2 else state[field].view(-1)

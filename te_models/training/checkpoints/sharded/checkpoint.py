@@ -152,7 +152,7 @@ def read_wholes(folder: Path, prefix: str) -> dict[str, Tensor]:
     found = {}
     for name, saved in metadata.state_dict_metadata.items():
         if name.startswith(prefix):
-            tensor = torch.empty(saved.size, dtype=saved.properties.dtype)  # type: ignore[union-attr]
+            tensor = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")  # type: ignore[union-attr]
             found[name] = LocalPart.undivided(tensor)
     try:
         _read(PartReader(folder / PARTS, metadata), found)
@@ -209,7 +209,7 @@ def export_parts(
     def read(name: str) -> Tensor:
         key = stored_as.get(name, f"model.{name}")
         saved: Any = metadata.state_dict_metadata[key]
-        whole = torch.empty(saved.size, dtype=saved.properties.dtype)
+        whole = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
         _read(reader, {key: LocalPart.undivided(whole)})
         return whole.view(dtypes.get(name, whole.dtype))
 
