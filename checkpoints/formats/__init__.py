@@ -15,6 +15,7 @@ from .declaration import (
     hf_config_of,
     parse,
     representing_format,
+    transformers_note,
     without_quantization,
 )
 from .format import Declaration, WeightFormat
@@ -29,5 +30,6 @@ __all__ = [
     "hf_config_of",
     "parse",
     "representing_format",
+    "transformers_note",
     "without_quantization",
 ]
