@@ -31,7 +31,7 @@ from ..config import ModelConfig
 from .build import Build, ExpertDispatch, ExpertLayout, check_supported, real_device
 from .cache import Memory
 from .decoder import Decoder
-from .embedding import Embedding, check_words, input_size, resize_rows
+from .embedding import Embedding, check_words, config_of_words, input_size, resize_rows
 from .mlp import store_inputs_in_fp8, stores_inputs_in_fp8
 from .moe import Experts
 from .mtp import MultiTokenPrediction
@@ -372,7 +372,7 @@ class GPTModel(SharedModel):
                 raise ValueError(f"ranks share the model, whose vocabulary cannot be resized to {words} tokens")
             for table in (self.embedding.word_embeddings, self.output_layer):
                 resize_rows(table, words, mean_resizing)
-            self.config = self.config.replace(vocab_size=words)
+            self.config = config_of_words(self.config, self.embedding.word_embeddings, words)
         return self.embedding.word_embeddings
 
     def reset_parameters(self) -> None:

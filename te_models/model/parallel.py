@@ -105,11 +105,15 @@ def check_split(config: ModelConfig, build: Build) -> None:
 
 def check_sequence(config: ModelConfig) -> None:
     """Raise ConfigError naming the field because of which the tokens between split layers cannot be shared."""
-    if config.hidden_dropout > 0:
-        raise ConfigError(
-            f"hidden_dropout is {config.hidden_dropout}; allowed with sequence_parallel: 0, because ranks that split "
-            "layers draw the same numbers"
-        )
+    for name, p in {
+        "hidden_dropout": config.hidden_dropout,
+        "embedding.embedding_dropout": config.embedding_dropout,
+    }.items():
+        if p > 0:
+            raise ConfigError(
+                f"{name} is {p}; allowed with sequence_parallel: 0, because ranks that split layers draw the same "
+                "numbers"
+            )
 
 
 def check_tokens_shared(asked: Mapping[str, object]) -> None:
