@@ -8,9 +8,10 @@ results of their own as a `Result`.
 
 from .boundary import differentiable
 from .gradient import gradient_of
-from .registration import Registered, caller, direct, operation, registered
+from .registration import Registered, caller, direct, entry_of, fitting, operation, registered
 from .results import Alias, Output, Result, absent, like, matrix_like
 from .schema import Encoded, Kind, add_kind, flatten
+from .takes import Takes, apart, takes
 
 __all__ = [
     "Alias",
@@ -19,15 +20,20 @@ __all__ = [
     "Output",
     "Registered",
     "Result",
+    "Takes",
     "absent",
     "add_kind",
+    "apart",
     "caller",
     "differentiable",
     "direct",
+    "entry_of",
+    "fitting",
     "flatten",
     "gradient_of",
     "like",
     "matrix_like",
     "operation",
     "registered",
+    "takes",
 ]

@@ -76,6 +76,14 @@ class ScaledOperand(NamedTuple):
         assert self.block is not None
         return Operand(q.dequantize_blockwise(self.data, self.scale_inv, self.block, dtype), None)
 
+    def fits(self) -> bool:
+        """Whether the fields fit each other."""
+        try:
+            self.check("weight")
+        except ValueError:
+            return False
+        return True
+
     def check(self, name: str, groups: int | None = None) -> None:
         """Raise ValueError where fields do not fit each other. groups: rows [T, K] have one scale for each of these."""
         if self.kind not in get_args(Kind):

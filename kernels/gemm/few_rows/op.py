@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ...compiling import compiling
-from ...custom_op import Output, direct, flatten, like, operation
+from ...custom_op import Output, direct, flatten, like, operation, takes
 from ...torch_versions import exporting
 from ..backends import EMULATION, Choice, first_possible, record
 from ..dense import linear as dense
@@ -80,7 +80,14 @@ def _result(x: Tensor, weight: ScaledOperand) -> Output:
     return like(x, (x.shape[0], weight.outer))
 
 
-@operation("stored_linear", _result, cpu_only=True)
+_TAKES = takes(
+    "x: T [M, K]; weight.data: any [N, _]; weight.scale_inv: any; weight.amax: float32?; bias: T [N]?;"
+    "weight.inner == K; weight.fits()",
+    T=(torch.bfloat16, torch.float16, torch.float32),
+)
+
+
+@operation("stored_linear", _result, takes=_TAKES, cpu_only=True)
 def _stored_linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:
     if as_stored(choose_stored(x, weight)):
         return library.linear(x, weight, bias)
@@ -96,6 +103,9 @@ def linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None = None) -> Tens
     Each value of the weight is what `dequantize` to x's dtype gives, and no copy of more than four of its rows is made
     where `reason_against` has none. Sums are float32.
     """
+    misfit = _TAKES.misfit if torch.compiler.is_compiling() and compiling() else _TAKES.misfit_on_cpu
+    if misfit(x, weight, bias):
+        return dense(x, dequantize(weight, x.dtype), bias)
     return _call(x, *flatten(weight), bias)
 
 
