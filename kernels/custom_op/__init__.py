@@ -8,12 +8,14 @@ results of their own as a `Result`.
 
 from .boundary import differentiable
 from .gradient import gradient_of
-from .registration import Registered, caller, direct, entry_of, fitting, operation, registered
+from .registration import Registered, caller, direct, entry_of, operation, registered
 from .results import Alias, Output, Result, absent, like, matrix_like
 from .schema import Encoded, Kind, add_kind, flatten
-from .takes import Takes, apart, takes
+from .takes import FLOATS, INTEGERS, Takes, apart, expands, takes
 
 __all__ = [
+    "FLOATS",
+    "INTEGERS",
     "Alias",
     "Encoded",
     "Kind",
@@ -28,7 +30,7 @@ __all__ = [
     "differentiable",
     "direct",
     "entry_of",
-    "fitting",
+    "expands",
     "flatten",
     "gradient_of",
     "like",

@@ -191,7 +191,8 @@ def _checked(flat: Callable, name: str, parameters: tuple[Parameter, ...], takes
 def _with_reference(op: CustomOpDef, function: F, reference: Callable, serves: Callable[[Tensor], bool] | None) -> F:
     """Return the function that calls the operation for what it serves and the reference for the rest."""
     as_operation = caller(op)
-    fits = None if entry_of(op).takes is None else fitting(op)
+    takes = entry_of(op).takes
+    fits = None if takes is None else takes.fitting(function)
 
     @functools.wraps(function)
     def call(x: Tensor, /, *args: Any, **keywords: Any) -> Any:
@@ -239,22 +240,6 @@ def caller(op: CustomOpDef) -> Callable[..., Any]:
         return make_results(entry.described(values), found, values)
 
     return call
-
-
-def fitting(op: CustomOpDef) -> Callable[..., bool]:
-    """Return a function of whole values that says whether an operation takes them: if not, the definition is to."""
-    entry = entry_of(op)
-    assert entry.takes is not None, f"{entry.name} says of no argument what it takes"
-    names, wanted, misfit = tuple(p.name for p in entry.parameters), entry.takes.names, entry.takes.misfit
-    defaults = {p.name: p.default for p in entry.parameters if p.default is not inspect.Parameter.empty}
-    places = tuple(names.index(name) for name in wanted)
-
-    def fits(*args: Any, **keywords: Any) -> bool:
-        if keywords or len(args) != len(names):
-            args = _in_order(entry.name, names, defaults, args, keywords)
-        return not misfit(*[args[i] for i in places])
-
-    return fits
 
 
 def _in_order(

@@ -21,9 +21,10 @@ name as fitting is for the definition, which computes it or raises as torch does
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 _ARGUMENT = re.compile(
     r"(?P<name>\w+(\.\w+)?):\s*(?P<dtype>[\w|]+)\s*(\[(?P<sizes>.*)\])?(?P<flags>[\s\w]*)(?P<none>\?)?$"
 )
+FLOATS = "bfloat16|float16|float32"
+"""The dtypes that a Triton kernel reads and writes as its definition does: of float64 that computes more digits."""
+INTEGERS = "int32|int64"
 _FLAGS = {"rows", "contiguous", "written"}
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -56,9 +60,32 @@ class Takes:
             _compiled(parsed, self.names, names, where) for where in ("anywhere", "cpu", "fake")
         )
 
+    def fitting(self, function: Callable, *, on_cpu: bool = False) -> Callable[..., bool]:
+        """Return a function of the arguments of another one, which says whether they fit."""
+        parameters = inspect.signature(function).parameters
+        names, misfit = tuple(parameters), self.misfit_on_cpu if on_cpu else self.misfit
+        defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        places = tuple(names.index(name) for name in self.names)
+
+        def fits(*arguments: Any, **keywords: Any) -> bool:
+            if keywords or len(arguments) != len(names):
+                values = {**defaults, **dict(zip(names, arguments)), **keywords}
+                if len(arguments) > len(names) or not values.keys() >= set(names):
+                    return False  # which the function itself says
+                arguments = tuple(values[name] for name in names)
+            return not misfit(*[arguments[place] for place in places])
+
+        return fits
+
     def check(self, operation: str, *arguments: Any) -> None:
         """Raise ValueError, in one sentence, where an argument does not fit."""
         wrong = self.misfit(*arguments)
+        if wrong:
+            raise ValueError(self.sentence(operation, wrong, *arguments))
+
+    def check_on_cpu(self, operation: str, *arguments: Any) -> None:
+        """As `check`, of plain tensors in a CPU's memory."""
+        wrong = self.misfit_on_cpu(*arguments)
         if wrong:
             raise ValueError(self.sentence(operation, wrong, *arguments))
 
@@ -84,6 +111,11 @@ def takes(text: str, **names: Any) -> Takes:
 
     ValueError for a text that is none."""
     return Takes(text, **names)
+
+
+def expands(x: Tensor, shape: Sequence[int]) -> bool:
+    """Whether x is broadcast to a shape, and not the other way round as well."""
+    return x.dim() <= len(shape) and all(n in (1, m) for n, m in zip(reversed(x.shape), reversed(shape)))
 
 
 def apart(written: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -140,7 +172,7 @@ def _differ(one: Any, other: Any) -> bool:
     """Whether two sizes are known to be different."""
     if isinstance(one, tuple):
         return len(one) != len(other) or any(_differ(*pair) for pair in zip(one, other, strict=True))
-    return statically_known_true(one != other)
+    return one != other if type(one) is int and type(other) is int else statically_known_true(one != other)
 
 
 def _comparisons(found: re.Match, known: set[str], constants: dict[str, Any], where: str, first: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...custom_op import Output, like, operation
+from ...custom_op import Output, like, operation, takes
 from ..cpu_graph import library as rounding
 from ..cpu_graph.op import in_cpu_graph
 from ..fp8 import blocks, reference
@@ -39,7 +39,14 @@ def _blocks(x: Tensor, block: list[int], scale_kind: str) -> tuple[Output, Outpu
     return like(x, dtype=E4M3), like(x, blocks.grid(rows, columns, (block[0], block[1])), scales)
 
 
-@operation("store_blocks", _blocks, cpu_only=True)
+_MATRIX = takes("x: any [R, C]")
+_STORED = takes(
+    "data: float8_e4m3fn [R, C]; block: value; scales: float32|uint8 [-(-R // block[0]), -(-C // block[1])]"
+)
+_PACKED = takes("packed: uint8 [R, P]; scales: float8_e4m3fn [R, -(-P // 8)]")
+
+
+@operation("store_blocks", _blocks, takes=_MATRIX, cpu_only=True)
 def store_blocks(x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return `quantize_blockwise` of x [R, C] to E4M3."""
     if _in_one_pass(x):
@@ -50,7 +57,7 @@ def store_blocks(x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: fl
     return data.contiguous(), scales.contiguous()
 
 
-@operation("read_blocks", lambda data, dtype: like(data, dtype=dtype), cpu_only=True)
+@operation("read_blocks", lambda data, dtype: like(data, dtype=dtype), takes=_STORED, cpu_only=True)
 def read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return `dequantize_blockwise` of E4M3 data [R, C]."""
     if data.numel() and library.available():
@@ -58,7 +65,12 @@ def read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: tor
     return reference.dequantize_blockwise(data, scales, block, dtype)
 
 
-@operation("read_numbers", lambda data, dtype: like(data, dtype=dtype), cpu_only=True)
+@operation(
+    "read_numbers",
+    lambda data, dtype: like(data, dtype=dtype),
+    takes=takes("data: float8_e4m3fn [R, C]"),
+    cpu_only=True,
+)
 def read_numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Return E4M3 data [R, C] in `dtype`, still scaled: an operation, or the graph would store what it returns."""
     if data.numel() and library.available():
@@ -71,7 +83,7 @@ def _packed(x: Tensor) -> tuple[Output, Output, Output]:
     return like(x, (rows, columns // 2), torch.uint8), like(x, (rows, columns // 16), E4M3), like(x, (), torch.float32)
 
 
-@operation("store_nvfp4", _packed, cpu_only=True)
+@operation("store_nvfp4", _packed, takes=takes("x: any [R, C]; C % 16 == 0"), cpu_only=True)
 def store_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return packed values, scales and amax of x [R, C] in 1x16 blocks, C a multiple of 16, rounded to nearest."""
     if _in_one_pass(x):
@@ -87,7 +99,7 @@ def _unpacked(packed: Tensor, dtype: torch.dtype) -> Output:
     return like(packed, (packed.shape[0], 2 * packed.shape[1]), dtype)
 
 
-@operation("read_nvfp4", _unpacked, cpu_only=True)
+@operation("read_nvfp4", _unpacked, takes=_PACKED, cpu_only=True)
 def read_nvfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `store_nvfp4` made in `dtype`, still scaled by the amax: [R, C]."""
     if packed.numel() and library.available():
@@ -99,7 +111,7 @@ def _current(x: Tensor, dtype: torch.dtype) -> tuple[Output, Output, Output]:
     return like(x, dtype=dtype), like(x, dtype=E4M3), like(x, (), torch.float32)
 
 
-@operation("store_current", _current, cpu_only=True)
+@operation("store_current", _current, takes=_MATRIX, cpu_only=True)
 def store_current(x: Tensor, pow2: bool, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Scale x [R, C] by its own amax: return the E4M3 numbers in `dtype`, the same as E4M3, and what to multiply with
     when dequantizing, float32 [].
@@ -111,7 +123,10 @@ def store_current(x: Tensor, pow2: bool, epsilon: float, dtype: torch.dtype) -> 
     return *_scaled(x, scale, dtype), torch.div(torch.ones_like(scale), scale)
 
 
-@operation("store_scaled", lambda x, dtype: (like(x, dtype=dtype), like(x, dtype=E4M3)), cpu_only=True)
+_SCALED = takes("x: any [R, C]; scale: float32; scale.numel() == 1")
+
+
+@operation("store_scaled", lambda x, dtype: (like(x, dtype=dtype), like(x, dtype=E4M3)), takes=_SCALED, cpu_only=True)
 def store_scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return x [R, C] times a scale as E4M3 numbers in `dtype`, and as E4M3. scale: float32, one number."""
     return _scaled(x, scale, dtype)
