@@ -105,12 +105,12 @@ def _strides(x: Tensor) -> tuple[Tensor, int, int, int]:
         return x, inner, inner * channels, channels
     if x.dim() < 3 or (x.stride(-1) != 1 and channels > 1):
         return x.contiguous(), inner, inner * channels, channels
-    outer, several = x.stride(-3), 0  # of a dimension of one row the stride says nothing
+    outer, several = x.stride(-3), None  # of a dimension of one row the stride says nothing
     for size, stride in zip(reversed(x.shape[:-2]), reversed(x.stride()[:-2]), strict=True):
-        if size > 1 and several and stride != several:
+        if size > 1 and several is not None and stride != several:
             return x.contiguous(), inner, inner * channels, channels
         if size > 1:
-            outer, several = (outer if several else stride), stride * size
+            outer, several = (stride if several is None else outer), stride * size
     return x, inner, outer, x.stride(-2)
 
 
@@ -119,8 +119,12 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, 
     if not _serves(x, weight) or _NORM.misfit_on_cpu(x, weight) or not _sums_as_torch():
         return None
     channels = x.shape[-1]
-    if (x.stride(-1) != 1 and channels > 1) or 0 in x.stride() or x.numel() == channels >= _ONE_ROW:
+    if (x.stride(-1) != 1 and channels > 1) or x.numel() == channels >= _ONE_ROW:
         return None  # torch adds these up in another order
+    if not x.is_contiguous():
+        rows = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+        if any(size > 1 and stride < channels for size, stride in rows):
+            return None  # those that overlap, likewise
     weight = None if weight is None else weight.contiguous()
     x, *strides = _strides(x)
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -180,12 +184,14 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor
 
 
 @functools.cache
-def _table(function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return what a function makes of every bfloat16, in the order of their bits."""
+def _table(function: Callable[[Tensor], Tensor], apart: bool) -> Tensor:
+    """Return what a function makes of every bfloat16, in the order of their bits, in one piece of memory or in rows
+    that lie apart: of the former torch's gelu makes NaN of infinity."""
     with torch.inference_mode(False), torch.no_grad():
         bits = torch.arange(2**16, dtype=torch.int32)
         every = torch.where(bits < 2**15, bits, bits - 2**16).to(torch.int16).view(torch.bfloat16)
-        # a part of wider rows, as gates are: of one piece of memory torch's gelu makes NaN of infinity
+        if not apart:
+            return function(every)
         part = torch.empty(64, 2**11, dtype=torch.bfloat16)[:, : 2**10].copy_(every.view(64, -1))
         return function(part).contiguous()
 
@@ -206,11 +212,12 @@ def activate(
     if _ACTIVATION.misfit_on_cpu(x, probabilities):
         return None
     probabilities = None if probabilities is None else probabilities.float().contiguous()
+    apart = not (x[..., :width] if gated else x).is_contiguous()
     x = x.contiguous()
     out = torch.empty((*x.shape[:-1], width), dtype=x.dtype)
     _function("te_activate", x.dtype)(
         x.data_ptr(),
-        _table(function).data_ptr(),
+        _table(function, apart).data_ptr(),
         None if probabilities is None else probabilities.data_ptr(),
         out.data_ptr(),
         math.prod(x.shape[:-1]),

@@ -48,7 +48,12 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
         return False  # torch's attention is of another dtype there
     if torch.compiler.is_compiling() and compiling():
         return not exporting() and available(_wants_gradients(q, k, v))
-    return unobserved() and not _HEADS_FIRST.misfit_on_cpu(q, k, v) and is_there(_wants_gradients(q, k, v))
+    if not unobserved() or _HEADS_FIRST.misfit_on_cpu(q, k, v):
+        return False
+    gradients = _wants_gradients(q, k, v)
+    if gradients and any(x.is_inference() for x in (q, k, v)):
+        return False  # which nothing may keep for a backward pass
+    return is_there(gradients)
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
@@ -58,7 +63,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
         return False
     channels, values = q.shape[3], v.shape[3]
     conditions = (
-        *(condition for n in (channels, values) for condition in (n % 16 == 0, n <= 256)),
+        *(condition for n in (channels, values) for condition in (n > 0, n % 16 == 0, n <= 256)),
         k.shape[3] == channels,
         q.shape[0] == k.shape[0],
         *(k.shape[i] == v.shape[i] for i in range(3)),

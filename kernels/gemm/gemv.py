@@ -76,11 +76,9 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         if not few or not statically_known_true(weight.numel() >= LEAST) or _TAKES.misfit(x, weight, bias):
             return False
         return not _autocast_elsewhere(x) and not exporting() and available()
-    if weight.numel() < LEAST or x.dim() == 0 or not 0 < x.numel() <= FEW * x.shape[-1]:
+    if _TAKES.misfit_on_cpu(x, weight, bias) or not 0 < x.numel() <= FEW * x.shape[-1] or weight.numel() < LEAST:
         return False
-    if _TAKES.misfit_on_cpu(x, weight, bias) or _autocast_elsewhere(x):
-        return False
-    return eager_on_cpu(x) and _is_there()
+    return not _autocast_elsewhere(x) and eager_on_cpu(x) and _is_there()
 
 
 def _autocast_elsewhere(x: Tensor) -> bool:

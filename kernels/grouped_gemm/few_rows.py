@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..compiling import compiling
 from ..custom_op import Output, direct, flatten, like, operation, takes
-from ..gemm.few_rows import FEW, as_stored, dequantize, library
+from ..gemm.few_rows import FEW, as_stored, dequantize, differentiates, library
 from ..gemm.operand import ScaledOperand
 from .choice import choose_stored
 from .reference import multiply, split_bounds
@@ -60,12 +60,16 @@ def stored_grouped_gemm(x: Tensor, weight: ScaledOperand, m_splits: Tensor) -> T
     value of the weight is what `dequantize` to x's dtype gives, and at most one matrix is dequantized at a time. Sums
     are float32. Raises ValueError where the splits exceed the rows, or shapes do not fit.
     """
-    if not (torch.compiler.is_compiling() and compiling()) and _TAKES.misfit_on_cpu(x, weight, m_splits):
+    if torch.compiler.is_compiling() and compiling():
+        return _call(x, *flatten(weight), m_splits)
+    if _TAKES.misfit_on_cpu(x, weight, m_splits):
         groups, inner = weight.data.shape[0], weight.inner
         if x.dim() != 2 or x.shape[1] != inner or m_splits.shape != (groups,):
             raise ValueError(
                 f"x is {tuple(x.shape)} and m_splits {tuple(m_splits.shape)}; {groups} stored matrices of {inner} "
                 f"columns take rows [T, {inner}] and splits [{groups}]"
             )
+        return _multiplied(x, weight, m_splits, 0)
+    if differentiates(x, weight.data, weight.scale_inv):
         return _multiplied(x, weight, m_splits, 0)
     return _call(x, *flatten(weight), m_splits)

@@ -45,6 +45,11 @@ def attend(
     if bias is None and not dropout and serves_one(query, key, value, mask):
         return attend_one(query, key, value, mask, scale)
     shared = query.shape[1] != key.shape[1]
+    if shared and (not key.shape[1] or value.shape[1] != key.shape[1]):  # by which torch divides
+        raise ValueError(
+            f"query, key and value have {query.shape[1]}, {key.shape[1]} and {value.shape[1]} heads; allowed: as many "
+            "values as keys, at least one, and queries a multiple of them"
+        )
     if shared and query.shape[2] == 1 and not causal and (mask is None or (mask.dim() == 4 and mask.shape[1] == 1)):
         # One token of each head: heads that share keys are as many queries of one head, and no keys are copied. On CPU
         # in bfloat16 5 times as fast (550 keys, 9 heads, 3 groups).

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..cpu_graph import library as shared
 from ..cpu_graph.fp8_source import FP8_SCALE
 from ..cpu_graph.nvfp4_source import NVFP4_SCALE
 from ..cpu_graph.source import NUMBERS
-from ..eager import eager_on_cpu
+from ..eager import eager_on_cpu, plain_on_cpu
 from ..fp8 import reference
 from ..nvfp4 import cpu as nvfp4
 from .source import FIELDS
@@ -131,7 +132,7 @@ def quantize_blocks(
 def quantize_scaled(x: Tensor, scale: float, inverse: float, *, measured: bool = True) -> tuple[Tensor, float] | None:
     """Return `fp8.reference.quantize_per_tensor` of x [R, C] to E4M3, and the largest |data * inverse - x|, 0 unless
     `measured`; None for a NaN, and for what the library does not take."""
-    if _MATRIX.misfit_on_cpu(x):
+    if _MATRIX.misfit_on_cpu(x) or not (math.isfinite(scale) and math.isfinite(inverse)):
         return None
     data, error = torch.empty(x.shape, dtype=torch.float8_e4m3fn), _Error(measured)
     run = _function("te_quantize_scaled", x.dtype)
@@ -157,7 +158,7 @@ def quantize_nvfp4(x: Tensor, block_rows: int, amax: float, *, measured: bool = 
 
 def decode_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return `fp8.reference.dequantize_blockwise` of E4M3 [R, C] in `dtype`. scales: of `quantize_blocks`."""
-    if _STORED.misfit_on_cpu(data, block, scales, dtype):
+    if _STORED.misfit_on_cpu(data, block, scales, dtype) or not plain_on_cpu(scales):
         return reference.dequantize_blockwise(data, scales, block, dtype)
     data, scales = data.contiguous(), scales.contiguous()
     out = torch.empty(data.shape, dtype=dtype)
@@ -169,7 +170,7 @@ def decode_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: t
 
 def decode_nvfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `nvfp4.cpu.decode_blocks` in `dtype`: packed [R, C / 2] times E4M3 scales [R, C / 16] -> [R, C]."""
-    if _PACKED.misfit_on_cpu(packed, scales, dtype):
+    if _PACKED.misfit_on_cpu(packed, scales, dtype) or not plain_on_cpu(scales):
         return nvfp4.decode_blocks(packed, scales, 2 * packed.shape[-1]).to(dtype)
     packed, scales = packed.contiguous(), scales.contiguous()
     rows, columns = packed.shape[0], 2 * packed.shape[1]

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...custom_op import Output, like, operation, takes
 from ..cpu_graph import library as rounding
 from ..cpu_graph.op import in_cpu_graph
+from ..eager import eager_on_cpu, plain_on_cpu
 from ..fp8 import blocks, reference
 from ..fp8.cpu import fp8_to_float
 from ..nvfp4 import cpu as nvfp4
@@ -30,7 +31,7 @@ def reads(data: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _in_one_pass(x: Tensor) -> bool:
-    return bool(x.numel()) and x.dtype in rounding.DTYPES and library.available()
+    return bool(x.numel()) and x.dtype in rounding.DTYPES and eager_on_cpu(x) and library.available()
 
 
 def _blocks(x: Tensor, block: list[int], scale_kind: str) -> tuple[Output, Output]:
@@ -60,7 +61,7 @@ def store_blocks(x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: fl
 @operation("read_blocks", lambda data, dtype: like(data, dtype=dtype), takes=_STORED, cpu_only=True)
 def read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return `dequantize_blockwise` of E4M3 data [R, C]."""
-    if data.numel() and library.available():
+    if data.numel() and eager_on_cpu(data) and library.available():
         return library.decode_blocks(data, scales, block, dtype)
     return reference.dequantize_blockwise(data, scales, block, dtype)
 
@@ -73,7 +74,7 @@ def read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: tor
 )
 def read_numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Return E4M3 data [R, C] in `dtype`, still scaled: an operation, or the graph would store what it returns."""
-    if data.numel() and library.available():
+    if data.numel() and eager_on_cpu(data) and library.available():
         return library.decode_blocks(data, torch.ones(1, 1), (data.shape[0], data.shape[1]), dtype)
     return fp8_to_float(data).to(dtype)
 
@@ -102,7 +103,7 @@ def _unpacked(packed: Tensor, dtype: torch.dtype) -> Output:
 @operation("read_nvfp4", _unpacked, takes=_PACKED, cpu_only=True)
 def read_nvfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `store_nvfp4` made in `dtype`, still scaled by the amax: [R, C]."""
-    if packed.numel() and library.available():
+    if packed.numel() and eager_on_cpu(packed) and library.available():
         return library.decode_nvfp4(packed, scales, dtype)
     return nvfp4.decode_blocks(packed, scales, 2 * packed.shape[1]).to(dtype)
 
@@ -133,7 +134,7 @@ def store_scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if _in_one_pass(x) and dtype in rounding.DTYPES:
+    if _in_one_pass(x) and dtype in rounding.DTYPES and plain_on_cpu(scale):
         found = library.quantize_scaled(x.contiguous(), float(scale), 1.0, measured=False)
         if found is not None:
             return rounding.round_scaled(x, scale, E4M3, dtype), found[0]

