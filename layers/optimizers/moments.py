@@ -271,7 +271,9 @@ def _compiled_decode() -> Callable[..., tuple[Tensor, Tensor]]:
 
     def decode(*stored_and_shape: Any) -> tuple[Tensor, Tensor]:
         if not compiling() and cpu_moments.available(*stored_and_shape[:-1]):
-            return cpu_moments.decode_moments(*stored_and_shape)
+            found = cpu_moments.decode_moments(*stored_and_shape)
+            if found is not None:
+                return found
         return by_shape(*stored_and_shape)
 
     return decode
