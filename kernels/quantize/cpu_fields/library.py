@@ -74,7 +74,8 @@ def ready(x: Tensor, dtype: torch.dtype | None = None) -> bool:
     """
     if x.dim() != 2 or not eager_on_cpu(x) or not x.is_contiguous():
         return False
-    return worthwhile(x.numel(), dtype or x.dtype)
+    read = dtype or x.dtype
+    return shared.worthwhile(x.numel(), read, _function, "te_quantize_blocks", read)
 
 
 @functools.cache
