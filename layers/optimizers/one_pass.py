@@ -87,7 +87,8 @@ def _agree(beta1: float, dtype: torch.dtype) -> bool:
     stored = cpu_moments.encode_moments(first, second, key, begin, begin) or ()
     group = {"lr": 1e-3, "betas": (beta1, 0.99), "eps": 1e-8, "weight_decay": 0.1}
     copy = weight.float()
-    read = cpu_moments.decode_moments(*stored, shape=(n,)) or ()
+    read = cpu_moments.decode_moments(*stored, shape=(n,))
+    assert read is not None, "these are as they were encoded"
     state = {"step": torch.tensor(7.0, dtype=torch.float32, device="cpu")}
     update_([Update(Piece(weight, gradient, state, 2), copy, gradient.float(), *read)], group, None)
     expected = copy.to(dtype), *(cpu_moments.encode_moments(*read, key, step, begin) or ())

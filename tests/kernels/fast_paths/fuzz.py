@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 from tests.kernels.fast_paths.cases import BF16, CASES, F32, Case, number, with_libraries, without_libraries
 
@@ -26,7 +27,7 @@ class Own(Tensor):
 def _negative(x: Tensor, g: Generator) -> Tensor:
     """Return x as a view that is to be negated: its memory holds -x."""
     wide = torch.complex(torch.zeros(x.shape), -x.float()).conj()
-    return wide.imag if x.dtype == F32 else torch._neg_view(-x)
+    return wide.imag if x.dtype == F32 else torch._neg_view(-x)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _stepped(x: Tensor, g: Generator) -> Tensor:
@@ -111,7 +112,7 @@ WRONG: tuple[Change, ...] = (
     lambda x, g: None,
     lambda x, g: x.as_subclass(Own),
     lambda x, g: x.to_sparse(),
-    lambda x, g: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+    lambda x, g: torch._efficientzerotensor(x.shape, dtype=x.dtype),  # pyright: ignore[reportPrivateImportUsage]
     lambda x, g: x.masked_fill(torch.rand(x.shape, generator=g) < 0.2, math.nan),
     lambda x, g: x.masked_fill(torch.rand(x.shape, generator=g) < 0.2, math.inf),
 )
@@ -172,7 +173,7 @@ def outcome(function: Callable[..., Any], arguments: Sequence[Any], mode: str) -
             found = call(function, arguments)
     except Exception as error:
         return type(error)
-    return [x for x in torch.utils._pytree.tree_leaves(found) if isinstance(x, Tensor)]
+    return [x for x in tree_leaves(found) if isinstance(x, Tensor)]
 
 
 def bound(case: Case, arguments: Sequence[Any], wanted: Tensor) -> Tensor | float:

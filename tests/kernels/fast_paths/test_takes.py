@@ -49,7 +49,7 @@ def test_it_names_the_first_argument_that_does_not_fit(x: Any, weight: Any, bias
 
 def test_memory_that_does_not_hold_the_values_is_refused() -> None:
     negative = torch.ones(2, 32, dtype=torch.complex64).conj().imag
-    zeros = torch._efficientzerotensor((2, 32))
+    zeros = torch._efficientzerotensor((2, 32))  # pyright: ignore[reportPrivateImportUsage]
     sparse = ones(2, 32).to_sparse()
     assert negative.is_neg()
     for x in (negative, zeros, sparse):
