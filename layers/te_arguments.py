@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_models.suggestions import shown
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 USER_BUFFERS: dict[str, Any] = {
@@ -170,7 +172,7 @@ def require_default(name: str, value: object, default: object) -> None:
     """Raise ValueError unless the value is the default, or says "no" as the default does."""
     says_no = default in (None, False) and value in (None, False) if isinstance(value, bool | None) else False
     if not says_no and not (type(value) is type(default) and value == default):
-        raise ValueError(f"{name} is {value!r}, which this library does not have; allowed: {default!r}")
+        raise ValueError(f"{name} is {shown(value)}, which this library does not have; allowed: {shown(default)}")
 
 
 KEY = "_extra_state"

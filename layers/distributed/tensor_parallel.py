@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_models.kernels.torch_versions import own_result
+from te_models.suggestions import shown
 
 from ..collectives import all_gather, all_reduce, check_member, reduce_scatter, resolve_group
 
@@ -83,7 +84,7 @@ class TensorParallelModule(nn.Module):
         Sets `parallel_mode`, to None where there is one rank. ValueError for an unknown one.
         """
         if parallel_mode not in (None, *_WEIGHT_DIM):
-            raise ValueError(f"parallel_mode is {parallel_mode!r}; allowed: None, 'column', 'row'")
+            raise ValueError(f"parallel_mode is {shown(parallel_mode)}; allowed: None, 'column', 'row'")
         self.set_parallel(tp_group, tp_size, sequence_parallel)
         self.parallel_mode = parallel_mode if self.tp_size > 1 else None
         if self.parallel_mode == "column":

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from te_models.suggestions import shown
+
 from ..quantizer import Quantizer
 from ..quantizer.delayed import ROLES, Float8Quantizer
 from ..quantizer.state import QuantizerState, with_gradient_state, with_state
@@ -64,7 +66,7 @@ class RecipeState:
         roles: Sequence[QuantizerRole | None] | None = None,
     ) -> None:
         if mode not in SLOTS:
-            raise ValueError(f"mode is {mode!r}; allowed: 'forward', 'backward'")
+            raise ValueError(f"mode is {shown(mode)}; allowed: 'forward', 'backward'")
         if roles is not None and len(roles) != num_quantizers:
             raise ValueError(f"roles has {len(roles)} entries; allowed: {num_quantizers}, one per quantizer")
         self.recipe, self.num_quantizers, self.roles, self.device = recipe, num_quantizers, roles, device

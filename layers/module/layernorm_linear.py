@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_models.suggestions import shown
+
 from ..distributed.tensor_parallel import InitMethod
 from ..functional.linear import linear
 from ..te_arguments import takes_at_default, takes_parallel_options
@@ -56,7 +58,9 @@ class LayerNormLinear(PrecedingNorm, SplitParameters):
     ) -> None:
         super().__init__(1, name, fuse_wgrad_accumulation, delay_wgrad_compute, False)
         if parallel_mode not in (None, "column"):
-            raise ValueError(f"parallel_mode is {parallel_mode!r}; allowed: None, 'column' (a norm needs whole rows)")
+            raise ValueError(
+                f"parallel_mode is {shown(parallel_mode)}; allowed: None, 'column' (a norm needs whole rows)"
+            )
         ranks: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "sequence_parallel": sequence_parallel}
         sizes = self.split_features(parallel_mode, in_features, out_features, **ranks)
         self.in_features, self.out_features = sizes

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_models.kernels.activation import Activation
+from te_models.suggestions import shown
 
 from ..distributed.tensor_parallel import InitMethod, TensorParallelModule
 from ..functional.fused_quantize import Prologue
@@ -87,7 +88,7 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
     ) -> None:
         super().__init__(2, name, fuse_wgrad_accumulation, delay_wgrad_compute, False)
         if activation not in MLP_ACTIVATIONS:
-            raise ValueError(f"activation is {activation!r}; allowed: {', '.join(map(repr, MLP_ACTIVATIONS))}")
+            raise ValueError(f"activation is {shown(activation)}; allowed: {', '.join(map(repr, MLP_ACTIVATIONS))}")
         self.set_parallel(tp_group, tp_size, sequence_parallel)
         self.set_parallel_mode = set_parallel_mode and self.tp_size > 1
         if self.set_parallel_mode:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_models.suggestions import shown
+
 from ..distributed.tensor_parallel import InitMethod, TensorParallelModule
 from ..functional.fused_quantize import quantized_output
 from ..te_arguments import require_default
@@ -98,7 +100,7 @@ class SplitParameters(TensorParallelModule, GemmModule):
 def rows_of(parameters_split: ParametersSplit, out_features: int) -> dict[str, int]:
     """Return the rows of each parameter by its prefix, "query_" for "query"."""
     if isinstance(parameters_split, str) or not parameters_split:
-        raise ValueError(f"parameters_split is {parameters_split!r}; allowed: names, or rows by name, or None")
+        raise ValueError(f"parameters_split is {shown(parameters_split)}; allowed: names, or rows by name, or None")
     names = list(parameters_split)
     prefixes = [f"{name.rstrip('_')}_" for name in names]
     if len(set(prefixes)) < len(prefixes):

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.kernels.compiling import compiling
+from te_models.suggestions import shown
 
 from ..quantizer.delayed import GENERATIONS, LOG, ROLES, STATISTICS, logged_amax
 from ..quantizer.state import STREAMS, default_seed
@@ -206,7 +207,7 @@ class RecipeStateModule(nn.Module):
         """Take over what `recipe_state` gave. Names that are absent keep their values. Raises ValueError."""
         for name, value in values.items():
             if name not in _SAVED_NAMES:
-                raise ValueError(f"{name!r} is not a name of recipe state; allowed: {', '.join(_SAVED_NAMES)}")
+                raise ValueError(f"{shown(name)} is not a name of recipe state; allowed: {', '.join(_SAVED_NAMES)}")
             expected = self.fp8_scale if name == "fp8_history" else getattr(self, name)
             shape = value.shape[1:] if name == "fp8_history" else value.shape
             if shape != expected.shape:

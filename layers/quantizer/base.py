@@ -15,6 +15,7 @@ from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize import QuantizedOutput
 from te_models.kernels.torch_versions import equal_values
+from te_models.suggestions import shown
 
 from .group_offsets import GroupOffsets
 from .tensor_types import TENSOR_TYPES, empty_tensor, quantized
@@ -365,11 +366,11 @@ class Quantizer(ValueObject):
     def quantize(
         self, tensor: Tensor, key: Tensor | None = None, *, out: Any = None, dtype: torch.dtype | None = None
     ) -> Any:
-        """Return a tensor [..., C] of at least one dimension as a `QuantizedTensor` of the same logical shape.
+        """Return a tensor [..., C] as a `QuantizedTensor` of the same logical shape.
 
-        Leading dimensions are flattened: what is quantized is the matrix [rows, C]. The gradient passes unchanged, as
-        in Transformer Engine. out: a tensor to `update_quantized` and return; dtype: the logical dtype, None for the
-        tensor's own; key: see `Quantizer`.
+        Leading dimensions are flattened: what is quantized is the matrix [rows, C], of a tensor without dimensions
+        [1, 1]. The gradient passes unchanged, as in Transformer Engine. out: a tensor to `update_quantized` and return;
+        dtype: the logical dtype, None for the tensor's own; key: see `Quantizer`.
         """
         if out is not None:
             return self.update_quantized(tensor, out, key=key)
@@ -406,7 +407,7 @@ class Quantizer(ValueObject):
         ValueError for another format or other options, and for another shape.
         """
         if not isinstance(dst, TENSOR_TYPES[self.FORMAT]) or not self.same_numbers(dst.quantizer):
-            raise ValueError(f"{self} cannot update {dst!r}; allowed: a tensor that such a quantizer made")
+            raise ValueError(f"{self} cannot update {shown(dst)}; allowed: a tensor that such a quantizer made")
         return dst.quantize_(src.to(dst.device), noop=noop_flag, key=key)
 
     def quantize_grouped(self, x: Tensor, key: Tensor | None = None) -> Any:
@@ -458,7 +459,7 @@ class Quantizer(ValueObject):
         values = dict(values)
         name = values.pop("format", None)
         if not isinstance(name, str) or name not in QUANTIZERS:
-            raise ValueError(f"quantized format is {name!r}; allowed: {', '.join(map(repr, QUANTIZERS))}")
+            raise ValueError(f"quantized format is {shown(name)}; allowed: {', '.join(map(repr, QUANTIZERS))}")
         cls = QUANTIZERS[name]
         known = {f.name: type(f.default) for f in dataclasses.fields(cls)}
         for field, value in values.items():

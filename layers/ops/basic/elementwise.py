@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.suggestions import shown
+
 from ...functional.dense_gemms import bias_gradient
 from ...module.primary_weights import empty_parameter
 from ...te_arguments import takes_also, takes_at_default, takes_without_effect
@@ -57,7 +59,7 @@ class Dropout(BasicOperation):
     def __init__(self, p: float) -> None:
         super().__init__()
         if not 0 <= p < 1:
-            raise ValueError(f"p is {p!r}; allowed: a number from 0 on, below 1")
+            raise ValueError(f"p is {shown(p)}; allowed: a number from 0 on, below 1")
         self.p = p
 
     def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
