@@ -100,8 +100,15 @@ class RecipeState:
             kind = SLOTS[self.mode][slot % len(SLOTS[self.mode])]
         return kind or ("input" if self.mode == "forward" else "grad_output")
 
+    def _quantizer_role(self, slot: int) -> QuantizerRole:
+        role = self.roles[slot] if self.roles is not None else None
+        return QuantizerRole("linear", self._role_of(slot), "", "Linear") if role is None else role
+
     def make_quantizers(self) -> list[Any]:
-        """Return one quantizer per slot, by its role, or by its place where it has none."""
+        """Return one quantizer per slot, by its role, or by its place where it has none; of a CustomRecipe what its
+        qfactory returns for the very role."""
+        if self.recipe.custom():
+            return [self.recipe.quantizer_for(self._quantizer_role(slot)) for slot in range(self.num_quantizers)]  # type: ignore[attr-defined]
         chosen: GemmQuantizers = self.recipe.quantizers("Linear", "")
         return [getattr(chosen, self._role_of(slot)).copy() for slot in range(self.num_quantizers)]
 
@@ -133,6 +140,12 @@ class DelayedScalingRecipeState(RecipeState):
         own = self._layer.fp8_scale.clone()
         _into_roles(own, values, self.mode)
         self._layer.fp8_scale = own
+
+    @property
+    def scale_inv(self) -> Tensor:
+        """What slots are multiplied with after the cast, 1 / scale, which follows from it and takes no assignment."""
+        inverse = torch.div(1.0, self.scale)
+        return inverse.as_subclass(StateCopy)
 
     @property
     def amax_history(self) -> Tensor:

@@ -399,13 +399,14 @@ class CustomRecipe(Recipe):
     def quantizers(self, module: str, name: str) -> GemmQuantizers:
         kind = "grouped_linear" if module == "GroupedLinear" else "linear"
         return GemmQuantizers(
-            self._made(QuantizerRole(kind, "input", name, module)),
-            self._made(QuantizerRole(kind, "weight", name, module)),
-            self._made(QuantizerRole(kind, "grad_output", name, module)),
+            self.quantizer_for(QuantizerRole(kind, "input", name, module)),
+            self.quantizer_for(QuantizerRole(kind, "weight", name, module)),
+            self.quantizer_for(QuantizerRole(kind, "grad_output", name, module)),
             self.backward_override,
         )
 
-    def _made(self, role: QuantizerRole) -> Quantizer:
+    def quantizer_for(self, role: QuantizerRole) -> Quantizer:
+        """Return what qfactory returns for a role. TypeError for anything but a quantizer without state."""
         quantizer = self.qfactory(role)
         if not isinstance(quantizer, Quantizer):
             raise TypeError(f"qfactory returned {shown(quantizer)} for {role}; allowed: a Quantizer")
