@@ -33,10 +33,12 @@ _WEIGHT_DIM = {"column": 0, "row": 1}
 
 class TensorParallelModule(nn.Module):
     """Mixin of layers whose weights may be split. Attributes as in Transformer Engine; `tp_group` is kept by name, so
-    that the layer can be copied and saved. Parameters that are split carry Megatron's `tensor_model_parallel`,
-    `partition_dim` and `partition_stride`."""
+    that the layer can be copied and saved. Parameters that are split, over one rank or several, carry Megatron's
+    `tensor_model_parallel`, `partition_dim` and `partition_stride`."""
 
     parallel_mode: str | None
+    asked_mode: str | None
+    """`parallel_mode` as it was asked for, where there is one rank, too."""
 
     def set_parallel(self, tp_group: dist.ProcessGroup | None, tp_size: int, sequence_parallel: bool) -> None:
         """Take over the arguments of a constructor. tp_group None: the default group where tp_size is its size.
@@ -86,6 +88,7 @@ class TensorParallelModule(nn.Module):
         if parallel_mode not in (None, *_WEIGHT_DIM):
             raise ValueError(f"parallel_mode is {shown(parallel_mode)}; allowed: None, 'column', 'row'")
         self.set_parallel(tp_group, tp_size, sequence_parallel)
+        self.asked_mode = parallel_mode
         self.parallel_mode = parallel_mode if self.tp_size > 1 else None
         if self.parallel_mode == "column":
             out_features = self.part(out_features, "out_features")
@@ -94,10 +97,11 @@ class TensorParallelModule(nn.Module):
         return in_features, out_features
 
     def split_dim(self, *, bias: bool = False) -> int | None:
-        """Return the dimension along which the weight [out, in], or the bias [out], is split; None: not split."""
-        if self.parallel_mode is None or (bias and self.parallel_mode == "row"):
+        """Return the dimension along which the weight [out, in], or the bias [out], is split, over one rank, too; None:
+        not split."""
+        if self.asked_mode is None or (bias and self.asked_mode == "row"):
             return None
-        return _WEIGHT_DIM[self.parallel_mode]
+        return _WEIGHT_DIM[self.asked_mode]
 
     def part(self, features: int, name: str) -> int:
         """Return this rank's share of `features`."""
@@ -110,7 +114,7 @@ class TensorParallelModule(nn.Module):
 
         With one seed on all ranks the split layer is the unsplit one. dim None: not split; stride: how many equal
         blocks are split."""
-        if dim is None:
+        if dim is None or self.tp_size == 1:
             init_method(parameter)
             return
         shape = list(parameter.shape)

@@ -18,7 +18,6 @@ from te_models.kernels.gemm.dense import multiply
 from te_models.suggestions import shown
 
 from ..dynamo.custom_op import QuantizedResult, quantized_like
-from ..dynamo.quantizer_string import with_usages
 from ..quantizer.delayed import update_amax_
 from ..quantizer.state import NO_STATE, QuantizerState
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers
@@ -60,7 +59,7 @@ def _saved(x: Tensor, quantizers: GemmQuantizers, save_original_input: bool, nee
     if quantizers == HIGH_PRECISION or override == "high_precision" or (override is None and save_original_input):
         return Alias("x")
     rowwise = quantizers.input.symmetric or override is not None
-    return quantized_like(x, with_usages(quantizers.input, rowwise, not rowwise))
+    return quantized_like(x, quantizers.input.with_usage(rowwise=rowwise, columnwise=not rowwise))
 
 
 def _results(

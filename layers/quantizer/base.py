@@ -14,12 +14,12 @@ from torch import Tensor
 from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize import QuantizedOutput
-from te_models.kernels.torch_versions import equal_values
+from te_models.kernels.torch_versions import equal_values, register_constants
 from te_models.suggestions import shown
 
 from .group_offsets import GroupOffsets
 from .tensor_types import TENSOR_TYPES, empty_tensor, quantized
-from .value import ValueObject, derived
+from .value import ValueObject, derived, value_class
 
 Usage = Literal["rowwise", "columnwise"]
 Fields = dict[str, Tensor]
@@ -50,6 +50,8 @@ class Quantizer(ValueObject):
 
     rowwise: bool = True
     columnwise: bool = True
+    _usages_asked: ClassVar[tuple[bool, bool] | None] = None
+    """Of an object that `set_usage` was called on: (rowwise, columnwise)."""
 
     def __post_init__(self) -> None:
         if not (self.rowwise or self.columnwise):
@@ -349,19 +351,21 @@ class Quantizer(ValueObject):
 
         For programs of Transformer Engine. The value stays what it was: its fields, what it equals, and what layers and
         tensors that have it do with it; `with_usage` returns another value. An object that was told so is no constant
-        of a graph (TypeError).
+        of a graph (TypeError), but `quantize` and `copy` in a graph follow it.
         """
-        asked = {"rowwise": rowwise, "columnwise": columnwise}
-        usages = self.get_usages() | {usage: wanted for usage, wanted in asked.items() if wanted is not None}
+        before = self._usages_asked or (self.rowwise, self.columnwise)
+        usages = (before[0] if rowwise is None else rowwise, before[1] if columnwise is None else columnwise)
         object.__setattr__(self, "_usages_asked", usages)
 
     def get_usages(self) -> dict[str, bool]:
         """Return {"rowwise": ..., "columnwise": ...}, as `quantize` makes them."""
-        return dict(vars(self).get("_usages_asked", {"rowwise": self.rowwise, "columnwise": self.columnwise}))
+        rowwise, columnwise = self._usages_asked or (self.rowwise, self.columnwise)
+        return {"rowwise": rowwise, "columnwise": columnwise}
 
     def copy(self) -> Self:
         """Return an equal quantizer that makes the copies that this object was told to make last."""
-        return dataclasses.replace(_asked(self))
+        rowwise, columnwise = self._usages_asked or (self.rowwise, self.columnwise)
+        return self.with_usage(rowwise=rowwise, columnwise=columnwise)
 
     def quantize(
         self, tensor: Tensor, key: Tensor | None = None, *, out: Any = None, dtype: torch.dtype | None = None
@@ -426,7 +430,9 @@ class Quantizer(ValueObject):
         return self.with_usage(**both) == other.with_usage(**both)
 
     def with_usage(self, *, rowwise: bool, columnwise: bool) -> Self:
-        """Return a copy that makes other copies."""
+        """Return a copy that makes other copies; in a compiled function, too."""
+        if register_constants is not None and compiling():  # which traces what makes a quantizer
+            return _Usages(self, rowwise, columnwise).quantizer  # type: ignore[return-value]
         return dataclasses.replace(self, rowwise=rowwise, columnwise=columnwise)
 
     def require_storable(self) -> None:
@@ -480,9 +486,21 @@ class Quantizer(ValueObject):
 
 def _asked(quantizer: Q) -> Q:
     """Return the value that makes the copies which `set_usage` of this object asked for last, or else itself."""
-    if compiling() or "_usages_asked" not in vars(quantizer):
-        return quantizer
-    return quantizer.with_usage(**vars(quantizer)["_usages_asked"])
+    asked = quantizer._usages_asked
+    return quantizer if asked is None else quantizer.with_usage(rowwise=asked[0], columnwise=asked[1])
+
+
+@value_class
+@dataclass(frozen=True, init=False)
+class _Usages(ValueObject):
+    """A quantizer that makes other copies. The compiler does not trace how one is made, but it makes value objects of
+    constants, and this one makes a quantizer."""
+
+    quantizer: Quantizer
+
+    def __init__(self, quantizer: Quantizer, rowwise: bool, columnwise: bool) -> None:
+        other = dataclasses.replace(quantizer, rowwise=rowwise, columnwise=columnwise)
+        object.__setattr__(self, "quantizer", other)
 
 
 def _to_json(value: Any) -> Any:
