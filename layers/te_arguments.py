@@ -34,14 +34,8 @@ USER_BUFFERS: dict[str, Any] = {
 """Communication through user buffers: here collectives are torch.distributed's. A layer of one rank has none."""
 SHAPES = ("seq_length", "micro_batch_size")
 """Shapes that Transformer Engine warms its kernels up for."""
-OF_OPERATIONS: dict[str, Any] = {
-    "tensor_parallel_mode": None,
-    "tensor_parallel_group": None,
-    "sequence_parallel": False,
-    "rng_state_tracker_function": None,
-    "userbuffers_options": None,
-}
-"""Of operations with weights, which are not split here."""
+OF_OPERATIONS: dict[str, Any] = {"userbuffers_options": None}
+"""Of linear operations: collectives are torch.distributed's."""
 THEIR_NAMES = {"dtype": "params_dtype", "accumulate_into_main_grad": "fuse_wgrad_accumulation"}
 """Operations with parameters: an argument's name -> its name in the modules."""
 

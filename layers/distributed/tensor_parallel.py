@@ -31,6 +31,13 @@ ParallelMode = Literal["column", "row"]
 _WEIGHT_DIM = {"column": 0, "row": 1}
 
 
+def ranks_of(mode: str | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group over which an operation of this mode is split: all ranks where it names none; None: one rank."""
+    if mode is None or not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.group.WORLD if group is None else group
+
+
 class TensorParallelModule(nn.Module):
     """Mixin of layers whose weights may be split. Attributes as in Transformer Engine; `tp_group` is kept by name, so
     that the layer can be copied and saved. Parameters that are split, over one rank or several, carry Megatron's
@@ -142,6 +149,14 @@ class TensorParallelModule(nn.Module):
         if self.tp_size > 1:
             y = _collective(y, "scatter" if self.sequence_parallel else "sum", self)
         return y if bias is None else y + self.for_own_rows(bias).to(y.dtype)
+
+    def rows_gradient(self, dx: Tensor) -> Tensor:
+        """Return the gradient of the argument of `whole_rows` from that of its result."""
+        return dx if self.tp_size == 1 else _collective(dx, "scatter" if self.sequence_parallel else "sum", self)
+
+    def summed_gradient(self, dy: Tensor) -> Tensor:
+        """Return the gradient of the argument of `summed`, without a bias, from that of its result."""
+        return _collective(dy, "gather", self) if self.sequence_parallel else dy
 
     def summed_for_all(self, x: Tensor) -> Tensor:
         """Return the sum over ranks of what each computed from its own features, where every rank goes on to compute

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from te_models.kernels.compiling import compiling
 from te_models.suggestions import shown
 
 from ..distributed.tensor_parallel import InitMethod, TensorParallelModule
-from ..functional.fused_quantize import quantized_output
-from ..te_arguments import require_default
+from ..functional.fused_quantize import quantized_gradient, quantized_output
+from ..functional.linear import GemmCall
+from ..quantizer import Quantizer
+from ..quantizer.delayed import DelayedScalingQuantizer
+from ..quantizer.state import AnyQuantizer
+from ..recipe.base import HIGH_PRECISION
+from ..recipe.recipe_use import untracked_side_effect
 from .base import GemmModule
 from .primary_weights import empty_parameter, materialising
 
@@ -74,11 +81,34 @@ class SplitParameters(TensorParallelModule, GemmModule):
         parts = [getattr(self, name) for name in self._names(kind)]
         return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)
 
-    def output(self, y: Tensor, fp8_output: bool, fp8_grad: bool) -> Tensor:
-        """Return y, with fp8_output as the recipe in force quantizes the input of a GEMM, if one is."""
-        require_default("fp8_grad", fp8_grad, False)
-        quantizers = self.gemm_quantizers() if fp8_output else None
-        return y if quantizers is None else quantized_output(y, quantizers.input)
+    def output(self, y: Tensor) -> Tensor:
+        """Return y as the recipe in force quantizes the input of a GEMM, if one is; under delayed scaling with a scale
+        of the earlier outputs."""
+        quantizers = self.gemm_quantizers()
+        if quantizers is None:
+            return y
+        return quantized_output(y, self._outer(quantizers.input, 0))
+
+    def with_quantized_gradient(self, x: Tensor, call: GemmCall | None) -> Tensor:
+        """Return x, whose gradient will be a quantized tensor, as the recipe in force quantizes gradients, if one is:
+        with the copies that its quantizer makes. ValueError in a graph. call: of the layer."""
+        if call is None or call.config is None or call.config.quantizers is HIGH_PRECISION or not x.requires_grad:
+            return x
+        quantizer = call.config.quantizers.grad_output
+        if compiling():
+            raise ValueError(
+                "fp8_grad is True in a compiled function, out of whose graph torch lets no quantized gradient; "
+                "allowed: the layer outside of compiled code"
+            )
+        live = functools.partial(self._outer, quantizer, 1) if quantizer.NEEDS_STATE else None
+        return quantized_gradient(x, quantizer, call.state.key, live)
+
+    def _outer(self, quantizer: Quantizer, slot: int) -> AnyQuantizer:
+        """Return the live quantizer of outputs (0) or input gradients (1) under delayed scaling, else `quantizer`."""
+        if not isinstance(quantizer, DelayedScalingQuantizer):
+            return quantizer
+        untracked_side_effect(setattr, self, "outer_used", True)
+        return quantizer.with_state(self.fp8_outer_scale[slot], self.fp8_outer_amax[slot] if self.training else None)
 
     @materialising
     @torch.no_grad()

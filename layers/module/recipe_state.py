@@ -8,6 +8,7 @@ G GEMMs; the 3 roles are input, weight and grad_output:
                                                       generation, how many updates there were
     fp8_gradient_log, fp8_gradient_seen [2, LOG, G]   of gradients, the amaxes that graphs recorded, now and at the last
                                                       update
+    fp8_outer_scale, fp8_outer_amax [2], fp8_outer_history [length - 1, 2]   of quantized outputs and input gradients
     fp8_statistics [S, 2, 5], fp8_grad_statistics     of S GEMMs apart, see `quantization_statistics`; [S, 5]
     fp8_rng_state [2] int64                           (seed, counter) of stochastic rounding
 
@@ -46,7 +47,8 @@ from ..tensor.quantized_tensor import module_conversion
 from .weight_cache import move_cached_weights
 
 _DELAYED_NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_history")
-_SAVED_NAMES = (*_DELAYED_NAMES, "fp8_rng_state")
+_OUTER_NAMES = ("fp8_outer_scale", "fp8_outer_amax", "fp8_outer_history")
+_SAVED_NAMES = (*_DELAYED_NAMES, *_OUTER_NAMES, "fp8_rng_state")
 _PLACED_NAMES = (
     "fp8_gradient",
     "fp8_gradient_log",
@@ -54,6 +56,7 @@ _PLACED_NAMES = (
     "_fp8_scale",
     "fp8_amax",
     "fp8_history",
+    *_OUTER_NAMES,
     "fp8_rng_state",
     "fp8_statistics",
     "fp8_grad_statistics",
@@ -80,6 +83,10 @@ class RecipeStateModule(nn.Module):
         self.fp8_gradient = torch.stack((self.fp8_amax[0], self.fp8_scale[2], self.fp8_amax[0]))
         self.fp8_gradient_log = self.fp8_scale.new_zeros(2, LOG, num_gemms)
         self.fp8_gradient_seen = torch.zeros_like(self.fp8_gradient_log)
+        self.fp8_outer_scale = self.fp8_scale.new_ones(2)
+        self.fp8_outer_amax = self.fp8_scale.new_zeros(2)
+        self.fp8_outer_history: Tensor | None = None
+        self.outer_used = False  # whether outputs or input gradients were quantized under delayed scaling
         self.gradients_logged = False  # whether there is a graph whose backward pass records
         self.fp8_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), 2, len(STATISTICS))
         self.fp8_grad_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), len(STATISTICS))
@@ -184,12 +191,20 @@ class RecipeStateModule(nn.Module):
             return history
         return torch.cat((history[:length], history.new_zeros(max(0, length - history.shape[0]), *shape)))
 
+    def outer_history(self, length: int) -> Tensor:
+        """Return `delayed_history`, [length, 2], of the quantized outputs and input gradients."""
+        history = self.fp8_outer_scale.new_zeros(0, 2) if self.fp8_outer_history is None else self.fp8_outer_history
+        history = history[:length]
+        return torch.cat((history, history.new_zeros(length - history.shape[0], 2)))
+
     def recipe_state(self) -> dict[str, Tensor]:
         """Return the state that a resumed run needs, by attribute name; empty if no recipe with state has run and none
         was prepared for."""
         names: tuple[str, ...] = ()
         if self.fp8_history is not None:
             names += _DELAYED_NAMES
+        if self.fp8_outer_history is not None:
+            names += _OUTER_NAMES
         seed, counter = self.fp8_rng_state.tolist()
         if counter != 0 or seed >= 0 or self._stream_prepared:  # in use, or given by set_rounding_seed
             names += ("fp8_rng_state",)
@@ -208,8 +223,9 @@ class RecipeStateModule(nn.Module):
         for name, value in values.items():
             if name not in _SAVED_NAMES:
                 raise ValueError(f"{shown(name)} is not a name of recipe state; allowed: {', '.join(_SAVED_NAMES)}")
-            expected = self.fp8_scale if name == "fp8_history" else getattr(self, name)
-            shape = value.shape[1:] if name == "fp8_history" else value.shape
+            histories = {"fp8_history": self.fp8_scale, "fp8_outer_history": self.fp8_outer_scale}
+            expected = histories[name] if name in histories else getattr(self, name)
+            shape = value.shape[1:] if name in histories else value.shape
             if shape != expected.shape:
                 raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(expected.shape)}")
             if value.is_floating_point() != expected.is_floating_point():
@@ -221,6 +237,7 @@ class RecipeStateModule(nn.Module):
                     self.fp8_gradient_seen = self.fp8_gradient_log.clone()
                 else:
                     setattr(self, name, own)
+            self.outer_used |= name in _OUTER_NAMES
 
     def get_extra_state(self) -> Tensor:
         """Return `recipe_state` as bytes, uint8 [n] on the CPU, [0] where there is none: for scripts that save it under

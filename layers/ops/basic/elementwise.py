@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from te_models.suggestions import shown
 
+from ...distributed.tensor_parallel import TensorParallelModule, ranks_of
 from ...functional.dense_gemms import bias_gradient
 from ...module.primary_weights import empty_parameter
-from ...te_arguments import takes_also, takes_at_default, takes_without_effect
+from ...te_arguments import takes_also, takes_without_effect
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext
 from ..operation import BasicOperation
 
@@ -101,18 +103,27 @@ class Reshape(BasicOperation):
         return ", ".join(map(str, self.shape))
 
 
-class Bias(BasicOperation):
-    """`y = x + b`, in x's dtype. bias: [size], zero at first; x: [..., size]. Transformer Engine: `te.ops.Bias`."""
+class Bias(TensorParallelModule, BasicOperation):
+    """`y = x + b`, in x's dtype. bias: [size], zero at first; x: [..., size]. Transformer Engine: `te.ops.Bias`.
+    tensor_parallel: this rank has its part of `size` numbers, over tensor_parallel_group (None: all ranks)."""
 
     @takes_also(dtype="params_dtype")
-    @takes_at_default(tensor_parallel=False, tensor_parallel_group=None)
     def __init__(
-        self, size: int, *, params_dtype: torch.dtype | None = None, device: torch.device | str | None = None
+        self,
+        size: int,
+        *,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self.size = size
-        self.bias = empty_parameter(size, params_dtype=params_dtype, device=device)
+        mode = "column" if tensor_parallel else None
+        group = ranks_of(mode, tensor_parallel_group)
+        _, self.size = self.split_features(mode, 1, size, tp_group=group, tp_size=1)
+        self.bias = empty_parameter(self.size, params_dtype=params_dtype, device=device)
         self.reset_parameters()
+        self.mark_part(self.bias, self.split_dim(bias=True))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

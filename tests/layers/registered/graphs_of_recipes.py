@@ -1,4 +1,4 @@
-"""Graphs, recompilations and bits of layers under each recipe, as one line of JSON; with "absent" in a torch that cannot
+"""Graphs, recompilations and bits of layers under each recipe, as one line of JSON; with "absent" where torch cannot
 register constants of graphs, as 2.11.
 
     python -m tests.layers.registered.graphs_of_recipes [absent] [recipe ...]
