@@ -26,13 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from te_models.kernels.compiling import compiling
+from te_models.kernels.torch_versions import constant_when_traced
 from te_models.suggestions import shown
 
 from ..quantizer.delayed import GENERATIONS, LOG, ROLES, STATISTICS, logged_amax
 from ..quantizer.state import STREAMS, default_seed
 from ..recipe.base import Recipe
 from ..recipe.context import state
-from ..recipe.recipe_use import RecipeUse, choose, register_layer
+from ..recipe.recipe_use import RecipeUse, choose, live_modules, register_layer
 from ..recipe.recipes import DelayedRule, DelayedScaling
 from ..te_arguments import (
     EXTRA_STATE_INSTEAD,
@@ -55,7 +56,7 @@ _PLACED_NAMES = (
     "fp8_gradient_seen",
     "_fp8_scale",
     "fp8_amax",
-    "fp8_history",
+    "_history",
     *_OUTER_NAMES,
     "fp8_rng_state",
     "fp8_statistics",
@@ -77,7 +78,8 @@ class RecipeStateModule(nn.Module):
         self.state_in_state_dict = True  # False: `recipe_state(model)` alone gives it
         self.reduce_amax = True  # False: other ranks have other GEMMs here, so delayed scaling reduces no amaxes
         self.delayed_rule: DelayedRule | None = None
-        self.fp8_history: Tensor | None = None
+        self._history: Tensor | None = None  # of zeros where only graphs know of it, see `fp8_history`
+        self._has_history = False
         self._fp8_scale = torch.ones(len(ROLES), num_gemms, device=real_default_device())
         self.fp8_amax = torch.zeros_like(self.fp8_scale[:2])
         self.fp8_gradient = torch.stack((self.fp8_amax[0], self.fp8_scale[2], self.fp8_amax[0]))
@@ -117,6 +119,16 @@ class RecipeStateModule(nn.Module):
         self.fp8_gradient = torch.stack((self.fp8_gradient[0], scale[2], self.fp8_gradient[2]))
 
     @property
+    def fp8_history(self) -> Tensor | None:
+        """The earlier amaxes, [length - 1, 3, G], newest first; None before there are any. (A graph in which a region
+        ends reads zeros then, so that it is the same graph as in the next call.)"""
+        return self._history if self._has_history else None
+
+    @fp8_history.setter
+    def fp8_history(self, history: Tensor | None) -> None:
+        self._history, self._has_history = history, history is not None
+
+    @property
     def fp8_grad_amax(self) -> Tensor:
         """The amax of gradients that was recorded since the last update, [G]; what is written to it counts."""
         if self.gradients_logged:
@@ -134,7 +146,7 @@ class RecipeStateModule(nn.Module):
         """Take the scales [3, G] and the history of an update, and begin to record anew."""
         # a new scale, because a backward pass that is still to come needs the old one; the same tensor for gradients,
         # because that pass will read and write it
-        self._fp8_scale, self.fp8_history = scale, history
+        self._fp8_scale, self._history, self._has_history = scale, history, True
         self.fp8_amax.zero_()
         generation = self.fp8_gradient[2]
         if compiling() or self.gradients_logged:
@@ -184,7 +196,9 @@ class RecipeStateModule(nn.Module):
     def delayed_history(self, length: int) -> Tensor:
         """Return the earlier amaxes, [length, 3, G], cut or filled up with zeros to the length asked."""
         shape = self.fp8_scale.shape
-        history = self.fp8_history
+        if compiling():
+            _histories_before_tracing(length)
+        history = self._history
         if history is None:
             return self.fp8_scale.new_zeros(length, *shape)
         if history.shape[0] == length:
@@ -272,6 +286,15 @@ class RecipeStateModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         if prefix + KEY in args[2]:  # torch misses it
             args[2].remove(prefix + KEY)
+
+
+@constant_when_traced
+def _histories_before_tracing(length: int) -> bool:
+    """Give all layers that have no history one of zeros, when a graph is traced and not in it."""
+    for module in live_modules():
+        if module._history is None:
+            module._history = module.fp8_scale.new_zeros(length, *module.fp8_scale.shape)
+    return True
 
 
 def real_default_device() -> torch.device:

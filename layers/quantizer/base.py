@@ -19,7 +19,7 @@ from te_models.suggestions import shown
 
 from .group_offsets import GroupOffsets
 from .tensor_types import TENSOR_TYPES, empty_tensor, quantized
-from .value import ValueObject, derived, value_class
+from .value import ValueObject, WithUsages, derived
 
 Usage = Literal["rowwise", "columnwise"]
 Fields = dict[str, Tensor]
@@ -432,7 +432,7 @@ class Quantizer(ValueObject):
     def with_usage(self, *, rowwise: bool, columnwise: bool) -> Self:
         """Return a copy that makes other copies; in a compiled function, too."""
         if register_constants is not None and compiling():  # which traces what makes a quantizer
-            return _Usages(self, rowwise, columnwise).quantizer  # type: ignore[return-value]
+            return WithUsages(self, rowwise, columnwise).value  # type: ignore[return-value]
         return dataclasses.replace(self, rowwise=rowwise, columnwise=columnwise)
 
     def require_storable(self) -> None:
@@ -488,19 +488,6 @@ def _asked(quantizer: Q) -> Q:
     """Return the value that makes the copies which `set_usage` of this object asked for last, or else itself."""
     asked = quantizer._usages_asked
     return quantizer if asked is None else quantizer.with_usage(rowwise=asked[0], columnwise=asked[1])
-
-
-@value_class
-@dataclass(frozen=True, init=False)
-class _Usages(ValueObject):
-    """A quantizer that makes other copies. The compiler does not trace how one is made, but it makes value objects of
-    constants, and this one makes a quantizer."""
-
-    quantizer: Quantizer
-
-    def __init__(self, quantizer: Quantizer, rowwise: bool, columnwise: bool) -> None:
-        other = dataclasses.replace(quantizer, rowwise=rowwise, columnwise=columnwise)
-        object.__setattr__(self, "quantizer", other)
 
 
 def _to_json(value: Any) -> Any:

@@ -163,3 +163,16 @@ def _register(cls: type) -> None:
     """Register with the compiler, where this torch has something to register with."""
     if register_constants is not None:
         register_constants(cls)
+
+
+@value_class
+@dataclasses.dataclass(frozen=True, init=False)
+class WithUsages(ValueObject):
+    """A quantizer that makes other copies. The compiler does not trace how one is made, but it makes value objects of
+    constants, and this one makes a quantizer."""
+
+    value: ValueObject
+
+    def __init__(self, quantizer: Any, rowwise: bool, columnwise: bool) -> None:
+        other = dataclasses.replace(quantizer, rowwise=rowwise, columnwise=columnwise)
+        object.__setattr__(self, "value", other)
