@@ -31,7 +31,7 @@ ParallelMode = Literal["column", "row"]
 _WEIGHT_DIM = {"column": 0, "row": 1}
 
 
-def ranks_of(mode: str | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def split_group(mode: str | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return the group over which an operation of this mode is split: all ranks where it names none; None: one rank."""
     if mode is None or not (dist.is_available() and dist.is_initialized()):
         return None

@@ -16,7 +16,6 @@ from ..distributed.tensor_parallel import InitMethod, TensorParallelModule
 from ..functional.fused_quantize import quantized_gradient, quantized_output
 from ..functional.linear import GemmCall
 from ..quantizer import Quantizer
-from ..quantizer.delayed import DelayedScalingQuantizer
 from ..quantizer.state import AnyQuantizer
 from ..recipe.base import HIGH_PRECISION
 from ..recipe.recipe_use import untracked_side_effect
@@ -105,10 +104,11 @@ class SplitParameters(TensorParallelModule, GemmModule):
 
     def _outer(self, quantizer: Quantizer, slot: int) -> AnyQuantizer:
         """Return the live quantizer of outputs (0) or input gradients (1) under delayed scaling, else `quantizer`."""
-        if not isinstance(quantizer, DelayedScalingQuantizer):
+        if not quantizer.NEEDS_STATE:
             return quantizer
         untracked_side_effect(setattr, self, "outer_used", True)
-        return quantizer.with_state(self.fp8_outer_scale[slot], self.fp8_outer_amax[slot] if self.training else None)
+        amax = self.fp8_outer_amax[slot] if self.training else None
+        return quantizer.with_state(self.fp8_outer_scale[slot], amax)  # type: ignore[attr-defined]
 
     @materialising
     @torch.no_grad()

@@ -42,7 +42,9 @@ class _BlockwiseQuantizer(FP8Quantizer):
 
     def _stored(self, parts: Parts, usage: Usage) -> Parts:
         """Turn x's orientation into the storage's, or back."""
-        return tuple(part.mT for part in parts) if self.TRANSPOSED and usage == "columnwise" else parts
+        if not self.TRANSPOSED or usage == "rowwise":
+            return parts
+        return tuple(part.mT if part.dim() > 1 else part for part in parts)  # scales of a graph are one line
 
     def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
         found = self._in_one_pass(x, usage, measured=False)
@@ -200,7 +202,7 @@ class _BlockwiseQuantizer(FP8Quantizer):
         for i, usage in enumerate(usages):
             data, scale_inv = parts[2 * i : 2 * i + 2]
             if usage == "columnwise" and self.TRANSPOSED:
-                data, scale_inv = data.mT, scale_inv.mT
+                data, scale_inv = self._stored((data, scale_inv), usage)
             fields[f"{usage}_data"], fields[f"{usage}_scale_inv"] = data, scale_inv
         return fields
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelModule, ranks_of
+from ...distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelModule, split_group
 from ...functional.dense_gemms import GemmConfig, dense_fprop, dense_gradients, scaled_values
 from ...functional.fused_quantize import input_quantizer, readable_as_input
 from ...functional.gemm_operand import autocast_dtype, require_floating
@@ -90,7 +90,7 @@ class BasicLinear(TensorParallelModule, GemmModule, BasicOperation):
         rng_state_tracker_function: Callable[[], Any] | None = None,
     ) -> None:
         super().__init__(1, name, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input)
-        group = ranks_of(tensor_parallel_mode, tensor_parallel_group)
+        group = split_group(tensor_parallel_mode, tensor_parallel_group)
         self.in_features, self.out_features = self.split_features(
             tensor_parallel_mode,
             in_features,
