@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from te_models.suggestions import shown
+
 from ..compiling import compiling
 from ..cpu_rows import activate
 from ..custom_op import FLOATS, Output, absent, gradient_of, like, operation, takes
@@ -154,4 +156,4 @@ def eager_gated_activation(
 
 def check_name(name: str) -> None:
     if name not in ACTIVATIONS:
-        raise ValueError(f"the activation is {name!r}; allowed: {', '.join(map(repr, ACTIVATIONS))}")
+        raise ValueError(f"the activation is {shown(name)}; allowed: {', '.join(map(repr, ACTIVATIONS))}")

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from te_models.suggestions import shown
+
 from ..compiling import compiling
 from ..cpu_rows import apply_rope as rotate_rows
 from ..custom_op import FLOATS, gradient_of, like, operation, takes
@@ -91,7 +93,7 @@ def rope_frequencies(
     synchronisation; None means a short sequence. Raises ValueError for an unknown scaling or a missing argument.
     """
     if scaling not in SCALINGS:
-        raise ValueError(f"scaling is {scaling!r}; allowed: {', '.join(map(repr, SCALINGS))}")
+        raise ValueError(f"scaling is {shown(scaling)}; allowed: {', '.join(map(repr, SCALINGS))}")
     rotated = int(head_dim * rotary_percent)
     if rotated % 2 or rotated == 0:
         raise ValueError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 
 from te_models.kernels.compiling import compiling
-from te_models.kernels.torch_versions import TORCH_2_11, constant_when_traced, equal_values
+from te_models.kernels.torch_versions import constant_when_traced, equal_values, register_constants
 
 from ..quantizer import Quantizer
 from ..recipe.base import GemmQuantizers, refuse_transformed, refuse_two_dimensional
@@ -33,8 +33,8 @@ def check_format(weight: QuantizedTensor, quantizer: Quantizer) -> None:
     """Raise ValueError where a quantized weight is not in the format that the recipe in force wants; warn once where it
     is in another form of that format."""
     stored = weight.quantizer
-    # traced by torch 2.11 under dynamic=True, a comparison makes graph inputs of floats; the form has none
-    if stored is quantizer or (not (TORCH_2_11 and compiling()) and equal_values(stored, quantizer)):
+    # where quantizers are no constants, a comparison traced under dynamic=True makes graph inputs of floats
+    if stored is quantizer or (not (register_constants is None and compiling()) and equal_values(stored, quantizer)):
         return
     if stored.FORMAT != quantizer.FORMAT:
         raise ValueError(

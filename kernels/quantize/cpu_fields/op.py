@@ -37,30 +37,35 @@ def _in_one_pass(x: Tensor) -> bool:
 def _blocks(x: Tensor, block: list[int], scale_kind: str) -> tuple[Output, Output]:
     rows, columns = x.shape
     scales = torch.uint8 if scale_kind == "e8m0" else torch.float32
-    return like(x, dtype=E4M3), like(x, blocks.grid(rows, columns, (block[0], block[1])), scales)
+    grid = blocks.grid(rows, columns, (block[0], block[1]))
+    return like(x, dtype=E4M3), like(x, grid if block[0] == 1 else (grid[0] * grid[1],), scales)
 
 
 _MATRIX = takes("x: any [R, C]")
 _STORED = takes(
-    "data: float8_e4m3fn [R, C]; block: value; scales: float32|uint8 [-(-R // block[0]), -(-C // block[1])]"
+    "data: float8_e4m3fn [R, C]; block: value; scales: float32|uint8;"
+    "scales.numel() == -(-R // block[0]) * -(-C // block[1])"
 )
 _PACKED = takes("packed: uint8 [R, P]; scales: float8_e4m3fn [R, -(-P // 8)]")
 
 
 @operation("store_blocks", _blocks, takes=_MATRIX, cpu_only=True)
 def store_blocks(x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return `quantize_blockwise` of x [R, C] to E4M3."""
+    """Return `quantize_blockwise` of x [R, C] to E4M3, the scales of blocks of several rows as one line: a graph asks
+    of every size whether it is 1, and would be another one where all rows are in a single block."""
+    found = None
     if _in_one_pass(x):
         found = library.quantize_blocks(x.contiguous(), block, scale_kind, epsilon, measured=False)
-        if found is not None:
-            return found[:2]
-    data, scales = reference.quantize_blockwise(x, block, E4M3, scale_kind, epsilon=epsilon)
-    return data.contiguous(), scales.contiguous()
+    if found is None:
+        found = reference.quantize_blockwise(x, block, E4M3, scale_kind, epsilon=epsilon)
+    data, scales = found[0].contiguous(), found[1].contiguous()
+    return data, scales if block[0] == 1 else scales.flatten()
 
 
 @operation("read_blocks", lambda data, dtype: like(data, dtype=dtype), takes=_STORED, cpu_only=True)
 def read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return `dequantize_blockwise` of E4M3 data [R, C]."""
+    """Return `dequantize_blockwise` of E4M3 data [R, C]. scales: as a grid, or as one line."""
+    scales = scales.view(blocks.grid(*data.shape, block)) if scales.dim() == 1 else scales
     if data.numel() and eager_on_cpu(data) and library.available(dtype):
         return library.decode_blocks(data, scales, block, dtype)
     return reference.dequantize_blockwise(data, scales, block, dtype)
