@@ -138,7 +138,7 @@ WHERE = (
     ),
     ("Where is the input saved for the weight gradient?", "layers quantize_and_save"),
     ("Where is a number format defined?", "kernels quantize_blockwise", "kernels quantize_nvfp4"),
-    ("Which GEMM implementation runs, and why?", "kernels choose", "kernels choose_scaled"),
+    ("Which GEMM implementation runs, and why?", "kernels/gemm choose", "kernels choose_scaled"),
     ("What is the active recipe?", "layers Region"),
     ("What does each recipe say about each operand?", "layers MXFP8BlockScaling"),
     ("What does the router do with groups of experts?", "kernels router_topk", "te_models Router"),
@@ -154,7 +154,8 @@ WHERE = (
 
 
 def defined_in(folder: str, name: str) -> str:
-    """Return the file in which a folder defines a function or class; reference.py where several do."""
+    """Return the file in which a folder, perhaps one inside another, defines a function or class; reference.py where
+    several do."""
     pattern = re.compile(rf"^(?:def|class) {name}\b", re.MULTILINE)
     found = [path for path in sorted((ROOT / folder).rglob("*.py")) if pattern.search(path.read_text(encoding="utf-8"))]
     chosen = [path for path in found if path.name == "reference.py"] or found

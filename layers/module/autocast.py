@@ -1,6 +1,6 @@
 """The recipe in force: `autocast` for what layers compute, `quantized_model_init` for what they store.
 
-In force in the thread that opens the region, and in no other, see `regions`. The context managers nest, also one object
+In force in the thread that opens the region, and in no other, see `context`. The context managers nest, also one object
 in itself, and the compiler follows those opened inside a compiled function.
 """
 
