@@ -117,13 +117,14 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         that is not its predecessor plus one begins another text, and texts do not see each other, a text in the cache
         included. cache, which transformers before 5.24 calls past_key_values: extended by this call; with use_cache and
         without one, a new one. inputs_embeds: [B, S, hidden], in place of input_ids, as `get_input_embeddings()`
-        returns them. labels: [B, S], usually input_ids; position s is scored on labels[s + 1], and -100 does not
-        count. num_items_in_batch: how many labels the micro-batches of a step have together; the loss is then the sum
-        over this call's labels divided by it, and router losses weigh as these labels do. use_cache: None follows the configuration, and means no in training mode and for several texts in a
-        row. logits_to_keep: the number of last positions, or the positions, whose logits are returned; 0 means all.
-        output_hidden_states: also return the embeddings, the output of each layer but the last, and the output of the
-        last layer after the final norm, [B, S, hidden] each; None follows the configuration. Mixtures also return the
-        router losses as `aux_loss`. Raises ValueError for output_attentions.
+        returns them. labels: [B, S], usually input_ids; position s is scored on labels[s + 1], and -100 does not count.
+        num_items_in_batch: how many labels the micro-batches of a step have together; the loss is then the sum over
+        this call's labels divided by it, and router losses weigh as these labels do. use_cache: None follows the
+        configuration, and means no in training mode and for several texts in a row. logits_to_keep: the number of last
+        positions, or the positions, whose logits are returned; 0 means all. output_hidden_states: also return the
+        embeddings, the output of each layer but the last, and the output of the last layer after the final norm, [B, S,
+        hidden] each; None follows the configuration. Mixtures also return the router losses as `aux_loss`. Raises
+        ValueError for output_attentions.
         """
         batch, length = input_size(input_ids, inputs_embeds)
         cache = one_cache(cache, past_key_values)
