@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..terminal import is_terminal, say, say_while_waiting
+from ..tokenizer import ends_of
 from .codec import Codec, check_device, open_codec
 from .parser import Verbs, emit, integer, number, read_text, verb
 
@@ -139,8 +140,10 @@ class Model:
         draft: GPTModel | Draft | None = MTPDraft() if args.draft_mtp else None
         if args.draft_model is not None:
             draft = GPTModel.from_pretrained(local_folder(args.draft_model), **how)
-        ends = sorted({*_ends(folder), *(() if codec.eos is None else (codec.eos,))})
-        return cls(args, gpt, draft, codec, ends)
+        ends = ends_of(folder, codec.tokenizer)
+        if codec.tokenizer is None and codec.eos is not None:
+            ends.append(codec.eos)
+        return cls(args, gpt, draft, codec, [id for id in ends if id < gpt.config.vocab_size])
 
     def text(self, *, show_ends: bool = True) -> TextStream:
         """Return a text that tokens are added to."""
@@ -243,8 +246,11 @@ def read_prompts(file: Path) -> list[str]:
     """Return the prompts of a file: each line, or of .jsonl the text in the field "prompt" of each line's object.
 
     Raises ValueError for a line that has none."""
-    text, found = read_text(str(file)), []
-    for number_of_line, line in enumerate(text.splitlines(), 1):
+    text, found = read_text(str(file)).removeprefix("\ufeff"), []
+    for number_of_line, line in enumerate(text.split("\n"), 1):  # other line ends may be in the text of JSON
+        line = line.removesuffix("\r")
+        if not line.strip():
+            continue
         where = f"{file}, line {number_of_line}"
         prompt: Any = line
         if file.suffix in (".jsonl", ".ndjson"):
@@ -275,15 +281,3 @@ def _prompt(args: argparse.Namespace) -> str:
     except UnicodeEncodeError:
         raise ValueError("the prompt is not UTF-8 text") from None
     return prompt
-
-
-def _ends(folder: Path) -> list[int]:
-    """The ids of the tokens at which the model itself says that generation ends, such as the end of a turn."""
-    from te_models.checkpoints.io.strict_json import read_object
-    from te_models.checkpoints.io.weight_files import plain_file
-
-    name = "generation_config.json"
-    if not (folder / name).is_file():
-        return []
-    ends = read_object(plain_file(folder, name)).get("eos_token_id")
-    return [i for i in (ends if isinstance(ends, list) else [ends]) if type(i) is int]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_models.training import DataError, TokenDataset, Windows, build_dataset, write_dataset
+from te_models.training import DataError, DocumentOptions, TokenDataset, Windows, build_dataset, write_dataset
 from tests.training.runs import TEXT
 
 
@@ -86,8 +86,13 @@ def test_a_tokenizer_that_cuts_and_fills_up_texts_reads_all_of_them(tmp_path: Pa
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text("a b c a b c a")
     (tmp_path / "b.txt").write_text("b b")
-    dataset = build_dataset(tmp_path / "d", [tmp_path / "*.txt"], str(tmp_path))
-    assert dataset.vocab_size == 10
+    with pytest.raises(
+        DataError, match=r"names no token that ends a text \(eos_token\), so that documents would run tog"
+    ):
+        build_dataset(tmp_path / "d", [tmp_path / "*.txt"], str(tmp_path))
+    options = DocumentOptions(add_eos_token=False)
+    dataset = build_dataset(tmp_path / "d", [tmp_path / "*.txt"], str(tmp_path), options=options)
+    assert dataset.vocab_size == 10 and dataset.largest_id() == 9
     assert sorted(dataset.tokens.tolist()) == sorted([0, 1, 9, 0, 1, 9, 0, 1, 1])
 
 
