@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="chat templates are transformers'")
 
 from te_models.chat_rows import ChatError, ChatRows
 from te_models.special_tokens import model_tokens
-from tests.te_models.chats import CHAT, KINDS, TEMPLATES, make_folder
+from tests.te_models.text.chats import CHAT, KINDS, TEMPLATES, make_folder
 
 ANSWERS = {
     "chatml": ["very well, thanks<|im_end|>", "the sun shines<|im_end|>"],
