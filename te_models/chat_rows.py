@@ -56,6 +56,8 @@ class ChatRows:
                 raise ChatError(f"it writes the parts of the content of message {i} as Python does, not their text")
         left = [Answer(self, text, i) for i, message in enumerate(messages) if message["role"] == "assistant"]
         rows, written = [], text.whole
+        if marked and self._final:
+            return [self._marked_row(text, written, [a for a in left if messages[a.index].get("weight") != 0])]
         while left:
             here = [found for answer in left if (found := self._found(answer, written, final=not rows)) is not None]
             left = [answer for answer in left if all(answer.index != found.index for found in here)]
@@ -78,7 +80,7 @@ class ChatRows:
     def _row(self, text: _Written, written: str, answers: list[Answer]) -> tuple[list[int], list[int], int]:
         spans, unended, shift = [], 0, 0
         for answer in answers:
-            begin, end = answer.start + shift, answer.end + shift
+            begin, end = answer.start + shift, answer.end_in(written, shift)
             further = "" if answer.ended else self.end_behind(written, end) or answer.next_end(written)
             if not answer.ended and not further and self._end is not None:
                 end, further = answer.content_end + shift, self._end
@@ -152,13 +154,12 @@ class ChatRows:
 
     def _find_turn_end(self) -> str | None:
         """Return the token that the template writes behind an answer of one word."""
-        asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
         try:
             text = self._tokenizer.apply_chat_template(asked, tokenize=False)
         except Exception:  # of templates that ask for more: each answer is looked at by itself
             return None
-        start = text.rfind("b") + 1
-        behind = text[start:].lstrip()
+        behind = text.rpartition(_MARK)[2].lstrip()
         return max((s for s in self._specials if behind.startswith(s)), key=len, default=None)
 
 
@@ -220,6 +221,12 @@ class Answer:
             return False
         end = self.end if self.ended else self.content_end
         return written.startswith(self.answered[:end])
+
+    def end_in(self, written: str, shift: int) -> int:
+        """Return where the answer ends in a text that has `shift` more characters before it."""
+        space = "" if self.answered is None else self.answered[self.content_end : self.end]
+        at = self.content_end + shift
+        return at + len(space) if written.startswith(space, at) else at
 
     def in_final(self, whole: str) -> Answer:
         """Return this answer with its places in the text of the whole chat."""

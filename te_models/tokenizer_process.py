@@ -12,6 +12,7 @@ was standard output, each as a kind (one byte), a length (eight) and so many byt
     P  {"folder", "messages"} -> the ids of a chat up to where the next answer begins (uint32)
     T  {"folder"}             -> the ids of the tokens that end an answer (uint32)
     e  UTF-8 text             -> its ids, without special tokens;  E: with them
+    f  UTF-8 text             -> its ids behind a line end, without what a tokenizer puts before the first word
     p  [prompt, answer]       -> their ids as one text (uint32); highest bit set: the answer's
     d  ids                    -> their UTF-8 text
     t  a token                -> its id (JSON)
@@ -93,6 +94,8 @@ def _answer(state: dict[str, Any], kind: bytes, data: bytes) -> bytes:
     tokenizer = state["tokenizer"]
     if kind in (b"e", b"E"):
         return _bounded(tokenizer.encode(data.decode(), add_special_tokens=kind == b"E").ids, len(data))
+    if kind == b"f":
+        return _bounded(_following(tokenizer, data.decode()), len(data))
     if kind == b"p":
         return _of_pair(state, *json.loads(data))
     if kind == b"d":
@@ -206,6 +209,15 @@ def _auto_tokenizer(folder: str, model: dict[str, Any]) -> Any:
             options["config"] = transformers.PreTrainedConfig()
         options["config"].tokenizer_class = model.get("tokenizer_class")
     return transformers.AutoTokenizer.from_pretrained(folder, **options)
+
+
+def _following(tokenizer: Any, text: str) -> list[int]:
+    """Encode behind a line end, and take its ids away again, where they are the same without the text."""
+    line_end = tokenizer.encode("\n", add_special_tokens=False).ids
+    ids = tokenizer.encode(f"\n{text}", add_special_tokens=False).ids
+    if ids[: len(line_end)] == line_end:
+        return ids[len(line_end) :]
+    return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _of_pair(state: dict[str, Any], prompt: str, answer: str) -> bytes:

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,10 +73,12 @@ def run(args: argparse.Namespace) -> int:
     _check_options(args)
     from te_models.checkpoints.io.hub import local_folder
 
-    check_device(args.device)
-    say_while_waiting(f"loading {args.model}")
     folder = local_folder(args.model)
-    codec = open_codec(folder, args.tokenizer, "generate")
+    with ThreadPoolExecutor(1) as beside:  # another process reads the tokenizer while this one imports torch
+        opened = beside.submit(open_codec, folder, args.tokenizer, "generate")
+        check_device(args.device)
+        say_while_waiting(f"loading {args.model}")
+        codec = opened.result()
     if args.chat:
         from .chat import run_chat
 

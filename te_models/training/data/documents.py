@@ -22,7 +22,8 @@ from .errors import DataError, listed
 from .formats import Document, Fields, RowError
 
 PIECE = 1 << 20
-"""Characters of a text file that are read at once; a piece ends at a line end."""
+"""Characters of a text file that are read at once; a piece ends at a line end, before a line that begins with no space
+unless there is none in as many characters again: tokenizers join spaces and line ends."""
 SPAN_BYTES = 32 << 20
 SPAN_ROWS = 4096
 Kind = Literal["text", "jsonl", "json", "parquet", "dataset", "stream"]
@@ -149,8 +150,12 @@ def _is_saved(folder: Path) -> bool:
 def _text_pieces(file: Path) -> Iterator[str]:
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
-            while piece := lines.readlines(PIECE):
-                yield "".join(piece)
+            piece = lines.readlines(PIECE)
+            while piece:
+                more = lines.readlines(PIECE)
+                cut = next((i for i, line in enumerate(more) if not line[0].isspace()), len(more))
+                yield "".join([*piece, *more[:cut]])
+                piece = more[cut:] or lines.readlines(PIECE)
     except UnicodeDecodeError:
         raise _undecodable(file) from None
     except OSError as error:

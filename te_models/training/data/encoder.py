@@ -20,15 +20,17 @@ CHATS = ("messages", "sharegpt", "alpaca")
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns documents into token ids. before and behind: ids around each document of text. pair: turns a prompt and its
-    answer into ids and, for each, 1 where the loss counts it. chat: turns messages and tools into rows of these, with
-    how many answers of a row no token ends."""
+    """Turns documents into token ids. before and behind: ids around each document of text. following: encodes a piece
+    of a text behind another one, which ends with a line; None: as `encode` does. pair: turns a prompt and its answer
+    into ids and, for each, 1 where the loss counts it. chat: turns messages and tools into rows of these, with how many
+    answers of a row no token ends."""
 
     name: str
     encode: Callable[[str], Sequence[int]]
     vocab_size: int
     before: tuple[int, ...] = ()
     behind: tuple[int, ...] = ()
+    following: Callable[[str], Sequence[int]] | None = None
     pair: Callable[[str, str], tuple[list[int], list[int]]] | None = None
     chat: Callable[[Document], Rows] | None = None
 
@@ -55,8 +57,10 @@ class Encoder:
             prompt, answer = document.pieces
             yield self.pair(prompt, answer)
         else:
+            encode = self.encode
             for text in document.pieces:
-                yield self.encode(text), None
+                yield encode(text), None
+                encode = self.following or encode
         if self.behind:
             yield self.behind, None
 
@@ -76,7 +80,7 @@ def bytes_encoder(options: DocumentOptions | None = None) -> Encoder:
         before, after = ids(prompt), ids(answer)
         return [*before, *after], [0] * len(before) + [1] * len(after)
 
-    return Encoder("bytes", ids, 257, (), () if options.add_eos_token is False else (256,), pair)
+    return Encoder("bytes", ids, 257, (), () if options.add_eos_token is False else (256,), pair=pair)
 
 
 def load_encoder(tokenizer: str, *, format: str = "text", options: DocumentOptions | None = None) -> Encoder:
@@ -106,7 +110,7 @@ def load_encoder(tokenizer: str, *, format: str = "text", options: DocumentOptio
     def encode(text: str) -> list[int]:
         return model.encode(text, add_special_tokens=False)
 
-    return Encoder(tokenizer, encode, model.vocab_size, before, behind, model.encode_pair, chat)
+    return Encoder(tokenizer, encode, model.vocab_size, before, behind, model.encode_following, model.encode_pair, chat)
 
 
 class _Chats:

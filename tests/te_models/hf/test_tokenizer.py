@@ -203,6 +203,7 @@ def test_transformers_reads_hostile_folders_in_the_other_process(tmp_path: Path)
         if rng.random() < 0.5:
             folder_with(folder, rng.randbytes(rng.choice([0, 9, 2000])), "tokenizer.model")
         try:
+            process.ask(b"R", json.dumps({"folder": str(folder), "model": {}}).encode(), 1 << 24)
             process.ask(b"F", json.dumps({"folder": str(folder), "text": TEXT}).encode(), 1 << 20)
         except TokenizerError as error:
             assert "\n" not in str(error) and len(str(error)) < 500

@@ -15,6 +15,7 @@ import transformers
 from te_models.special_tokens import SpecialTokenError, model_tokens, named_tokens
 from te_models.tokenizer import document_end, ends_of, read_tokenizer
 from te_models.training import DataError, DocumentOptions, build_dataset
+from te_models.training.data import documents
 from te_models.training.data.encoder import load_encoder
 from tests.te_models.hf_models import hf_model
 from tests.te_models.text.chats import KINDS, TEXT, make_folder, make_tokenizer
@@ -54,6 +55,18 @@ def test_documents_are_the_tokenizer_s_texts(kind: str, named_class: str | None,
     if named_class is not None:
         raw = make_tokenizer(kind).encode(texts[1], add_special_tokens=False).ids
         assert raw != plain[1], "the class reads texts otherwise than the file alone says"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_is_read_in_pieces_has_the_tokens_of_the_whole(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "PIECE", 40)
+    theirs = make_folder(tmp_path / "t", kind, "chatml")
+    text = "".join(f"{line}\n{'' if i % 3 else '  ' * i}\n" for i, line in enumerate(TEXT * 3))
+    (tmp_path / "a.txt").write_text(text)
+    found = build_dataset(tmp_path / "d", [tmp_path / "a.txt"], str(tmp_path / "t"))
+    assert found.tokens.tolist() == [*theirs(text)["input_ids"], 2]
 
 
 def test_a_tokenizer_that_ends_texts_itself_gets_no_second_end(tmp_path: Path) -> None:
