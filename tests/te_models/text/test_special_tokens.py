@@ -150,3 +150,24 @@ def test_generation_ends_where_transformers_ends_it(tmp_path: Path) -> None:
         import_hf(tmp_path / "m", tmp_path / f"te{number}")
         for folder in (tmp_path / "m", tmp_path / f"te{number}"):
             assert ends_of(folder, None) == expected
+
+
+@pytest.mark.parametrize(("case", "kind"), [("llama", "legacy prepend"), ("qwen2", "byte-level")])
+def test_an_imported_folder_reads_texts_as_its_original(case: str, kind: str, tmp_path: Path) -> None:
+    """The kind of model decides which class reads a tokenizer, and ours is unknown to transformers."""
+    from te_models.checkpoints import import_hf
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hf_model(case).save_pretrained(tmp_path / "m")
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(kind), **settings).save_pretrained(
+        tmp_path / "m"
+    )
+    if case == "llama":
+        edit(tmp_path / "m" / "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
+    import_hf(tmp_path / "m", tmp_path / "te")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "m")
+    for text in ("tell me <s> more", "12345 cafe\u0301  x"):
+        for folder in (tmp_path / "m", tmp_path / "te"):
+            assert read_tokenizer(folder, "this test").encode(text) == theirs(text)["input_ids"]
