@@ -2,7 +2,7 @@
 
 On CPU under torch.compile Inductor sees the reference and fuses a quantization with its dequantization and with the
 neighbouring element-wise operations, so an eight-bit copy is made only where it is kept. On an accelerator, columnwise
-FP8 data that GEMMs read transposed comes back in the input's orientation, lying transposed in memory (see `Tensor.stride`).
+FP8 data that GEMMs read transposed comes back in the input's orientation, lying transposed in memory.
 """
 
 from __future__ import annotations
