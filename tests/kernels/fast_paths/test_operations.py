@@ -34,7 +34,9 @@ WITHOUT = {
 
 
 def test_every_operation_with_a_kernel_of_ours_says_what_it_takes() -> None:
-    assert {name for name, entry in registered().items() if entry.takes is None} - WITHOUT == set()
+    assert {
+        name for name, entry in registered().items() if entry.takes is None and not name.startswith("test_")
+    } - WITHOUT == set()
 
 
 X, ROWS = torch.ones(4, 8), torch.zeros(4, 2, dtype=torch.int64)
