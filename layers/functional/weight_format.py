@@ -21,11 +21,12 @@ _FORM = (
     "block_scaling_dim",
     "force_pow_2_scales",
     "two_dimensional",
-    "with_2d_quantization",
     "rowwise_quantizer",
     "columnwise_quantizer",
 )
 """The fields of quantizers that a stored number depends on; not those that say which copies there are."""
+_FORM_OF_NVFP4 = (*_FORM, "with_2d_quantization")
+"""MXFP8 has this name, too: Transformer Engine's of two_dimensional."""
 _warned: set[str] = set()
 
 
@@ -42,7 +43,7 @@ def check_format(weight: QuantizedTensor, quantizer: Quantizer) -> None:
             "allowed: a recipe of the stored format, or autocast(enabled=False)"
         )
     # under delayed scaling a stored weight's scale always comes from its own amax
-    names = ("fp8_dtype",) if quantizer.NEEDS_STATE else _FORM
+    names = ("fp8_dtype",) if quantizer.NEEDS_STATE else _FORM_OF_NVFP4 if stored.FORMAT == "nvfp4" else _FORM
     others = [name for name in names if getattr(stored, name, None) != getattr(quantizer, name, None)]
     if others:
         form = ", ".join([f"{name} {getattr(stored, name)}" for name in others])

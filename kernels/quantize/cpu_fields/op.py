@@ -140,8 +140,8 @@ def store_scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    has_one = dtype in rounding.DTYPES and rounding.available(None, "te_round_scaled", x.dtype, dtype)
-    if _in_one_pass(x) and plain_on_cpu(scale) and has_one:
+    fits = _in_one_pass(x) and dtype in rounding.DTYPES and plain_on_cpu(scale)
+    if fits and rounding.available(None, "te_round_scaled", x.dtype, dtype):
         found = library.quantize_scaled(x.contiguous(), float(scale), 1.0, measured=False)
         if found is not None:
             return rounding.round_scaled(x, scale, E4M3, dtype), found[0]

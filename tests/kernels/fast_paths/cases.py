@@ -46,8 +46,8 @@ class Case(NamedTuple):
     definition: Callable[..., Any] | None = None
 
 
-def _always(elements: int, dtype: torch.dtype, trial: Callable[[], object] | None = None) -> bool:
-    return dtype in graph.DTYPES and elements > 0 and graph.available(trial)
+def _always(elements: int, dtype: torch.dtype, load: Callable[..., object] | None = None, *arguments: object) -> bool:
+    return dtype in graph.DTYPES and elements > 0 and graph.available(load, *arguments)
 
 
 @contextlib.contextmanager
