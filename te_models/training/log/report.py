@@ -14,7 +14,7 @@ from ...sizes import format_size
 from ..checkpoints.files import list_checkpoints
 from ..metrics import METRICS, MetricsError, read_metrics
 from .curves import running_mean, span_of
-from .starts import read_starts
+from .starts import flat, read_starts
 from .svg import COLORS, Line, chart
 
 MOST_EVENTS = 50
@@ -58,7 +58,7 @@ class RunRecord:
 
     def config(self) -> dict[str, Any]:
         """Return the keys of the last start by their dotted names."""
-        return dict(_flat(self.starts[-1]["config"], "")) if self.starts else {}
+        return flat(self.starts[-1]["config"]) if self.starts else {}
 
     def environment(self) -> dict[str, Any]:
         """Return the environment of the last start."""
@@ -229,13 +229,6 @@ def _differences(runs: Sequence[RunRecord]) -> str:
 
 def _text(value: Any) -> str:
     return '<span class="dim">-</span>' if value is None or value == "" else escape(str(value))
-
-
-def _flat(values: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        found += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
-    return found
 
 
 def _colored(runs: Sequence[RunRecord]) -> list[tuple[RunRecord, str]]:

@@ -50,3 +50,11 @@ def read_starts(output_dir: Path) -> list[dict[str, Any]]:
         except (ValueError, KeyError, TypeError) as error:
             raise MetricsError(f"{path}, line {number} is no start of a run: {error}") from None
     return found
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the keys of nested tables by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
