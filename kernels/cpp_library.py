@@ -1,11 +1,13 @@
 """C++ functions without torch's headers: compiled where they are first called, and kept for all later processes.
 
 A compiler takes about a second for one, and loading it again takes a millisecond. Inductor's cache would do both, but
-importing Inductor takes seconds, which eager code need not wait for.
+importing Inductor takes seconds, which eager code need not wait for. `cpp_cache` says where they are kept. Whatever is
+in the way is a CompilationError, said once as a warning, and the caller computes by its definition.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -13,14 +15,16 @@ import os
 import platform
 import shlex
 import shutil
-import subprocess
 import sys
-import tempfile
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from te_models.child_process import renew_in_forks, run_program
+
+from . import cpp_cache
 from .machine import cache_folder, instruction_sets
 
 _ARM = platform.machine().lower() in ("arm64", "aarch64")
@@ -36,18 +40,23 @@ _FLAGS = (
 )
 _THREADS = ("-Xpreprocessor", "-fopenmp", "-lomp") if sys.platform == "darwin" else ("-fopenmp",)
 _SECONDS = 300
+"""Of a compilation, and of waiting for another process's."""
 
 
 class CompilationError(RuntimeError):
-    """There is no C++ compiler, or it cannot compile a function; the message says which, in one sentence."""
+    """A function cannot be compiled, or not be loaded; the message says why, in one sentence."""
 
 
 def function(code: str, defined: Mapping[str, str], name: str, arguments: Sequence[Any], result: Any = None) -> Any:
     """Return the function `name` of C++ code under these macros.
 
-    arguments, result: the ctypes of its own; None: it returns nothing. Raises CompilationError.
+    arguments, result: the ctypes of its own; None: it returns nothing. Raises CompilationError, whatever is in the way.
     """
-    found = getattr(_library(_source(code, defined)), name)
+    library = _library(_source(code, defined))
+    try:
+        found = getattr(library, name)
+    except AttributeError:
+        raise CompilationError(f"the library that the C++ compiler made has no function {name}") from None
     found.argtypes, found.restype = arguments, result
     return found
 
@@ -55,8 +64,8 @@ def function(code: str, defined: Mapping[str, str], name: str, arguments: Sequen
 def is_cached(code: str, defined: Mapping[str, str]) -> bool:
     """Whether the library of C++ code under these macros is there already."""
     try:
-        return _file(_source(code, defined)).exists()
-    except CompilationError:
+        return cpp_cache.intact(cpp_cache.trusted(cache_folder() / "cpp") / _name(_source(code, defined)))
+    except (OSError, ValueError, CompilationError):
         return False
 
 
@@ -65,74 +74,122 @@ def _source(code: str, defined: Mapping[str, str]) -> str:
 
 
 _compiling = threading.Lock()
+renew_in_forks(_compiling)
 
 
 def _library(source: str) -> ctypes.CDLL:
     with _compiling:  # threads may ask for the same one
-        return _loaded(source)
+        found = _loaded(source)
+    if isinstance(found, str):
+        raise CompilationError(found)
+    return found
 
 
 @functools.cache
-def _loaded(source: str) -> ctypes.CDLL:
-    file = _file(source)
-    if file.exists():
+def _loaded(source: str) -> ctypes.CDLL | str:
+    """Return the library of a source, or why there is none: of a compiler that fails, or hangs, once is enough."""
+    try:
+        name = _name(source)
         try:
+            return _found_or_made(source, cpp_cache.shared_folder() / name)
+        except TimeoutError:  # elsewhere the compiler takes as long
+            raise
+        except (OSError, ValueError, CompilationError) as error:
+            found = _found_or_made(source, cpp_cache.private_folder() / name)
+            _say(f"compiled C++ functions are kept for this process alone: {_sentence(error)}")
+            return found
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = _sentence(error)
+    if "#error" not in reason:  # by which a source says that it is not for this processor
+        _say(f"a C++ function is missing, and what runs in its place takes longer: {reason}")
+    return reason
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split())
+
+
+_said: set[str] = set()
+_hung: list[str] = []
+"""Why the compiler is asked no more."""
+
+
+def _say(sentence: str) -> None:
+    """Warn, once in a process."""
+    if sentence not in _said:
+        _said.add(sentence)
+        warnings.warn(sentence, RuntimeWarning, stacklevel=2)
+
+
+def _found_or_made(source: str, file: Path) -> ctypes.CDLL:
+    """Return the library that a file holds, or is to hold."""
+    library = _found(file)
+    if library is None:
+        with cpp_cache.locked(file, _SECONDS) as alone:
+            library = _found(file) or _made(source, file, alone)  # another process may have made it by now
+    return library
+
+
+def _found(file: Path) -> ctypes.CDLL | None:
+    if cpp_cache.intact(file):
+        with contextlib.suppress(OSError):  # of another system that shares the folder
             return ctypes.CDLL(str(file))
-        except OSError:  # of another system that shares the folder, or damaged
-            pass
-    _compile(source, file)
-    return ctypes.CDLL(str(file))
+    return None
 
 
-def _file(source: str) -> Path:
-    """Return where the library of a source is kept: another source, processor or command has another one."""
+def _made(source: str, file: Path, alone: bool) -> ctypes.CDLL:
+    if cpp_cache.is_damaged(file):
+        _say(f"{file} is not what was written there, and is compiled again")
+    with cpp_cache.working_folder(file, alone) as folder:
+        written = _compile(source, folder)
+        try:
+            library = ctypes.CDLL(str(written))  # so that only what can be loaded gets a name
+        except OSError as error:
+            raise CompilationError(f"what the C++ compiler {_command()[0]} made cannot be loaded: {error}") from None
+        cpp_cache.publish(written, file)
+        return library
+
+
+def _name(source: str) -> str:
+    """Return the file name of the library of a source: another source, processor or command has another one."""
     parts = (source, *_command(), instruction_sets(), platform.system(), platform.machine())
-    return _folder() / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.so"
+    return f"{hashlib.sha256(chr(0).join(parts).encode(errors='surrogateescape')).hexdigest()[:32]}.so"
 
 
 @functools.cache
 def _command() -> tuple[str, ...]:
     """Return the compiler with its flags. CompilationError where there is none."""
-    asked = shlex.split(os.environ.get("CXX", ""))
+    chosen = os.environ.get("CXX", "")
+    try:
+        asked = shlex.split(chosen)
+    except ValueError as error:
+        raise CompilationError(f"CXX is {chosen!r}, which is no command: {error}") from None
+    # the current directory is not where a compiler is looked for
+    places = os.pathsep.join(filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep)))
     for compiler, *options in [asked] if asked else [["g++"], ["clang++"], ["c++"]]:
-        path = shutil.which(compiler)
+        path = shutil.which(compiler, path=places)
         if path is not None:
-            return (path, *options, *_FLAGS, *_THREADS)
+            return (str(Path(path).absolute()), *options, *_FLAGS, *_THREADS)
     raise CompilationError("there is no C++ compiler")
 
 
-def _compile(source: str, file: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
-        text, library = Path(scratch) / "source.cpp", Path(scratch) / "library.so"
-        text.write_text(source)
-        command = (*_command(), str(text), "-o", str(library))
-        options = {"capture_output": True, "text": True, "timeout": _SECONDS, "env": os.environ | {"LC_ALL": "C"}}
-        try:
-            ended = subprocess.run(command, **options)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise CompilationError(f"the C++ compiler {command[0]} did not run: {error}") from None
-        if ended.returncode or not library.exists():
-            _, _, reason = ended.stderr.partition("error: ")
-            reason = reason.partition("\n")[0] or f"exit status {ended.returncode}"
-            raise CompilationError(f"the C++ compiler {command[0]} cannot compile a library: {reason}")
-        library.replace(file)  # whole, or not there, for processes that compile at once
-
-
-def _folder() -> Path:
-    """Return the folder of the libraries: the machine's, or where that cannot be written, one of this process."""
-    return _writable(cache_folder() / "cpp")
-
-
-@functools.cache
-def _writable(folder: Path) -> Path:
+def _compile(source: str, folder: Path) -> Path:
+    """Return the library of a source, written into a folder."""
+    text, library, command = folder / "source.cpp", folder / "library.so", _command()
+    if _hung:
+        raise TimeoutError(_hung[0])
+    text.write_text(source, encoding="utf-8")
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        temporary = tempfile.TemporaryDirectory(prefix="te_models-cpp-")
-        _temporary.append(temporary)  # removed with the process
-        return Path(temporary.name)
-
-
-_temporary: list[tempfile.TemporaryDirectory] = []
+        status, said = run_program((*command, str(text), "-o", str(library)), folder, _SECONDS)
+    except TimeoutError as error:
+        _hung.append(f"the C++ compiler {command[0]} was killed: {error}")
+        raise TimeoutError(_hung[0]) from None
+    except OSError as error:
+        raise CompilationError(f"the C++ compiler {command[0]} did not run: {error}") from None
+    if status or not library.is_file():
+        _, _, reason = said.partition("error: ")
+        reason = reason.partition("\n")[0] or f"exit status {status}"
+        raise CompilationError(f"the C++ compiler {command[0]} cannot compile a library: {reason}")
+    return library

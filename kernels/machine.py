@@ -9,14 +9,42 @@ import platform
 from pathlib import Path
 
 
+class NoCacheFolderError(ValueError):
+    """There is no folder to keep anything in; the message says why, in one sentence."""
+
+
 def cache_folder() -> Path:
-    """Return where what is made once per machine is kept: `TE_MODELS_CACHE`, or ~/.cache/te_models."""
-    return Path(os.environ.get("TE_MODELS_CACHE") or Path.home() / ".cache" / "te_models").expanduser()
+    """Return where what is made once per machine is kept: `TE_MODELS_CACHE`, or ~/.cache/te_models.
+
+    Raises NoCacheFolderError for a relative one, which would be another one in each directory: code that lies in a
+    downloaded folder would run.
+    """
+    asked = os.environ.get("TE_MODELS_CACHE")
+    try:
+        folder = Path(asked or "~/.cache/te_models").expanduser()
+    except RuntimeError:
+        folder = Path()
+    if folder.is_absolute():
+        return folder
+    if asked:
+        raise NoCacheFolderError(f"TE_MODELS_CACHE is {asked!r}; allowed: an absolute path")
+    raise NoCacheFolderError("there is no home directory to keep files in; TE_MODELS_CACHE may name a folder")
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, and those above it that are not there, for this user alone. Raises OSError."""
+    if not folder.parent.exists():
+        make_private(folder.parent)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
 
 
 def cpu_name() -> str:
     """Return the processor's name."""
-    return _cpuinfo("model name", "CPU part") or platform.processor()
+    return _cpuinfo("model name", "CPU part") or platform.machine()
 
 
 @functools.cache

@@ -256,13 +256,13 @@ def _windows(
 ) -> list[Tensor]:
     """Return windows of up to `longest` tokens, `tokens` in all or as many as the text has."""
     if text is None:
-        ids = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(seed))
+        ids = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(seed), device="cpu")
     else:
         if not any(any(Path(folder).glob(name)) for name in _TOKENIZERS):  # transformers makes up an empty one for some
             raise ValueError(f"{folder} has no tokenizer to read the text with; allowed: a folder with tokenizer.json")
         from .tokenizer import encode_as_transformers
 
-        ids = torch.tensor(encode_as_transformers(Path(folder), text)[:tokens], dtype=torch.int64)
+        ids = torch.tensor(encode_as_transformers(Path(folder), text)[:tokens], dtype=torch.int64, device="cpu")
         if ids.numel() == 0:
             raise ValueError("the text has no tokens")
         if ids.max() >= vocabulary:

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
 import weakref
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from . import tokenizer_process
+from .child_process import exit_code, start_script
 from .extras import require
 from .tokenizer_process import BYTES_PER_TOKEN, FRAME, TOKENS_BESIDE, TOKENS_PER_BYTE
+
+if TYPE_CHECKING:
+    import subprocess
 
 FILE = "tokenizer.json"
 MAX_FILE_BYTES = 128 << 20
@@ -181,16 +182,9 @@ class _Process:
 
     def __init__(self, where: str, memory_bytes: int, seconds: int = MAX_SECONDS) -> None:
         self._where, self._memory_bytes, self._seconds = where, memory_bytes, seconds
-        arguments = [str(memory_bytes), str(seconds), json.dumps(sys.path)]
+        variables = {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", tokenizer_process.__file__, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"},
-                start_new_session=True,  # Ctrl-C is this process's to answer
-            )
+            process = start_script(tokenizer_process.__file__, [str(memory_bytes), str(seconds)], variables)
         except OSError as error:
             raise TokenizerError(f"{where} cannot be read: no process for it starts ({error.strerror})") from error
         self._process: subprocess.Popen[bytes] = process
@@ -223,9 +217,7 @@ class _Process:
 
     def _died(self) -> TokenizerError:
         """What to say of a process that gave no answer."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
-        code = self._process.returncode
+        code = exit_code(self._process, 5)
         self.close()
         reason = f"the process that reads it ended with code {code}"
         if code == -signal.SIGXCPU:

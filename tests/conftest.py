@@ -7,6 +7,7 @@ test module is collected. It changes nothing else: without a GPU nothing but our
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import json
 import math
@@ -20,6 +21,7 @@ import torch
 from hypothesis import settings
 
 from tests.covering import BUDGET_FACTOR, CPU_TIMES, EVERYDAY, finish, mark_uncovered, start
+from tests.default_device import package_default
 
 # The same inputs in every run, so that a change is what breaks a test; the slow ones search for new inputs.
 settings.register_profile("repeatable", derandomize=True)
@@ -34,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     EVERYDAY[0] = config.option.markexpr.startswith("not slow")
     BUDGET_FACTOR[0] = config.option.budget
     # Only a power failure tells what was flushed from what was not, and waiting for the disk took a tenth of the
-    # training tests. That it is called, and when, is tests/checkpoints/io/test_disk_file.py.
+    # training tests. That it is called, and when, is tests/checkpoints/io/test_flush_order.py.
     os.fsync = lambda descriptor: None
 
 
@@ -46,6 +48,14 @@ def _definitions_in_eager_code() -> None:
 
     library._machine_has_one = lambda: False
     library.LEAST = 1 << 62
+
+
+@pytest.fixture(autouse=True)
+def _default_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where the option asks for it, a default device that the package has to do without."""
+    device = request.config.option.default_device
+    with package_default(device) if device else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture
@@ -138,6 +148,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=math.inf,
         help="fail everyday tests that take more than FACTOR times their budget of processor time: what "
         "`python -m tests.machine_speed` prints",
+    )
+    parser.addoption(
+        "--default-device",
+        metavar="DEVICE",
+        help="torch's default device for what the package itself makes, such as meta, which has no memory",
     )
 
 

@@ -14,7 +14,7 @@ COHERE2 = Family(
     model_type="cohere2",
     architecture="Cohere2ForCausalLM",
     fields=(
-        *decoder_fields(max_positions=8192, norm_eps=1e-5, norm_name="layer_norm_eps", tied=True),
+        *decoder_fields(max_positions=8192, pad=0, norm_eps=1e-5, norm_name="layer_norm_eps", tied=True),
         *layer_norm(bias=False),
         Fixed("block", "parallel_shared_norm"),
         ATTENTION_BIAS,

@@ -66,7 +66,9 @@ ERNIE4_5_MOE = Family(
     model_type="ernie4_5_moe",
     architecture="Ernie4_5_MoeForCausalLM",
     fields=(
-        *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=4, tied=True),
+        *decoder_fields(
+            max_positions=131072, pad=0, norm_eps=1e-5, kv_heads=4, tied=True, without=("attention_dropout",)
+        ),
         Spread("use_bias", _BIASES, null=True),
         OneOf(("moe_num_experts", "num_experts", "num_local_experts"), "moe.num_moe_experts", int, 64),
         OneOf(("moe_k", "num_experts_per_tok"), "moe.moe_router_topk", int, 6),

@@ -19,7 +19,7 @@ EXAONE_MOE = Family(
     model_type="exaone_moe",
     architecture="ExaoneMoeForCausalLM",
     fields=(
-        *decoder_fields(max_positions=2048, norm_eps=1e-5, kv_heads=32),
+        *decoder_fields(max_positions=2048, pad=0, norm_eps=1e-5, kv_heads=32),
         Fixed("attention.qk_layernorm", "head"),
         OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 64),
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),

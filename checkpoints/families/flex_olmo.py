@@ -14,7 +14,7 @@ FLEX_OLMO = Family(
     model_type="flex_olmo",
     architecture="FlexOlmoForCausalLM",
     fields=(
-        *decoder_fields(max_positions=4096),
+        *decoder_fields(max_positions=4096, pad=100277),
         *OLMO2_COMMON,
         ExpertSize(),
         OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 7),

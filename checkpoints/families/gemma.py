@@ -46,7 +46,7 @@ GEMMA = Family(
     model_type="gemma",
     architecture="GemmaForCausalLM",
     fields=(
-        *decoder_fields(max_positions=8192, kv_heads=16, head_dim=256, tied=True, without=("hidden_act",)),
+        *decoder_fields(max_positions=8192, pad=0, kv_heads=16, head_dim=256, tied=True, without=("hidden_act",)),
         Activation(),
         *GEMMA_COMMON,
         Rope(),

@@ -24,6 +24,7 @@ GEMMA2 = Family(
     fields=(
         *decoder_fields(
             max_positions=8192,
+            pad=0,
             kv_heads=4,
             head_dim=256,
             tied=True,

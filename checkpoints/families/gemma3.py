@@ -18,6 +18,7 @@ GEMMA3_TEXT = Family(
     fields=(
         *decoder_fields(
             max_positions=131072,
+            pad=0,
             kv_heads=4,
             head_dim=256,
             tied=True,

@@ -12,7 +12,7 @@ GLM4 = Family(
     model_type="glm4",
     architecture="Glm4ForCausalLM",
     fields=(
-        *decoder_fields(max_positions=131072, norm_eps=1.5625e-7, kv_heads=2, head_dim=128),
+        *decoder_fields(max_positions=131072, pad=151329, norm_eps=1.5625e-7, kv_heads=2, head_dim=128),
         Field("attention_bias", "attention.add_qkv_bias", bool, True),
         Fixed("block", "sandwich"),
         Fixed("rope.style", "interleaved"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .base.common import ACTIVATIONS, layer_norm
+from .base.common import ACTIVATIONS, Dropouts, layer_norm
 from .base.family import Family
 from .base.fields import REQUIRED, Choice, Field, Fixed, OneOf, Values, read_typed
 from .base.names import Names
@@ -74,7 +74,7 @@ GPT2 = Family(
         Field("layer_norm_epsilon", "norm.layernorm_epsilon", float, 1e-5),
         Field("tie_word_embeddings", "embedding.share_embeddings_and_output_weights", bool, True),
         Field("attn_pdrop", "attention.attention_dropout", float, 0.1),
-        Field("resid_pdrop", "hidden_dropout", float, 0.1),
+        Dropouts("resid_pdrop", "embd_pdrop", 0.1),
         Field("initializer_range", "init_method_std", float, 0.02),
         ScoreScale(),
         *layer_norm(bias=True),

@@ -8,12 +8,34 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
+from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm
 from .base.family import Family
-from .base.fields import Field, Fixed, Values, read_typed
+from .base.fields import REQUIRED, Field, Fixed, Values, read_typed
 from .base.names import Names
 from .base.rope import Rope
 from .base.unused import Unused
+
+
+@dataclass(frozen=True)
+class SameHeadDim:
+    """`head_dim`, which transformers' class does not have: what computes the rotation takes it all the same, and the
+    heads do not. Null, or what the heads have."""
+
+    names: tuple[str, ...] = ("head_dim",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        size = read_typed(hf, "head_dim", int, None)
+        whole, heads = (read_typed(hf, name, int, REQUIRED) for name in ("hidden_size", "num_attention_heads"))
+        if size and heads > 0 and size != whole // heads:
+            raise CheckpointError(
+                f"config.json has head_dim = {size}, which this family does not have; supported: null or "
+                f"{whole // heads}, hidden_size / num_attention_heads"
+            )
+        return {}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -68,8 +90,9 @@ GPT_NEOX = Family(
             norm_eps=1e-5,
             norm_name="layer_norm_eps",
             activation="gelu",
-            without=("head_dim", "num_key_value_heads"),
+            without=("head_dim", "num_key_value_heads", "pad_token_id"),
         ),
+        SameHeadDim(),
         *layer_norm(bias=True),
         replace(ATTENTION_BIAS, default=True),
         Field("hidden_dropout", "hidden_dropout", float, 0.0),

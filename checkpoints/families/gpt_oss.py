@@ -59,7 +59,7 @@ GPT_OSS = Family(
         replace(ATTENTION_BIAS, default=True),
         Fixed("attention.sinks", True),
         Fixed("norm.cast_order", "weight_first"),
-        Fixed("mlp.alpha", 1.702),
+        Field("swiglu_alpha", "mlp.alpha", float, 1.702),
         Fixed("mlp.up_offset", 1.0),
         Field("swiglu_limit", "mlp.clamp", float, 7.0),
         Field("num_local_experts", "moe.num_moe_experts", int, 128),

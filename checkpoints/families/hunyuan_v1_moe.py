@@ -74,7 +74,7 @@ HUNYUAN_V1_MOE = Family(
     model_type="hunyuan_v1_moe",
     architecture="HunYuanMoEV1ForCausalLM",
     fields=(
-        *decoder_fields(max_positions=2048, norm_eps=1e-5),
+        *decoder_fields(max_positions=2048, pad=0, norm_eps=1e-5),
         ExpertSize(shared=True),
         ATTENTION_BIAS,
         Only("use_qk_norm", True),

@@ -14,7 +14,7 @@ from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import REQUIRED, Entry, Field, Fixed, Values, read_typed
 from .base.layer_fields import check_names, layer_type, read_rotating
-from .base.moe_fields import ExpertSize, RouterLoss
+from .base.moe_fields import ExpertSize
 from .base.names import Fused, Names, per_expert
 from .base.rope import Rope
 from .base.text_part import TextPart, with_images
@@ -174,7 +174,8 @@ _MIXTURE = (
     Fixed("moe.router.score_after_topk", True),
     Fixed("moe.router.normalize", False),
     Fixed("moe.router.apply_on_input", True),
-    RouterLoss(),
+    # transformers has the fields of a router loss and computes none
+    Fixed("moe.aux_loss_coeff", 0.0, ("router_aux_loss_coef", "output_router_logits")),
 )
 
 LLAMA4_TEXT = Family(

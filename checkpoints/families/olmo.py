@@ -11,7 +11,7 @@ OLMO = Family(
     model_type="olmo",
     architecture="OlmoForCausalLM",
     fields=(
-        *decoder_fields(max_positions=2048, without=("rms_norm_eps",)),
+        *decoder_fields(max_positions=2048, pad=1, without=("rms_norm_eps",)),
         *layer_norm(bias=False, weight=False),
         Fixed("norm.layernorm_epsilon", 1e-5),
         ATTENTION_BIAS,

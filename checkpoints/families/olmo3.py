@@ -13,7 +13,7 @@ OLMO3 = Family(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
     fields=(
-        *decoder_fields(max_positions=2048, norm_eps=1e-5),
+        *decoder_fields(max_positions=2048, pad=1, norm_eps=1e-5),
         *OLMO2_COMMON,
         LayerPattern(window=4096, period=4),
         # Old files have one `rope_theta`, of all layers, and `rope_scaling` (yarn), of the full ones: so the release

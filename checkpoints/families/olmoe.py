@@ -13,7 +13,7 @@ OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
     fields=(
-        *decoder_fields(max_positions=4096, norm_eps=1e-5),
+        *decoder_fields(max_positions=4096, pad=1, norm_eps=1e-5),
         ExpertSize(),
         ATTENTION_BIAS,
         Fixed("attention.qk_layernorm", "full"),

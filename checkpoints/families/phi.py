@@ -8,9 +8,9 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .base.common import decoder_fields, layer_norm
+from .base.common import Dropouts, decoder_fields, layer_norm
 from .base.family import Family
-from .base.fields import Field, Fixed, Values, read_typed
+from .base.fields import Fixed, Values, read_typed
 from .base.names import Names
 from .base.rope import Rope
 
@@ -35,7 +35,7 @@ PHI = Family(
     fields=(
         *decoder_fields(max_positions=2048, norm_eps=1e-5, norm_name="layer_norm_eps", activation="gelu_new"),
         *layer_norm(bias=True),
-        Field("resid_pdrop", "hidden_dropout", float, 0.0),
+        Dropouts("resid_pdrop", "embd_pdrop"),
         Fixed("block", "parallel_shared_norm"),
         Fixed("mlp.gated", False),
         Fixed("mlp.bias", True),

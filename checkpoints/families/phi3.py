@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .base.common import decoder_fields
+from .base.common import Dropouts, decoder_fields
 from .base.family import Family
-from .base.fields import Field
 from .base.layer_fields import AllLayersWindow
 from .base.names import Names
 from .base.rope import Rope
@@ -13,8 +12,8 @@ PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
     fields=(
-        *decoder_fields(max_positions=4096, norm_eps=1e-5),
-        Field("resid_pdrop", "hidden_dropout", float, 0.0),
+        *decoder_fields(max_positions=4096, norm_eps=1e-5, pad=32000),
+        Dropouts("resid_pdrop", None),  # transformers has `embd_pdrop` and drops no embeddings
         AllLayersWindow(default=None),
         Rope(partial=1.0, types=("default", "longrope", "su"), original=4096),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base.common import decoder_fields
+from .base.common import Dropouts, decoder_fields
 from .base.family import Family
 from .base.fields import Field
 from .base.rope import Rope
@@ -11,11 +11,11 @@ SEED_OSS = Family(
     model_type="seed_oss",
     architecture="SeedOssForCausalLM",
     fields=(
-        *decoder_fields(max_positions=524288, kv_heads=8, head_dim=128, dropout=0.1),
+        *decoder_fields(max_positions=524288, kv_heads=8, head_dim=128, dropout=0.1, pad=1),
         Field("attention_bias", "attention.add_qkv_bias", bool, True),
         Field("attention_out_bias", "attention.add_output_bias", bool, False),
         Field("mlp_bias", "mlp.bias", bool, False),
-        Field("residual_dropout", "hidden_dropout", float, 0.1),
+        Dropouts("residual_dropout", None, 0.1),
         Rope(),
     ),
 )

@@ -12,7 +12,7 @@ SMOLLM3 = Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
     fields=(
-        *decoder_fields(max_positions=32768, kv_heads=4, tied=True),
+        *decoder_fields(max_positions=32768, pad=128004, kv_heads=4, tied=True),
         ATTENTION_BIAS,
         Field("mlp_bias", "mlp.bias", bool, False),
         UnrotatedLayers(),

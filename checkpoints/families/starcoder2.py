@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .base.common import decoder_fields, layer_norm
+from .base.common import Dropouts, decoder_fields, layer_norm
 from .base.family import Family
-from .base.fields import Field, Fixed, Spread
+from .base.fields import Fixed, Spread
 from .base.layer_fields import AllLayersWindow
 from .base.names import Names
 from .base.rope import Rope
@@ -25,7 +25,7 @@ STARCODER2 = Family(
         *layer_norm(bias=True),
         Fixed("mlp.gated", False),
         Spread("use_bias", ("attention.add_qkv_bias", "attention.add_output_bias", "mlp.bias"), True),
-        Field("residual_dropout", "hidden_dropout", float, 0.0),
+        Dropouts("residual_dropout", "embedding_dropout"),
         AllLayersWindow(default=None),
         Rope(),
     ),

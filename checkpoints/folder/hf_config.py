@@ -74,9 +74,16 @@ def export_config(config: ModelConfig, source: Source | None, family: Family, st
 
 
 def _says(family: Family, hf: dict[str, Any], config: ModelConfig) -> bool:
-    """Whether config.json is of this model already; the factor of a training loss it does not say."""
+    """Whether config.json is of this model already. It does not say the factor of one training loss, nor the formula of
+    another, and a folder of before there was `padding_idx` has none."""
     read = family.read_config(hf, mtp=config.mtp_num_layers > 0)
-    return read.replace(mtp_loss_scaling_factor=config.mtp_loss_scaling_factor) == config
+    unsaid: dict[str, Any] = {"mtp_loss_scaling_factor": config.mtp_loss_scaling_factor}
+    if read.moe is not None and config.moe is not None:
+        kind = config.moe.moe_router_load_balancing_type
+        unsaid["moe"] = read.moe.replace(moe_router_load_balancing_type=kind)
+    if config.embedding.padding_idx is None:
+        unsaid["embedding"] = read.embedding.replace(padding_idx=None)
+    return read.replace(**unsaid) == config
 
 
 def weight_dtype(plan: Plan, copies: Collection[str]) -> str:

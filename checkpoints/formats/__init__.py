@@ -14,7 +14,15 @@ from te_models.lazy import lazy_names
 from .separate import SEPARATE, VALUES, declares_quantization, without_quantization
 
 if TYPE_CHECKING:
-    from .declaration import WRITABLE, declared, format_named, hf_config_of, parse, representing_format
+    from .declaration import (
+        WRITABLE,
+        declared,
+        format_named,
+        hf_config_of,
+        parse,
+        representing_format,
+        transformers_note,
+    )
     from .format import Declaration, WeightFormat
 
 __all__ = [
@@ -29,11 +37,13 @@ __all__ = [
     "hf_config_of",
     "parse",
     "representing_format",
+    "transformers_note",
     "without_quantization",
 ]
 
 # of a folder in high precision nothing more is needed, and torch is not imported for it
 _MODULE_OF = dict.fromkeys(("Declaration", "WeightFormat"), "format") | dict.fromkeys(
-    ("WRITABLE", "declared", "format_named", "hf_config_of", "parse", "representing_format"), "declaration"
+    ("WRITABLE", "declared", "format_named", "hf_config_of", "parse", "representing_format", "transformers_note"),
+    "declaration",
 )
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

@@ -14,13 +14,15 @@ activations, the model computes them, which ours do not: such folders are refuse
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from te_models.layers.quantizer import NVFP4Quantizer
 
 from ..families.base.fields import shorten_value
+from ..families.base.text_part import OTHER_PARTS, TEXT
 from ..io.errors import CheckpointError
 from .format import Part, WeightFormat, one_of, section
 from .fp8 import BLOCK, blocks_128, per_channel, per_tensor
@@ -47,7 +49,9 @@ NVFP4 = WeightFormat(
 _MXFP4 = mxfp4_format("mxfp4-pack-quantized", "_packed", "_scale", grouped=False)
 MXFP4 = replace(_MXFP4, activations=_ACTIVATIONS, attention=_ATTENTION)
 MXFP8 = replace(mxfp8_format("mxfp8-quantized", "_scale"), activations=_ACTIVATIONS, attention=_ATTENTION)
-TENSOR = per_tensor(name="float-quantized", scale_suffix="_scale", activations=_ACTIVATIONS, attention=_ATTENTION)
+TENSOR = per_tensor(
+    name="float-quantized", scale_suffix="_scale", activations=_ACTIVATIONS, attention=_ATTENTION, one=True
+)
 BLOCKS = blocks_128(
     name="float-quantized", scale_suffix="_scale", pow2=False, activations=_ACTIVATIONS, attention=_ATTENTION
 )
@@ -149,5 +153,18 @@ def write(weight_format: WeightFormat, unquantized: list[str]) -> dict[str, Any]
         "format": weight_format.name,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": unquantized,
+        "ignore": list(dict.fromkeys(_ignored(unquantized))),
     }
+
+
+def _ignored(unquantized: Iterable[str]) -> Iterator[str]:
+    """Yield the names of modules; of models that also see images, patterns of them. transformers holds those under
+    other names than files, and this reader compares with the names of modules, where fp8's translates."""
+    for name in unquantized:
+        part = next((p.removesuffix("*") for p in OTHER_PARTS if name.removeprefix("model.").startswith(p[:-1])), None)
+        if part is not None:
+            yield f"re:.*{re.escape(part)}.*"
+        elif name.startswith(TEXT):
+            yield f"re:.*{re.escape(name.removeprefix(TEXT).removeprefix('model.'))}$"
+        else:
+            yield name

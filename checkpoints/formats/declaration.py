@@ -109,6 +109,18 @@ def representable_in(quantizers: set[Quantizer]) -> str:
     return f"choose {' or '.join(names)}" if names else "no format takes all of them"
 
 
+def transformers_note(weight_format: WeightFormat, model_type: str, *, experts: bool) -> str | None:
+    """Return what transformers does wrong, without an error, with a model of a family in a format; None: nothing."""
+    name = weight_format.name
+    if name.startswith("modelopt-"):
+        return f"transformers reads no {SEPARATE} and takes the numbers of {name} for values; TensorRT-LLM and vLLM do"
+    if name == "mxfp4" and model_type != "gpt_oss":
+        return "transformers reads mxfp4 of gpt_oss's experts alone and leaves these weights random"
+    if name == compressed_tensors.NVFP4.name and experts:
+        return f"transformers reads experts in {name} without their weight_global_scale, which gives wrong logits"
+    return None
+
+
 def hf_config_of(
     weight_format: WeightFormat, unquantized: list[str]
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:

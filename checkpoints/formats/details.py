@@ -85,7 +85,7 @@ def activation_scales(details: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the scales of activations by name, as they were stored."""
     scales = {}
     for name, dtype, shape, values in _listed(details["activations"]):
-        scales[name] = torch.tensor(values, dtype=torch.float64).to(torch_dtype(dtype)).view(shape)
+        scales[name] = torch.tensor(values, dtype=torch.float64, device="cpu").to(torch_dtype(dtype)).view(shape)
     return scales
 
 

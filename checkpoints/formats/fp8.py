@@ -82,9 +82,9 @@ def per_channel(
 
 
 def per_tensor(
-    *, name: str, scale_suffix: str, activations: tuple[str, ...], attention: tuple[str, ...] = ()
+    *, name: str, scale_suffix: str, activations: tuple[str, ...], attention: tuple[str, ...] = (), one: bool = False
 ) -> WeightFormat:
-    """Return the format of E4M3 with one floating-point scale per matrix.
+    """Return the format of E4M3 with one floating-point scale per matrix, written in shape [], or [1] with `one`.
 
     What a parameter joins may have several scales; then they are exact in blocks, which repeat them.
     """
@@ -93,7 +93,7 @@ def per_tensor(
         element="e4m3",
         parts=(
             Part("data", "", ("F8_E4M3",), "elements", (1, 1)),
-            Part("scale_inv", scale_suffix, FLOAT_SCALES, "scale", None),
+            Part("scale_inv", scale_suffix, FLOAT_SCALES, "scale", None, one=one),
         ),
         storages={
             "float8": Float8CurrentScalingQuantizer(),

@@ -30,14 +30,15 @@ def _pairs(dtype: torch.dtype) -> Tensor:
     """Byte -> its two E2M1 values in `dtype`, as one integer: one look-up per byte."""
     values = [[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)]
     integer = torch.int16 if dtype.itemsize == 1 else torch.int64
-    return torch.tensor(values).to(dtype).view(integer).flatten()
+    return torch.tensor(values, dtype=torch.float32, device="cpu").to(dtype).view(integer).flatten()
 
 
 @functools.cache
 def _codes_of_e4m3() -> Tensor:
     """E4M3 byte -> E2M1 code, _NO_CODE where E2M1 does not have the value."""
-    codes = torch.full((256,), _NO_CODE, dtype=torch.uint8)
-    codes[torch.tensor(_E2M1).to(torch.float8_e4m3fn).view(torch.uint8).long()] = torch.arange(16, dtype=torch.uint8)
+    codes = torch.full((256,), _NO_CODE, dtype=torch.uint8, device="cpu")
+    bytes_of_e2m1 = torch.tensor(_E2M1, dtype=torch.float32, device="cpu").to(torch.float8_e4m3fn).view(torch.uint8)
+    codes[bytes_of_e2m1.long()] = torch.arange(16, dtype=torch.uint8, device="cpu")
     return codes
 
 

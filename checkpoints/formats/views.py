@@ -185,7 +185,9 @@ def region(
     assert block is not None, "a field with one entry per matrix comes from a part that has one"
     if block == part.block:
         return convert(_entries(files, name, part, box))
-    rows, columns = (torch.arange(*r) * size // theirs for r, size, theirs in zip(box[-2:], block, part.block))
+    rows, columns = (
+        torch.arange(*r, device="cpu") * size // theirs for r, size, theirs in zip(box[-2:], block, part.block)
+    )
     around = (Range(int(indices[0]), int(indices[-1]) + 1) for indices in (rows, columns))
     found = convert(_entries(files, name, part, (*box[:-2], *around)))
     # a row or column that repeats is looked up; eight-bit floats could not be

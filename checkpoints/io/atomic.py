@@ -5,19 +5,22 @@ renamed. An existing one is replaced only when that is asked for, by exchanging 
 the kernel has it (`renameat2(RENAME_EXCHANGE)`, Linux), so that at every moment the name leads to one complete folder,
 old or new. A run that is killed, or interrupted with Ctrl-C, leaves its working folder, `.NAME.partial`; the next run
 to the same destination goes on from it if it is the same job, and otherwise removes it. The working folder is locked
-while a run uses it, so two runs to one destination cannot disturb each other: the second is refused.
+while a run uses it (`te_models.file_lock`), so two runs to one destination cannot disturb each other: the second is
+refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import os
 import shutil
 import stat
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
+
+from te_models.file_lock import HeldError, locked
 
 from .destination import check_destination, named, working_folder
 from .errors import CheckpointError
@@ -33,6 +36,9 @@ _MAX_NOTE = 4096
 FINISHED = "finished"
 """Where in a working folder there is a note of every file of the result that is complete."""
 
+LOCK = "lock"
+"""The file in a working folder that is locked while a run uses the folder."""
+
 
 @contextlib.contextmanager
 def new_folder(destination: Path, *, overwrite: bool, job: str | None = None) -> Iterator[Path]:
@@ -44,49 +50,79 @@ def new_folder(destination: Path, *, overwrite: bool, job: str | None = None) ->
     """
     check_destination(destination, overwrite=overwrite)
     destination = named(destination)
-    created = _make_parents(destination.parent)
-    try:
-        working, lock = _lock_working_folder(destination)
-    except BaseException:
-        _remove_empty(created)
-        raise
-    try:
-        _restore(working, destination)
-        check_destination(destination, overwrite=overwrite)
-        content = _prepare(working, job)
-        yield content
-        _flush_tree(content)
-        (working / _JOB).unlink(missing_ok=True)  # what lies there after the exchange of names is not this job's
-        _publish(content, destination, overwrite=overwrite)
-        shutil.rmtree(working)
-        flush(destination.parent)
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and (count := _finished(working)):
-            raise KeyboardInterrupt(
-                f"{working} has {count} finished files: the same command goes on from there"
-            ) from None
-        shutil.rmtree(working, ignore_errors=True)
-        _remove_empty(created)
-        if isinstance(error, OSError):
-            raise CheckpointError(f"writing {destination} failed: {error.strerror or error}") from error
-        raise
-    finally:
-        os.close(lock)
+    with contextlib.ExitStack() as opened:
+        created = make_folders(destination.parent)
+        opened.callback(remove_empty, created)
+        working = opened.enter_context(locked_folder(working_folder(destination), destination))
+        try:
+            _restore(working, destination)
+            check_destination(destination, overwrite=overwrite)
+            content = _prepare(working, job)
+            yield content
+            _flush_tree(content)
+            (working / _JOB).unlink(missing_ok=True)  # what lies there after the exchange of names is not this job's
+            _publish(content, destination, overwrite=overwrite)
+            remove_locked(working)
+            flush(destination.parent)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and (count := _finished(working)):
+                raise KeyboardInterrupt(
+                    f"{working} has {count} finished files: the same command goes on from there"
+                ) from None
+            with contextlib.suppress(OSError):
+                remove_locked(working)
+            if isinstance(error, OSError):
+                raise CheckpointError(f"writing {destination} failed: {error.strerror or error}") from error
+            raise
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path, destination: Path) -> Iterator[Path]:
+    """Make a working folder of `destination` where it is not there, and lock it while the block runs.
+
+    Raises CheckpointError where another process holds it, naming that one, or it belongs to another user."""
+    with contextlib.ExitStack() as opened:
+        while True:
+            try:
+                folder.mkdir(mode=0o700, exist_ok=True)
+                if folder.lstat().st_uid != os.geteuid():
+                    raise CheckpointError(f"{folder} belongs to another user; choose another destination")
+                if folder.is_symlink():
+                    raise CheckpointError(f"{folder} is a symbolic link, not a folder; remove it")
+                opened.enter_context(locked(folder / LOCK))
+                break
+            except FileNotFoundError:
+                if destination.parent.is_dir():
+                    continue  # another run finished and removed it between the two calls
+                raise CheckpointError(f"cannot write in {destination.parent}: it was removed") from None
+            except HeldError as error:
+                raise CheckpointError(f"{error.holder} is writing {destination}; wait for it{error.advice}") from None
+            except OSError as error:
+                raise CheckpointError(f"cannot write in {destination.parent}: {error.strerror}") from None
+        yield folder
+
+
+def remove_locked(folder: Path) -> None:
+    """Remove a folder that `locked_folder` holds. The file of the lock goes last, because whoever makes a new one goes
+    on to use the folder."""
+    _empty(folder)
+    (folder / LOCK).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # another run has its lock in it already
+        folder.rmdir()
 
 
 def replace_text(destination: Path, text: str) -> None:
     """Give a file new contents in one step: whoever opens it, even after a power cut, reads the old text or the new."""
-    temporary = destination.with_name(f".{destination.name}.partial")
-    temporary.write_text(text, encoding="utf-8")
-    flush(temporary)
-    temporary.rename(destination)
-    flush(destination.parent)
+    with replaced_file(destination) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
 def replaced_file(destination: Path) -> Iterator[Path]:
-    """Yield a path to write a file at, which gets its name when the block ends, and is removed when the block fails."""
-    temporary = destination.with_name(f".{destination.name}.partial")
+    """Yield a path to write a file at, which gets its name when the block ends, and is removed when the block fails.
+
+    Two processes that write the same file do not meet: each has a path of its own, and the last one stays."""
+    temporary = destination.with_name(f".{destination.name}.{uuid.uuid4().hex[:12]}.partial")
     try:
         yield temporary
         flush(temporary)
@@ -105,37 +141,6 @@ def flush(path: Path) -> None:
         os.close(fd)
 
 
-def _lock_working_folder(destination: Path) -> tuple[Path, int]:
-    """Return the working folder and its lock, which the system releases when the process ends, however it does."""
-    working = working_folder(destination)
-    while True:
-        try:
-            working.mkdir(mode=0o700, exist_ok=True)
-            lock = os.open(working, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            if destination.parent.is_dir():
-                continue  # another run finished and removed it between the two calls
-            raise CheckpointError(f"cannot write in {destination.parent}: it was removed") from None
-        except OSError as error:
-            raise CheckpointError(f"cannot write in {destination.parent}: {error.strerror}") from None
-        try:
-            if os.fstat(lock).st_uid != os.geteuid():
-                raise CheckpointError(f"{working} belongs to another user; choose another destination")
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if working.exists() and os.path.samestat(os.fstat(lock), working.lstat()):
-                return working, lock
-        except BlockingIOError:
-            os.close(lock)
-            raise CheckpointError(f"another process is writing {destination}; wait for it") from None
-        except OSError as error:
-            os.close(lock)
-            raise CheckpointError(f"cannot lock {working}: {error.strerror}") from None
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)  # another run finished between the two calls, and the lock is on its removed folder
-
-
 def _restore(working: Path, destination: Path) -> None:
     """Put back the folder that a run wanted to replace when it was killed, where names cannot be exchanged."""
     if (working / _OLD).is_dir() and not destination.exists():
@@ -147,15 +152,19 @@ def _prepare(working: Path, job: str | None) -> Path:
     content, note = working / _CONTENT, working / _JOB
     same = job is not None and content.is_dir() and not content.is_symlink() and _read(note) == job
     if not same:
-        for path in working.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+        _empty(working)
         content.mkdir()
         if job is not None:
             note.write_text(job)
     return content
+
+
+def _empty(working: Path) -> None:
+    for path in working.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
 
 
 def _finished(working: Path) -> int:
@@ -210,7 +219,8 @@ def _exchange(a: Path, b: Path) -> bool:
     return renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
 
 
-def _make_parents(folder: Path) -> list[Path]:
+def make_folders(folder: Path) -> list[Path]:
+    """Make a folder and those around it; return the new ones. Raises CheckpointError where one cannot be made."""
     created = []
     for path in (*reversed(folder.parents), folder):
         if not path.exists():
@@ -219,13 +229,14 @@ def _make_parents(folder: Path) -> list[Path]:
             except FileExistsError:
                 continue
             except OSError as error:
-                _remove_empty(created)
+                remove_empty(created)
                 raise CheckpointError(f"cannot create {path}: {error.strerror}") from None
             created.append(path)
     return created
 
 
-def _remove_empty(folders: list[Path]) -> None:
+def remove_empty(folders: list[Path]) -> None:
+    """Remove the folders that `make_folders` made, where nothing is in them."""
     for path in reversed(folders):
         with contextlib.suppress(OSError):
             path.rmdir()

@@ -53,7 +53,7 @@ def read_box(read: ReadBytes, shape: Shape, dtype: torch.dtype, box: Box) -> tor
     apart = box[row].step > 1 and strides[row] * dtype.itemsize > _SMALL // _CLOSE
     outer = box[:inner] if apart else box[:row]
     width = 1 if apart else (box[row].size - 1) * box[row].step + 1
-    out = torch.empty((*extents(outer), width, *shape[inner:]), dtype=dtype)
+    out = torch.empty((*extents(outer), width, *shape[inner:]), dtype=dtype, device="cpu")
     run, data = width * strides[row] * dtype.itemsize, _bytes_of(out)
     first = 0 if apart else box[row].start
     for number, index in enumerate(itertools.product(*(range(*r) for r in outer))):
@@ -81,7 +81,7 @@ def _offset(index: list[int], shape: Shape) -> int:
 
 
 def _read(read: ReadBytes, begin: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    out = torch.empty(shape, dtype=dtype)
+    out = torch.empty(shape, dtype=dtype, device="cpu")
     if out.numel():
         read(begin * dtype.itemsize, _bytes_of(out))
     return out

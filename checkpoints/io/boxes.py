@@ -6,6 +6,7 @@ Boxes are how a conversion talks about parts of tensors without reading them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -82,8 +83,8 @@ def flat_interval(box: Box, shape: Shape) -> tuple[int, int] | None:
 def tiles(boxes: Iterable[Box], shape: Shape, copies: int = 1) -> bool:
     """Whether the boxes cover every element of a tensor of this shape exactly `copies` times.
 
-    Contiguous boxes (all that the families of this version need, but for interleaved ones) are sorted; strided ones are
-    compared in pairs.
+    Contiguous boxes (all that the families of this version need, but for interleaved ones) are sorted; of others with
+    step 1 the corners are counted, and strided ones are compared in pairs.
     """
     boxes = list(boxes)
     if sum(map(count, boxes)) != copies * math.prod(shape):
@@ -99,7 +100,20 @@ def tiles(boxes: Iterable[Box], shape: Shape, copies: int = 1) -> bool:
                 return False
             position = end
         return position == math.prod(shape) and set(times.values()) <= {copies}
+    if all(r.step == 1 for box in boxes for r in box):
+        found = _corners(boxes)
+        return found == {corner: copies * sign for corner, sign in _corners([full(shape)]).items()}
     return copies == 1 and not any(_meet(a, b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def _corners(boxes: Iterable[Box]) -> dict[tuple[int, ...], int]:
+    """Return the corners of boxes with their signs, plus for an even number of ends among starts, added up where they
+    meet. It is the mixed difference of how often each element is covered, and determines that."""
+    found: Counter[tuple[int, ...]] = Counter()
+    for box in boxes:
+        for ends in itertools.product((0, 1), repeat=len(box)):
+            found[tuple(r[end] for r, end in zip(box, ends))] += -1 if sum(ends) % 2 else 1
+    return {corner: sign for corner, sign in found.items() if sign}
 
 
 def _meet(a: Box, b: Box) -> bool:

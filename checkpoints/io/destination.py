@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Collection
@@ -86,6 +87,10 @@ def check_space(destination: Path, nbytes: int) -> None:
     if not os.access(around, os.W_OK | os.X_OK):
         raise CheckpointError(f"cannot write in {around}: it is read-only, or not yours")
     free = shutil.disk_usage(around).free
-    left = sum(path.lstat().st_blocks * 512 for path in working_folder(destination).rglob("*"))
+    left = 0
+    for root, _, names in os.walk(working_folder(destination)):
+        for name in names:
+            with contextlib.suppress(OSError):  # another run is removing its own
+                left += Path(root, name).lstat().st_blocks * 512
     if free + left < nbytes:
         raise CheckpointError(f"{destination} needs {format_size(nbytes)} and its disk has {format_size(free)} free")

@@ -25,7 +25,7 @@ from .errors import CheckpointError, quote, shorten, shown
 from .hashing import FileRecord, Lane, file_digest, joint_digest, record_of
 from .strict_json import MAX_JSON_BYTES, dump_object, read_object
 from .tensor_hash import ROWS_PER_PART
-from .weight_files import INDEX, TEMPLATES, file_inside, plain_file
+from .weight_files import INDEX, TEMPLATES, file_inside, is_file_name, plain_file
 
 MANIFEST = "manifest.json"
 _VERSIONS = (1, 2, 3)
@@ -73,6 +73,9 @@ def _read(folder: Path, limit: int | None = None) -> Manifest:
         raise CheckpointError(f"{MANIFEST} has no 'files'")
     if not isinstance(partial, bool):
         raise CheckpointError(f"{MANIFEST} has partial = {shown(partial)}; allowed: true, false")
+    for name in files:
+        if not all(map(is_file_name, name.split("/"))):
+            raise CheckpointError(f"{MANIFEST} names the file {quote(name)}, which is not a plain file name")
     records = {name: from_dict(name, entry) for name, entry in files.items()}
     if version < 3 and any(record.rows_per_part for record in records.values()):
         raise CheckpointError(f"{MANIFEST} has rows_per_part, which format_version {version} has not")
@@ -102,6 +105,8 @@ def from_dict(name: str, entry: Any) -> FileRecord:
     kind = "digest" if isinstance(entry, dict) and "digest" in entry else "sha256"
     if not isinstance(entry, dict) or not isinstance(entry.get(kind), str) or type(entry.get("bytes")) is not int:
         raise CheckpointError(f"{MANIFEST} describes {quote(name)} by something other than sha256 and bytes")
+    if not 0 <= entry["bytes"] < 1 << 63:
+        raise CheckpointError(f"{MANIFEST} says that {quote(name)} has {shown(entry['bytes'])} bytes")
     tensors, header = entry.get("tensors", {}), entry.get("header", "")
     if not isinstance(tensors, dict) or not all(isinstance(digest, str) for digest in tensors.values()):
         raise CheckpointError(f"{MANIFEST} does not map the tensors of {quote(name)} to their sha256")

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from te_models.child_process import renew_in_forks
 from te_models.kernels import cpp_library
 
 from .sha256_source import SHA256
@@ -76,3 +77,4 @@ def _is_cached() -> bool:
 
 
 library = Library()
+renew_in_forks(library._lock)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+
+from te_models.sizes import format_size
 
 from .errors import CheckpointError, quote, shorten
 from .store import FileStore
@@ -15,6 +18,12 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TEMPLATES = "additional_chat_templates"
 """The one folder inside a model folder whose files are read."""
+
+_MOST_SPARSE = 16 << 30
+"""Bytes that a file may have however little of them is stored: hashing so many zeros takes seconds."""
+_MOST_HOLES = 16
+"""Of larger files: how many times the stored bytes they may have. A file system that compresses stores long runs of
+zeros as holes, and no weights consist of them."""
 
 _NUMBERED = re.compile(r"(.*?)(\d{1,9})(-of-\d{1,9})(.*)")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -89,21 +98,41 @@ def plain_file(folder: Path, name: str, named_by: str | None = None) -> Path:
     is a `snapshots/<revision>` of that cache, which is how the hub client stores every download.
     """
     source = f"{named_by} names the file {quote(name)}, which" if named_by else f"{name} of {folder}"
-    if name in ("", ".", "..") or any(c in name for c in "/\\\0") or not name.isprintable():
+    if not is_file_name(name):
         raise CheckpointError(f"{source} is not a plain file name inside the folder")
     path = folder / name
     try:
         real = path.resolve(strict=True)
-        mode = real.stat().st_mode
+        info = real.stat()
     except OSError:
         raise CheckpointError(f"{source} does not exist") from None
     except RuntimeError:
         raise CheckpointError(f"{source} is a symbolic link to itself") from None
     if path.is_symlink() and real.parent not in _allowed_targets(folder):
         raise CheckpointError(f"{source} is a symbolic link that leaves the folder")
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(info.st_mode):
         raise CheckpointError(f"{source} is not a regular file")
+    if info.st_size > _MOST_SPARSE and info.st_size > _MOST_HOLES * 512 * info.st_blocks and _has_hole(real):
+        size, stored = format_size(info.st_size), format_size(512 * info.st_blocks)
+        raise CheckpointError(f"{source} has {size}, of which {stored} are stored: one of holes is not read")
     return path
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name that a stranger wrote can be one of a file in a folder, printed and written on any system."""
+    plain = name not in ("", ".", "..") and not any(c in name for c in "/\\\0") and name.isprintable()
+    return plain and len(name.encode()) <= 255
+
+
+def _has_hole(path: Path) -> bool:
+    """Whether a file has parts that are not stored; False where the system does not say."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return os.lseek(fd, 0, os.SEEK_HOLE) < os.fstat(fd).st_size
+    except (OSError, AttributeError):
+        return False
+    finally:
+        os.close(fd)
 
 
 def file_inside(folder: Path, name: str, named_by: str | None = None) -> Path:

@@ -72,7 +72,7 @@ class Parameters:
 
     def entry(self, entry: str, cuts: Cuts = MappingProxyType({})) -> torch.Tensor:
         """Return a stored entry in its stored dtype, or the ranges of it that `cuts` says."""
-        out = torch.empty(cut_shape(self._target.stored[entry].shape, cuts), dtype=self.dtype(entry))
+        out = torch.empty(cut_shape(self._target.stored[entry].shape, cuts), dtype=self.dtype(entry), device="cpu")
         self.fill_part(entry, cuts, out)
         return out
 

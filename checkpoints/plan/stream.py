@@ -81,7 +81,7 @@ def read_rows(store: Store, field: Output, begin: int, end: int) -> torch.Tensor
     whole = len(pieces) == 1 and pieces[0].box == full(shape) and math.prod(shape) <= _AT_ONCE
     if whole and _file_bytes(store, pieces[0]) is None:  # computed where it is read, so not in another's memory
         return read_piece(store, pieces[0]).to(torch_dtype(field.dtype)).contiguous()
-    band = torch.empty(shape, dtype=torch_dtype(field.dtype))
+    band = torch.empty(shape, dtype=torch_dtype(field.dtype), device="cpu")
     fill_tensor(store, pieces, band)
     return band
 

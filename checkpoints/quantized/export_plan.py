@@ -47,12 +47,13 @@ from .route import Form, Route, choose_route
 class QuantizedExport:
     """A plan, what config.json says about quantization (None: nothing), and hf_quant_config.json (None: no such file).
 
-    high_precision: the part of the plan that is not quantized. store: what the plan reads.
+    high_precision: the part of the plan that is not quantized. store: what the plan reads. format: of the others.
     """
 
     plan: Plan
     high_precision: Plan
     store: Store
+    format: WeightFormat
     config: Mapping[str, Any] | None
     separate: Mapping[str, Any] | None
 
@@ -64,6 +65,7 @@ def plan_quantized_export(
     dtype: torch.dtype | None,
     passthrough: Mapping[str, str],
     copies: Mapping[str, str],
+    tied: Collection[str] = (),
     *,
     allow_requantize: bool = False,
 ) -> QuantizedExport:
@@ -73,6 +75,7 @@ def plan_quantized_export(
         high_precision: how the family's files store the model in high precision.
         wanted: name of the format; None: the one it came from, or else the first that takes its weights.
         passthrough, copies: see `make_plan`.
+        tied: weights of the family's modules that repeat another one, which files need not hold.
         allow_requantize: requantize what the format cannot take over.
     """
     quantizers = {name: quantizer_of(name, meta)[0] for name, meta in ckpt.formats.items()}
@@ -142,10 +145,10 @@ def plan_quantized_export(
     else:
         plan = undeclared_passthrough_as_values(plan, ckpt.files, passthrough, ckpt.source, dtype)
         config, separate = hf_config_of(
-            weight_format, [*_unquantized_modules(high_precision, weights), *passthrough_modules(plan)]
+            weight_format, [*_unquantized_modules(high_precision, weights, tied), *passthrough_modules(plan)]
         )
         plan = replace(plan, notes=(*plan.notes, modelopt.UNCALIBRATED)) if weight_format == modelopt.FP8 else plan
-    return QuantizedExport(plan, Plan(tuple(high_precision_outputs)), moved.store, config, separate)
+    return QuantizedExport(plan, Plan(tuple(high_precision_outputs)), moved.store, weight_format, config, separate)
 
 
 def _routes(
@@ -269,10 +272,11 @@ def _rowwise(ckpt: Checkpoint, name: str) -> Mapping[str, Any]:
     return describe(quantizer.with_usage(rowwise=True, columnwise=quantizer.symmetric), dtype)
 
 
-def _unquantized_modules(high_precision: Namespace, weights: set[str]) -> list[str]:
-    """Return the modules with weight matrices that are not quantized, embeddings aside."""
+def _unquantized_modules(high_precision: Namespace, weights: set[str], tied: Collection[str]) -> list[str]:
+    """Return the modules with weight matrices that are not quantized, embeddings aside. Those whose weight is tied to
+    the embedding's are among them: readers that go by the kind of a module quantize an output layer, stored or not."""
     embeddings = {link.stored for link in high_precision.links if link.name.startswith("embedding.")}
-    names = (
+    names = [
         n for n, s in high_precision.stored.items() if len(s.shape) >= 2 and n not in weights and n not in embeddings
-    )
-    return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    ]
+    return [name.removesuffix(".weight") for name in (*names, *tied) if name.endswith(".weight")]

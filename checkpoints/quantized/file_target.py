@@ -194,7 +194,7 @@ def _first(store: Store, output: Output) -> Iterator[torch.Tensor]:
 def _transposed(store: Store, output: Output) -> Iterator[torch.Tensor]:
     """Yield matrix after matrix, from parts that end anywhere between rows."""
     _, rows, columns = output.shape
-    matrix, filled = torch.empty(rows * columns, dtype=torch_dtype(output.dtype)), 0
+    matrix, filled = torch.empty(rows * columns, dtype=torch_dtype(output.dtype), device="cpu"), 0
     for part in _parts(store, output):
         flat = part.reshape(-1).view(matrix.dtype)
         while len(flat):

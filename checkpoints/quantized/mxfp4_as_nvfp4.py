@@ -77,7 +77,7 @@ def _top(store: Store, data: Output, scales: Output) -> int:
     """Return the largest scale byte of a matrix; SpanError where the others are too far below it."""
     found = torch.cat([band.flatten().unique() for _, band in read_bands(store, scales, _BAND)]).unique()
     if len(found) == 0 or int(found[-1]) - int(found[0]) > _SPAN:
-        used = [torch.empty(0, dtype=torch.uint8)]
+        used = [torch.empty(0, dtype=torch.uint8, device="cpu")]
         for begin, band in read_bands(store, data, _BAND):
             values = torch.nn.functional.pad(band.float(), (0, -band.shape[-1] % 32)).unflatten(-1, (-1, 32))
             used.append(read_rows(store, scales, begin, begin + len(band))[(values != 0).any(-1)].unique())
@@ -87,11 +87,11 @@ def _top(store: Store, data: Output, scales: Output) -> int:
     low, top = int(found[0]), int(found[-1])
     if top - low > _SPAN:
         raise SpanError(f"its scales span 2^{top - low}, scales of NVFP4 span 2^{_SPAN}")
-    if global_decode(_amax(top)) != e8m0_to_float(torch.tensor(top, dtype=torch.uint8)) * 2.0**-_TOP:
+    if global_decode(_amax(top)) != e8m0_to_float(torch.tensor(top, dtype=torch.uint8, device="cpu")) * 2.0**-_TOP:
         raise SpanError(f"its largest scale is 2^{top - 127}, beyond the factors of NVFP4")
     return top
 
 
 def _amax(top: int) -> torch.Tensor:
     """Return the amax for which our decoding multiplies with 2^(top - 127 - 8)."""
-    return torch.tensor(numbers.NVFP4_RANGE * 2.0 ** (top - 127 - _TOP), dtype=torch.float64).float()
+    return torch.tensor(numbers.NVFP4_RANGE * 2.0 ** (top - 127 - _TOP), dtype=torch.float64, device="cpu").float()

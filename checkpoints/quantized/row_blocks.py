@@ -189,7 +189,7 @@ def amaxes_of(quantizer: Quantizer, parts: Sequence[tuple[Read, Rows]], pool: Ex
         read, band = part
         return quantizer.amaxes(read(*band))
 
-    amaxes = quantizer.amaxes(torch.zeros(1, 1))
+    amaxes = quantizer.amaxes(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
     if amaxes:
         for found in (map if pool is None else pool.map)(of, parts):
             amaxes |= {usage: torch.maximum(amaxes[usage], amax) for usage, amax in found.items()}

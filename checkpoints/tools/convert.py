@@ -136,15 +136,26 @@ def export_hf(
         hf = ckpt.source.config if ckpt.source is not None else {}
         passthrough = names_in_export(ckpt.passthrough, hf, target, namespace.stored)
         copies = copies_in_export(ckpt.config, ckpt.source, target, form)
+        names = target.names if form is None else target.forms[form]
         wanted, extra = as_torch_dtype(dtype), {}
         store: Store = ckpt.store
         if ckpt.formats and not dequantize:
+            from ..formats import transformers_note
             from ..quantized.export_plan import plan_quantized_export
 
             export = plan_quantized_export(
-                ckpt, namespace, format, wanted, passthrough, copies, allow_requantize=allow_requantize
+                ckpt,
+                namespace,
+                format,
+                wanted,
+                passthrough,
+                copies,
+                names.tied_output(ckpt.config),
+                allow_requantize=allow_requantize,
             )
             plan, store = export.plan, export.store
+            note = transformers_note(export.format, target.model_type, experts=ckpt.config.moe is not None)
+            plan = plan if note is None else replace(plan, notes=(*plan.notes, note))
             config = export_config(ckpt.config, ckpt.source, target, weight_dtype(export.high_precision, copies))
             if export.config is not None:
                 config = config | {"quantization_config": dict(export.config)}
@@ -173,7 +184,6 @@ def export_hf(
                 plan = undeclared_passthrough_as_values(plan, ckpt.files, passthrough, ckpt.source, wanted)
             plan = replace(plan, report=moved_report(plan, store.tensors, "dequantized", formats))
             config = export_config(ckpt.config, ckpt.source, target, weight_dtype(plan, copies))
-        names = target.names if form is None else target.forms[form]
         if not names.loadable:
             note = (
                 f"transformers does not load the form {names.form!r} of {target.model_type}; it loads --form published"

@@ -158,18 +158,22 @@ def _generator(name: str, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
+def _drawn(shape: Shape, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device=generator.device)
+
+
 def _normal(name: str, shape: Shape, dtype: torch.dtype, std: float, seed: int) -> Callable[[], list[torch.Tensor]]:
-    return lambda: [(torch.randn(shape, generator=_generator(name, seed)) * std).to(dtype)]
+    return lambda: [(_drawn(shape, _generator(name, seed)) * std).to(dtype)]
 
 
 def _noisy(store: Store, output: Output, std: float, seed: int) -> Callable[[], list[torch.Tensor]]:
     def compute() -> list[torch.Tensor]:
-        out = torch.empty(output.shape, dtype=torch_dtype(output.dtype))
+        out = torch.empty(output.shape, dtype=torch_dtype(output.dtype), device="cpu")
         fill_tensor(store, output.pieces, out)
         matrices = out if out.dim() == 3 else out[None]
         generator = _generator(output.name, seed)
         for matrix in matrices:
-            matrix.copy_(matrix.float() + torch.randn(matrix.shape, generator=generator) * std)
+            matrix.copy_(matrix.float() + _drawn(matrix.shape, generator) * std)
         return [out]
 
     return compute

@@ -50,10 +50,6 @@ def _code(dtype: torch.dtype) -> tuple[str, dict[str, str]]:
     return SOURCE, {"INPUT": shared.NAMES[dtype]}
 
 
-def _trial() -> None:
-    _function("te_rotate", torch.bfloat16)
-
-
 _loaded: set[torch.dtype] = set()
 """The dtypes whose library this process has."""
 
@@ -68,7 +64,7 @@ def _is_there(dtype: torch.dtype, elements: int) -> bool:
     """Whether there is a library for a call of so many elements."""
     if dtype in _loaded:
         return True
-    if (elements < LEAST and not _machine_has_one(dtype)) or not shared.available(_trial):
+    if (elements < LEAST and not _machine_has_one(dtype)) or not shared.available(_function, "te_rotate", dtype):
         return False
     _loaded.add(dtype)
     return True
@@ -113,7 +109,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, 
             return None
         weight = weight.contiguous()
     x, *strides = _strides(x)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     _function("te_rms_norm", x.dtype)(
         x.data_ptr(),
         None if weight is None else weight.data_ptr(),
@@ -134,8 +130,10 @@ def _sums_as_torch() -> bool:
     """Whether torch adds the numbers of a row up in the order that the library follows: how is not part of what torch
     promises, so that each process compares."""
     lengths, eps = (7, 100, 576, 5000), 1e-5
+    if not shared.available(_function, "te_rms_norm", torch.float32):
+        return False
     for length in lengths:
-        x = torch.randn(4, length, generator=torch.Generator().manual_seed(length))
+        x = torch.randn(4, length, generator=torch.Generator().manual_seed(length), dtype=torch.float32, device="cpu")
         found = torch.empty_like(x)
         sizes = 4, length, 1, length, 0
         _function("te_rms_norm", x.dtype)(x.data_ptr(), None, found.data_ptr(), *sizes, eps, 0, 1, 1)
@@ -154,7 +152,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor
         return None
     cos, sin = cos.contiguous(), sin.contiguous()
     x, *strides = _strides(x)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     _function("te_rotate", x.dtype)(
         x.data_ptr(),
         cos.data_ptr(),
@@ -175,10 +173,10 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor
 def _table(function: Callable[[Tensor], Tensor]) -> Tensor:
     """Return what a function makes of every bfloat16, in the order of their bits."""
     with torch.inference_mode(False), torch.no_grad():
-        bits = torch.arange(2**16, dtype=torch.int32)
+        bits = torch.arange(2**16, dtype=torch.int32, device="cpu")
         every = torch.where(bits < 2**15, bits, bits - 2**16).to(torch.int16).view(torch.bfloat16)
         # a part of wider rows, as gates are: of one piece of memory torch's gelu makes NaN of infinity
-        part = torch.empty(64, 2**11, dtype=torch.bfloat16)[:, : 2**10].copy_(every.view(64, -1))
+        part = torch.empty(64, 2**11, dtype=torch.bfloat16, device="cpu")[:, : 2**10].copy_(every.view(64, -1))
         return function(part).contiguous()
 
 
@@ -200,7 +198,7 @@ def activate(
             return None
         probabilities = probabilities.float().contiguous()
     x = x.contiguous()
-    out = torch.empty((*x.shape[:-1], width), dtype=x.dtype)
+    out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device="cpu")
     _function("te_activate", x.dtype)(
         x.data_ptr(),
         _table(function).data_ptr(),
@@ -222,7 +220,7 @@ def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None, dtype: tor
     tokens, slots = row_of_slot.shape
     y, row_of_slot = y.contiguous(), row_of_slot.contiguous()
     weights = None if weights is None else weights.float().contiguous()
-    out = torch.empty((tokens, y.shape[1]), dtype=dtype)
+    out = torch.empty((tokens, y.shape[1]), dtype=dtype, device="cpu")
     _function("te_sum_slots", dtype)(
         y.data_ptr(),
         row_of_slot.data_ptr(),

@@ -37,13 +37,9 @@ def _function(dtype: torch.dtype, narrow: bool = False) -> Any:
     return cpp_library.function(SOURCE, defined, "te_attend_one", _ARGUMENTS)
 
 
-def _trial() -> None:
-    _function(torch.bfloat16)
-
-
 @functools.cache
-def _is_there() -> bool:
-    return has_instructions() and shared.available(_trial)
+def _is_there(dtype: torch.dtype) -> bool:
+    return has_instructions() and shared.available(_function, dtype)
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> bool:
@@ -70,7 +66,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) ->
         or visible.shape not in ((1, 1, 1, key.shape[2]), (query.shape[0], 1, 1, key.shape[2]))
     ):
         return False
-    return key.numel() >= LEAST and _is_there()
+    return key.numel() >= LEAST and _is_there(key.dtype)
 
 
 def attend_one(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float) -> Tensor:
@@ -79,7 +75,7 @@ def attend_one(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None
     batch, heads, _, channels = query.shape
     groups, keys, width = key.shape[1], key.shape[2], value.shape[3]
     query = query.contiguous()
-    out = torch.empty((batch, heads, 1, width), dtype=query.dtype)
+    out = torch.empty((batch, heads, 1, width), dtype=query.dtype, device="cpu")
     visible = None if visible is None else visible.contiguous()
     _function(query.dtype)(
         query.data_ptr(),

@@ -35,29 +35,31 @@ def embedding_accumulate_(main_grad: Tensor, grad: Tensor, ids: Tensor) -> None:
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, ids: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:
+    def forward(ctx, ids: Tensor, weight: Tensor, main_grad: Tensor | None, padding_idx: int | None) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.num_rows, ctx.main_grad = weight.shape[0], main_grad
+        ctx.num_rows, ctx.main_grad, ctx.padding_idx = weight.shape[0], main_grad, padding_idx
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (grad,) = grads
         (ids,) = ctx.saved_tensors
+        if ctx.padding_idx is not None:
+            grad = grad.masked_fill((ids == ctx.padding_idx)[..., None], 0.0)
         if ctx.main_grad is None:
-            return None, embedding_backward(grad.flatten(0, -2), ids.flatten(), ctx.num_rows), None
+            return None, embedding_backward(grad.flatten(0, -2), ids.flatten(), ctx.num_rows), None, None
         embedding_accumulate_(ctx.main_grad, grad.flatten(0, -2), ids.flatten())
-        return None, None, None
+        return None, None, None, None
 
 
-def embedding(ids: Tensor, weight: Tensor, main_grad: Tensor | None = None) -> Tensor:
+def embedding(ids: Tensor, weight: Tensor, main_grad: Tensor | None = None, padding_idx: int | None = None) -> Tensor:
     """Return the rows `weight[ids]`: ids [...] int64, weight [V, H] -> [..., H]. Raises IndexError for an id outside
     the table (a graph: RuntimeError). Differentiable once in weight; its gradient is added to main_grad, [V, H]
-    float32, and autograd gets none, where that is given."""
+    float32, and autograd gets none, where that is given. padding_idx: a row whose gradient is zero, as torch's."""
     if compiling():
         rows = weight.shape[0]
         asserted(((ids >= 0) & (ids < rows)).all(), f"a token id or position is outside of its table of {rows} rows")
-    return _Embedding.apply(ids, weight, main_grad)
+    return _Embedding.apply(ids, weight, main_grad, padding_idx)
 
 
 def _sums_by_row(grad: Tensor, ids: Tensor, num_rows: int) -> Tensor:

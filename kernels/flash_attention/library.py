@@ -39,20 +39,19 @@ def _function(name: str, dtype: torch.dtype, floats: bool = False, narrow: bool 
     return cpp_library.function(source, defined, name, _ARGUMENTS[name])
 
 
-def _forward() -> None:
-    _function("te_flash_forward", torch.bfloat16)
-
-
-def _backward() -> None:
-    _forward()
-    _function("te_flash_backward", torch.bfloat16)
+def _passes(dtype: torch.dtype, floats: bool, *names: str) -> None:
+    for name in names:
+        _function(name, dtype, floats)
 
 
 @constant_when_traced
-def available(gradients: bool) -> bool:
-    """Whether this CPU has the instructions and the forward pass, with gradients both, can be compiled and loaded;
-    counts why the latter not."""
-    return has_instructions() and shared.available(_backward if gradients else _forward)
+def available(gradients: bool, dtype: torch.dtype) -> bool:
+    """Whether this CPU has the instructions and the forward pass of a dtype, with gradients both passes, can be
+    compiled and loaded; counts why the latter not."""
+    if not has_instructions():
+        return False
+    floats = in_float32(torch.empty(0, dtype=dtype, device="cpu"))
+    return shared.available(_passes, dtype, floats, *tuple(_ARGUMENTS)[: 1 + gradients])
 
 
 def run_forward(

@@ -38,8 +38,8 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != q.dtype:
         return False  # torch's attention is of another dtype there
     if torch.compiler.is_compiling() and compiling():
-        return not exporting() and available(_wants_gradients(q, k, v))
-    return unobserved() and is_there(_wants_gradients(q, k, v))
+        return not exporting() and available(_wants_gradients(q, k, v), q.dtype)
+    return unobserved() and is_there(_wants_gradients(q, k, v), q.dtype)
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
@@ -63,9 +63,9 @@ def fits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
 
 
 @functools.cache
-def is_there(gradients: bool) -> bool:
-    """Whether eager code has the library, asked of the machine once; gradients: with the backward pass."""
-    return available(gradients)
+def is_there(gradients: bool, dtype: torch.dtype) -> bool:
+    """Whether eager code has the library of a dtype, asked of the machine once; gradients: with the backward pass."""
+    return available(gradients, dtype)
 
 
 def _wants_gradients(*tensors: Tensor) -> bool:
@@ -105,7 +105,7 @@ def flash_attention_bwd(
 
     Differentiable in grad, q, k and v, with all scores written out.
     """
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if k.numel() and q.numel():
         run_backward(grad, q, k, v, out, logsumexp, into=(dq, dk, dv), scale=scale, causal=causal)
     else:
@@ -139,7 +139,7 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Te
     q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(shared, 2), v.repeat_interleave(shared, 2)))
     scores = scale * q @ k.mT
     if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1 + k.shape[2] - q.shape[2])
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1 + k.shape[2] - q.shape[2])
         scores = scores.masked_fill(later, float("-inf"))
     return (torch.softmax(scores, -1) @ v).transpose(1, 2)
 

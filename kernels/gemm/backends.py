@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+from te_models.child_process import renew_in_forks
+
 from ..compiling import compiling
 from ..torch_versions import constant_when_traced
 
@@ -84,6 +86,7 @@ _counts: Counter[tuple[str, str]] = Counter()
 _traced: Counter[tuple[str, str]] = Counter()
 _warned: set[str] = set()
 _counting = threading.Lock()  # threads count at once, and adding one is a reading and a writing
+renew_in_forks(_counting)
 
 
 class _OfThread(threading.local):

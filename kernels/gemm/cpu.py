@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..machine import cache_folder, cpu_name
+from ..machine import NoCacheFolderError, cache_folder, cpu_name, make_private
 from ..torch_versions import constant_when_traced
 
 CpuGemm = Literal["bf16", "float32"]
@@ -121,12 +121,15 @@ def _supports(name: str) -> bool:
 
 def _measured(machine: str) -> tuple[CpuGemm, str]:
     """Return what was measured on this machine before, or measure now and keep it."""
-    file = cache_folder() / "cpu_gemm.json"
+    try:
+        file = cache_folder() / "cpu_gemm.json"
+    except NoCacheFolderError:
+        file = Path(os.devnull) / "cpu_gemm.json"  # is never there, and cannot be made
     timings = _read(file)
     if machine not in timings:
         timings = {**timings, machine: _time_both()}
         with contextlib.suppress(OSError):  # a folder that cannot be written: the next process measures again
-            file.parent.mkdir(parents=True, exist_ok=True)
+            make_private(file.parent)
             temporary = file.with_name(f"{file.name}.{os.getpid()}")
             temporary.write_text(json.dumps(timings, indent=1))
             temporary.replace(file)
@@ -157,7 +160,7 @@ def _time_both() -> dict[str, float]:
     best = dict.fromkeys(runs, float("inf"))
     # whatever asks first, perhaps a tracer or an autocast region, is not what is timed
     with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        x = torch.ones(_MEASURED, _MEASURED, dtype=torch.bfloat16)
+        x = torch.ones(_MEASURED, _MEASURED, dtype=torch.bfloat16, device="cpu")
         for attempt in range(6):
             for name, run in runs.items():
                 begin = time.perf_counter()

@@ -48,10 +48,6 @@ def _function(dtype: torch.dtype, name: str = "te_rows", narrow: bool = False) -
     return cpp_library.function(SOURCE, defined, name, _ARGUMENTS[name])
 
 
-def _trial() -> None:
-    _function(torch.bfloat16)
-
-
 @constant_when_traced
 def has_instructions() -> bool:
     """Whether this CPU runs the C++ of `vectors`."""
@@ -59,9 +55,10 @@ def has_instructions() -> bool:
 
 
 @constant_when_traced
-def available() -> bool:
-    """Whether this CPU has the instructions and a library can be compiled and loaded; counts why the latter not."""
-    return has_instructions() and shared.available(_trial)
+def available(dtype: torch.dtype) -> bool:
+    """Whether this CPU has the instructions and the library of a dtype can be compiled and loaded; counts why the
+    latter not."""
+    return has_instructions() and shared.available(_function, dtype)
 
 
 def serves(x: Tensor, weight: Tensor) -> bool:
@@ -73,14 +70,14 @@ def serves(x: Tensor, weight: Tensor) -> bool:
         return False  # a GEMM is of another dtype there
     if torch.compiler.is_compiling() and compiling():
         few = x.device.type == "cpu" and statically_known_true(x.numel() <= FEW * x.shape[-1])
-        return few and statically_known_true(weight.numel() >= LEAST) and not exporting() and available()
+        return few and statically_known_true(weight.numel() >= LEAST) and not exporting() and available(x.dtype)
     few = 0 < x.numel() <= FEW * x.shape[-1] and weight.numel() >= LEAST
-    return few and eager_on_cpu(x) and type(weight) in PLAIN and _is_there()
+    return few and eager_on_cpu(x) and type(weight) in PLAIN and _is_there(x.dtype)
 
 
 @functools.cache
-def _is_there() -> bool:
-    return available()
+def _is_there(dtype: torch.dtype) -> bool:
+    return available(dtype)
 
 
 @operation("gemv", lambda x, weight: like(x, (x.shape[0], weight.shape[0])), cpu_only=True)
@@ -120,7 +117,7 @@ def serves_groups(x: Tensor, weight: Tensor) -> bool:
         return False
     matrix = weight.shape[1] * weight.shape[2]
     fits = x.dtype in shared.DTYPES and weight.dtype == x.dtype and weight.stride(2) == 1 and matrix >= LEAST
-    return fits and eager_on_cpu(x) and _is_there()
+    return fits and eager_on_cpu(x) and _is_there(x.dtype)
 
 
 def grouped(x: Tensor, weight: Tensor, groups: Sequence[tuple[int, int, int]], out: Tensor) -> None:

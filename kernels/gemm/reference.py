@@ -66,7 +66,7 @@ def scaled(product: Tensor, scale: Tensor, dtype: torch.dtype, bias: Tensor | No
     if torch.is_grad_enabled() or not eager_on_cpu(product):
         wide = product.float() * scale
         return (wide if bias is None else wide + bias).to(dtype)
-    out = product if product.dtype == dtype else torch.empty(product.shape, dtype=dtype)
+    out = product if product.dtype == dtype else torch.empty(product.shape, dtype=dtype, device=product.device)
     for begin in range(0, product.shape[0], _CHUNK):
         part = product[begin : begin + _CHUNK]
         rows = part.float().mul_(scale[begin : begin + _CHUNK] if scale.dim() else scale)

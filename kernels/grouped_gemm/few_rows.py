@@ -27,7 +27,7 @@ def _stored_grouped_gemm(x: Tensor, weight: ScaledOperand, m_splits: Tensor) -> 
             f"x is {tuple(x.shape)} and m_splits {tuple(m_splits.shape)}; {groups} stored matrices of {inner} columns "
             f"take rows [T, {inner}] and splits [{groups}]"
         )
-    most = FEW if as_stored(choose_stored(x, weight)) else 0
+    most = FEW if as_stored(choose_stored(x, weight), x, weight) else 0
     x = x.contiguous()
     out, end = x.new_empty(x.shape[0], weight.outer), 0
     few: list[tuple[int, int, int]] = []

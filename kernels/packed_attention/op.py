@@ -254,7 +254,7 @@ def _documents(documents: Tensor, count: int, causal: bool) -> Iterator[tuple[Pl
 
 def _has_ours(q: Tensor, k: Tensor, v: Tensor, scale: float, *, gradients: bool) -> bool:
     """Whether our flash attention is for these, which takes queries of the last of the keys as they are."""
-    return fits(q, k, v, scale) and is_there(gradients)
+    return fits(q, k, v, scale) and is_there(gradients, q.dtype)
 
 
 def _together(parts: list[tuple[Place, bool]]) -> Place:

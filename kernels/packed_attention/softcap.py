@@ -88,7 +88,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, softcap: float, causal: bool) ->
     scores = ratio * softcap
     if causal and q.shape[1] > 1:
         beside = scores[..., k.shape[1] - q.shape[1] :]
-        later = torch.ones(beside.shape[-2:], dtype=torch.bool).triu_(1)
+        later = torch.ones(beside.shape[-2:], dtype=torch.bool, device=beside.device).triu_(1)
         beside.masked_fill_(later, float("-inf"))
     return scores, ratio
 

@@ -17,7 +17,7 @@ from .fp8.blocks import once
 
 SIZE = 16
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-_FACTORS = torch.tensor([sign * 0.25 for sign in SIGNS], device="cpu")
+_FACTORS = torch.tensor([sign * 0.25 for sign in SIGNS], dtype=torch.float32, device="cpu")
 
 
 def _groups(x: Tensor, dim: int) -> list[Tensor]:

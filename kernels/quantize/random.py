@@ -25,9 +25,9 @@ def words(
     size: int, counter: tuple[int, int, int], keys: Sequence[tuple[int, int]], multipliers: tuple[int, int]
 ) -> Tensor:
     """Return `size` int32 words, four of each counter (i, *counter), i = 0, 1, ...; keys: the keys of every round."""
-    out = torch.empty((size + 3) // 4, 2, dtype=torch.int64)
+    out = torch.empty((size + 3) // 4, 2, dtype=torch.int64, device="cpu")
     for begin in range(0, len(out), _AT_ONCE):
-        c0 = torch.arange(begin, min(begin + _AT_ONCE, len(out)))
+        c0 = torch.arange(begin, min(begin + _AT_ONCE, len(out)), device="cpu")
         c1, c2, c3 = (torch.full_like(c0, word) for word in counter)
         for k0, k1 in keys:
             low0, low1 = c0 * multipliers[0], c2 * multipliers[1]  # modulo 2^64

@@ -1,5 +1,19 @@
 """The mixture-of-experts router: which experts each token uses, how much, and the losses that keep the choice even."""
 
-from .op import load_balancing_loss, mean_probabilities, router_probabilities, router_topk, router_z_loss
+from .op import (
+    joint_shares,
+    load_balancing_loss,
+    mean_probabilities,
+    router_probabilities,
+    router_topk,
+    router_z_loss,
+)
 
-__all__ = ["load_balancing_loss", "mean_probabilities", "router_probabilities", "router_topk", "router_z_loss"]
+__all__ = [
+    "joint_shares",
+    "load_balancing_loss",
+    "mean_probabilities",
+    "router_probabilities",
+    "router_topk",
+    "router_z_loss",
+]

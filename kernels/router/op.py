@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ..custom_op import Output, gradient_of, like, operation
 from . import reference
-from .reference import load_balancing_loss, mean_probabilities, router_probabilities, router_z_loss
+from .reference import joint_shares, load_balancing_loss, mean_probabilities, router_probabilities, router_z_loss
 
 __all__ = [
+    "joint_shares",
     "load_balancing_loss",
     "mean_probabilities",
     "router_probabilities",

@@ -154,6 +154,18 @@ def _tokens(probabilities: Tensor, mask: Tensor | None) -> Tensor:
     return torch.full(shape, probabilities.shape[-2], dtype=torch.float32, device=probabilities.device).clamp(min=1)
 
 
+def joint_shares(logits: Tensor, topk: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return how many choices went to each expert per token, which sums to K, and the mean probability of each, both
+    [E] float32: what a layer adds to transformers' load-balancing loss.
+
+    Choices and probabilities are those of a softmax of the logits, whatever the router does with them: another score,
+    a bias, groups. logits: [T, E]; mask: [T] bool, True where a token counts (None: all). No token: 0.
+    """
+    probabilities = router_probabilities(logits)
+    chosen = torch.zeros_like(probabilities).scatter(-1, probabilities.topk(topk, dim=-1).indices, 1.0)
+    return mean_probabilities(chosen, mask), mean_probabilities(probabilities, mask)
+
+
 def router_z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the mean over tokens of `logsumexp(logits)^2` (ST-MoE, arXiv 2202.08906, eq. 5), float32 scalar.
 

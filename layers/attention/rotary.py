@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from te_models.kernels.asserted import asserted
 from te_models.kernels.rope import apply_rope
 
 from ..distributed.context_parallel import ContextShard, own_positions
@@ -46,7 +47,7 @@ class RotaryPositionEmbedding(nn.Module):
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.interleaved = interleaved
-        exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=torch.get_default_device()) / rotated
         self.register_buffer("inv_freq", rotary_base**-exponents, persistent=False)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
@@ -79,7 +80,8 @@ def apply_rotary_pos_emb(
     rows of rank cp_rank of cp_size that share each sequence, see `DotProductAttention.set_context_parallel_group`.
     Everything is float32 until the result is rounded to t's dtype, with fused and without. Returns a tensor like t.
     ValueError for a layout that does not exist or has no cu_seqlens, too few positions, and ranks that share packed
-    sequences, or sequences that begin elsewhere.
+    sequences, or sequences that begin elsewhere. RuntimeError where cu_seqlens or start_positions ask for a position
+    that freqs does not have: checked on the device (`kernels.asserted`).
     """
     check_qkv_format(tensor_format)
     if not 0 <= cp_rank < cp_size:
@@ -95,10 +97,12 @@ def apply_rotary_pos_emb(
     x = moved_batch_first(t, tensor_format)
     if cu_seqlens is not None:
         rows = packed_rows(x.shape[1], cu_seqlens, None)
-        position = rows.position[0].clamp(max=freqs.shape[0] - 1)
+        position, real = rows.position[0], rows.real
         if start_positions is not None and rows.sequence is not None:
             position = position + start_positions[rows.sequence[0]]
-        angles = angles[position][None]
+        known = (position >= 0) & (position < freqs.shape[0])
+        _check_positions(known if real is None else known | ~real[0], freqs.shape[0])
+        angles = angles[torch.where(known, position, 0)][None]  # rows past the last sequence are of no meaning
     else:
         length = x.shape[1] * cp_size
         if length > freqs.shape[0]:
@@ -108,7 +112,19 @@ def apply_rotary_pos_emb(
             shard.check(length)
             angles = own_positions(angles[:length], shard, dim=0)
         position = torch.arange(x.shape[1], device=t.device)
-        angles = angles[: x.shape[1]][None] if start_positions is None else angles[start_positions[:, None] + position]
+        if start_positions is None:
+            angles = angles[: x.shape[1]][None]
+        else:
+            last = freqs.shape[0] - x.shape[1]
+            _check_positions((start_positions >= 0) & (start_positions <= last), freqs.shape[0])
+            angles = angles[start_positions[:, None] + position]
     style = "interleaved" if interleaved else "half"
     y = apply_rope(x, angles.cos(), angles.sin(), style)
     return from_batch_first(y, tensor_format)
+
+
+def _check_positions(known: Tensor, count: int) -> None:
+    asserted(
+        known.all(),
+        f"cu_seqlens or start_positions ask for positions that freqs does not have; allowed: 0 to {count - 1}",
+    )

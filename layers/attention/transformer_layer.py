@@ -255,5 +255,5 @@ class TransformerLayer(nn.Module):
             batch = 1 if self.attn_input_format == "sbhd" else 0
             shape[batch] = y.shape[batch]
             probability = 1 - self.drop_path_rate
-            y = y * (torch.rand(shape, device=y.device) < probability).to(y.dtype) / probability
+            y = y * (torch.rand(shape, dtype=torch.float32, device=y.device) < probability).to(y.dtype) / probability
         return residual + y

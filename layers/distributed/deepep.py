@@ -56,7 +56,7 @@ def check_available(ranks: int, device: torch.device) -> None:
     and for a number of ranks that the library has no settings for, MissingExtraError where it is not installed."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    if isinstance(torch.empty(0), FakeTensor):  # a plan needs neither
+    if isinstance(torch.empty(0, device="cpu"), FakeTensor):  # a plan needs neither
         return
     if device.type not in (DEVICE, "meta"):
         raise ValueError(f"expert_dispatch is 'deepep' on the device {device}; allowed: a CUDA device, or 'all_to_all'")

@@ -235,9 +235,11 @@ def _loss_and_gradient_(
     return loss
 
 
-def vocab_parallel_embedding(ids: Tensor, weight: Tensor, shard: VocabShard, main_grad: Tensor | None = None) -> Tensor:
+def vocab_parallel_embedding(
+    ids: Tensor, weight: Tensor, shard: VocabShard, main_grad: Tensor | None = None, padding_idx: int | None = None
+) -> Tensor:
     """Return this rank's summand of the rows of all words' table, zeros for a word of another rank: ids [...] int64,
-    weight [v, H] -> [..., H].
+    weight [v, H] -> [..., H]. padding_idx: a word whose row gets no gradient.
 
     Raises IndexError for an id that is no word, eagerly on a CPU; elsewhere RuntimeError.
     """
@@ -250,7 +252,8 @@ def vocab_parallel_embedding(ids: Tensor, weight: Tensor, shard: VocabShard, mai
         raise IndexError(message)
     local = ids - first
     here = (local >= 0) & (local < weight.shape[0])
-    rows = embedding(torch.where(here, local, 0), weight, main_grad)
+    padding = None if padding_idx is None else padding_idx - first
+    rows = embedding(torch.where(here, local, 0), weight, main_grad, padding)
     return torch.where(here[..., None], rows, 0)
 
 

@@ -208,7 +208,7 @@ def linear_layer(
     # the recomputation, which would record a second time
     amax = live.amax
     if amax is not None and live.gradient_log is not None:
-        amax = torch.zeros(amax.shape, device=amax.device)
+        amax = torch.zeros(amax.shape, dtype=torch.float32, device=amax.device)
     y = _function(
         x=x.reshape(-1, x.shape[-1]),
         weight=weight,

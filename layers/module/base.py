@@ -17,7 +17,14 @@ from ..functional.linear import GemmCall
 from ..functional.wgrad import weight_gradient
 from ..quantizer.delayed import ROLES, update_amax_
 from ..quantizer.state import NO_STATE, QuantizerState
-from ..recipe.activation_checkpoint import once, recomputing, refuse_around_a_graph, same_as_first_run, scratch_like
+from ..recipe.activation_checkpoint import (
+    once,
+    recomputing,
+    refuse_around_a_graph,
+    refuse_without_contexts,
+    same_as_first_run,
+    scratch_like,
+)
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers, Recipe
 from ..recipe.context import State, state
 from ..recipe.recipe_use import Choice, LastUse, choose_once, untracked_side_effect
@@ -27,6 +34,8 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from .fp8_meta import fp8_meta, te_quantizers
 from .recipe_state import RecipeStateModule, as_replica
 from .weight_cache import CANNOT_CACHE, cached_weight, update_cached_weight
+
+_saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class QuantizedModule(RecipeStateModule):
@@ -173,6 +182,9 @@ class QuantizedModule(RecipeStateModule):
                 untracked_side_effect(setattr, self, "fp8_rng_state", moved_on)
         live = QuantizerState(scale, amax, gradient, statistics, grad_statistics, key, log)
         if not traced:
+            hooks = _saved_tensors_hooks(True)
+            if hooks and (key is not None or (amax is not None and torch.is_grad_enabled())):
+                refuse_without_contexts(hooks[0])
             return same_as_first_run(live)
         if scale is not None or key is not None:
             refuse_around_a_graph()

@@ -113,8 +113,8 @@ class DelayedScalingRecipeState(RecipeState):
         self._layer = layer
         if layer is None:
             device, length = self.device, recipe.amax_history_len  # type: ignore[attr-defined]
-            self._scale = torch.ones(self.num_quantizers, device=device)
-            self._history = torch.zeros(length, self.num_quantizers, device=device)
+            self._scale = torch.ones(self.num_quantizers, dtype=torch.float32, device=device)
+            self._history = torch.zeros(length, self.num_quantizers, dtype=torch.float32, device=device)
 
     @property
     def scale(self) -> Tensor:

@@ -150,7 +150,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         `align` that `row_align` returns, permutation, padding and quantization are one pass. row_align: a number that
         all splits are known to be multiples of, filled up with rows of zeros: such rows are not padded again."""
         if not isinstance(m_splits, Tensor):
-            m_splits = torch.tensor(m_splits)
+            m_splits = torch.tensor(m_splits, device="cpu")
         shape = x.shape
         if len(shape) != 2:
             x = x.reshape(-1, shape[-1])
@@ -215,12 +215,16 @@ class GroupedLinear(TensorParallelModule, GemmModule):
 
 
 def _accept_either_layout(module: GroupedLinear, state: dict, prefix: str, *_: object) -> None:
-    """Rewrite the other layout's keys of `state` into this module's; a partial set of members is an error."""
+    """Rewrite the other layout's keys of `state` into this module's; a partial set of members is an error, and so are
+    keys of both layouts, of which one would be forgotten."""
     for kind in ("weight", "bias") if module.use_bias else ("weight",):
         members = [f"{prefix}{kind}{g}" for g in range(module.num_gemms)]
         grouped = f"{prefix}{kind}"
+        present = [key for key in members if key in state]
+        if present and grouped in state:
+            shown = ", ".join(present if len(present) < 4 else (present[0], "...", present[-1]))
+            raise RuntimeError(f"the state dict has {grouped} and {shown}; allowed: one of the two layouts")
         if module._is_grouped(kind):
-            present = [key for key in members if key in state]
             if present and len(present) < len(members):
                 missing = sorted(set(members) - set(present))
                 raise RuntimeError(f"the state dict has {present[0]} but lacks {', '.join(missing)}")

@@ -74,7 +74,7 @@ class RecipeStateModule(nn.Module):
         self.reduce_amax = True  # False: other ranks have other GEMMs here, so delayed scaling reduces no amaxes
         self.delayed_rule: DelayedRule | None = None
         self.fp8_history: Tensor | None = None
-        self._fp8_scale = torch.ones(len(ROLES), num_gemms, device=real_default_device())
+        self._fp8_scale = torch.ones(len(ROLES), num_gemms, dtype=torch.float32, device=real_default_device())
         self.fp8_amax = torch.zeros_like(self.fp8_scale[:2])
         self.fp8_gradient = torch.stack((self.fp8_amax[0], self.fp8_scale[2], self.fp8_amax[0]))
         self.fp8_gradient_log = self.fp8_scale.new_zeros(2, LOG, num_gemms)
@@ -225,7 +225,7 @@ class RecipeStateModule(nn.Module):
         """Return `recipe_state` as bytes, uint8 [n] on the CPU, [0] where there is none: for scripts that save it under
         `_extra_state`. A state dict of ours has its tensors by name, and no such key."""
         state_of_recipe = self.recipe_state()
-        return tensors_as_bytes(state_of_recipe) if state_of_recipe else torch.empty(0, dtype=torch.uint8)
+        return tensors_as_bytes(state_of_recipe) if state_of_recipe else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Tensor | None) -> None:
         """Take over what `get_extra_state` returned; nothing where it is empty. Raises ValueError for anything else:

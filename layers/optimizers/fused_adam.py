@@ -149,7 +149,7 @@ class FusedAdam(MasterWeightOptimizer):
         for name in _MOMENTS:
             state[name] = torch.zeros_like(param, dtype=STORED_AS[self._dtypes[name]], requires_grad=False)
             if state[name].dtype in LARGEST:
-                self._scales.setdefault(param, {})[name] = torch.ones(1, device=local.device)
+                self._scales.setdefault(param, {})[name] = torch.ones(1, dtype=torch.float32, device=local.device)
         if remainder:
             state["master_param"] = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
         elif quantized or (self.master_weights and local.dtype is not torch.float32):

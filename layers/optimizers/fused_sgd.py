@@ -86,7 +86,7 @@ class FusedSGD(MasterWeightOptimizer):
         if group["momentum"] != 0 and not started:
             dtype = self._expected(parameter)["momentum_buffer"][1]
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        return state | {"step": torch.tensor(started)}  # nothing but whether this is the first one
+        return state | {"step": torch.tensor(started, device="cpu")}  # nothing but whether this is the first one
 
     def _expected(self, parameter: Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of each entry that a parameter's state may have."""

@@ -134,8 +134,8 @@ class MomentStore:
             dtypes = {name: dtype for name, (_, dtype) in self.expected(parameter).items()}
             return {n: torch.zeros_like(parameter, dtype=dtype, requires_grad=False) for n, dtype in dtypes.items()}
         blocks = _blocks_of(parameter)
-        data = torch.zeros(*blocks, BLOCK, device=local.device).to(torch.float8_e4m3fn)
-        scale_inv = torch.ones(blocks, device=local.device)
+        data = torch.zeros(*blocks, BLOCK, dtype=torch.float32, device=local.device).to(torch.float8_e4m3fn)
+        scale_inv = torch.ones(blocks, dtype=torch.float32, device=local.device)
         fields = (rows_like(parameter, field) for field in (data, scale_inv, data.clone(), scale_inv.clone()))
         return dict(zip(MOMENT_KEYS["float8"], fields, strict=True))
 

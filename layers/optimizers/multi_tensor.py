@@ -37,7 +37,7 @@ def multi_tensor_l2norm(
     (tensors,) = tensor_lists
     device = tensors[0].device if tensors else noop_flag.device
     norms = [tensor_norm(tensor) for tensor in tensors]
-    each = torch.stack(norms) if norms else torch.zeros(0, device=device)
+    each = torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float32, device=device)
     total = torch.linalg.vector_norm(each).reshape(1)
     noop_flag.copy_(torch.where(total.isfinite().to(noop_flag.device), noop_flag, 1))
     return total, each if per_tensor else each.new_zeros(0)

@@ -22,7 +22,7 @@ def tensor_norm(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu" or tensor.numel() <= PIECE:
         return torch.linalg.vector_norm(tensor, dtype=torch.float32)
     flat = tensor.reshape(-1)
-    buffer = torch.empty(PIECE if tensor.dtype != torch.float32 else 0, dtype=torch.float32)
+    buffer = torch.empty(PIECE if tensor.dtype != torch.float32 else 0, dtype=torch.float32, device="cpu")
     rows = flat.numel() // ROW * ROW
     norms = [] if rows == flat.numel() else [torch.linalg.vector_norm(flat[rows:], dtype=torch.float32)[None]]
     for piece in flat[:rows].split(PIECE):

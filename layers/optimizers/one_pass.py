@@ -38,7 +38,9 @@ def serves(piece: Piece, weight: Tensor, moments: Sequence[Tensor], store: Momen
         return False
     sizes = [-(-weight.numel() // BLOCK) * n for n in (BLOCK, 1)] * 2 if len(moments) == 4 else [weight.numel()] * 2
     alike = piece.gradient.shape == weight.shape and [m.numel() for m in moments] == sizes
-    return alike and store.in_cpp(weight) and cpu_moments.available(*tensors) and _has_the_bits()
+    if not (alike and store.in_cpp(weight) and cpu_moments.available(*tensors)):
+        return False
+    return cpu_moments.updates(weight.dtype, piece.gradient.dtype) and _has_the_bits()
 
 
 def run(piece: Piece, weight: Tensor, moments: Sequence[Tensor], group: dict[str, Any], seed: int) -> Iterator[Piece]:
@@ -71,20 +73,20 @@ def run(piece: Piece, weight: Tensor, moments: Sequence[Tensor], group: dict[str
 def _has_the_bits() -> bool:
     """Whether one pass leaves the bits of torch's kernel between decoding and encoding, on this processor and with this
     torch: its compiler decides where it multiplies and adds in one instruction."""
-    return all(_agree(beta1, dtype) for beta1 in (0.9, 0.4) for dtype in _DTYPES)
+    return all(cpu_moments.updates(x, x) and _agree(beta1, x) for beta1 in (0.9, 0.4) for x in _DTYPES)
 
 
 def _agree(beta1: float, dtype: torch.dtype) -> bool:
     n, generator = 1008, torch.Generator().manual_seed(0)
-    weight = torch.randn(n, generator=generator).to(dtype)
-    gradient = torch.randn(n, generator=generator).to(dtype)
-    first, second = torch.randn(n, generator=generator), torch.rand(n, generator=generator)
-    key, step, begin = hash_key(1, 2), torch.tensor(7, dtype=torch.int32), torch.zeros((), dtype=torch.int32)
+    new: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    weight, gradient = (torch.randn(n, **new).to(dtype) for _ in range(2))
+    first, second = torch.randn(n, **new), torch.rand(n, **new)
+    key, (step, begin) = hash_key(1, 2), torch.tensor([7, 0], dtype=torch.int32, device="cpu")
     stored = cpu_moments.encode_moments(first, second, key, begin, begin) or ()
     group = {"lr": 1e-3, "betas": (beta1, 0.99), "eps": 1e-8, "weight_decay": 0.1}
     copy = weight.float()
     read = cpu_moments.decode_moments(*stored, shape=(n,))
-    state = {"step": torch.tensor(7.0)}
+    state = {"step": torch.tensor(7.0, dtype=torch.float32, device="cpu")}
     update_([Update(Piece(weight, gradient, state, 2), copy, gradient.float(), *read)], group, None)
     expected = copy.to(dtype), *(cpu_moments.encode_moments(*read, key, step, begin) or ())
     values = cpu_moments.Hyperparameters(1e-3, beta1, 0.99, 1e-8, 0.1, 7.0)

@@ -61,6 +61,6 @@ class IdentityQuantizer(Quantizer):
     def statistics(
         self, x: Tensor, key: Tensor | None = None, amax: Tensor | None = None, count: Tensor | None = None
     ) -> dict[str, Tensor]:
-        one = torch.ones((), device=x.device)
+        one = torch.ones((), dtype=torch.float32, device=x.device)
         largest = q.amax(x).amax() if x.numel() else one * 0
         return {"amax": largest, "scale_min": one, "scale_max": one, "underflow": one * 0, "saturation": one * 0}

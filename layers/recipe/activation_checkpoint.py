@@ -177,6 +177,18 @@ def refuse_around_a_graph() -> None:
         )
 
 
+def refuse_without_contexts(pack_hook: object) -> None:
+    """Raise RuntimeError where a layer with live state is called in torch's checkpoint without reentry and without
+    `recompute_contexts`: its second run, in the backward pass, would read later scales or draw other bits.
+    pack_hook: of the saved tensors here."""
+    if not state().runs and getattr(pack_hook, "__module__", "") == "torch.utils.checkpoint":
+        raise RuntimeError(
+            "a layer under delayed scaling or stochastic rounding was called in torch.utils.checkpoint.checkpoint "
+            "without context_fn, and would be computed again with other scales or bits; allowed: "
+            "context_fn=te_models.layers.recompute_contexts, te_models.layers.checkpoint, or use_reentrant=True"
+        )
+
+
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,

@@ -75,7 +75,7 @@ def bgrad_group_quantize(
     if first_dims is None:
         return grouped, x.view(num_tensors, -1, x.shape[1]).float().sum(1).to(x.dtype)
     group = GroupOffsets.of(first_dims, x.shape[0]).group  # G in rows past the last group
-    sums = torch.zeros(num_tensors + 1, x.shape[1], device=x.device).index_add_(0, group, x.float())
+    sums = x.new_zeros((num_tensors + 1, x.shape[1]), dtype=torch.float32).index_add_(0, group, x.float())
     return grouped, sums[:num_tensors].to(x.dtype)
 
 
@@ -85,7 +85,7 @@ def _asked_usages(quantizer: Quantizer) -> list[str]:
 
 def _no_amax(quantizer: Quantizer) -> bool:
     """Whether a format has no amax of a matrix, or stores it as a field."""
-    return "amax" in quantizer.PARTS or not quantizer.amaxes(torch.ones(1, 1))
+    return "amax" in quantizer.PARTS or not quantizer.amaxes(torch.ones(1, 1, dtype=torch.float32, device="cpu"))
 
 
 def _of_shapes(
@@ -101,7 +101,7 @@ def _of_shapes(
         )
     shapes = list(zip(rows, columns, strict=True))
     storage = MixedShapesStorage(shapes, quantizer, x.dtype, x.device)
-    ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    ends = torch.tensor([0, *sizes], device="cpu").cumsum(0).tolist()
     flat = x.reshape(-1)
     for member, shape, (begin, end) in zip(storage.split_into_quantized_tensors(), shapes, pairwise(ends), strict=True):
         member.quantize_(flat[begin:end].view(shape), key=key)

@@ -15,6 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from te_models.kernels.asserted import asserted
+
 from ..quantizer.schema import field_layouts
 from ..te_arguments import require_default
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -85,7 +87,8 @@ def moe_unpermute(
     """Return the sum of each token's rows [T, H] of inp [R, H], times merging_probs ([T, E] for a mask, else [T, K]) if
     given; summed in float32. row_id_map: of `moe_permute`, or of `moe_permute_and_pad_with_probs`, whose pad_offsets
     change nothing, for the map has them. restore_shape: (T, H); None: the tokens of merging_probs. ValueError where
-    neither says how many tokens there are, and for `probs`, the old name of merging_probs, beside it.
+    neither says how many tokens there are, for a map of other rows, and for `probs`, the old name of merging_probs,
+    beside it. RuntimeError, checked on the device, where the map names a token or an expert that is not there.
     """
     _check(map_type)
     if probs is not None and merging_probs is not None:
@@ -94,7 +97,15 @@ def moe_unpermute(
     if restore_shape is None and weights is None:
         raise ValueError("moe_unpermute needs restore_shape, the shape of the tokens, or merging_probs")
     tokens = restore_shape[0] if restore_shape is not None else weights.shape[0]  # type: ignore[union-attr]
+    if row_id_map.shape != (2, inp.shape[0]):
+        raise ValueError(
+            f"row_id_map has shape {tuple(row_id_map.shape)}; allowed: (2, {inp.shape[0]}), the rows of inp"
+        )
     token, slot = row_id_map
+    known = (token >= 0) & (token < tokens) & (slot >= -1)
+    if weights is not None:
+        known &= slot < weights.shape[1]
+    asserted(known.all(), "row_id_map names tokens or experts that are not there; allowed: what moe_permute returned")
     factors = (slot >= 0).float()
     if weights is not None:
         factors = factors * weights[token, slot.clamp(min=0)].float()
@@ -104,7 +115,8 @@ def moe_unpermute(
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
     """Return chunks of the rows of inp [R, H] in another order. split_sizes: [C] rows of each chunk; sorted_index: [C],
-    which chunk is first, second, ... Both stay on the device."""
+    which chunk is first, second, ... Both stay on the device, where their values are checked. ValueError for other
+    shapes, RuntimeError for sizes that do not add up to R and for a sorted_index that is no order."""
     return take_rows(inp, _source_rows(inp, split_sizes, sorted_index))
 
 
@@ -194,6 +206,17 @@ class _QuantizedRows(torch.autograd.Function):
 def _source_rows(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
     """Return for each row of the result which row of inp it is."""
     sizes, order = split_sizes.to(inp.device).long(), sorted_index.to(inp.device).long()
+    if sizes.dim() != 1 or sizes.shape != order.shape:
+        found = f"{tuple(split_sizes.shape)} and {tuple(sorted_index.shape)}"
+        raise ValueError(f"split_sizes and sorted_index have shapes {found}; allowed: [C] both")
+    asserted(
+        (sizes >= 0).all() & (sizes.sum() == inp.shape[0]),
+        "split_sizes do not add up to the rows of inp; allowed: numbers from 0 on that do",
+    )
+    asserted(
+        (order.sort().values == torch.arange(order.shape[0], device=order.device)).all(),
+        "sorted_index is no order of the chunks; allowed: each chunk's number once, from 0 on",
+    )
     begins, sorted_ends = sizes.cumsum(0) - sizes, sizes[order].cumsum(0)
     row = torch.arange(inp.shape[0], device=inp.device)
     chunk = torch.bucketize(row, sorted_ends, right=True).clamp(max=len(order) - 1)

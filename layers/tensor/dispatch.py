@@ -25,6 +25,9 @@ aten = torch.ops.aten
 def dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run one operation that has a quantized tensor among its arguments."""
     if func in _KEEPS_QUANTIZED and isinstance(args[0], QuantizedTensor):
+        if torch.is_inference_mode_enabled() and not args[0].is_inference() and _is_view_of(func):
+            with torch.inference_mode(False):  # a view is counted with its base, which an inference tensor cannot be
+                return _KEEPS_QUANTIZED[func](*args, **kwargs)
         return _KEEPS_QUANTIZED[func](*args, **kwargs)
     if func is aten._foreach_copy_.default:
         return _foreach_copy_(*args, **kwargs)
@@ -38,11 +41,19 @@ def dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             f"{func._schema.name} works in place and does not declare what it writes, so it cannot be run on a "
             f"{type(found).__name__}; call it on dequantize() of that, and copy_ the result"
         )
-    if args and isinstance(args[0], QuantizedTensor) and any(r.alias_info is not None for r in func._schema.returns):
+    if args and isinstance(args[0], QuantizedTensor) and _is_view_of(func):
+        # what autograd takes apart, `to` and `reshape`, arrives whole in inference mode
+        parts = func.decompose(*args, **kwargs) if torch.is_inference_mode_enabled() else NotImplemented
+        if parts is not NotImplemented:
+            return parts
         raise views.refused(func._schema.name.removeprefix("aten::"), args[0])
     if func is aten.constant_pad_nd.default and isinstance(args[0], QuantizedTensor):
         args[0].require_equal_shards("padding, for full_tensor or redistribute,")
     return func(*tree_map(plain_value, args), **tree_map(plain_value, kwargs))
+
+
+def _is_view_of(func: Any) -> bool:
+    return not func._schema.is_mutable and any(r.alias_info is not None for r in func._schema.returns)
 
 
 def _named_in_place(func: Any) -> bool:

@@ -107,7 +107,12 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         return _Dequantize.apply(self, dtype or self.dtype)
 
     def _values(self, dtype: torch.dtype) -> Tensor:
-        return self.decode(dtype).view(self.shape)
+        values = self.decode(dtype)
+        if compiling():
+            return values.view(self.shape)
+        # no view of what only this function sees: autograd would refuse to write to it in place
+        is_own = values.shape == self.shape and not values._is_view()
+        return values if is_own else torch.ops.aten._unsafe_view(values, self.shape)
 
     def _quantized_fields(self, x: Tensor, key: Tensor | None = None) -> Fields:
         """Return the fields that x, of this tensor's shape, quantizes to."""

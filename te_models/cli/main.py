@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import __version__
+from ..child_process import leave_current_directory
 from ..extras import MissingExtraError, UnsupportedTorchError
 from ..signals import Interrupted
 from ..suggestions import did_you_mean
@@ -89,6 +90,8 @@ def verbs_of(parser: argparse.ArgumentParser) -> argparse._SubParsersAction:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. Usage errors exit with 2, as argparse does."""
     code, debug = 0, False
+    if argv is None:  # the process is the command line's
+        leave_current_directory()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # a name or a text that the terminal's encoding does not have is no reason for work that is done to fail
         sys.stdout.reconfigure(errors="backslashreplace")

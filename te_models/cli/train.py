@@ -125,7 +125,7 @@ def _continuing(args: argparse.Namespace, resumes: bool) -> str:
         return shlex.join(["te-models", *words])
     alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     nodes = f"--nproc-per-node {os.environ['WORLD_SIZE']}" if alone else "..."
-    return f"torchrun {nodes} -m te_models {shlex.join(words)}"
+    return f"PYTHONSAFEPATH=1 torchrun {nodes} -m te_models {shlex.join(words)}"
 
 
 def _without_start(overrides: Iterable[Override]) -> Iterator[str]:

@@ -94,7 +94,7 @@ def _together(group: dist.ProcessGroup, found: list[MissingRanksError]) -> Itera
                 raise missing(error) from None
 
     def guard_hook(cache_hit: bool) -> bool:
-        everyone = torch.tensor(int(cache_hit), dtype=torch.int32)
+        everyone = torch.tensor(int(cache_hit), dtype=torch.int32, device="cpu")
         try:
             dist.all_reduce(everyone, dist.ReduceOp.MIN, group=group)
         except RuntimeError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 import platform
 import shutil
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from te_models.kernels.machine import cache_folder, instruction_sets
+from te_models.kernels.machine import NoCacheFolderError, cache_folder, instruction_sets, make_private
 
 
 @functools.cache
@@ -34,19 +35,19 @@ def compiler_knows_all() -> bool:
     file = _file()
     if file is None:
         return False
-    if not file.exists():
+    if not os.access(file, os.F_OK):
         with config.patch({"cpp.vec_isa_ok": True}):
             every = cpu_vec_isa.valid_vec_isa_list.__wrapped__()
         if cpu_vec_isa.valid_vec_isa_list() != every:
             return False
         with contextlib.suppress(OSError):  # a folder that cannot be written: the next process asks again
-            file.parent.mkdir(parents=True, exist_ok=True)
+            make_private(file.parent)
             file.touch()
     return True
 
 
 def _file() -> Path | None:
-    """Return the file that is there where the compiler knows all; None without a compiler."""
+    """Return the file that is there where the compiler knows all; None without a compiler, or a folder for it."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
@@ -57,4 +58,6 @@ def _file() -> Path | None:
         return None
     found = Path(compiler).resolve().stat()
     parts = (compiler, str(found.st_size), str(found.st_mtime_ns), torch.__version__, instruction_sets())
-    return cache_folder() / "vector_isa" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    with contextlib.suppress(NoCacheFolderError):
+        return cache_folder() / "vector_isa" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    return None

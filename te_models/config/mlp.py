@@ -96,9 +96,12 @@ class MoEConfig(ConfigPart):
     """Channels between the two linear layers of an expert that every token uses; unset means no such expert."""
     shared_expert_gate: bool = False
     """Whether the sigmoid of a projection of the input to one number multiplies the shared expert's output."""
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "joint_aux_loss"] = (
+        "aux_loss"
+    )
     """Over which tokens the load-balancing loss compares experts: those of a micro-batch on a rank (aux_loss), of each
-    sequence (seq_aux_loss), or of all ranks and the micro-batches of a step so far (global_aux_loss)."""
+    sequence (seq_aux_loss), of all ranks and the micro-batches of a step so far (global_aux_loss), each layer by
+    itself; or those of a micro-batch in all layers together, as transformers does (joint_aux_loss)."""
     aux_loss_coeff: float = 0.0
     """Weight of the load-balancing loss (arXiv 2101.03961)."""
     z_loss_coeff: float = 0.0

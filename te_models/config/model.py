@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from .attention import AttentionConfig
 from .mlp import MLPConfig, MoEConfig
@@ -65,10 +65,18 @@ class EmbeddingConfig(ConfigPart):
     """Bound of the tanh soft cap of the logits; unset means none."""
     output_bias: bool = False
     """Whether the output layer has a bias."""
+    embedding_dropout: float | None = None
+    """Probability with which embeddings are dropped in training; unset means hidden_dropout, as in Megatron-Core."""
+    padding_idx: int | None = None
+    """Token whose embedding gets no gradient from the input, as of torch's and transformers' embeddings; unset means
+    none."""
+
+    _LATER: ClassVar[frozenset[str]] = frozenset({"embedding_dropout", "padding_idx"})
 
     def _validate(self) -> None:
-        cap = self.logits_softcap
+        cap, p = self.logits_softcap, self.embedding_dropout
         check(cap is None or cap > 0, "embedding.logits_softcap", cap, "a positive number or null")
+        check(p is None or 0 <= p < 1, "embedding.embedding_dropout", p, "0 <= p < 1, or null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +122,7 @@ class ModelConfig(ConfigPart):
     residual_multiplier: float = 1.0
     """Factor of what each sublayer adds to the residual stream."""
     hidden_dropout: float = 0.0
-    """Probability with which the output of a sublayer is dropped in training."""
+    """Probability with which the output of a sublayer is dropped in training, attention and MLP each by itself."""
     init_method_std: float = 0.02
     """Standard deviation of random initial weights."""
     mtp_num_layers: int = 0
@@ -156,6 +164,10 @@ class ModelConfig(ConfigPart):
                     rope.rotary_percent,
                     f"a fraction that rotates an even number of the {channels} head channels",
                 )
+                for factors in ("short_factor", "long_factor"):
+                    number = len(getattr(rope, factors) or ()) or None
+                    allowed = f"{rotated // 2}, one for each pair of the {rotated} channels that are rotated"
+                    check(number in (None, rotated // 2), f"the number of {name}.{factors}", number, allowed)
         kinds = self.layer_types or ()
         check(
             len(kinds) == self.num_layers, "layer_types", kinds, f"one entry for each of the {self.num_layers} layers"
@@ -167,6 +179,8 @@ class ModelConfig(ConfigPart):
                 has_size, f"attention.{name}", None, f"a size, because layer_types has {''.join(of_kind[:1])!r} layers"
             )
         check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
+        pad, last = self.embedding.padding_idx, self.vocab_size - 1
+        check(pad is None or 0 <= pad <= last, "embedding.padding_idx", pad, f"0 to {last}, or null")
         check(self.init_method_std >= 0, "init_method_std", self.init_method_std, "zero or a positive number")
         check(
             0 <= self.mtp_num_layers <= MAX_MTP_LAYERS, "mtp_num_layers", self.mtp_num_layers, f"0 to {MAX_MTP_LAYERS}"
@@ -178,6 +192,12 @@ class ModelConfig(ConfigPart):
             layers = self.moe.layers or ()
             ordered = list(layers) == sorted(set(layers)) and all(0 <= i < self.num_layers for i in layers)
             check(ordered, "moe.layers", layers, f"increasing layer indices below num_layers = {self.num_layers}")
+
+    @property
+    def embedding_dropout(self) -> float:
+        """Probability with which embeddings are dropped in training."""
+        p = self.embedding.embedding_dropout
+        return self.hidden_dropout if p is None else p
 
     def layer_type(self, layer: int) -> LayerType:
         """The attention kind of layer number `layer` (from 0)."""

@@ -40,6 +40,9 @@ class ConfigPart:
 
     _derived: ClassVar[frozenset[str]] = frozenset()
     """The fields that were left at None and filled in; instances with such fields have a set of their own."""
+    _LATER: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are left out of dictionaries while they are None: a folder that does not use them has the bytes that
+    it had before they existed."""
     __replace__: ClassVar[Callable[..., Any]]
 
     def __init_subclass__(cls) -> None:
@@ -79,7 +82,8 @@ class ConfigPart:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: dict, list, str, int, float, bool, None."""
-        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        values = {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value is not None or name not in self._LATER}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:

@@ -84,6 +84,8 @@ class RopeConfig(ConfigPart):
                 check(value is not None, f"rope.{name}", value, f"a value, because rope.scaling is {self.scaling!r}")
             elif name not in optional:
                 check(value is None, f"rope.{name}", value, f"null, because rope.scaling is {self.scaling!r}")
+        told = self.scaling != "dynamic" or (self.factor, self.alpha) != (None, None)
+        check(told, "rope.factor", None, "a value, or one of rope.alpha, because rope.scaling is 'dynamic'")
         check(self.factor is None or self.factor > 0, "rope.factor", self.factor, "a positive number")
         original = self.original_max_position_embeddings
         check(original is None or original > 0, "rope.original_max_position_embeddings", original, "a positive integer")

@@ -112,11 +112,11 @@ def score_documents(
 def _score(model: GPTModel, windows: list[tuple[Sequence[int], int]], device: torch.device) -> TextScore:
     """Score windows [B, S], padded on the right, where causal attention does not look."""
     length, tokens = max(len(ids) for ids, _ in windows), sum(scored for _, scored in windows)
-    input_ids = torch.zeros(len(windows), length, dtype=torch.int64)
+    input_ids = torch.zeros(len(windows), length, dtype=torch.int64, device="cpu")
     labels: Tensor = torch.full_like(input_ids, IGNORE_INDEX)
     mask = torch.zeros_like(input_ids, dtype=torch.bool)
     for row, (ids, scored) in enumerate(windows):
-        read = torch.tensor(ids)
+        read = torch.tensor(ids, device=input_ids.device)
         input_ids[row, : len(ids)] = read
         labels[row, len(ids) - scored : len(ids)] = read[-scored:]
         mask[row, : len(ids)] = True

@@ -45,7 +45,7 @@ class MTPDraft(Draft):
     def __init__(self) -> None:
         self._model: GPTModel | None = None
         self._depths: list[_Depth] = []
-        self._read = torch.empty(0, dtype=torch.int64)
+        self._read = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def begin(self, model: GPTModel, max_length: int) -> None:
         """As `Draft.begin`. Raises ValueError for a model without multi-token prediction."""

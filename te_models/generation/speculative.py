@@ -69,7 +69,7 @@ class DraftModel(Draft):
     def __init__(self, model: GPTModel) -> None:
         self.model = model
         self._cache: KVCache | None = None
-        self._read = torch.empty(0, dtype=torch.int64)
+        self._read = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def begin(self, model: GPTModel, max_length: int) -> None:
         """As `Draft.begin`; the vocabularies must have the same size."""
@@ -184,7 +184,8 @@ def _checked(proposed: Tensor, guessed: Tensor | None, wanted: Tensor, sampler: 
         p, q = wanted[rows, proposed], guessed[rows, proposed]
         stays = p > 0
         if sampler.temperature > 0:
-            stays = torch.rand(len(proposed), generator=sampler.generator, device=proposed.device) * q < p
+            drawn = torch.rand(p.shape, generator=sampler.generator, dtype=torch.float32, device=p.device)
+            stays = drawn * q < p
         accepted = int(stays.long().cumprod(dim=0).sum())
         if accepted < len(proposed):
             rest = (wanted[accepted] - guessed[accepted]).clamp(min=0)

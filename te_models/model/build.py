@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from te_models.layers import DotProductAttention, LayerNorm, LayerNormLinear, Linear, RMSNorm
 from te_models.layers.distributed.sequence_parallel import SequenceShard
 from te_models.layers.distributed.vocab_parallel import VocabShard, vocab_range
+from te_models.layers.module.recipe_state import real_default_device
 
 from ..config import ConfigError, ModelConfig, NormConfig
 
@@ -177,6 +178,15 @@ class Build:
         return nn.Parameter(
             torch.empty(*shape, dtype=self.params_dtype or torch.get_default_dtype(), device=self.device)
         )
+
+
+def real_device(device: torch.device | str | None) -> torch.device:
+    """Return the device that is named, with its index; None: torch's default device, or the CPU where that is meta.
+    Raises ValueError for the meta device by name: what is read has no memory there."""
+    found = torch.empty((), device=real_default_device() if device is None else device).device
+    if found.type == "meta":
+        raise ValueError("device is 'meta', which holds no values; allowed: a device with memory, such as 'cpu'")
+    return found
 
 
 def init_method(config: ModelConfig) -> Normal:

@@ -36,15 +36,16 @@ def input_size(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[
 
 class Table(TensorParallelModule):
     """A lookup table: weight [rows, H], of which the ranks that split layers have consecutive rows each.
-    fuse_wgrad_accumulation: see `te_models.layers.Linear`; set it later."""
+    padding_idx: a row that gets no gradient. fuse_wgrad_accumulation: see `te_models.layers.Linear`; set it later."""
 
     parallel_mode = None
     fuse_wgrad_accumulation = False
     bias: None = None
     """None: where the table is the output layer's weight, too, those who ask for both find that it has no other."""
 
-    def __init__(self, rows: int, config: ModelConfig, build: Build) -> None:
+    def __init__(self, rows: int, config: ModelConfig, build: Build, padding_idx: int | None = None) -> None:
         super().__init__()
+        self.padding_idx = padding_idx
         self.set_parallel(build.tp_group, 1, build.sequence_parallel)
         self.shard = build.vocab_shard(rows)
         self.init_method = WordsOfRank(init_method(config), self.shard)
@@ -61,9 +62,9 @@ class Table(TensorParallelModule):
         """ids: [B, S] int64 -> [B, S, H]; of a rank that has a part of the tokens only, [T / ranks, H]."""
         main_grad = main_grad_of(self.weight, self.fuse_wgrad_accumulation)
         if self.shard is None:
-            return embedding(ids, self.weight, main_grad)
+            return embedding(ids, self.weight, main_grad, self.padding_idx)
         ids = ids.flatten() if self.sequence_parallel else ids
-        return self.summed(vocab_parallel_embedding(ids, self.weight, self.shard, main_grad), None)
+        return self.summed(vocab_parallel_embedding(ids, self.weight, self.shard, main_grad, self.padding_idx), None)
 
 
 class Embedding(nn.Module):
@@ -72,9 +73,9 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         self.config = config.embedding
-        self.hidden_dropout = config.hidden_dropout
+        self.embedding_dropout = config.embedding_dropout
         self.sequence_shard = build.sequence_shard
-        self.word_embeddings = Table(config.vocab_size, config, build)
+        self.word_embeddings = Table(config.vocab_size, config, build, config.embedding.padding_idx)
         self.position_embeddings = None
         if config.embedding.position_embedding_type == "learned_absolute":
             self.position_embeddings = Table(config.max_position_embeddings, config, build.whole)
@@ -102,7 +103,7 @@ class Embedding(nn.Module):
             self._check_positions(position_ids, self.position_embeddings.weight.shape[0])
             batch = (input_ids if inputs_embeds is None else inputs_embeds).shape[0]  # type: ignore[union-attr]
             x = x + self._own_tokens(self.position_embeddings(position_ids), batch)
-        return F.dropout(x, self.hidden_dropout, self.training) if self.hidden_dropout > 0 else x
+        return F.dropout(x, self.embedding_dropout, self.training) if self.embedding_dropout > 0 else x
 
     def _own_tokens(self, x: Tensor, batch: int) -> Tensor:
         """Return x: [B or 1, S, H], or this rank's tokens of it."""
@@ -128,6 +129,15 @@ def check_words(words: int, new_num_tokens: int | None, pad_to_multiple_of: int 
             f"new_num_tokens is {new_num_tokens} and pad_to_multiple_of {pad_to_multiple_of}; allowed: 1 or more"
         )
     return asked + -asked % multiple
+
+
+def config_of_words(config: ModelConfig, table: Table, words: int) -> ModelConfig:
+    """Return the configuration with a vocabulary of so many words, which `table` has now. A padding token that it has
+    no more is none, in both."""
+    embedding, pad = config.embedding, config.embedding.padding_idx
+    if pad is not None and pad >= words:
+        embedding, table.padding_idx = embedding.replace(padding_idx=None), None
+    return config.replace(vocab_size=words, embedding=embedding)
 
 
 @torch.no_grad()

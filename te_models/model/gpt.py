@@ -28,10 +28,10 @@ from te_models.layers.distributed.context_parallel import ContextShard, context_
 from te_models.layers.tensor.fsdp import sharded
 
 from ..config import ModelConfig
-from .build import Build, ExpertDispatch, ExpertLayout, check_supported
+from .build import Build, ExpertDispatch, ExpertLayout, check_supported, real_device
 from .cache import Memory
 from .decoder import Decoder
-from .embedding import Embedding, check_words, input_size, resize_rows
+from .embedding import Embedding, check_words, config_of_words, input_size, resize_rows
 from .mlp import store_inputs_in_fp8, stores_inputs_in_fp8
 from .moe import Experts
 from .mtp import MultiTokenPrediction
@@ -372,7 +372,7 @@ class GPTModel(SharedModel):
                 raise ValueError(f"ranks share the model, whose vocabulary cannot be resized to {words} tokens")
             for table in (self.embedding.word_embeddings, self.output_layer):
                 resize_rows(table, words, mean_resizing)
-            self.config = self.config.replace(vocab_size=words)
+            self.config = config_of_words(self.config, self.embedding.word_embeddings, words)
         return self.embedding.word_embeddings
 
     def reset_parameters(self) -> None:
@@ -407,16 +407,17 @@ class GPTModel(SharedModel):
         """Load a folder written by `save_pretrained`, or a Hugging Face model folder or hub id (`org/name@revision`).
 
         dtype: dtype of the parameters, or its name, whatever the files have (None: torch's default); routers that the
-        family keeps in float32 remain float32. recipe: store the linear layers' weights in the recipe's weight format;
-        None keeps the folder's format, quantized weights bit for bit. dequantize: store the plain values of quantized
-        weights; they take the memory of `dtype` and, without FP8 hardware, compute several times as fast. device_mesh:
-        split the layers over the dimension "tp", distribute the experts over the dimension "ep" and split each of them
-        over the dimension "etp", if it has that, or as a ParallelMesh says; each rank reads only its own parts.
-        sequence_parallel, expert_dispatch: see `GPTModel`. mtp: make the layers of a Hugging Face folder that predict
-        further tokens a part of the model (`ModelConfig.mtp_num_layers`); our folders say whether they are. verify:
-        check every tensor that is read against the folder's manifest.json, if it has one; ranks of a split model share
-        the work. Tensors stream into the model one by one. Raises CheckpointError for an unreadable folder, ConfigError
-        for a configuration that is not implemented, ValueError for other mesh dimensions, `recipe` with `dequantize`.
+        family keeps in float32 remain float32. device: None is torch's default device, or the CPU where that is meta.
+        recipe: store the linear layers' weights in the recipe's weight format; None keeps the folder's format,
+        quantized weights bit for bit. dequantize: store the plain values of quantized weights; they take the memory of
+        `dtype` and, without FP8 hardware, compute several times as fast. device_mesh: split the layers over the
+        dimension "tp", distribute the experts over the dimension "ep" and split each of them over the dimension "etp",
+        if it has that, or as a ParallelMesh says; each rank reads only its own parts. sequence_parallel,
+        expert_dispatch: see `GPTModel`. mtp: make the layers of a Hugging Face folder that predict further tokens a
+        part of the model (`ModelConfig.mtp_num_layers`); our folders say whether they are. verify: check every tensor
+        that is read against the folder's manifest.json, if it has one; ranks of a split model share the work. Tensors
+        stream into the model. Raises CheckpointError for an unreadable folder, ConfigError for a configuration that is
+        not implemented, ValueError for other mesh dimensions, the meta device, `recipe` with `dequantize`.
         """
         from te_models.checkpoints import open_checkpoint
         from te_models.checkpoints.folder.provenance import source_of
@@ -424,12 +425,11 @@ class GPTModel(SharedModel):
 
         if dequantize and recipe is not None:
             raise ValueError("dequantize stores values, and a recipe quantized weights: choose one of them")
-        dtype = as_torch_dtype(dtype)
-        storage = "values" if dequantize else None
+        dtype, storage = as_torch_dtype(dtype), "values" if dequantize else None
         with open_checkpoint(folder, storage=storage, float32=dequantize, mtp=mtp, verify=verify) as checkpoint:
             if mtp and not checkpoint.config.mtp_num_layers:
                 raise ValueError(f"mtp is True, and {folder} has no layers that predict further tokens as parameters")
-            target = torch.empty((), device=device).device
+            target = real_device(device)
             split: dict[str, Any] = {**groups_of(device_mesh), "sequence_parallel": sequence_parallel}
             split |= {"expert_layout": expert_layout, "expert_dispatch": expert_dispatch}
             if recipe is None:
@@ -470,7 +470,7 @@ class GPTModel(SharedModel):
 
         converter = converter_of(model)
         ours = cls(converter.config, dtype=as_torch_dtype(dtype), device="meta", expert_layout=expert_layout)
-        fill_from_hf(ours, model, torch.empty((), device=device).device)
+        fill_from_hf(ours, model, real_device(device))
         ours.origin = converter.source
         return ours
 

@@ -96,7 +96,9 @@ class TransformerLayer(nn.Module):
             normed = x if self.input_layernorm is None else self._normed(self.input_layernorm, x)
             attended = self.self_attention(normed, rotary, hidden_keys, cache, query_scale, batch_size)
             y, routed = self._mlp(normed, token_mask, batch_size)
-            return self._add(x, attended + y), routed
+            if self.hidden_dropout > 0 and self.training:  # each sublayer's output has a mask of its own
+                attended, y = (F.dropout(part, self.hidden_dropout) for part in (attended, y))
+            return self._scaled_sum(x, attended + y), routed
         attended = self.self_attention(x, rotary, hidden_keys, cache, query_scale, batch_size)
         if self.post_self_attn_layernorm is not None:
             attended = self._normed(self.post_self_attn_layernorm, attended)
@@ -125,4 +127,7 @@ class TransformerLayer(nn.Module):
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
         if self.hidden_dropout > 0:
             y = F.dropout(y, self.hidden_dropout, self.training)
+        return self._scaled_sum(x, y)
+
+    def _scaled_sum(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y if self.residual_multiplier == 1.0 else x + y * self.residual_multiplier

@@ -23,6 +23,7 @@ from te_models.kernels.permute import (
     within_capacity,
 )
 from te_models.kernels.router import (
+    joint_shares,
     load_balancing_loss,
     mean_probabilities,
     router_probabilities,
@@ -334,7 +335,7 @@ class MoELayer(nn.Module):
         """logits: [T, E]; indices: [T, K]; counts: [E]; token_mask: [B, S]; sequences: B."""
         moe, mask = self.moe, None if token_mask is None else token_mask.flatten()
         balance = z = torch.zeros((), dtype=torch.float32, device=logits.device)
-        own = mean = dropped = None
+        own = mean = dropped = choices = None
         if mask is not None and self.router.counting:
             own = count_choices(indices, moe.num_moe_experts, mask)
         capacity = self._capacity(indices.numel())
@@ -346,7 +347,9 @@ class MoELayer(nn.Module):
             logits = _by_sequence(gather_rows(logits, shard), shard, sequences)
             indices = _by_sequence(all_gather(indices, shard.group), shard, sequences)
             mask = None if mask is None else _by_sequence(all_gather(mask, shard.group), shard, sequences)
-        if moe.aux_loss_coeff > 0:
+        if moe.aux_loss_coeff > 0 and moe.moe_router_load_balancing_type == "joint_aux_loss":
+            choices, mean = joint_shares(logits, moe.moe_router_topk, mask)
+        elif moe.aux_loss_coeff > 0:
             probabilities = router_probabilities(logits, moe.router.score)
             if moe.moe_router_load_balancing_type == "global_aux_loss":
                 mean = mean_probabilities(probabilities, mask)
@@ -358,7 +361,7 @@ class MoELayer(nn.Module):
                 balance = load_balancing_loss(probabilities, indices, mask)
         if moe.z_loss_coeff > 0:
             z = router_z_loss(logits, mask)
-        return RouterOutput(balance, z, counts, own, mean, dropped)
+        return RouterOutput(balance, z, counts, own, mean, dropped, choices)
 
 
 def _by_sequence(rows: Tensor, shard: ContextShard, sequences: int) -> Tensor:

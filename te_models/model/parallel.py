@@ -105,11 +105,15 @@ def check_split(config: ModelConfig, build: Build) -> None:
 
 def check_sequence(config: ModelConfig) -> None:
     """Raise ConfigError naming the field because of which the tokens between split layers cannot be shared."""
-    if config.hidden_dropout > 0:
-        raise ConfigError(
-            f"hidden_dropout is {config.hidden_dropout}; allowed with sequence_parallel: 0, because ranks that split "
-            "layers draw the same numbers"
-        )
+    for name, p in {
+        "hidden_dropout": config.hidden_dropout,
+        "embedding.embedding_dropout": config.embedding_dropout,
+    }.items():
+        if p > 0:
+            raise ConfigError(
+                f"{name} is {p}; allowed with sequence_parallel: 0, because ranks that split layers draw the same "
+                "numbers"
+            )
 
 
 def check_tokens_shared(asked: Mapping[str, object]) -> None:
@@ -264,31 +268,35 @@ def place_of(model: GPTModel) -> Place:
 def reset_model(model: GPTModel) -> None:
     """Do as `GPTModel.reset_parameters` says. Other pipeline stages stay as they are."""
     reshard(model)
-    own = set(model.modules())
+    own, device = set(model.modules()), next(model.parameters()).device
     for part in (model.whole or model).children():
-        reset_parameters(part, own)
+        reset_parameters(part, own, device)
 
 
-def reset_parameters(part: nn.Module, own: Collection[nn.Module] | None = None) -> None:
+def reset_parameters(
+    part: nn.Module, own: Collection[nn.Module] | None = None, device: torch.device | None = None
+) -> None:
     """Initialise a part of a model anew, in the order of construction: draws what the part of a new model draws. A
     shard gets its part of what the whole parameter would get, one module after the other.
 
-    own: the modules that this rank has, None for all; for others random numbers are drawn and forgotten.
+    own: the modules that this rank has, None for all; for others random numbers are drawn on `device` and forgotten.
     """
     for module in part.modules():
         reset = getattr(module, "reset_parameters", None)
         if reset is not None:
-            with unsharded(module) if own is None or module in own else _elsewhere(module):
+            with unsharded(module) if own is None or module in own else _elsewhere(module, device):
                 reset()
 
 
 @contextlib.contextmanager
-def _elsewhere(module: nn.Module) -> Iterator[None]:
-    """Inside, a module has parameters and buffers that are forgotten at the end."""
+def _elsewhere(module: nn.Module, device: torch.device | None) -> Iterator[None]:
+    """Inside, a module has parameters and buffers on `device` that are forgotten at the end."""
     held = module._parameters, module._buffers
 
     def empty(tensors: dict[str, Any]) -> dict[str, Any]:
-        return {name: t if t is None else torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
+        return {
+            name: t if t is None else torch.empty(t.shape, dtype=t.dtype, device=device) for name, t in tensors.items()
+        }
 
     module._parameters, module._buffers = map(empty, held)
     try:

@@ -33,8 +33,9 @@ class RouterOutput(NamedTuple):
     load_balancing_loss, z_loss: float32 scalars, zero where the configuration gives them no weight (they are not
     computed then); tokens_per_expert: [E] int64, dropped ones included. balanced_per_expert: the same without padding,
     where training counts and there may be padding; else None. mean_probabilities: [E] float32, of the tokens that are
-    no padding, where the loss is over the global batch; else None. dropped_tokens: [] int64, how many choices found no
-    room; None where experts take all.
+    no padding, where the loss is over the global batch or all layers; else None. choices_per_token: [E] float32, how
+    many choices went to each expert per token, where it is over all layers; else None. dropped_tokens: [] int64, how
+    many choices found no room; None where experts take all.
     """
 
     load_balancing_loss: Tensor
@@ -43,6 +44,7 @@ class RouterOutput(NamedTuple):
     balanced_per_expert: Tensor | None = None
     mean_probabilities: Tensor | None = None
     dropped_tokens: Tensor | None = None
+    choices_per_token: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -127,12 +129,16 @@ def count_choices(indices: Tensor, experts: int, mask: Tensor | None = None) -> 
 
 
 def load_balancing_losses(routed: list[RouterOutput], routers: list[Router], *, whole: bool) -> Tensor:
-    """Return the loss of each MoE layer, [MoE layers]. routers: of the layers in order, which may be more; whole:
-    whether they are of a whole model, not of a stage. Over the global batch, experts' shares are those of the choices
-    of all ranks that have these layers since the last `take_expert_load`; evaluation compares a rank's own. Raises
-    RuntimeError where it is not known which ranks these are."""
+    """Return the loss of each MoE layer, [MoE layers], or the one of all of them, [1]. routers: of the layers in order,
+    which may be more; whole: whether they are of a whole model, not of a stage. Over the global batch, experts'
+    shares are those of the choices of all ranks that have these layers since the last `take_expert_load`; evaluation
+    compares a rank's own. Raises RuntimeError where it is not known which ranks these are."""
     if routed[0].mean_probabilities is None:
         return torch.stack([r.load_balancing_loss for r in routed])
+    means = torch.stack([r.mean_probabilities for r in routed if r.mean_probabilities is not None])
+    if routed[0].choices_per_token is not None:  # transformers': layers have equally many tokens
+        choices = torch.stack([r.choices_per_token for r in routed if r.choices_per_token is not None])
+        return means.shape[-1] * (choices.mean(0) * means.mean(0)).sum(-1, keepdim=True)
     if routers[0].counting:
         counts = torch.stack([router.expert_counts for router in routers[: len(routed)]])
         group, everyone = routers[0].layer_group, group_of_all()
@@ -145,5 +151,4 @@ def load_balancing_losses(routed: list[RouterOutput], routers: list[Router], *, 
     else:
         counts = torch.stack([r.tokens_per_expert for r in routed])
     shares = counts.float() / counts.sum(-1, keepdim=True).clamp(min=1)
-    means = torch.stack([r.mean_probabilities for r in routed if r.mean_probabilities is not None])
     return counts.shape[-1] * (shares * means).sum(-1)

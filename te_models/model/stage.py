@@ -28,7 +28,8 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
     output layer share their weight, or further tokens are predicted, the last layer brings the embedding, too, but for
     positions that the model learned. The modules are those of `model`, not copies.
 
-    Raises ConfigError for no layer, and for a layer that the model does not have.
+    Raises ConfigError for no layer, for a layer that the model does not have, and for some layers of a model whose
+    router loss is of all of them.
     """
     whole, own = model.config.num_layers, {int(name): layer for name, layer in _layers(model).items()}
     missing = [layer for layer in layers if layer not in own]
@@ -36,6 +37,13 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
         raise ConfigError(
             f"a stage is asked for with layers {list(layers)}; allowed: one or more, in ascending order, of "
             f"{sorted(own)}"
+        )
+    moe = model.config.moe
+    joint = moe is not None and moe.aux_loss_coeff > 0 and moe.moe_router_load_balancing_type == "joint_aux_loss"
+    if joint and len(layers) < whole:
+        raise ConfigError(
+            "moe.moe_router_load_balancing_type is 'joint_aux_loss', which compares experts over all layers; allowed "
+            "in a stage: 'aux_loss', 'seq_aux_loss', 'global_aux_loss', or moe.aux_loss_coeff = 0"
         )
     first, last = layers[0] == 0, layers[-1] == whole - 1
     needed = {"embedding"} if first or (last and embeds_twice(model.config)) else set()

@@ -137,6 +137,10 @@ class ModelParts:
         owned = parts(self.model.config, self._weights, dataclasses.replace(place_of(self.model), **changes))
         return owned | adapter_parts(self._adapters, self._weights, owned)
 
+    def names(self) -> set[str]:
+        """Return the names of all parameters of the whole model, and of what ranks have of it in files."""
+        return {*self._shapes, *base_state_dict(self.model.whole or self.model), *self.stored()}
+
     def elsewhere(self) -> list[str]:
         """Return the names of the parameters that only other pipeline stages have."""
         own = {base_name(name) or name for name, _ in self.model.named_parameters(remove_duplicate=False)}

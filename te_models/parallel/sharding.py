@@ -20,6 +20,7 @@ from te_models.layers.tensor.fsdp import shards_of_blocks
 
 from ..config import ConfigError
 from ..model import GPTModel
+from ..model.build import real_device
 from ..model.parallel import reset_parameters
 from ..model.router import Router
 from ..model.stage import embeds_twice, with_layers
@@ -81,7 +82,7 @@ def parallelize(
         shard = partial(_shard, mesh=over, reduce_dtype=reduce_dtype, reshard=reshard, cpu_offload=cpu_offload)
     tied = model.config.embedding.share_embeddings_and_output_weights
     with_the_rest = [model.decoder.final_layernorm, *([model.embedding, model.output_layer] if tied else ())]
-    target = torch.empty((), device=device).device
+    target = real_device(device)
     model.check_dispatch_device(target)
     whole, roots = model, (model,)
     if mesh is not None and mesh.stages is not None:

@@ -64,6 +64,7 @@ def layouts_of(
     micro-batches; long sequences over 1, 4 and 16 ranks; experts over 1, 4, 16, ... ranks, split as the other layers
     or not at all; and everything sharded over the ranks that are left."""
     experts = 1 if model.moe is None else model.moe.num_moe_experts
+    drops = max(model.hidden_dropout, model.embedding_dropout) > 0
     for tp, pp, cp in product(
         _powers(2, min(node_ranks, ranks)),
         _powers(4, min(MOST_STAGES, micro_batches, model.num_layers, ranks)),
@@ -81,7 +82,7 @@ def layouts_of(
                         "context_parallel_size": cp,
                         "expert_model_parallel_size": ep,
                         "expert_tensor_parallel_size": etp,
-                        "sequence_parallel": tp > 1 and model.hidden_dropout == 0 and tokens // cp % tp == 0,
+                        "sequence_parallel": tp > 1 and not drops and tokens // cp % tp == 0,
                     }
 
 

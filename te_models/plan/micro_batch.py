@@ -91,7 +91,7 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
         found.optimizer = recorder.live - found.parameters
         loss_function = make_loss_function(gpt.train(), config.precision, "cpu", compiled=False)
         shape = config.data.micro_batch_size, config.data.sequence_length
-        loss, _ = loss_function(torch.zeros(shape, dtype=torch.int64))
+        loss, _ = loss_function(torch.zeros(shape, dtype=torch.int64, device="cpu"))
         loss.backward()
         del loss
         optimizer.accumulate_gradients()

@@ -1,4 +1,4 @@
-"""Plans in processes of their own: `python -m te_models.plan.process` reads what to plan, and prints it, as JSON.
+"""Plans in processes of their own: `main` reads what to plan from standard input, and prints it, as JSON.
 
 torch keeps the meshes of a plan, so that each needs a new process. It is forked from one that has imported torch: a new
 interpreter spends seconds on that.
@@ -7,9 +7,7 @@ interpreter spends seconds on that.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import subprocess
 import sys
 import traceback
 from collections import deque
@@ -19,6 +17,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from ..child_process import forks, run_module
 from ..config import ConfigError
 from ..training.config import TrainConfig
 from .estimate import Hardware, Plan, pipeline_ranks, plan_here
@@ -61,8 +60,7 @@ def plan_each(configs: Sequence[TrainConfig], ranks: int, hardware: Hardware) ->
         for config in configs
         for rank in pipeline_ranks(config)
     ]
-    child = [sys.executable, "-m", "te_models.plan.process"]
-    run = subprocess.run(child, input=json.dumps(asked), capture_output=True, text=True, check=False)
+    run = run_module(__name__, json.dumps(asked))
     if run.returncode:
         raise _failure((run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1], run.stderr)
     answers = iter(json.loads(run.stdout))
@@ -90,7 +88,7 @@ def _failure(why: str, where: str) -> RuntimeError:
 def in_forks(tasks: Sequence[Task], work: Callable[[Task], Task], at_once: int) -> list[Task]:
     """Return what `work` makes of each task in a fork of this process, JSON values both; of a fork that fails or is
     killed {"failed": a sentence, "where": its traceback}."""
-    context = multiprocessing.get_context("fork")
+    context = forks()
     found: list[Task] = [{} for _ in tasks]
     left, running = deque(enumerate(tasks)), {}
     while left or running:
@@ -145,7 +143,3 @@ def main() -> None:
     for name in _USED:
         import_module(name)
     print(json.dumps(in_forks(json.load(sys.stdin), _plan, os.cpu_count() or 1)))
-
-
-if __name__ == "__main__":
-    main()

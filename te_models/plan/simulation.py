@@ -227,7 +227,7 @@ def without_values() -> bool:
     """Whether tensors that are made now are inside `fake_tensors`."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return isinstance(torch.empty(0), FakeTensor)
+    return isinstance(torch.empty(0, device="cpu"), FakeTensor)
 
 
 @contextlib.contextmanager

@@ -113,8 +113,9 @@ def record_stages_of_layers(
         found.optimizer = recorder.live - found.parameters
         pipeline = make_pipeline(gpt.train(), config, "cpu", layout)
         shape = config.data.micro_batch_size, config.data.sequence_length
+        input_ids = torch.zeros(shape, dtype=torch.int64, device="cpu")
         with _unrecorded_vote():
-            pipeline.forward_backward([{"input_ids": torch.zeros(shape, dtype=torch.int64)}] * micro_batches)
+            pipeline.forward_backward([{"input_ids": input_ids}] * micro_batches)
         optimizer.accumulate_gradients()
         reduce_gradients(optimizer, layout.gradients)
         pipeline.sum_embedding_gradients()

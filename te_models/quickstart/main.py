@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..extras import require
+from ..training.one_run import LOCK, alone_in
 from . import steps
 from .report import Report, peak_rss_gib
 from .run import REAL, TINY, Run, Sizes
@@ -40,8 +41,13 @@ def run_quickstart(
     require("matplotlib", "demo", feature="the quickstart")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    report = Report(verbose=verbose)
-    _fresh(out)
+    _check(out)
+    with alone_in(out, "--out"):
+        _fresh(out)
+        return _run(out, offline_tiny, epochs, recipe, Report(verbose=verbose))
+
+
+def _run(out: Path, offline_tiny: bool, epochs: int | None, recipe: str, report: Report) -> Report:
     scratch = out / "scratch"
     scratch.mkdir()
     try:
@@ -92,12 +98,21 @@ def _prepare(out: Path, scratch: Path, sizes: Sizes, recipe: str, offline_tiny: 
     )
 
 
-def _fresh(out: Path) -> None:
-    """Make `out` an empty folder. Only a folder that is empty or that the quickstart wrote is emptied."""
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / REPORT).is_file())):
+def _check(out: Path) -> None:
+    """Raise ValueError for a folder with something in it that the quickstart did not write."""
+    there = {path.name for path in out.iterdir()} - {LOCK} if out.is_dir() else set()
+    if (out.exists() and not out.is_dir()) or (there and not (out / REPORT).is_file()):
         raise ValueError(f"{out} exists and is not the output of an earlier quickstart; choose another --out")
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+
+
+def _fresh(out: Path) -> None:
+    """Empty a folder that is locked, and mark it as the quickstart's."""
+    _check(out)
+    for path in out.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name not in (LOCK, REPORT):
+            path.unlink()
     (out / REPORT).write_text("{}\n", encoding="utf-8")
 
 

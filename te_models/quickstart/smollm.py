@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from te_models.kernels.machine import cache_folder
+from te_models.kernels.machine import cache_folder, make_private
 
 from ..extras import MissingExtraError, require
 
@@ -62,7 +62,7 @@ def smollm_folder(progress: Callable[[str], None] = lambda message: None) -> Pat
         return folder
     gguf_file = _packaged_gguf()
     progress(f"converting {gguf_file.name} to {folder}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_private(folder.parent)
     scratch = Path(tempfile.mkdtemp(prefix=f".{FOLDER}.", dir=folder.parent))
     try:
         convert_gguf(gguf_file, scratch)

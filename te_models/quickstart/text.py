@@ -41,5 +41,5 @@ def windows_of(tokenizer: Any, files: list[Path], count: int, length: int) -> to
         if len(ids) >= length:
             windows.append(ids[:length])
         if len(windows) == count:
-            return torch.tensor(windows)
+            return torch.tensor(windows, device="cpu")
     raise ValueError(f"only {len(windows)} of {len(files)} text files have {length} tokens; {count} are needed")

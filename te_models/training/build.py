@@ -183,7 +183,7 @@ def _keep_saved_dtypes(model: GPTModel, start: TrainingState) -> None:
     saved = saved_dtypes(start.parts)
     for name, parameter in model.named_parameters():
         dtype = saved.get(f"model.{name}", parameter.dtype)
-        if dtype.is_floating_point:
+        if dtype in DTYPES.values():
             parameter.data = parameter.data.to(dtype)
 
 

@@ -166,7 +166,7 @@ def _run(
 
         late = config.checkpoint.every_minutes and time.perf_counter() - saved > 60 * config.checkpoint.every_minutes
         # every rank saves, and ends, at the same step, whichever of them has the signal, and whatever its clock says
-        agreed = largest_over_ranks(torch.tensor([signals.received, int(ranks.is_main and late)]), ranks)
+        agreed = largest_over_ranks(torch.tensor([signals.received, int(ranks.is_main and late)], device="cpu"), ranks)
         signum, late = agreed.tolist()
         due = late or signum or _is_due(step, config.checkpoint.every, config.steps)
         if due and not checkpoint_dir(run.output_dir, step).exists():

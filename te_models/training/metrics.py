@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +17,16 @@ from te_models.checkpoints.io.atomic import replace_text
 
 METRICS = "metrics.jsonl"
 """The file's name in a run's folder."""
+
+_NUMBERS = (
+    *("lr", "grad_norm", "tokens", "validation_loss", "tokens_per_second", "tflops", "mfu", "data_s", "peak_memory"),
+    *("max_expert_load", "seconds"),
+)
+"""What is a number, or null, wherever a row has it: what is drawn and summed up."""
+_MOST_BYTES = 4 << 30
+"""Of a file that is read whole: more steps than any run has."""
+_LARGEST = 1e100
+"""Of a number: what is computed from it stays finite."""
 
 
 class MetricsFile:
@@ -46,24 +57,49 @@ class MetricsError(ValueError):
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the complete rows of a metrics file; an absent file has none.
 
-    Raises MetricsError for a line that is no object with a `step` and a `loss`.
+    Raises MetricsError for a line that is no object with a `step` and a `loss`, or other things where numbers are.
     """
+    return [_row(line, where) for line, where in read_lines(path)]
+
+
+def read_lines(path: Path) -> Iterator[tuple[bytes, str]]:
+    """Yield the complete lines of a file, each with what names it in a message; nothing where there is no file.
+
+    What follows the last newline was cut short by a kill. Raises MetricsError for what is no file, or too large."""
     if not path.exists():
-        return []
+        return
     if not path.is_file():  # reading a pipe would wait for a writer
         raise MetricsError(f"{path} is not a file")
-    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut short
-    return [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    if path.stat().st_size > _MOST_BYTES:
+        raise MetricsError(f"{path} has {path.stat().st_size} bytes; allowed: at most {_MOST_BYTES}")
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        yield line, f"{path}, line {number}"
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of JSON is a number that can be computed with: finite, and no truth value."""
+    return type(value) in (int, float) and -_LARGEST <= value <= _LARGEST  # type: ignore[operator]
+
+
+def is_step(value: object) -> bool:
+    """Whether a value of JSON can be the number of a step."""
+    return type(value) is int and 0 <= value < 1 << 53
 
 
 def _row(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        raise MetricsError(f"{where} is damaged: {error}; move the file away to continue without it") from None
-    numbers = isinstance(row, dict) and type(row.get("step")) is int and type(row.get("loss")) in (int, float)
-    if not numbers or not math.isfinite(row["loss"]):
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise MetricsError(f"{where} is damaged: {reason}; move the file away to continue without it") from None
+    if not isinstance(row, dict) or not is_step(row.get("step")) or not is_number(row.get("loss")):
         raise MetricsError(f"{where} has no step and loss in numbers; move the file away to continue without it")
+    sets = row.get("validation_losses", {})
+    wrong = [name for name in _NUMBERS if row.get(name) is not None and not is_number(row[name])]
+    if not isinstance(sets, dict) or not all(map(is_number, sets.values())):
+        wrong.append("validation_losses")
+    if wrong:
+        raise MetricsError(f"{where} has {wrong[0]} that is not in numbers; move the file away to continue without it")
     return row
 
 

@@ -87,7 +87,7 @@ def cpu_gemm_of_run(
     if backend == "auto" and recorded in backends:
         backend = recorded
     if backend == "auto":
-        mine = torch.tensor([backends.index(automatic_choice()[0] if ranks.is_main else backends[0])])
+        mine = torch.tensor([backends.index(automatic_choice()[0] if ranks.is_main else backends[0])], device="cpu")
         backend = backends[int(gather_tensors({"cpu_gemm": mine}, ranks)["0.cpu_gemm"])]
     with using_cpu_gemm(backend):
         yield config.replace(precision=config.precision.replace(cpu_gemm=backend))

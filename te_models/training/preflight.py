@@ -68,7 +68,6 @@ def check_run(
     if config.log.plot:
         require("matplotlib.figure", "plot", feature="the loss plot (log.plot)")
     check_writers(config.log)
-    _check_output(Path(config.output_dir))
     model, notes = _read_model(config, start, checkpoint)
     check_names(config, model)
     check_layout(config, model, dims)
@@ -86,7 +85,7 @@ def check_run(
     return model, notes
 
 
-def _check_output(folder: Path) -> None:
+def check_output(folder: Path) -> None:
     """Raise ConfigError where nothing can be written to a run's folder, or `final` there is something else."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir():

@@ -42,10 +42,11 @@ from .log.starts import record_start
 from .log.writers import MetricsWriter, open_writers
 from .lora import Adapters
 from .metrics import METRICS, read_metrics
+from .one_run import alone_in
 from .optimizer.adamw import Optimizer
 from .optimizer.learning_rate import continued_config
 from .precision import cpu_gemm_of_run
-from .preflight import check_run
+from .preflight import check_output, check_run
 from .progress import Progress
 from .ranks.agreement import check_same_settings
 from .ranks.data_parallel import Ranks, barrier
@@ -102,6 +103,10 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     if config.resume_from or (output_dir / "checkpoints").exists():
         progress.waiting("checking the checkpoint to continue from")
     check_same_settings(config, ranks)
+    if ranks.is_main:
+        check_output(output_dir)
+        opened.enter_context(alone_in(output_dir))
+    barrier(ranks)  # what no other run changes any more is looked for
     layout = layout_of(config.parallel, ranks, device)
     data_ranks = layout.data
     batch = batch_size(config.data, data_ranks.world_size)

@@ -341,7 +341,7 @@ INDEX_DEFECTS: dict[str, tuple[Edit, str]] = {
     "index not utf-8": (write(INDEX, b'{"weight_map": {"\xff": "a"}}'), "is not UTF-8"),
     "index empty": (write(INDEX, b""), "index.json is not valid JSON"),
     "file name a surrogate": (point_all_to("\udc80.safetensors"), "not a plain file name"),
-    "file name of 1000 characters": (point_all_to("x" * 1000), "does not exist"),
+    "file name of 1000 characters": (point_all_to("x" * 1000), "not a plain file name"),
     "index names itself": (point_all_to(INDEX), "claims a header|truncated|does not start"),
     "index names the configuration": (point_all_to(CONFIG), "claims a header|truncated|does not start"),
     "index leads out": (lambda f: ((f / INDEX).unlink(), (f / INDEX).symlink_to("/etc/hostname")), "leaves the folder"),

@@ -16,12 +16,8 @@ FOLDERS = {
 }
 """Folder: import name, in the order in which they may import each other."""
 LEAVES = {
-    "te_models.config",
-    "te_models.extras",
-    "te_models.lazy",
-    "te_models.memory",
-    "te_models.sizes",
-    "te_models.suggestions",
+    f"te_models.{name}"
+    for name in ("child_process", "config", "extras", "file_lock", "lazy", "memory", "sizes", "suggestions")
 }
 """Modules and packages that import nothing else of the project and that every folder may import."""
 

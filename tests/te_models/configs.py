@@ -170,6 +170,8 @@ def model_configs(draw: st.DrawFn) -> ModelConfig:
         temperature_tuning=draw(st.none() | st.builds(TemperatureConfig, floor_scale=number, attn_scale=number)),
         attention_dropout=draw(st.floats(0, 0.9)),
     )
+    assert attention.kv_channels is not None
+    pairs = attention.kv_channels // 4
     rope = draw(
         st.sampled_from(
             [
@@ -177,7 +179,7 @@ def model_configs(draw: st.DrawFn) -> ModelConfig:
                 RopeConfig(style="interleaved", rotary_percent=0.5),
                 RopeConfig(scaling="linear", factor=4.0),
                 RopeConfig(scaling="yarn", factor=4.0, truncate=False, mscale=0.7),
-                RopeConfig(scaling="longrope", short_factor=(1.0, 2.0), long_factor=(3.0, 4.5)),
+                RopeConfig(scaling="longrope", short_factor=(1.0, 2.0) * pairs, long_factor=(3.0, 4.5) * pairs),
             ]
         )
     )
@@ -202,7 +204,11 @@ def model_configs(draw: st.DrawFn) -> ModelConfig:
         mlp=MLPConfig(ffn_hidden_size=draw(st.integers(1, 99)), clamp=draw(st.none() | number)),
         rope=rope,
         moe=moe,
-        embedding=EmbeddingConfig(multiplier=draw(st.just("sqrt_hidden_in_weight_dtype") | number)),
+        embedding=EmbeddingConfig(
+            multiplier=draw(st.just("sqrt_hidden_in_weight_dtype") | number),
+            embedding_dropout=draw(st.none() | st.floats(0, 0.9)),
+            padding_idx=draw(st.none() | st.just(0)),
+        ),
         block=draw(st.sampled_from(["pre", "post", "sandwich", "parallel", "parallel_shared_norm"])),
         residual_multiplier=draw(number),
     )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from te_models import ConfigError, GPTModel, KVCache, compile_model
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.plan.rank_shards import Place, parts
+from te_models.config import EmbeddingConfig
 from tests.ranks import report_cases
 from tests.te_models.configs import FURTHER, VARIANTS, tiny, token_ids
 from tests.te_models.split_model_ranks import close
@@ -103,6 +104,9 @@ def is_refused() -> None:
     group = dist.group.WORLD
     with pytest.raises(ConfigError, match=r"hidden_dropout is 0\.1; allowed with sequence_parallel: 0"):
         GPTModel(tiny(hidden_dropout=0.1), tp_group=group, sequence_parallel=True)
+    dropped = tiny(embedding=EmbeddingConfig(embedding_dropout=0.1))
+    with pytest.raises(ConfigError, match=r"embedding\.embedding_dropout is 0\.1; allowed with sequence_parallel: 0"):
+        GPTModel(dropped, tp_group=group, sequence_parallel=True)
     with pytest.raises(ConfigError, match="vocab_size is 1; allowed: a word or more for each of 2 ranks"):
         GPTModel(tiny(vocab_size=1), tp_group=group)
 

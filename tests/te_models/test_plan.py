@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,13 +172,13 @@ def test_hardware_is_checked(name: str) -> None:
 def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process of a plan is a fork, which has imported torch. (docs/planning.md starts interpreters.)"""
 
-    def run(command: list[str], *, input: str, **options: bool) -> subprocess.CompletedProcess[str]:
-        assert command == [sys.executable, "-m", "te_models.plan.process"] and options["capture_output"]
-        (tmp_path / "asked").write_text(input)
+    def run(module: str, text: str) -> subprocess.CompletedProcess[str]:
+        assert module == "te_models.plan.process"
+        (tmp_path / "asked").write_text(text)
         code = "import sys; sys.stdin = open(sys.argv[1]); from te_models.plan.process import main; main()"
         return run_python(["-c", code, str(tmp_path / "asked")], timeout=600)
 
-    monkeypatch.setattr("te_models.plan.process.subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr("te_models.plan.process.run_module", run)
 
 
 @pytest.mark.usefixtures("forked")

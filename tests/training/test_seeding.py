@@ -8,6 +8,9 @@ import torch
 
 from te_models.layers import Linear, set_rounding_seed
 from te_models.training import train
+from te_models.training.checkpoints.checkpoint import TrainingState
+from te_models.training.checkpoints.start import restore_generators
+from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.seeding import derive_seed, random_state, restore_random_state, rounding_seed, seed_all
 from tests.training.runs import tiny_run
 
@@ -55,3 +58,21 @@ def test_states_have_one_size() -> None:
         seed_all(seed)
         sizes.add(tuple(state.numel() for state in random_state().values()))
     assert len(sizes) == 1
+
+
+def test_a_run_that_continues_has_the_random_states_of_its_checkpoint() -> None:
+    """Each step seeds the generators again, so that no number of a run tells."""
+    model = torch.nn.Linear(1, 1)
+    seed_all(7)
+    torch.randn(3)
+    saved = random_state()
+    tensors = {f"rng.{rank}.{name}": state for rank in (0, 1) for name, state in saved.items()}
+    start = TrainingState(4, 16, 2, {}, tensors)
+    for rank in (0, 1):
+        seed_all(8)
+        restore_generators(start, Ranks(rank, 2), model)
+        assert all(torch.equal(state, saved[name]) for name, state in random_state().items())
+    seed_all(8)
+    own = random_state()
+    restore_generators(start, Ranks(2, 3), model)  # which the checkpoint does not know
+    assert all(torch.equal(state, own[name]) for name, state in random_state().items())

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import te_models
+from te_models import GPTModel
 from te_models.layers import QuantizedTensor
 from te_models.training import (
     ModelSource,
@@ -177,3 +178,15 @@ def test_a_run_goes_on_after_a_skipped_step(tmp_path: Path, monkeypatch: pytest.
     rows = read_metrics(Path(config.output_dir) / "metrics.jsonl")
     assert [row.get("skipped") for row in rows] == [None, True, None]
     assert [row["grad_norm"] is None for row in rows] == [False, True, False]
+
+
+def test_the_weight_of_a_batch_is_not_that_of_the_routers_term() -> None:
+    """It stands for how many predictions are scored, and every token is routed."""
+    torch.manual_seed(0)
+    model = GPTModel(tiny_model(moe=True), dtype=torch.float32)
+    loss_function = make_loss_function(model, PrecisionConfig(dtype="fp32"), "cpu", compiled=False)
+    ids = torch.randint(257, (2, 16))
+    (whole, terms), (half, same) = loss_function(ids), loss_function(ids, torch.tensor(0.5))
+    aux_loss = terms[0]
+    assert aux_loss > 1e-3 and torch.equal(same[0], aux_loss)
+    torch.testing.assert_close(half, 0.5 * (whole - aux_loss) + aux_loss)

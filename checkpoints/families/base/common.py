@@ -39,6 +39,7 @@ def decoder_fields(
     norm_name: str = "rms_norm_eps",
     init_std: float = 0.02,
     dropout: float = 0.0,
+    pad: int | None = None,
     without: Collection[str] = (),
 ) -> tuple[Entry, ...]:
     """Return the fields of a decoder with grouped-query attention; the arguments are the class's names and defaults.
@@ -58,7 +59,50 @@ def decoder_fields(
         KeyValueHeads(kv_heads),
         HeadDim(head_dim),
     )
-    return tuple(entry for entry in entries if not set(entry.names) <= set(without))
+    fields = tuple(entry for entry in entries if not set(entry.names) <= set(without))
+    return fields if "pad_token_id" in without else (*fields, PaddingIdx(pad))
+
+
+@dataclass(frozen=True)
+class Dropouts:
+    """Dropout of the output of each sublayer, `hidden`, and of the embeddings, `embedding`; None: those are never
+    dropped. Of ours, the latter is left unset where both are the same."""
+
+    hidden: str
+    embedding: str | None
+    default: float = 0.0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.hidden,) if self.embedding is None else (self.hidden, self.embedding)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        hidden = read_typed(hf, self.hidden, float, self.default)
+        embedding = 0.0 if self.embedding is None else read_typed(hf, self.embedding, float, self.default)
+        return {"hidden_dropout": hidden} | ({} if embedding == hidden else {"embedding.embedding_dropout": embedding})
+
+    def write(self, config: ModelConfig) -> Values:
+        return dict(zip(self.names, (config.hidden_dropout, config.embedding_dropout)))
+
+
+@dataclass(frozen=True)
+class PaddingIdx:
+    """`pad_token_id` as transformers' embedding takes it: its row gets no gradient. `default`: the class's, where the
+    file does not say; null means none, and a negative one counts from the last token. A token that the vocabulary does
+    not have is none. It is written where the model has one, and no field of the model's otherwise."""
+
+    default: int | None
+    names: tuple[str, ...] = ()
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        token, words = hf.get("pad_token_id", self.default), read_typed(hf, "vocab_size", int, REQUIRED)
+        token = None if token is None else read_typed({"pad_token_id": token}, "pad_token_id", int, None)
+        known = token is not None and -words <= token < words
+        return {"embedding.padding_idx": token % words} if known else {}
+
+    def write(self, config: ModelConfig) -> Values:
+        token = config.embedding.padding_idx
+        return {} if token is None else {"pad_token_id": token}
 
 
 def layer_norm(*, bias: bool, weight: bool = True) -> tuple[Entry, ...]:

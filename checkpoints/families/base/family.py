@@ -59,6 +59,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "scale_embeddings": (None, False),
     "shared_expert_intermediate_size": (None, 0),
     "sliding_window": (None,),
+    "swiglu_alpha": (None,),
     "swiglu_limit": (None,),
     "scale_attn_by_inverse_layer_idx": (None, False),
     "scale_attn_weights": (None, True),
@@ -82,6 +83,8 @@ _TRAINING_ONLY = (
     "moe.z_loss_coeff",
     "moe.moe_router_load_balancing_type",
     "attention.attention_dropout",
+    "embedding.embedding_dropout",
+    "embedding.padding_idx",
 )
 
 _FAR = 100

@@ -26,7 +26,8 @@ class RouterLoss:
         if not used and hf.get("router_aux_loss_coef") is None:
             return {"moe.aux_loss_coeff": 0.0}
         coefficient = read_typed(hf, "router_aux_loss_coef", float, self.default)
-        return {"moe.aux_loss_coeff": coefficient if used else 0.0}
+        kind = {"moe.moe_router_load_balancing_type": "joint_aux_loss"} if used and coefficient else {}
+        return {"moe.aux_loss_coeff": coefficient if used else 0.0, **kind}
 
     def write(self, config: ModelConfig) -> Values:
         coefficient = config.moe.aux_loss_coeff if config.moe is not None else 0.0

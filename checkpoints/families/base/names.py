@@ -169,6 +169,10 @@ class Names:
             pairs.append((f"{at}{mtp.output}.weight", embedding if tied else output))
         return pairs
 
+    def tied_output(self, config: ModelConfig) -> tuple[str, ...]:
+        """Return the output layer's weight where it is the embedding's, so that files need not hold it."""
+        return (f"{self.output}.weight",) if config.embedding.share_embeddings_and_output_weights else ()
+
     def _layer(self, config: ModelConfig, i: int, at: str, ours: str) -> Weights:
         """A layer of the kind of number `i`: `at` begins the names of files, `ours` those of parameters."""
         yield from self._norms(config, at, ours, moe=config.is_moe_layer(i))

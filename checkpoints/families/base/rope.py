@@ -28,7 +28,7 @@ _TYPES = {
 _NUMBERS = {
     "none": (),
     "linear": ("factor",),
-    "dynamic": ("factor", "alpha"),
+    "dynamic": ("factor",),
     "yarn": ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),
     "longrope": ("factor", "attention_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -55,7 +55,7 @@ class Rope:
         partial: the rotated fraction of the head where the file does not say; None: always all of it.
         types: the extensions that the family's classes know.
         original: the family's length before extension where the file does not say; it has a field of its own, outside.
-        alpha: "dynamic" may have a fixed `alpha`.
+        alpha: "dynamic" may have a fixed `alpha`; in other families it is unknown: their classes take no notice of it.
         extra: further keys of `rope_parameters`, which another entry reads.
     """
 
@@ -103,7 +103,7 @@ class Rope:
         scaling = _TYPES[kind]
         result: Values = {"rotary_base": read_typed(values, "rope_theta", float, self.theta), "scaling": scaling}
         result["rotary_percent"] = fraction
-        for name in _NUMBERS[scaling]:
+        for name in (*_NUMBERS[scaling], *(("alpha",) if self.alpha and scaling == "dynamic" else ())):
             result[name] = read_typed(values, name, float, None)
         if scaling in _WITH_ORIGINAL_LENGTH:
             _read_original_length(hf, values, result, self.original)
@@ -126,7 +126,8 @@ class Rope:
         """Return the object that describes `rope`."""
         inverse = {ours: theirs for theirs, ours in reversed(_TYPES.items())}
         values: Values = {"rope_type": inverse.get(rope.scaling, rope.scaling), "rope_theta": rope.rotary_base}
-        for name in (*_NUMBERS.get(rope.scaling, ()), "original_max_position_embeddings", "truncate"):
+        alpha = ("alpha",) if self.alpha else ()
+        for name in (*_NUMBERS.get(rope.scaling, ()), *alpha, "original_max_position_embeddings", "truncate"):
             value = getattr(rope, name)
             if value is not None:
                 values[name] = value

@@ -19,7 +19,9 @@ from .names import Names
 from .unused import Unused
 
 TIED = "tie_word_embeddings"
-_OTHER_PARTS = ("vision_tower.*", "vision_model.*", "multi_modal_projector.*")
+TEXT = "language_model."
+"""What the names of the text model begin with in files."""
+OTHER_PARTS = ("vision_tower.*", "vision_model.*", "multi_modal_projector.*")
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def with_images(model_type: str, architecture: str, part: TextPart, *, in_memory
     in_memory: transformers holds the text model under other names than it writes.
     """
     text = part.families[0]
-    forms = [_prefixed(names, "language_model.") for names in (text.names, *text.other_names)]
+    forms = [_prefixed(names, TEXT) for names in (text.names, *text.other_names)]
     if in_memory:
         at = "model.language_model"
         moved = {"embedding": f"{at}.embed_tokens", "final_norm": f"{at}.norm", "layer": f"{at}.layers.{{i}}"}
@@ -100,7 +102,7 @@ def with_images(model_type: str, architecture: str, part: TextPart, *, in_memory
         fields=(part,),
         names=forms[0],
         other_names=tuple(forms[1:]),
-        unused=Unused(text.unused.patterns, beside=(*_OTHER_PARTS, *(f"model.{name}" for name in _OTHER_PARTS))),
+        unused=Unused(text.unused.patterns, beside=(*OTHER_PARTS, *(f"model.{name}" for name in OTHER_PARTS))),
         keeps_dtype=text.keeps_dtype,
     )
 

@@ -38,13 +38,10 @@ def _function(format: torch.dtype, dtype: torch.dtype, without: str = "", name: 
     return cpp_library.function(SOURCE, defined, name, _ARGUMENTS[name])
 
 
-def available() -> bool:
-    """Whether a library can be compiled and loaded; counts why not (`cpu_graph.library.fallbacks`)."""
-    return shared.available(_trial)
-
-
-def _trial() -> None:
-    _function(torch.float8_e4m3fn, torch.bfloat16)
+def available(format: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether the library for a weight's stored dtype and the dtype of the rows can be compiled and loaded; counts why
+    not (`cpu_graph.library.fallbacks`)."""
+    return shared.available(_function, format, dtype)
 
 
 def linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:
@@ -53,7 +50,7 @@ def linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:
     x = x.contiguous()
     rows, inner = x.shape
     data, scale = weight.data, weight.scale_inv
-    out = torch.empty(rows, data.shape[0], dtype=x.dtype)
+    out = torch.empty(rows, data.shape[0], dtype=x.dtype, device="cpu")
     if out.numel() == 0:
         return out
     block, strides = weight.block or (data.shape[0], max(inner, 1)), scale.stride() if scale.dim() == 2 else (0, 0)

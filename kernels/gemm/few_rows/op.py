@@ -68,9 +68,9 @@ def choose_stored(x: Tensor, weight: ScaledOperand) -> Choice:
     return first_possible("stored_linear", (("few_rows", reason_against(x, weight)),), fallback=False)
 
 
-def as_stored(choice: Choice) -> bool:
+def as_stored(choice: Choice, x: Tensor, weight: ScaledOperand) -> bool:
     """Count a choice, and return whether the weight is multiplied as it is stored: only where a library is there."""
-    if choice.backend == "few_rows" and not library.available():
+    if choice.backend == "few_rows" and not library.available(weight.data.dtype, x.dtype):
         choice = Choice(choice.operation, EMULATION, (("few_rows", "no library could be compiled"),))
     record(choice, strict=False)
     return choice.backend == "few_rows"
@@ -82,7 +82,7 @@ def _result(x: Tensor, weight: ScaledOperand) -> Output:
 
 @operation("stored_linear", _result, cpu_only=True)
 def _stored_linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:
-    if as_stored(choose_stored(x, weight)):
+    if as_stored(choose_stored(x, weight), x, weight):
         return library.linear(x, weight, bias)
     return dense(x, dequantize(weight, x.dtype), bias)
 

@@ -35,12 +35,12 @@ _KINDS = ("float32", "pow2", "e8m0")
 
 def worthwhile(elements: int, dtype: torch.dtype) -> bool:
     """Whether the library computes as many values of a dtype as these: see `cpu_graph.library.worthwhile`."""
-    return shared.worthwhile(elements, dtype, _trial)
+    return shared.worthwhile(elements, dtype, _function, "te_quantize_blocks", dtype)
 
 
-def available() -> bool:
-    """Whether the library can be compiled and loaded: see `cpu_graph.library.available`."""
-    return shared.available(_trial)
+def available(dtype: torch.dtype) -> bool:
+    """Whether the library of a dtype can be compiled and loaded: see `cpu_graph.library.available`."""
+    return shared.available(_function, "te_quantize_blocks", dtype)
 
 
 def ready(x: Tensor, dtype: torch.dtype | None = None) -> bool:
@@ -50,11 +50,7 @@ def ready(x: Tensor, dtype: torch.dtype | None = None) -> bool:
     """
     if x.dim() != 2 or not eager_on_cpu(x) or not x.is_contiguous():
         return False
-    return shared.worthwhile(x.numel(), dtype or x.dtype, _trial)
-
-
-def _trial() -> None:
-    _function("te_quantize_blocks", torch.bfloat16)
+    return worthwhile(x.numel(), dtype or x.dtype)
 
 
 @functools.cache
@@ -91,9 +87,9 @@ def quantize_blocks(
     """Return `fp8.reference.quantize_blockwise` of x [R, C] to E4M3, and the largest |decoded - x|, 0 unless
     `measured`; None for a NaN."""
     rows, columns = x.shape
-    data = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
+    data = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device="cpu")
     grid = -(-rows // block[0]), -(-columns // block[1])
-    scales = torch.empty(grid, dtype=torch.uint8 if scale_kind == "e8m0" else torch.float32)
+    scales = torch.empty(grid, dtype=torch.uint8 if scale_kind == "e8m0" else torch.float32, device="cpu")
     pointers = (scales.data_ptr(), None) if scale_kind == "e8m0" else (None, scales.data_ptr())
     kind, overflow, error = _KINDS.index(scale_kind), torch.finfo(x.dtype).max, _Error(measured)
     sizes = (rows, columns, *block, kind, epsilon, overflow)
@@ -106,7 +102,7 @@ def quantize_blocks(
 def quantize_scaled(x: Tensor, scale: float, inverse: float, *, measured: bool = True) -> tuple[Tensor, float] | None:
     """Return `fp8.reference.quantize_per_tensor` of x [R, C] to E4M3, and the largest |data * inverse - x|, 0 unless
     `measured`; None for a NaN."""
-    data, error = torch.empty(x.shape, dtype=torch.float8_e4m3fn), _Error(measured)
+    data, error = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device="cpu"), _Error(measured)
     run = _function("te_quantize_scaled", x.dtype)
     if run(x.data_ptr(), data.data_ptr(), x.numel(), scale, inverse, error.pointer(), _threads(measured)):
         return None
@@ -117,8 +113,8 @@ def quantize_nvfp4(x: Tensor, block_rows: int, amax: float, *, measured: bool = 
     """Return packed and scales of `nvfp4.reference.quantize_nvfp4` of x [R, C], C a multiple of 16, and the largest
     |decoded - x|, 0 unless `measured`; None for a NaN."""
     rows, columns = x.shape
-    packed = torch.empty((rows, columns // 2), dtype=torch.uint8)
-    scales, error = torch.empty((rows, columns // 16), dtype=torch.float8_e4m3fn), _Error(measured)
+    packed = torch.empty((rows, columns // 2), dtype=torch.uint8, device="cpu")
+    scales, error = torch.empty((rows, columns // 16), dtype=torch.float8_e4m3fn, device="cpu"), _Error(measured)
     run = _function("te_quantize_nvfp4", x.dtype)
     sizes = rows, columns, block_rows, amax
     if run(x.data_ptr(), packed.data_ptr(), scales.data_ptr(), *sizes, error.pointer(), _threads(measured)):
@@ -129,7 +125,7 @@ def quantize_nvfp4(x: Tensor, block_rows: int, amax: float, *, measured: bool = 
 def decode_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return `fp8.reference.dequantize_blockwise` of E4M3 [R, C] in `dtype`. scales: of `quantize_blocks`."""
     data, scales = data.contiguous(), scales.contiguous()
-    out = torch.empty(data.shape, dtype=dtype)
+    out = torch.empty(data.shape, dtype=dtype, device="cpu")
     pointers = (scales.data_ptr(), None) if scales.dtype == torch.uint8 else (None, scales.data_ptr())
     run = _function("te_decode_blocks", dtype)
     run(data.data_ptr(), *pointers, out.data_ptr(), *data.shape, *block, torch.get_num_threads())
@@ -140,7 +136,7 @@ def decode_nvfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `nvfp4.cpu.decode_blocks` in `dtype`: packed [R, C / 2] times E4M3 scales [R, C / 16] -> [R, C]."""
     packed, scales = packed.contiguous(), scales.contiguous()
     rows, columns = packed.shape[0], 2 * packed.shape[1]
-    out = torch.empty((rows, columns), dtype=dtype)
+    out = torch.empty((rows, columns), dtype=dtype, device="cpu")
     run = _function("te_decode_nvfp4", dtype)
     run(packed.data_ptr(), scales.data_ptr(), out.data_ptr(), rows, columns, torch.get_num_threads())
     return out
@@ -148,7 +144,7 @@ def decode_nvfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 def decode_e4m3(data: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Return E4M3 [R, C] times float32 scales [R, ceil(C / width)], contiguous, the products rounded to `dtype`."""
-    out = torch.empty(data.shape, dtype=dtype)
+    out = torch.empty(data.shape, dtype=dtype, device="cpu")
     run = _function("te_decode_e4m3", dtype)
     run(data.data_ptr(), scales.data_ptr(), out.data_ptr(), *data.shape, width)
     return out

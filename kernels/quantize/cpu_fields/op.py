@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...custom_op import Output, like, operation
 from ..cpu_graph import library as rounding
-from ..cpu_graph.op import in_cpu_graph
+from ..cpu_graph.op import in_cpu_graph, matrix_amax
 from ..fp8 import blocks, reference
 from ..fp8.cpu import fp8_to_float
 from ..nvfp4 import cpu as nvfp4
@@ -30,7 +30,7 @@ def reads(data: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _in_one_pass(x: Tensor) -> bool:
-    return bool(x.numel()) and x.dtype in rounding.DTYPES and library.available()
+    return bool(x.numel()) and x.dtype in rounding.DTYPES and library.available(x.dtype)
 
 
 def _blocks(x: Tensor, block: list[int], scale_kind: str) -> tuple[Output, Output]:
@@ -53,7 +53,7 @@ def store_blocks(x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: fl
 @operation("read_blocks", lambda data, dtype: like(data, dtype=dtype), cpu_only=True)
 def read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return `dequantize_blockwise` of E4M3 data [R, C]."""
-    if data.numel() and library.available():
+    if data.numel() and library.available(dtype):
         return library.decode_blocks(data, scales, block, dtype)
     return reference.dequantize_blockwise(data, scales, block, dtype)
 
@@ -61,8 +61,9 @@ def read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: tor
 @operation("read_numbers", lambda data, dtype: like(data, dtype=dtype), cpu_only=True)
 def read_numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Return E4M3 data [R, C] in `dtype`, still scaled: an operation, or the graph would store what it returns."""
-    if data.numel() and library.available():
-        return library.decode_blocks(data, torch.ones(1, 1), (data.shape[0], data.shape[1]), dtype)
+    if data.numel() and library.available(dtype):
+        one = torch.ones(1, 1, dtype=torch.float32, device=data.device)
+        return library.decode_blocks(data, one, (data.shape[0], data.shape[1]), dtype)
     return fp8_to_float(data).to(dtype)
 
 
@@ -75,7 +76,7 @@ def _packed(x: Tensor) -> tuple[Output, Output, Output]:
 def store_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return packed values, scales and amax of x [R, C] in 1x16 blocks, C a multiple of 16, rounded to nearest."""
     if _in_one_pass(x):
-        amax = rounding.amax(x)
+        amax = matrix_amax(x)
         found = library.quantize_nvfp4(x.contiguous(), 1, float(amax), measured=False)
         if found is not None:
             return *found[:2], amax
@@ -90,7 +91,7 @@ def _unpacked(packed: Tensor, dtype: torch.dtype) -> Output:
 @operation("read_nvfp4", _unpacked, cpu_only=True)
 def read_nvfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `store_nvfp4` made in `dtype`, still scaled by the amax: [R, C]."""
-    if packed.numel() and library.available():
+    if packed.numel() and library.available(dtype):
         return library.decode_nvfp4(packed, scales, dtype)
     return nvfp4.decode_blocks(packed, scales, 2 * packed.shape[1]).to(dtype)
 
@@ -106,7 +107,7 @@ def store_current(x: Tensor, pow2: bool, epsilon: float, dtype: torch.dtype) -> 
 
     Both, because a graph that decodes the latter in its forward pass would store what it decoded.
     """
-    amax = rounding.amax(x) if _in_one_pass(x) else blocks.amax(x)
+    amax = matrix_amax(x) if _in_one_pass(x) else blocks.amax(x)
     scale = reference.scale_from_amax(amax, E4M3, pow2=pow2, epsilon=epsilon)
     return *_scaled(x, scale, dtype), torch.div(torch.ones_like(scale), scale)
 
@@ -118,7 +119,7 @@ def store_scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if _in_one_pass(x) and dtype in rounding.DTYPES:
+    if _in_one_pass(x) and dtype in rounding.DTYPES and rounding.available(None, "te_round_scaled", x.dtype, dtype):
         found = library.quantize_scaled(x.contiguous(), float(scale), 1.0, measured=False)
         if found is not None:
             return rounding.round_scaled(x, scale, E4M3, dtype), found[0]

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.child_process import renew_in_forks
+
 from ... import cpp_library
 from .. import hadamard
 from .fp8_source import FP8
@@ -71,11 +73,14 @@ machine has none yet: about as long as that takes."""
 
 _elements, _counting = [0], threading.Lock()
 """How many elements the process has had, by threads that may be several."""
+renew_in_forks(_counting)
 
 
-def worthwhile(elements: int, dtype: torch.dtype, trial: Callable[[], object] | None = None) -> bool:
+def worthwhile(
+    elements: int, dtype: torch.dtype, load: Callable[..., object] | None = None, *arguments: object
+) -> bool:
     """Whether a library computes as many values of a dtype as these outside of a graph: where this machine has one, or
-    in a process that has had enough of them and a compiler. trial: see `available`."""
+    in a process that has had enough of them and a compiler. load, arguments: see `available`."""
     if dtype not in DTYPES or not elements:
         return False
     if not _machine_has_one():
@@ -83,22 +88,23 @@ def worthwhile(elements: int, dtype: torch.dtype, trial: Callable[[], object] | 
             _elements[0] += elements
         if _elements[0] <= LEAST:
             return False
-    return available(trial)
+    return available(load, *arguments)
 
 
-def available(trial: Callable[[], object] | None = None) -> bool:
-    """Whether a library can be compiled and loaded; counts in `fallbacks` why not. trial: loads one; None: this one."""
-    reason = _missing(trial)
+def available(load: Callable[..., object] | None = None, *arguments: object) -> bool:
+    """Whether a library can be compiled and loaded; counts in `fallbacks` why not. load: is called with the arguments
+    to load it; None: `_function` of this one."""
+    reason = _missing(load or _function, *arguments or ("te_round_fp8",))
     if reason:
         fallbacks[reason] += 1
     return not reason
 
 
 @functools.cache
-def _missing(trial: Callable[[], object] | None = None) -> str:
+def _missing(load: Callable[..., object], *arguments: object) -> str:
     """Return what is missing of the machine, or ""."""
     try:
-        trial() if trial is not None else _function("te_round_fp8")
+        load(*arguments)
     except cpp_library.CompilationError as error:
         return str(error)
     return ""
@@ -114,7 +120,7 @@ def round_fp8(
 ) -> Tensor:
     """See `fp8.rounding.round_blockwise`. x, dtype: one of DTYPES."""
     x = x.contiguous()
-    out = torch.empty(x.shape, dtype=dtype)
+    out = torch.empty(x.shape, dtype=dtype, device="cpu")
     if x.numel() == 0:
         return out
     overflow = torch.finfo(x.dtype).max
@@ -129,7 +135,8 @@ def round_current(
 ) -> tuple[Tensor, Tensor]:
     """See `fp8.rounding.round_current`. x, dtype: one of DTYPES."""
     x = x.contiguous()
-    out, scale_inv = torch.empty(x.shape, dtype=dtype), torch.empty(x.shape[:-2])
+    out = torch.empty(x.shape, dtype=dtype, device="cpu")
+    scale_inv = torch.empty(x.shape[:-2], dtype=torch.float32, device="cpu")
     matrices, rows, columns = _sizes(x)
     pointers = x.data_ptr(), out.data_ptr(), scale_inv.data_ptr()
     scales = fp8_dtype is torch.float8_e5m2, int(pow2), epsilon
@@ -141,7 +148,7 @@ def round_current(
 def round_scaled(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
     """See `fp8.rounding.round_per_tensor`. x, dtype: one of DTYPES; scale: float32, the same for a row of x."""
     x = x.contiguous()
-    out = torch.empty(x.shape, dtype=dtype)
+    out = torch.empty(x.shape, dtype=dtype, device="cpu")
     if x.numel():
         by_row = int(scale.numel() > 1)
         scale = scale.expand(*x.shape[:-1], 1).contiguous() if by_row else scale
@@ -158,7 +165,7 @@ def round_nvfp4(
     """See `nvfp4.reference.round_nvfp4`. amax: [...], or broadcastable to the blocks [..., R / block[0], C / block[1]];
     key: int64 [2], seed and step, contiguous. Random bits are drawn by the rows of a block, so that none are stored."""
     x = x.contiguous()
-    out = torch.empty(x.shape, dtype=dtype)
+    out = torch.empty(x.shape, dtype=dtype, device="cpu")
     if x.numel() == 0:
         return out
     if amax.dim() == x.dim():
@@ -186,7 +193,7 @@ def amax(x: Tensor) -> Tensor:
     x = x.contiguous()
     if x.numel() == 0:
         return x.new_zeros(x.shape[:-2], dtype=torch.float32)
-    rows = torch.empty(x.shape[:-1], dtype=torch.float32)
+    rows = torch.empty(x.shape[:-1], dtype=torch.float32, device="cpu")
     run = _function("te_row_amax", x.dtype)
     run(x.data_ptr(), rows.data_ptr(), rows.numel(), x.shape[-1], torch.get_num_threads())
     return rows.amax(-1)

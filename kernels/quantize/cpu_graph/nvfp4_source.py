@@ -191,7 +191,11 @@ extern "C" void te_random_hadamard(const BFloat16* from, BFloat16* to, int64_t B
     const int64_t part = task % parts, group = task / parts % groups, matrix = task / parts / groups;
     const int64_t begin = part * width, count = std::min(width, C - begin);
     float members[16][width] = {};
-    for (int i = 0; i < 16 && group * 16 + i < R; ++i) {
+    for (int i = 0; i < 16; ++i) {
+      if (group * 16 + i >= R) {  // zeros with the signs of their rows
+        std::fill_n(members[i], width, 0.0f * signs[i]);
+        continue;
+      }
       const BFloat16* const row = from + (matrix * R + group * 16 + i) * C + begin;
 #pragma omp simd
       for (int64_t c = 0; c < count; ++c) members[i][c] = BFloat16::read(row[c]) * signs[i];

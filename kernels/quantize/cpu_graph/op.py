@@ -48,9 +48,9 @@ def _library_takes(x: Tensor) -> bool:
     return eager_on_cpu(x) and library.worthwhile(x.numel(), x.dtype)
 
 
-def _library_writes(dtype: torch.dtype) -> bool:
-    """Whether the library gives values in this dtype, here."""
-    return dtype in library.DTYPES and library.available()
+def _library_writes(name: str, x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a function of the library reads x and gives values in this dtype, here."""
+    return x.dtype in library.DTYPES and dtype in library.DTYPES and library.available(None, name, x.dtype, dtype)
 
 
 def _eagerly(implementation: F, definition: F) -> F:
@@ -74,7 +74,7 @@ def _round_blockwise(
     epsilon: float = 0.0,
 ) -> Tensor:
     """Return `dequantize_blockwise` of `quantize_blockwise` in `dtype`: x [..., R, C] as its blocks hold it."""
-    if not _library_writes(dtype):
+    if not _library_writes("te_round_fp8", x, dtype):
         return rounding.round_blockwise(x, block, fp8_dtype, scale_kind, dtype, epsilon=epsilon)
     return library.round_fp8(x, block, fp8_dtype, scale_kind, dtype, epsilon)
 
@@ -94,7 +94,7 @@ def _round_current(
 ) -> tuple[Tensor, Tensor]:
     """Scale each matrix of x [..., R, C] by its own amax: return (`round_per_tensor` of it, what is left to multiply
     with, float32 [...])."""
-    if not _library_writes(dtype):
+    if not _library_writes("te_round_current", x, dtype):
         return rounding.round_current(x, fp8_dtype, dtype, pow2=pow2, epsilon=epsilon)
     return library.round_current(x, fp8_dtype, pow2, epsilon, dtype)
 
@@ -109,7 +109,7 @@ round_current = operation(
 
 
 def _round_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
-    if not _library_writes(dtype):
+    if not _library_writes("te_round_scaled", x, dtype):
         return rounding.round_per_tensor(x, scale, fp8_dtype, dtype)
     return library.round_scaled(x, scale, fp8_dtype, dtype)
 
@@ -137,7 +137,8 @@ def _rotated(x: Tensor) -> Output:
 
 @operation("random_hadamard_rows", _rotated, cpu_only=True)
 def _random_hadamard_rows(x: Tensor) -> Tensor:
-    return library.random_hadamard(x) if library.available() else nvfp4_op.random_hadamard(x, -2)
+    has_one = library.available(None, "te_random_hadamard")
+    return library.random_hadamard(x) if has_one else nvfp4_op.random_hadamard(x, -2)
 
 
 def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
@@ -145,19 +146,22 @@ def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
     if dim == -2 and x.dtype == torch.bfloat16:
         if in_cpu_graph(x):
             return _random_hadamard_rows(x)
-        if _library_takes(x):
+        if _library_takes(x) and library.available(None, "te_random_hadamard"):
             return library.random_hadamard(x)
     return nvfp4_op.random_hadamard(x, dim)
 
 
-@operation("matrix_amax", lambda x: like(x, x.shape[:-2], torch.float32), cpu_only=True)
-def _amax(x: Tensor) -> Tensor:
-    return library.amax(x) if library.available() else blocks.amax(x)
+def matrix_amax(x: Tensor) -> Tensor:
+    """Return the amax of each matrix of x [..., R, C], float32 [...], outside of a graph."""
+    return library.amax(x) if library.available(None, "te_row_amax", x.dtype) else blocks.amax(x)
+
+
+_amax = operation("matrix_amax", lambda x: like(x, x.shape[:-2], torch.float32), cpu_only=True)(matrix_amax)
 
 
 @operation("raised_amax", lambda x, recorded: like(recorded), cpu_only=True)
 def _raised_amax(x: Tensor, recorded: Tensor) -> Tensor:
-    return torch.fmax(recorded, library.amax(x) if library.available() else blocks.amax(x))
+    return torch.fmax(recorded, matrix_amax(x))
 
 
 def raised_amax(x: Tensor, recorded: Tensor) -> Tensor:
@@ -171,7 +175,7 @@ def raised_amax(x: Tensor, recorded: Tensor) -> Tensor:
 def _round_nvfp4(
     x: Tensor, dtype: torch.dtype, block: tuple[int, int], amax: Tensor, key: Tensor | None, stream: int
 ) -> Tensor:
-    if not _library_writes(dtype):
+    if not _library_writes("te_round_nvfp4", x, dtype):
         return nvfp4.round_nvfp4(x, dtype, block=block, amax=amax, key=key, stream=stream)[0]
     return library.round_nvfp4(x, block, amax, dtype, None if key is None else key.contiguous(), stream)
 
@@ -193,7 +197,7 @@ def round_nvfp4(
         known: Tensor = _amax(x) if amax is None else amax
         return _round_nvfp4_in_graph(x, dtype, list(block), known, key, stream), known
     if _library_takes(x):
-        known = library.amax(x) if amax is None else amax
+        known = matrix_amax(x) if amax is None else amax
         return _round_nvfp4(x, dtype, block, known, key, stream), known
     return nvfp4.round_nvfp4(x, dtype, block=block, amax=amax, key=key, stream=stream)
 
@@ -201,9 +205,9 @@ def round_nvfp4(
 def _round_current_nvfp4(
     x: Tensor, dtype: torch.dtype, block: tuple[int, int], key: Tensor | None, stream: int
 ) -> tuple[Tensor, Tensor]:
-    if not _library_writes(dtype):
+    if not _library_writes("te_round_nvfp4", x, dtype) or not library.available(None, "te_global_decode"):
         return nvfp4.round_current_nvfp4(x, dtype, block=block, key=key, stream=stream)
-    amax = library.amax(x)
+    amax = matrix_amax(x)
     return _round_nvfp4(x, dtype, block, amax, key, stream), library.global_decode(amax)
 
 

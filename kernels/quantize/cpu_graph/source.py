@@ -132,9 +132,10 @@ void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, in
       largest_magnitudes(x + (matrix * R + begin) * C, end - begin, C, bc, columns.data(), m);
       scales(m, matrix, block_row, s, t);
       uint32_t any = 0;
-      bool exact = true;
-      for (int64_t b = 0; b < across; ++b) any = std::max(any, m[b]), exact &= is_exact(t[b]);
-      const bool finite_stripe = any < 0x7F800000;
+      bool exact = true, signed_as_x = true;  // what lanes write: not by a negative amax
+      for (int64_t b = 0; b < across; ++b)
+        any = std::max(any, m[b]), exact &= is_exact(t[b]), signed_as_x &= bits_of(t[b]) < 0x7F800000;
+      const bool finite_stripe = any < 0x7F800000 && signed_as_x;
       const uint32_t* const random = random_words(matrix, begin, end, memory);
       const auto round_row = [&](int64_t r, auto writes_exactly) {
         const X* const row = x + (matrix * R + r) * C;

@@ -7,6 +7,7 @@ from .library import (
     decode_moments,
     encode_moments,
     round_moments,
+    updates,
     worthwhile,
 )
 
@@ -17,5 +18,6 @@ __all__ = [
     "decode_moments",
     "encode_moments",
     "round_moments",
+    "updates",
     "worthwhile",
 ]

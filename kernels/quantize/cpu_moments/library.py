@@ -30,6 +30,7 @@ _ARGUMENTS = {
     "te_adamw_float32": (*(_P,) * 4, _N, _P, _INT),
     "te_adamw_bfloat16": (*(_P,) * 4, _N, _P, *(ctypes.c_int32,) * 2, _P, _INT),
 }
+_ENCODE = "te_encode_moments"
 
 
 @functools.cache
@@ -39,19 +40,20 @@ def _function(name: str, gradient: torch.dtype = torch.float32, weight: torch.dt
     return cpp_library.function(code, defined, name, _ARGUMENTS[name], _INT)
 
 
-def _trial() -> None:
-    _function("te_encode_moments")
-
-
 def available(*tensors: Tensor) -> bool:
     """Whether these are contiguous tensors on CPU, and the library can be compiled; counts why not
     (`cpu_graph.library.fallbacks`)."""
-    return all(t.device.type == "cpu" and t.is_contiguous() for t in tensors) and shared.available(_trial)
+    return all(t.device.type == "cpu" and t.is_contiguous() for t in tensors) and shared.available(_function, _ENCODE)
 
 
 def worthwhile(elements: int, dtype: torch.dtype) -> bool:
     """Whether eager code is to call the library for so many elements: see `cpu_graph.library.worthwhile`."""
-    return shared.worthwhile(elements, dtype, _trial)
+    return shared.worthwhile(elements, dtype, _function, _ENCODE)
+
+
+def updates(weight: torch.dtype, gradient: torch.dtype) -> bool:
+    """Whether the library that updates weights of one dtype with gradients of another can be compiled and loaded."""
+    return shared.available(_function, "te_adamw_float8", gradient, weight)
 
 
 def encode_moments(
@@ -69,14 +71,14 @@ def encode_moments(
     """
     blocks = -(-first.numel() // BLOCK)
     if out is None:
-        data = [torch.empty((blocks, BLOCK), dtype=torch.float8_e4m3fn) for _ in range(2)]
-        scales = [torch.empty(blocks, dtype=torch.float32) for _ in range(2)]
+        data = [torch.empty((blocks, BLOCK), dtype=torch.float8_e4m3fn, device="cpu") for _ in range(2)]
+        scales = [torch.empty(blocks, dtype=torch.float32, device="cpu") for _ in range(2)]
         out = data[0], scales[0], data[1], scales[1]
     elif [t.numel() for t in out] != [blocks * BLOCK, blocks] * 2:
         raise ValueError(f"out has {[t.numel() for t in out]} elements; allowed: {[blocks * BLOCK, blocks] * 2}")
     k0, k1 = hash_words(key, step).tolist()
     pointers = [t.data_ptr() for t in (first, second, *out)]
-    run = _function("te_encode_moments")
+    run = _function(_ENCODE)
     if run(*pointers, first.numel(), k0, k1, int(begin), torch.get_num_threads()):
         return None
     return tuple(out)
@@ -99,7 +101,7 @@ def decode_moments(
     first: Tensor, first_scale_inv: Tensor, second: Tensor, second_scale_inv: Tensor, shape: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Return both moments in float32 from what `encode_moments` returned: of this shape, of n elements."""
-    out = torch.empty(tuple(shape), dtype=torch.float32), torch.empty(tuple(shape), dtype=torch.float32)
+    out = first.new_empty(tuple(shape), dtype=torch.float32), first.new_empty(tuple(shape), dtype=torch.float32)
     stored = first, first_scale_inv, second, second_scale_inv
     pointers = [t.data_ptr() for t in (*stored, *out)]
     _function("te_decode_moments")(*pointers, out[0].numel(), torch.get_num_threads())
@@ -146,6 +148,7 @@ def adamw_step(
             -h.lr / (1 - h.beta1**h.t),
         ],
         dtype=torch.float32,
+        device="cpu",
     )
     n = weight.numel()
     name = "float8" if len(moments) == 4 else str(moments[0].dtype).removeprefix("torch.")
@@ -154,7 +157,7 @@ def adamw_step(
     if name == "float32":  # of which nothing is rounded
         run(*arguments, torch.get_num_threads())
         return None
-    left = torch.empty(-(-n // BLOCK), dtype=torch.bool)
+    left = torch.empty(-(-n // BLOCK), dtype=torch.bool, device="cpu")
     k0, k1 = hash_words(key, step).tolist()
     found = run(*arguments, k0, k1, left.data_ptr(), torch.get_num_threads())
     return left if found else None

@@ -155,7 +155,7 @@ def quantization_statistics(
     saturation: the fraction that were clamped, infinities included. amax is infinite or NaN where x holds that.
     """
     x = x.detach()
-    matrix_amax, one = amax(x), torch.ones((), device=x.device)
+    matrix_amax, one = amax(x), torch.ones((), dtype=torch.float32, device=x.device)
     if x.numel() == 0:
         return {"amax": one * 0, "scale_min": one, "scale_max": one, "underflow": one * 0, "saturation": one * 0}
     scale = torch.div(torch.ones_like(scale_inv), scale_inv).clamp(max=torch.finfo(torch.float32).max)

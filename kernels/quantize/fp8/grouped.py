@@ -45,7 +45,7 @@ def pad_rows(x: Tensor, m_splits: Tensor, align: int) -> Tensor:
     if may_read:  # half the operations
         shift = padded_ends - sizes - (ends - splits)
         slots = shift.repeat_interleave(splits)
-        slots += torch.arange(slots.shape[0])
+        slots += torch.arange(slots.shape[0], device=slots.device)
         return x.new_zeros((length, x.shape[1])).index_copy_(0, slots, x[: slots.shape[0]])
     slot = torch.arange(length, device=x.device)
     group = _group_of(padded_ends, slot.shape[0]).clamp(max=splits.shape[0] - 1)

@@ -32,6 +32,7 @@ from te_models.checkpoints.write.writer import write_tensors
 from ...model.pretrained.split_saving import save_split
 from .checks import (
     MODEL,
+    PARTS,
     SHARDED_VERSION,
     TENSORS,
     VALUES,
@@ -125,6 +126,12 @@ def load_state(folder: Path, device: torch.device | str = "cpu", *, share: tuple
     """
     values, _ = read_values(folder, share=share)
     if values["version"] == SHARDED_VERSION:
+        from .sharded.index import check_names, read_index
+
+        try:
+            check_names(read_index(folder / PARTS), values["world_size"])
+        except CheckpointError as error:
+            raise TrainingCheckpointError(f"{folder} cannot be used as a training checkpoint: {error}") from None
         names = ("step", "position", "world_size", "config", "data_digest", "data_ranks", "model_config")
         return TrainingState(tensors={}, parts=folder, **{name: values[name] for name in names})
     try:

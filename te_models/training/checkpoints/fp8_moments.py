@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.checkpoints.io.boxes import Range, tiles
+from te_models.checkpoints.io.errors import quote
 from te_models.layers.optimizers.moments import (
     BLOCK,
     MOMENT_KEYS,
@@ -33,7 +35,7 @@ from te_models.layers.tensor.fsdp import local_part
 
 from ...parallel.parts import Box, LocalPart, ModelParts, cut_shape
 from ..optimizer.adamw import Optimizer
-from .checks import TrainingCheckpointError, check_ranges
+from .checks import PARTS, TrainingCheckpointError, check_ranges
 
 FIELDS = MOMENT_KEYS["float8"]
 _NEAREST = 1 << 15
@@ -66,11 +68,16 @@ def load_pieces(folder: Path, optimizer: Optimizer, own: ModelParts) -> None:
         if not part.tensor.numel() or all(_key(name, field, _text_of(part)) in same for field in FIELDS):
             continue
         missing = part.tensor.numel()
-        moments = [dataclasses.replace(part, tensor=torch.zeros(part.tensor.shape)) for _ in range(2)]
+        zeros = part.tensor.new_zeros(part.tensor.shape, dtype=torch.float32)
+        moments = [dataclasses.replace(part, tensor=zeros.clone()) for _ in range(2)]
+        boxes: list[tuple[Range, ...]] = []
         for where in saved.parts_of(name):
-            cuts = _cuts_of(where)
+            cuts = _cuts_of(where, part.shape)
             size = cut_shape(part.shape, cuts)
-            common = list(_common(LocalPart(torch.empty(size, device="meta"), part.shape, cuts), part))
+            theirs = torch.empty(size, dtype=torch.float32, device="meta")
+            held = LocalPart(theirs, part.shape, cuts)
+            boxes += [tuple(Range(b, b + n) for b, n in zip(*box[:2], strict=True)) for box in held.boxes()]
+            common = list(_common(held, part))
             if not common:
                 continue
             missing -= sum(math.prod(mine.shape) for _, mine in common)
@@ -78,8 +85,10 @@ def load_pieces(folder: Path, optimizer: Optimizer, own: ModelParts) -> None:
                 source = LocalPart(value, part.shape, cuts)
                 for theirs, mine in common:
                     moment.view(mine).copy_(source.view(theirs))
-        if missing:
+        if missing > 0:
             raise TrainingCheckpointError(f"{folder} lacks FP8 moments of {missing} values of {name!r}")
+        if not tiles(boxes, part.shape):  # so that what is missing was counted right
+            raise TrainingCheckpointError(f"{folder} does not hold FP8 moments of each value of {name!r} once")
         _encode(state, *(moment.tensor for moment in moments))
 
 
@@ -120,16 +129,20 @@ def _text_of(part: LocalPart) -> str:
     return "&".join(f"{dim}=" + ",".join(f"{b}-{e}" for b, e in ranges) for dim, ranges in some.items())
 
 
-def _cuts_of(where: str) -> dict[int, tuple[tuple[int, int], ...]]:
-    """Undo `_text_of`. Raises TrainingCheckpointError for another text."""
+def _cuts_of(where: str, shape: tuple[int, ...]) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Undo `_text_of`, of a tensor of this shape. Raises TrainingCheckpointError for another text."""
     found: dict[int, tuple[tuple[int, int], ...]] = {}
     try:
         for cut in where.split("&") if where else ():
             dim, _, ranges = cut.partition("=")
-            pairs = (each.split("-") for each in ranges.split(","))
-            found[int(dim)] = tuple((int(begin), int(end)) for begin, end in pairs)
+            words = (each.split("-") for each in ranges.split(","))
+            found[int(dim)] = tuple((int(begin), int(end)) for begin, end in words)
+        for dim, pairs in found.items():
+            ends = [0, *(end for pair in pairs for end in pair), shape[dim] if 0 <= dim < len(shape) else -1]
+            if ends != sorted(ends) or any(begin == end for begin, end in pairs):
+                raise ValueError
     except ValueError:
-        raise TrainingCheckpointError(f"{where!r} does not say a part of a parameter, such as '0=0-64'") from None
+        raise TrainingCheckpointError(f"{quote(where)} does not say a part of a parameter, such as '0=0-64'") from None
     return found
 
 
@@ -137,7 +150,7 @@ class _Saved:
     """The FP8 moments that a sharded checkpoint holds."""
 
     def __init__(self, folder: Path) -> None:
-        from .sharded.storage import PARTS, read_index
+        from .sharded.index import read_index
 
         self._folder = folder
         self._metadata: Any = read_index(folder / PARTS)
@@ -171,7 +184,7 @@ class _Saved:
             if shape is None:
                 raise TrainingCheckpointError(f"{self._folder} lacks {key!r}")
             dtype = torch.float32 if field.endswith("_scale_inv") else torch.float8_e4m3fn
-            fields[key] = LocalPart.undivided(torch.empty(shape, dtype=dtype))
+            fields[key] = LocalPart.undivided(torch.empty(shape, dtype=dtype, device="cpu"))
         self.load(fields)
         return _decode([part.tensor for part in fields.values()], torch.Size(size))
 
@@ -179,6 +192,8 @@ class _Saved:
 def _decode(fields: list[Tensor], size: torch.Size) -> tuple[Tensor, Tensor]:
     first, first_scale, second, second_scale = fields
     needed = -(-size.numel() // BLOCK)
+    if any(x.numel() != BLOCK * scale.numel() for x, scale in ((first, first_scale), (second, second_scale))):
+        raise TrainingCheckpointError(f"FP8 moments do not have a scale for each {BLOCK} values")
     if min(first_scale.numel(), second_scale.numel()) < needed:
         raise TrainingCheckpointError(f"FP8 moments of {size.numel()} values have fewer than {needed} blocks")
     return (
@@ -189,7 +204,7 @@ def _decode(fields: list[Tensor], size: torch.Size) -> tuple[Tensor, Tensor]:
 
 def _encode(state: Mapping[str, Tensor], first: Tensor, second: Tensor) -> None:
     """Store both moments, float32 of this rank's part, in its fields: the first of their blocks."""
-    bits = torch.full((first.numel(),), _NEAREST, dtype=torch.int32)
+    bits = torch.full((first.numel(),), _NEAREST, dtype=torch.int32, device=first.device)
     encoded = *encode_first(first.reshape(-1), bits), *encode_second(second.reshape(-1), bits)
     for field, value in zip(FIELDS, encoded, strict=True):
         rows = state[field].view(-1, BLOCK) if value.dim() == 2 else state[field].view(-1)

@@ -68,10 +68,12 @@ class Saving:
 
         Raises TrainingCheckpointError where it is not of this model."""
         if start.parts is not None:
-            from .sharded.checkpoint import load_parts
+            from .sharded.checkpoint import check_known, load_parts
 
             own = self._own()
-            load_parts(start.parts, self._parts(own))
+            parts = self._parts(own)
+            check_known(start.parts, parts, own.names())
+            load_parts(start.parts, parts)
             load_pieces(start.parts, self.optimizer, own)
         else:
             own = ModelParts(self.model)

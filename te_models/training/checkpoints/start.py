@@ -223,7 +223,8 @@ def check_same_start(
     if start is not None and checkpoint is not None:
         file = next(file for file in (checkpoint / MANIFEST, checkpoint / VALUES) if file.exists())
         digest = int.from_bytes(hashlib.sha256(file.read_bytes()).digest()[:7], "little")
-    mine = torch.tensor([0 if start is None else start.step, digest, problem is not None], dtype=torch.int64)
+    values = [0 if start is None else start.step, digest, problem is not None]
+    mine = torch.tensor(values, dtype=torch.int64, device="cpu")
     found = gather_tensors({"start": mine}, ranks)
     if problem is not None:
         raise problem

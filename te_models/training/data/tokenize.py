@@ -8,10 +8,8 @@ on neither the number of workers nor on interruptions. A worker is a thread with
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import random
 import shutil
 import threading
@@ -21,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from te_models.checkpoints.io.atomic import flush, new_folder, replace_text
+from te_models.checkpoints.io.atomic import LOCK, flush, locked_folder, new_folder, remove_locked, replace_text
 
 from ...tokenizer import FILE
 from .dataset import TokenDataset
@@ -79,27 +77,22 @@ def build_dataset(
     source |= {"shuffle_seed": shuffle_seed} | _fields_of(fields, text_field)
     working = out.parent / f".{out.name}.parts"
     working.parent.mkdir(parents=True, exist_ok=True)
-    working.mkdir(exist_ok=True)
-    lock = os.open(working, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with locked_folder(working, out):
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"another process is writing {out}; wait for it") from None
-        _same_job(working, _job(parts, source, encoder))
-        _write_parts(working, parts, fields, tokenizer, encoder, workers, report)
-        dataset = _join(out, [working / str(i) for i in range(len(parts))], encoder.vocab_size, fields, source)
-        shutil.rmtree(working)
-    except BaseException as error:
-        done = sum(1 for path in working.iterdir() if path.is_dir() and path.suffix == "") if working.exists() else 0
-        if not done:
-            shutil.rmtree(working, ignore_errors=True)
-        elif isinstance(error, (DataError, KeyboardInterrupt)):
-            rest = f"{working} has {done} of {len(parts)} parts: the same command goes on from there"
-            raise type(error)(f"{error}; {rest}" if str(error) else rest) from None
-        raise
-    finally:
-        os.close(lock)
+            if out.exists():  # another run wrote it meanwhile
+                raise DataError(f"{out} exists already")
+            _same_job(working, _job(parts, source, encoder))
+            _write_parts(working, parts, fields, tokenizer, encoder, workers, report)
+            dataset = _join(out, [working / str(i) for i in range(len(parts))], encoder.vocab_size, fields, source)
+            remove_locked(working)
+        except BaseException as error:
+            done = sum(1 for path in working.iterdir() if path.is_dir() and not path.suffix) if working.exists() else 0
+            if not done:
+                remove_locked(working)
+            elif isinstance(error, (DataError, KeyboardInterrupt)):
+                rest = f"{working} has {done} of {len(parts)} parts: the same command goes on from there"
+                raise type(error)(f"{error}; {rest}" if str(error) else rest) from None
+            raise
     return dataset
 
 
@@ -150,7 +143,10 @@ def _same_job(working: Path, job: str) -> None:
     if note.is_file() and note.read_text(encoding="utf-8") == job:
         return
     for path in working.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
     replace_text(note, job)
 
 
@@ -211,6 +207,7 @@ def _write_part(folder: Path, spans: list[Span], fields: Fields, encoder: Encode
                 writer.end_document()
     for path in partial.iterdir():
         flush(path)
+    flush(partial)
     partial.rename(folder)
 
 

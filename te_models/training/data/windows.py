@@ -156,25 +156,27 @@ class Windows:
         real, padding, packing = len(ids), S - len(ids), self.packing
         labels = ids.clone() if scored is None else ids.masked_fill(scored == 0, IGNORE_INDEX)
         if packing.whole or packing.eod_mask_loss:
-            labels[torch.tensor([0, *sizes[:-1]]).cumsum(0)] = IGNORE_INDEX
+            labels[torch.tensor([0, *sizes[:-1]], device=labels.device).cumsum(0)] = IGNORE_INDEX
         if padding:
             ids, labels = _filled(ids, padding, 0), _filled(labels, padding, IGNORE_INDEX)
             sizes = [*sizes, padding]
-        counts = torch.tensor(sizes)
-        number = torch.arange(len(sizes)).repeat_interleave(counts)
+        counts = torch.tensor(sizes, device=ids.device)
+        number, offset = (torch.arange(n, device=ids.device) for n in (len(sizes), S))
+        number = number.repeat_interleave(counts)
         begins = (counts.cumsum(0) - counts)[number]
         number[real:] = PADDING
         return Batch(
             ids[None],
             labels[None],
-            (torch.arange(S) - begins)[None] if packing.whole or packing.reset_position_ids else None,
+            (offset - begins)[None] if packing.whole or packing.reset_position_ids else None,
             number[None] if packing.whole or packing.reset_attention_mask else None,
         )
 
     def _sizes_within(self, start: int) -> list[int]:
         """Return the sizes of the documents, or parts of them, in the tokens from `start` on."""
         S, ends = self.sequence_length, self.dataset.document_ends
-        first, last = torch.searchsorted(ends, torch.tensor([start, start + S - 1]), right=True).tolist()
+        within = torch.tensor([start, start + S - 1], device=ends.device)
+        first, last = torch.searchsorted(ends, within, right=True).tolist()
         cuts = [start, *dict.fromkeys(ends[first:last].tolist()), start + S]
         return [b - a for a, b in itertools.pairwise(cuts) if b > a]
 
@@ -234,4 +236,4 @@ def _filled(row: Tensor, count: int, value: int) -> Tensor:
 @lru_cache(maxsize=16)
 def _permutation(size: int, seed: int) -> Tensor:
     """A batch straddles at most two epochs of each of the data sets that it is mixed of."""
-    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed), device="cpu")

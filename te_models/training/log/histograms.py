@@ -64,7 +64,7 @@ def histogram(values: list[float]) -> Histogram:
     low, high = min(values), max(values)
     if low == high:
         low, high = low - 0.5, high + 0.5
-    counts, edges = torch.histogram(torch.tensor(values, dtype=torch.float64), BINS, range=(low, high))
+    counts, edges = torch.histogram(torch.tensor(values, dtype=torch.float64, device="cpu"), BINS, range=(low, high))
     return Histogram(counts.tolist(), edges.tolist())
 
 

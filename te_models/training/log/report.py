@@ -12,7 +12,7 @@ from te_models.checkpoints.io.atomic import replace_text
 
 from ...sizes import format_size
 from ..checkpoints.files import list_checkpoints
-from ..metrics import METRICS, MetricsError, read_metrics
+from ..metrics import METRICS, MetricsError, is_number, read_metrics
 from .curves import running_mean, span_of
 from .starts import flat, read_starts
 from .svg import COLORS, Line, chart
@@ -54,7 +54,7 @@ class RunRecord:
 
     def points(self, column: str) -> list[tuple[float, float]]:
         """Return (step, value) of each row that has a number there."""
-        return [(row["step"], row[column]) for row in self.rows if isinstance(row.get(column), (int, float))]
+        return [(row["step"], row[column]) for row in self.rows if row.get(column) is not None]
 
     def config(self) -> dict[str, Any]:
         """Return the keys of the last start by their dotted names."""
@@ -78,10 +78,10 @@ class RunRecord:
             found["validation loss"] = f"{validation[-1][1]:.4f} (best {best[1]:.4f} at step {best[0]})"
         for name, points in self.validation_sets().items():
             found[f"validation loss of {name}"] = f"{points[-1][1]:.4f}"
-        found["tokens"] = f"{last['tokens']:,}" if "tokens" in last else ""
+        found["tokens"] = f"{last['tokens']:,}" if last.get("tokens") is not None else ""
         speeds = sorted(value for _, value in self.points("tokens_per_second"))
         found["tokens/s, median"] = f"{speeds[len(speeds) // 2]:,.0f}" if speeds else ""
-        found["peak memory"] = format_size(last["peak_memory"]) if "peak_memory" in last else ""
+        found["peak memory"] = format_size(last["peak_memory"]) if last.get("peak_memory") is not None else ""
         found["checkpoints"] = str(len(list_checkpoints(self.folder)))
         return found
 
@@ -117,7 +117,7 @@ def write_report(folders: Sequence[Path], out: Path) -> list[RunRecord]:
     names = [folder.resolve().name for folder in folders]
     same = len({*names}) < len(names)
     runs = [RunRecord.read(f, str(f) if same else name) for f, name in zip(folders, names, strict=True)]
-    replace_text(out, page(runs))
+    replace_text(out, page(runs).encode("utf-8", "replace").decode())  # JSON has texts that UTF-8 cannot have
     return runs
 
 
@@ -199,6 +199,7 @@ def gaps(runs: Sequence[RunRecord]) -> list[Line]:
         span = span_of(len(steps))
         ours, theirs = (running_mean([run_losses[s] for s in steps], span) for run_losses in (losses, first))
         points = [(s, 100 * (a / b - 1)) for s, a, b in zip(steps, ours, theirs, strict=True) if b]
+        points = [point for point in points if is_number(point[1])]
         lines.append(Line(points=points, color=color, name=run.name))
     return lines
 

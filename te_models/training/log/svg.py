@@ -11,6 +11,8 @@ COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 260, 70, 12, 10, 32
 MOST_POINTS = 1500
 """Of a line: more are thinned out, for a chart has fewer columns."""
+_SMALLEST = 1e-100
+"""What is closer than that lies at one place: of smaller numbers there are no logarithms of parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ def number_text(value: float) -> str:
 
 def _span(values: Sequence[float], margin: float = 0.0) -> tuple[float, float]:
     low, high = min(values), max(values)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # a flat line lies in the middle
-        room = 0.5 * abs(low) or 0.5
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), _SMALLEST):  # a flat line lies in the middle
+        room = 0.5 * abs(low) if abs(low) > _SMALLEST else 0.5
         return low - room, high + room
     return low - margin * (high - low), high + margin * (high - low)

@@ -19,7 +19,7 @@ from te_models.checkpoints.io.strict_json import read_object
 from ...config import ConfigError
 from ...extras import require
 from ..config import LogConfig, TrainConfig
-from ..metrics import METRICS, MetricsFile, read_metrics
+from ..metrics import METRICS, MetricsError, MetricsFile, is_step, read_metrics
 from .histograms import Histogram, histograms_of, scalars_of
 from .starts import flat
 
@@ -133,6 +133,8 @@ class WandbWriter:
         known = {"id": uuid.uuid4().hex, "written_steps": 0}
         if keep_steps > 0 and file.is_file():
             known = read_object(file)
+            if not isinstance(known.get("id"), str) or not is_step(known.get("written_steps")):
+                raise MetricsError(f"{file} does not name a run of W&B; move it away to begin a new one")
             known["written_steps"] = max(known["written_steps"], written_steps)
         replace_text(file, json.dumps(known) + "\n")
         self._written: int = known["written_steps"]

@@ -125,7 +125,9 @@ class Optimizer:
         self.averages: dict[str, torch.Tensor] = {}
         """The float32 averages of `ema_decay` of this rank's parts, by name."""
         if config.ema_decay is not None:
-            self.averages = {name: local_part(p.detach()).float().clone() for name, p in self.parameters.items()}
+            masters = self.masters  # whose values a weight of fewer bits only approximates
+            wide = {name: local_part(masters.get(name, p.detach())).float() for name, p in self.parameters.items()}
+            self.averages = {name: value.clone() for name, value in wide.items()}
         # what the rule of skip_grad_norm_spike goes by: the running average of the norm, and the steps in it
         self._norms = (
             None if config.skip_grad_norm_spike is None else torch.zeros(2, dtype=torch.float32, device=device)

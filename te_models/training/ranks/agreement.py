@@ -32,13 +32,13 @@ def check_agreement(values: Mapping[str, object], ranks: Ranks, error: type[Valu
     if ranks.world_size == 1:
         return
     text = json.dumps({name: str(value) for name, value in values.items()}).encode()
-    digest = torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8)
+    digest = torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8, device="cpu")
     digests = gather_tensors({"digest": digest}, ranks)
     others = [r for r in range(ranks.world_size) if not torch.equal(digests[f"{r}.digest"], digests["0.digest"])]
     if not others:
         return
-    longest = int(largest_over_ranks(torch.tensor([len(text)]), ranks))
-    padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8)
+    longest = int(largest_over_ranks(torch.tensor([len(text)], device="cpu"), ranks))
+    padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device="cpu")
     texts = gather_tensors({"text": padded}, ranks)
     first, other = (json.loads(bytes(texts[f"{rank}.text"].tolist())) for rank in (0, others[0]))
     name = next(name for name in [*first, *other] if first.get(name) != other.get(name))

@@ -66,7 +66,7 @@ class Ranks:
         if store is None:  # MPI's groups have none
             yield self
             return
-        run = _sendable(torch.tensor(secrets.randbits(62)))
+        run = _sendable(torch.tensor(secrets.randbits(62), device="cpu"))
         dist.broadcast(run, 0)  # a process may train more than once
         with contextlib.suppress(NotImplementedError, RuntimeError):  # not every kind of store can be copied
             store = store.clone()  # one connection serves one thread

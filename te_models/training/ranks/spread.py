@@ -25,7 +25,7 @@ def spread_over_ranks(seconds: float, data_s: float, device: str, ranks: Ranks) 
     seconds, data_s: what this rank took for the step, and of it for reading the data. The result has the largest
     `data_s` and `peak_memory` (bytes) of a rank, and of several ranks the shortest and the longest step, `step_s_min`
     and `step_s_max`."""
-    own = torch.tensor([data_s, peak_memory(device), seconds, -seconds], dtype=torch.float64)
+    own = torch.tensor([data_s, peak_memory(device), seconds, -seconds], dtype=torch.float64, device="cpu")
     data, memory, longest, shortest = largest_over_ranks(own, ranks).tolist()
     found: dict[str, float | int] = {"data_s": data, "peak_memory": int(memory)}
     if ranks.world_size > 1:

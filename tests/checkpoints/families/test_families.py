@@ -80,7 +80,7 @@ def test_a_configuration_written_afresh_is_the_same_model_to_transformers(case: 
     values = json.loads(theirs.config.to_json_string())
     family = FAMILIES[values["model_type"]]
     written = json.loads(json.dumps(family.write_config(family.read_config(values))))
-    config = transformers.AutoConfig.for_model(family.model_type, pad_token_id=0, **written)
+    config = transformers.AutoConfig.for_model(family.model_type, **{"pad_token_id": 0} | written)
     again = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     again.load_state_dict(theirs.state_dict())
     assert torch.equal(again(tokens(41)).logits, theirs(tokens(41)).logits)

@@ -19,7 +19,7 @@ from te_models.kernels.quantize.fp8 import blocks, rounding
 from te_models.kernels.quantize.nvfp4 import cpu as nvfp4_eager
 from te_models.kernels.quantize.nvfp4 import reference as nvfp4
 from tests.kernels.described import Calls
-from tests.kernels.triton.quantize.quantize_cases import E4M3, E5M2, hard, ordinary
+from tests.kernels.triton.quantize.quantize_cases import E4M3, E5M2, hard, ordinary, signed_zeros
 
 LEAST = library.LEAST
 """As it is without the tests."""
@@ -32,9 +32,16 @@ DTYPES = [(BF16, BF16), *(pytest.param(d, marks=pytest.mark.slow) for d in ((F32
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    """Ordinary numbers, ones of all exponents with NaN and infinities among them, the same in range, zeros."""
+    """Ordinary numbers, ones of all exponents with NaN and infinities among them, the same in range, zeros of
+    either sign."""
     wild = hard(shape, dtype, sum(shape))
-    return [ordinary(shape, dtype), wild, wild.clamp(-1e3, 1e3), torch.zeros(shape, dtype=dtype)]
+    return [
+        ordinary(shape, dtype),
+        wild,
+        wild.clamp(-1e3, 1e3),
+        torch.zeros(shape, dtype=dtype),
+        signed_zeros(shape, dtype),
+    ]
 
 
 def assert_same(found: Tensor, wanted: Tensor) -> None:
@@ -88,6 +95,7 @@ def test_nvfp4_with_an_amax_for_each_row_of_blocks() -> None:
     for shape, block in (((64, 48), (16, 1)), ((64, 48), (1, 16)), ((2, 32, 48), (16, 16))):
         x = ordinary(shape, BF16)
         amax = torch.rand(*shape[:-2], shape[-2] // block[0], 1) + 3
+        amax[..., 1:2, :] *= -1  # of no matrix; the definition's signs all the same
         wanted, _ = nvfp4.round_nvfp4(x, BF16, block=block, amax=amax)
         assert_same(library.round_nvfp4(x, block, amax, BF16), wanted)
 
@@ -100,9 +108,9 @@ def test_what_decoding_nvfp4_multiplies_with() -> None:
 
 def test_the_transform() -> None:
     for shape in SHAPES:
-        x = ordinary(shape, BF16)
-        assert_same(library.random_hadamard(x), hadamard.random_hadamard(x, -2))
-        assert_same(library.random_hadamard(x.mT), hadamard.random_hadamard(x.mT, -2))
+        for x in (ordinary(shape, BF16), signed_zeros(shape, BF16), -torch.zeros(shape, dtype=BF16)):
+            assert_same(library.random_hadamard(x), hadamard.random_hadamard(x, -2))
+            assert_same(library.random_hadamard(x.mT), hadamard.random_hadamard(x.mT, -2))
 
 
 KEY, SCALE = torch.tensor([3, 5]), torch.tensor(2.5)
@@ -174,7 +182,7 @@ def test_eager_code_takes_the_library_after_much_work(name: str, monkeypatch: py
         for found, wanted in zip(_tensors(function(x)), _tensors(definition(x)), strict=True):
             assert_same(found, wanted)
     seen = len(calls)
-    assert seen == 6
+    assert seen == 7
     function(ordinary((64, 96), BF16).requires_grad_())
     # these have no form for it, and before torch 2.13 the bits of a number have none
     if "nvfp4" not in name and name != "transform" and VMAP_HAS_BITS:
@@ -238,7 +246,7 @@ def test_without_a_compiler_the_definitions_run(monkeypatch: pytest.MonkeyPatch)
         found += [*q.round_current(x, E4M3, BF16), *q.round_current_nvfp4(x, BF16, key=key)]
         return [*found, q.round_per_tensor(x, SCALE, E4M3, BF16), q.raised_amax(x, SCALE)]
 
-    monkeypatch.setattr(library, "available", lambda trial=None: False)
+    monkeypatch.setattr(library, "available", lambda *_: False)
     monkeypatch.setattr(library, "_function", lambda *arguments: pytest.fail("compiled"))
     torch._dynamo.reset()
     for found, wanted in zip(torch.compile(quantized, backend="aot_eager")(x), quantized(x), strict=True):

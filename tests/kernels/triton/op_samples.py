@@ -252,7 +252,7 @@ def packed_attentions(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     q, out, logsumexp = (x[:, :, -2:] for x in (q, out, logsumexp))  # of the last positions alone
     yield "packed_attention_fwd", (q, k, v, documents, 0.3, True, None)
     yield "packed_attention_bwd", (out, q, k, v, out, logsumexp, documents, 0.3, True)
-    if is_there(gradients=True):  # windows are of our kernel alone
+    if is_there(True, F32):  # windows are of our kernel alone
         q, k, v, out = (torch.randn(3, heads, 6, 16) for heads in (4, 2, 2, 4))
         logsumexp = torch.rand(3, 4, 6)
         yield "packed_attention_fwd", (q, k, v, documents, 0.3, True, None, 0.0, 2)

@@ -5,11 +5,14 @@ The numbers of the layer itself: `tests/layers/functional/test_grouped_rows.py` 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import te_models.layers as te
+from te_models.layers import ops
 
 SPLITS, ROWS, K, N = [20, 0, 9], 33, 32, 48  # four rows belong to no group
 
@@ -107,3 +110,22 @@ def test_the_biases_are_returned(options: dict[str, bool]) -> None:
 def test_wrong_splits_are_named(m_splits: list, message: str, as_tensor: bool) -> None:
     with pytest.raises(ValueError, match=message):
         layer()(torch.randn(ROWS, K), torch.tensor(m_splits) if as_tensor else m_splits)
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "per-GEMM"])
+@pytest.mark.parametrize("make", [te.GroupedLinear, ops.GroupedLinear], ids=["module", "operation"])
+def test_a_state_dict_has_each_parameter_in_one_layout(
+    make: Callable[..., nn.Module], grouped: bool, strict: bool
+) -> None:
+    one, other = (make(5, 32, 16, single_grouped_weight=layout) for layout in (grouped, not grouped))
+    before = {name: value.clone() for name, value in one.state_dict().items()}
+    for kind in ("weight", "bias"):
+        both = one.state_dict() | {key: value for key, value in other.state_dict().items() if key.startswith(kind)}
+        with pytest.raises(RuntimeError, match=rf"has {kind} and {kind}0, \.\.\., {kind}4; allowed: one of the two"):
+            one.load_state_dict(both, strict=strict)
+    members = make(5, 32, 16, single_grouped_weight=False).state_dict()
+    some = make(5, 32, 16).state_dict() | {key: members[key] for key in ("bias1", "bias3")}
+    with pytest.raises(RuntimeError, match="has bias and bias1, bias3; allowed: one of the two layouts"):
+        nn.ModuleDict({"experts": one})["experts"].load_state_dict(some, strict=strict)
+    assert all(torch.equal(value, before[name]) for name, value in one.state_dict().items())

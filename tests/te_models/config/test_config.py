@@ -121,9 +121,17 @@ def test_lists_become_tuples_and_integers_become_floats() -> None:
         (lambda: RopeConfig(scaling="linear"), "rope.factor is None; allowed: a value"),
         (lambda: RopeConfig(factor=2.0), "rope.factor is 2.0; allowed: null, because rope.scaling is 'none'"),
         (
-            lambda: RopeConfig(scaling="dynamic", original_max_position_embeddings=0),
+            lambda: RopeConfig(scaling="dynamic", factor=2.0, original_max_position_embeddings=0),
             "embeddings is 0; allowed: a positive",
         ),
+        (lambda: RopeConfig(scaling="dynamic"), "rope.factor is None; allowed: a value, or one of rope.alpha"),
+        (
+            lambda: tiny(rope=RopeConfig(scaling="longrope", short_factor=(1.0,), long_factor=(1.0,))),
+            "the number of rope.short_factor is 1; allowed: 4, one for each pair of the 8 channels that are rotated",
+        ),
+        (lambda: EmbeddingConfig(embedding_dropout=1.0), "embedding.embedding_dropout is 1.0; allowed: 0 <= p < 1"),
+        (lambda: tiny(embedding=EmbeddingConfig(padding_idx=99)), "embedding.padding_idx is 99; allowed: 0 to"),
+        (lambda: tiny(embedding=EmbeddingConfig(padding_idx=-1)), "embedding.padding_idx is -1; allowed: 0 to"),
         (lambda: RopeConfig(scaling="ntk"), "RopeConfig.scaling is 'ntk'"),
         (lambda: MLPConfig(ffn_hidden_size=4, activation="swish"), "MLPConfig.activation is 'swish'"),
         (lambda: MLPConfig(ffn_hidden_size=4, clamp=-1.0), "mlp.clamp is -1.0"),

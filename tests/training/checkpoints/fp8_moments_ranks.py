@@ -42,7 +42,7 @@ from tests.training.runs import tiny_model, tiny_run
 RANKS = 4
 NAMES = ["fsdp4", "tp2 fsdp2", "pp2 tp2"]
 NAMES += ["tp2 ep2 fsdp2", "etp2 fsdp4", "ep2 hsdp 2x2"] if shards_experts_apart() else ["tp2 ep2"]
-CASES = [*NAMES, "whole", "missing"]
+CASES = [*NAMES, "whole", "missing", "twice"]
 
 
 def optimizer_of(name: str) -> tuple[GPTModel, Optimizer, ModelParts]:
@@ -147,8 +147,32 @@ def what_is_missing_is_named(results: str) -> None:
         load_pieces(folder, optimizer, own)
 
 
+def what_is_there_twice_is_named(results: str) -> None:
+    """The second rank's part is said to begin a row earlier: one row comes twice and one not at all, so that there are
+    as many values as there should be."""
+    model, optimizer, own = filled("fsdp4")
+    some = pieces(optimizer, own)
+    for key in list(some):
+        entry, _, where = key.partition("@0=")
+        if "output_layer.weight." in key and dist.get_rank() == 1:
+            begin, end = map(int, where.split("-"))
+            some[f"{entry}@0={begin - 1}-{end - 1}"] = some.pop(key)
+    folder = save(model, some, results, CASES.index("twice"))
+    dist.barrier()
+    _, optimizer, own = optimizer_of("tp2 fsdp2")
+    told = "nothing"
+    try:
+        load_pieces(folder, optimizer, own)
+    except TrainingCheckpointError as error:
+        told = str(error)
+    found: list[str] = [""] * RANKS
+    dist.all_gather_object(found, told)  # a rank whose own part is as it should be has nothing to say
+    assert any("FP8 moments of" in text and "output_layer.weight" in text for text in found), found
+
+
 if __name__ == "__main__":
     results = sys.argv[1]
     cases = {name: functools.partial(every_layout_reads, name, results) for name in NAMES}
     cases |= {"whole": of_one_rank, "missing": functools.partial(what_is_missing_is_named, results)}
+    cases |= {"twice": functools.partial(what_is_there_twice_is_named, results)}
     report_cases(cases, results)

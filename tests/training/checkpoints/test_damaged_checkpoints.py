@@ -297,6 +297,18 @@ def test_values_out_of_range_are_named(plain: Run) -> None:
             train(config)
 
 
+@pytest.mark.parametrize(
+    ("key", "told"), [("position", "position 17, but 4 steps of 4 windows reach 16"), ("step", "step 5")]
+)
+def test_values_that_do_not_fit_each_other_are_refused(plain: Run, key: str, told: str) -> None:
+    """The manifest was made anew."""
+    _, folder = plain.copy(f"one {key} more")
+    edit_values(folder, lambda values: values.update({key: values[key] + 1}))
+    seal(folder)
+    with pytest.raises(TrainingCheckpointError, match=f"says {told}"):
+        load_state(folder)
+
+
 def test_a_manifest_of_another_release_is_refused(plain: Run) -> None:
     _, folder = plain.copy("manifest")
     original = json.loads((folder / MANIFEST).read_text())
@@ -309,7 +321,8 @@ def test_a_manifest_of_another_release_is_refused(plain: Run) -> None:
         ({"more": 1}, "is not as te-models writes it"),
         ({"files": original["files"] | {VALUES: entry | {"more": 1}}}, "is not as te-models writes it"),
         ({"files": original["files"] | {VALUES: [1]}}, "by something other than sha256 and bytes"),
-        ({"files": original["files"] | {"../x": entry}}, "lists other files than there should be: '../x'"),
+        ({"files": original["files"] | {"more": entry}}, "lists other files than there should be: 'more'"),
+        ({"files": original["files"] | {"../x": entry}}, "names the file '../x', which is not a plain file name"),
     ):
         (folder / MANIFEST).write_text(json.dumps(original | change))
         with pytest.raises(TrainingCheckpointError, match=message):

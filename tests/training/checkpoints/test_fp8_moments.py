@@ -25,15 +25,17 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 
 
 @pytest.mark.costs(40)
-@pytest.mark.sentinels("fsdp4", "missing")
+@pytest.mark.sentinels("fsdp4", "missing", "twice")
 @pytest.mark.parametrize("case", CASES)
 def test_four_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok"] * RANKS
 
 
 def test_names_say_which_part_it_is() -> None:
-    assert _cuts_of("") == {}
-    assert _cuts_of("0=0-64&1=0-16,64-80") == {0: ((0, 64),), 1: ((0, 16), (64, 80))}
-    for text in ("0", "0=1", "a=0-1", "0=0-1-2"):
+    shape = (64, 80)
+    assert _cuts_of("", shape) == {}
+    assert _cuts_of("0=0-64&1=0-16,64-80", shape) == {0: ((0, 64),), 1: ((0, 16), (64, 80))}
+    wrong = ("0", "0=1", "a=0-1", "0=0-1-2", "2=0-1", "-1=0-1", "0=0-65", "0=8-8", "0=9-8", "1=0-16,8-24", "0=0-1\0")
+    for text in (*wrong, f"0=0-{10**40}"):
         with pytest.raises(TrainingCheckpointError, match="does not say a part of a parameter, such as '0=0-64'"):
-            _cuts_of(text)
+            _cuts_of(text, shape)

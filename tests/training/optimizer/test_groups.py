@@ -11,6 +11,7 @@ import torch
 
 from te_models import GPTModel
 from te_models.config import ConfigError
+from te_models.layers import Linear, MXFP8BlockScaling, quantized_model_init
 from te_models.parallel import ParallelDims
 from te_models.training import OptimizerConfig, PrecisionConfig, ScheduleConfig, TrainConfig, read_metrics, train
 from te_models.training.build import build_model, build_optimizer
@@ -144,6 +145,31 @@ def test_the_average_is_its_formula() -> None:
     before = optimizer.averages["p"].clone()
     optimizer.step(0.1, noop=torch.tensor(True))
     assert torch.equal(optimizer.averages["p"], before)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_average_is_of_the_master_and_not_of_the_rounded_weight(kind: str) -> None:
+    """Steps that are too small for the weight's bits move the master, and with it the average."""
+    p = torch.nn.Parameter(torch.full((4, 4), 256.0, dtype=torch.bfloat16))
+    config = optimizer_config(kind=kind, ema_decay=0.5, master_weights=True, weight_decay=0.0)
+    name = "decoder.layers.0.mlp.linear_fc1.weight"  # Muon's are matrices of layers
+    optimizer = Optimizer([(name, p)], config)
+    expected = torch.full((4, 4), 256.0)
+    for _ in range(3):
+        p.grad = torch.eye(4, dtype=torch.bfloat16)
+        optimizer.step(1e-3)
+        expected = expected.lerp(optimizer.masters[name], 0.5)
+    assert torch.equal(p, torch.full_like(p, 256.0)) and not torch.equal(optimizer.masters[name], p.float())
+    assert torch.equal(optimizer.averages[name], expected) and not torch.equal(expected, p.float())
+
+
+def test_the_average_begins_as_the_master() -> None:
+    """A quantized weight that keeps the values which it was made of: its master has them, its own are others."""
+    with quantized_model_init(recipe=MXFP8BlockScaling(), preserve_high_precision_init_val=True):
+        layer = Linear(64, 64, bias=False, params_dtype=torch.bfloat16)
+    optimizer = Optimizer([("weight", layer.weight)], optimizer_config(ema_decay=0.5))
+    assert torch.equal(optimizer.averages["weight"], optimizer.masters["weight"])
+    assert not torch.equal(optimizer.averages["weight"], layer.weight.dequantize().float())
 
 
 def test_a_spike_is_skipped_and_a_lasting_level_is_accepted() -> None:

@@ -11,7 +11,7 @@ As every checkpoint it appears by one rename, when all ranks have written.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from te_models.checkpoints import CheckpointError, save_model
 from te_models.checkpoints.io.atomic import new_folder
+from te_models.checkpoints.io.errors import quote
 from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes, record_files
 from te_models.checkpoints.plan.quantized_format import SUFFIXES, describe, empty
 from te_models.layers import QuantizedTensor
@@ -33,9 +34,10 @@ from ....lora.model import base_state_dict
 from ....model import GPTModel
 from ....parallel.parts import LocalPart, ModelParts
 from ...ranks.data_parallel import Ranks
-from ..checks import SHARDED_VERSION, VALUES, TrainingCheckpointError, check_ranges
+from ..checks import PARTS, SHARDED_VERSION, VALUES, TrainingCheckpointError, check_ranges
 from ..files import checkpoint_dir, remove_old, sharded_paths
-from .storage import PARTS, PartLoadPlanner, PartReader, PartSavePlanner, PartWriter, read_index
+from .index import read_index
+from .storage import PartLoadPlanner, PartReader, PartSavePlanner, PartWriter
 
 
 def save_parts(
@@ -115,6 +117,17 @@ def load_parts(folder: Path, parts: Mapping[str, LocalPart], metadata: Metadata 
     check_ranges({name: part.tensor for name, part in parts.items() if name.startswith("optimizer.")})
 
 
+def check_known(folder: Path, parts: Mapping[str, LocalPart], names: Collection[str]) -> None:
+    """Raise TrainingCheckpointError where a checkpoint holds weights, adapters or optimizer state of what is not in the
+    model. parts: of this rank, by their names in the checkpoint; names: of everything in the whole model."""
+    for stored in read_index(folder / PARTS).state_dict_metadata:
+        kind, _, name = stored.partition("@")[0].partition(".")
+        entry = name.rpartition(".")[0] if kind == "optimizer" else name
+        fields = (entry.removesuffix(suffix) for suffix in SUFFIXES.values())
+        if kind in ("model", "optimizer", "lora") and stored not in parts and not any(f in names for f in fields):
+            raise TrainingCheckpointError(f"{folder} holds {quote(stored)}, which is not of this model")
+
+
 def _read(reader: PartReader, parts: Mapping[str, LocalPart]) -> None:
     """Do what DCP's `load` does, on this rank alone: ranks read for themselves, and wait for no other."""
     planner = PartLoadPlanner()
@@ -139,7 +152,7 @@ def read_wholes(folder: Path, prefix: str) -> dict[str, Tensor]:
     found = {}
     for name, saved in metadata.state_dict_metadata.items():
         if name.startswith(prefix):
-            tensor = torch.empty(saved.size, dtype=saved.properties.dtype)  # type: ignore[union-attr]
+            tensor = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")  # type: ignore[union-attr]
             found[name] = LocalPart.undivided(tensor)
     try:
         _read(PartReader(folder / PARTS, metadata), found)
@@ -196,7 +209,7 @@ def export_parts(
     def read(name: str) -> Tensor:
         key = stored_as.get(name, f"model.{name}")
         saved: Any = metadata.state_dict_metadata[key]
-        whole = torch.empty(saved.size, dtype=saved.properties.dtype)
+        whole = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
         _read(reader, {key: LocalPart.undivided(whole)})
         return whole.view(dtypes.get(name, whole.dtype))
 

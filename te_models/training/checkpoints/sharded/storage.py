@@ -39,16 +39,15 @@ from torch.futures import Future
 
 from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.io.boxes import Range
-from te_models.checkpoints.io.dtypes import dtype_name, torch_dtype
+from te_models.checkpoints.io.dtypes import dtype_name
 from te_models.checkpoints.io.errors import quote
 from te_models.checkpoints.io.store import FileStore
-from te_models.checkpoints.io.strict_json import read_object
+from te_models.checkpoints.io.weight_files import plain_file
 from te_models.checkpoints.write.writer import write_tensors
 
 from ....parallel.parts import Box, LocalPart
-from ..checks import TrainingCheckpointError
-
-PARTS, INDEX = "parts", "index.json"
+from ..checks import PARTS
+from .index import INDEX
 
 
 def file_of(rank: int) -> str:
@@ -109,7 +108,7 @@ class PartWriter(StorageWriter):
 
 
 class PartReader(StorageReader):
-    """Reads boxes of tensors. metadata: of `read_index`."""
+    """Reads boxes of tensors. metadata: of `index.read_index`."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self.folder, self.metadata = folder, metadata
@@ -131,12 +130,18 @@ class PartReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what the plan says; of the files only that is read."""
-        files = sorted({self.metadata.storage_data[item.storage_index] for item in plan.items})
-        with FileStore({file: self.folder / file for file in files}) as store:
+        files = sorted({self.metadata.storage_data[item.storage_index].file for item in plan.items})
+        with FileStore({file: plain_file(self.folder, file, f"{PARTS}/{INDEX}") for file in files}) as store:
             for item in plan.items:
                 entry, target = _entry(item.storage_index), planner.resolve_tensor(item)
-                if entry not in store.tensors:
-                    raise CheckpointError(f"{PARTS} lacks {quote(entry)}")
+                box = self.metadata.storage_data[item.storage_index]
+                if store.file_of.get(entry) != box.file:
+                    raise CheckpointError(f"{PARTS}/{box.file} lacks {quote(entry)}")
+                if store.tensors[entry].shape != box.shape:
+                    found, said = list(store.tensors[entry].shape), list(box.shape)
+                    raise CheckpointError(
+                        f"{PARTS}/{box.file} holds {quote(entry)} with shape {found}, and {PARTS}/{INDEX} says {said}"
+                    )
                 if store.tensors[entry].dtype != dtype_name(target.dtype):
                     found, allowed = store.tensors[entry].dtype, dtype_name(target.dtype)
                     name = quote(item.storage_index.fqn)
@@ -151,27 +156,6 @@ class PartReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
-
-
-def read_index(folder: Path) -> Metadata:
-    """Return what index.json says as DCP's metadata. Raises CheckpointError where it says nothing such."""
-    values = read_object(folder / INDEX, f"{PARTS}/{INDEX}").get("tensors")
-    tensors: dict[str, Any] = {}
-    files: dict[MetadataIndex, str] = {}
-    try:
-        assert isinstance(values, dict)
-        for name, entry in values.items():
-            chunks = []
-            for box in entry["boxes"]:
-                begin, shape = torch.Size(box["begin"]), torch.Size(box["shape"])
-                chunks.append(ChunkStorageMetadata(begin, shape))
-                assert isinstance(box["file"], str) and len(begin) == len(shape) == len(entry["shape"])
-                files[MetadataIndex(name, begin)] = box["file"]
-            properties = TensorProperties(dtype=torch_dtype(entry["dtype"]))
-            tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{PARTS}/{INDEX} does not say where the tensors are ({error!r:.60})") from None
-    return Metadata(tensors, storage_data=files)
 
 
 def _entry(index: MetadataIndex) -> str:
@@ -220,10 +204,7 @@ class PartLoadPlanner(DefaultLoadPlanner):
             saved = self.metadata.state_dict_metadata[name]
             assert isinstance(saved, TensorStorageMetadata), "this storage holds nothing else"
             wanted = [ChunkStorageMetadata(torch.Size(b.begin), torch.Size(b.shape)) for b in part.boxes()]
-            found = create_read_items_for_chunk_list(name, saved, wanted)
-            if sum(item.lengths.numel() for item in found) != sum(chunk.sizes.numel() for chunk in wanted):
-                raise TrainingCheckpointError(f"the parts of {name!r} do not cover the whole tensor")
-            items += found
+            items += create_read_items_for_chunk_list(name, saved, wanted)  # the boxes cover it, says `read_index`
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:

@@ -19,6 +19,7 @@ from tests.kernels.triton.quantize.quantize_cases import (
     assert_bitwise,
     hard,
     ordinary,
+    signed_zeros,
     special,
 )
 
@@ -48,9 +49,9 @@ def test_epsilon_is_no_tensor(value, device) -> None:
 @pytest.mark.parametrize("block, kind", BLOCKS, ids=str)
 def test_blockwise(block, kind, dtype, device) -> None:
     for seed, shape in enumerate(SHAPES):
-        x = hard(shape, dtype, seed)
-        got = op.quantize_blockwise_both(x.to(device), block, E4M3, kind)
-        assert_all(got, reference.quantize_blockwise_both(x, block, E4M3, kind))
+        for x in (hard(shape, dtype, seed), signed_zeros(shape, dtype)):
+            got = op.quantize_blockwise_both(x.to(device), block, E4M3, kind)
+            assert_all(got, reference.quantize_blockwise_both(x, block, E4M3, kind))
 
 
 @pytest.mark.sentinels("(1, 32)-e8m0")

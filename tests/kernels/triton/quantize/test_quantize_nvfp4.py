@@ -20,6 +20,7 @@ from tests.kernels.triton.quantize.quantize_cases import (
     assert_bitwise,
     hard,
     ordinary,
+    signed_zeros,
     special,
 )
 
@@ -49,7 +50,8 @@ def on_cpu(key: Tensor | None) -> Tensor | None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rowwise(shape, block_rows, device) -> None:
     for dtype in (torch.float32, BF16, torch.float16):
-        for x in (hard(shape, torch.float32, sum(shape)).clamp(-6e4, 6e4).to(dtype), ordinary(shape, dtype)):
+        wild = hard(shape, torch.float32, sum(shape)).clamp(-6e4, 6e4).to(dtype)
+        for x in (wild, ordinary(shape, dtype), signed_zeros(shape, dtype)):
             got = op_nvfp4.quantize_nvfp4(x.to(device), block_rows=block_rows)
             assert_all(got, nvfp4.quantize_nvfp4(x, block_rows=block_rows))
 
@@ -58,7 +60,7 @@ def test_rowwise(shape, block_rows, device) -> None:
 @pytest.mark.parametrize("with_rht", [False, True], ids=["plain", "rht"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_both_copies(shape, with_rht, device) -> None:
-    for x in (hard(shape, torch.float32, sum(shape)), ordinary(shape, torch.float32), ordinary(shape, BF16)):
+    for x in (hard(shape, torch.float32, sum(shape)), ordinary(shape, torch.float32), signed_zeros(shape, BF16)):
         expected = nvfp4_copies.quantize_nvfp4_both(x, with_rht=with_rht)
         assert_all(op_nvfp4.quantize_nvfp4_both(x.to(device), with_rht=with_rht), expected)
         assert_all(op_nvfp4.quantize_nvfp4_transposed(x.to(device), with_rht=with_rht), expected[3:])
@@ -163,7 +165,7 @@ def test_grouped_copies_are_those_of_the_groups(device) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dim", [-1, -2])
 def test_random_hadamard(shape, dim, device) -> None:
-    for x in (hard(shape, BF16, 5), ordinary(shape, BF16)):
+    for x in (hard(shape, BF16, 5), ordinary(shape, BF16), signed_zeros(shape, BF16)):
         assert_bitwise(op_nvfp4.random_hadamard(x.to(device), dim), hadamard.random_hadamard(x, dim))
     with pytest.raises(ValueError, match="takes bfloat16"):
         op_nvfp4.random_hadamard(x.float().to(device), dim)

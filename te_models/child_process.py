@@ -1,0 +1,142 @@
+"""Every child process of the project starts here, and none of them runs what lies in the current directory.
+
+Python puts the current directory first on the path of what `python -m` and `python -c` import, and a compiler looks for
+headers and temporary files there: a `numpy.py` in a downloaded model's folder would run. An interpreter is therefore
+started isolated (`-I`) with the path of this process less that directory, and another program in a folder that its
+caller has made. A test of the structure lets no other file start a process.
+
+A leaf module: it imports nothing of the project.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import subprocess
+    from multiprocessing.context import ForkContext
+
+
+def _current_directory() -> str:
+    try:
+        return os.path.realpath(Path.cwd())
+    except OSError:  # it was removed
+        return ""
+
+
+_STARTED_IN = _current_directory()
+_MODULE = """
+import importlib.util, json, sys
+_, paths, name, folder = sys.argv
+sys.path[:] = json.loads(paths)
+spec = importlib.util.spec_from_file_location(name, f"{folder}/__init__.py", submodule_search_locations=[folder])
+sys.modules[name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules[name])
+"""
+
+
+def import_path() -> list[str]:
+    """Return `sys.path` without the current directory, the one that the process started in included, unless
+    PYTHONPATH names it in full, and without entries that are relative to it."""
+    named = set(os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    here = {_STARTED_IN, _current_directory()}
+    return [
+        entry
+        for entry in sys.path
+        if Path(entry).is_absolute() and (entry in named or os.path.realpath(entry) not in here)
+    ]
+
+
+def leave_current_directory() -> None:
+    """Import nothing from the current directory any more, nor let an interpreter that a library starts do so: neither
+    multiprocessing, which calls `python -c`, nor torch's compiler, which hands `sys.path` on as PYTHONPATH. For a
+    process that is the command line's own."""
+    sys.path[:] = import_path()
+    os.environ["PYTHONSAFEPATH"] = "1"
+    if "PYTHONPATH" in os.environ:
+        entries = os.environ["PYTHONPATH"].split(os.pathsep)
+        os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in entries if Path(entry).is_absolute())
+
+
+def run_module(module: str, text: str) -> subprocess.CompletedProcess[str]:
+    """Run `main` of a module of the project in an interpreter of its own, which reads a text from its standard input;
+    return how it ended and what it printed."""
+    import subprocess
+
+    code = f"{_MODULE}from {module} import main\nmain()\n"  # of this package, wherever it was imported from
+    arguments = [json.dumps(import_path()), module.partition(".")[0], str(Path(__file__).parent)]
+    command = [sys.executable, "-I", "-c", code, *arguments]
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+
+
+def start_script(file: str, arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a script, whose arguments are these and as the last one its `sys.path` as JSON, in an interpreter of its
+    own and a session of its own: Ctrl-C is this process's to answer. Pipes lead to its standard input and output.
+    Raises OSError."""
+    import subprocess
+
+    return subprocess.Popen(
+        [sys.executable, "-I", file, *arguments, json.dumps(import_path())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | environment,
+        start_new_session=True,
+    )
+
+
+def exit_code(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Return the exit code of a process that is about to end; None: it has not, after so many seconds."""
+    import subprocess
+
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    return process.returncode
+
+
+def run_program(command: Sequence[str], folder: Path, seconds: float) -> tuple[int, str]:
+    """Run a program, named by its whole path, in a folder that is the caller's; return its exit status, and what it
+    said in the C locale. Raises OSError where it does not start, and TimeoutError after so many seconds, when it is
+    killed with all that it has started."""
+    import signal
+    import subprocess
+
+    said = folder / "said"  # no pipe: what the program left running could keep it open
+    with said.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=os.environ | {"LC_ALL": "C", "TMPDIR": str(folder)},
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"it was not done after {seconds:g} seconds") from None
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return status, said.read_text(encoding="utf-8", errors="replace")
+
+
+def forks() -> ForkContext:
+    """Return multiprocessing's context whose processes are forks of this one: no interpreter starts."""
+    import multiprocessing
+
+    return multiprocessing.get_context("fork")
+
+
+def renew_in_forks(lock: Any) -> None:
+    """Make a lock of the process free in its forks: the thread that holds it at that moment is not in them."""
+    os.register_at_fork(after_in_child=lock._at_fork_reinit)

@@ -1,0 +1,43 @@
+"""One run at a time in a folder: two trainers on one `output_dir` would drop each other's rows and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from te_models.checkpoints import CheckpointError
+from te_models.checkpoints.io.atomic import make_folders, remove_empty
+
+from ..config import ConfigError
+from ..file_lock import HeldError, locked
+from ..terminal import say
+
+LOCK = ".lock"
+"""The file in a run's folder that is locked while the run goes on."""
+
+
+@contextlib.contextmanager
+def alone_in(output_dir: Path, key: str = "output_dir") -> Iterator[None]:
+    """Hold the lock of a run's folder, which is made where it is not there, and removed again where nothing was written
+    to it. Of the ranks of a run the first one calls this. key: what names the folder.
+
+    Raises ConfigError, which names the process and its host, where another run has the folder."""
+    with contextlib.ExitStack() as opened:
+        try:
+            opened.callback(remove_empty, make_folders(output_dir))
+            before = opened.enter_context(locked(output_dir / LOCK))
+        except HeldError as error:
+            raise ConfigError(
+                f"{key} is {output_dir}, where {error.holder} works; wait for it{error.advice}, or choose another {key}"
+            ) from None
+        except CheckpointError as error:
+            raise ConfigError(f"{key} is {output_dir}: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"{key} is {output_dir}, but {LOCK} in it cannot be locked: {error.strerror}") from None
+        if before is not None:
+            say(
+                f"note: {before} was killed in {output_dir}; if it still works there, locks do not reach this host, "
+                "and one of the two has to be ended"
+            )
+        yield

@@ -1,0 +1,118 @@
+"""What training adds to the cross entropy, in every family with experts, against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models import GPTModel
+from te_models.checkpoints import FAMILIES, export_hf, import_hf
+from te_models.config import ConfigError
+from tests.checkpoints.family_cases import CASES, DENSE, make
+from tests.checkpoints.hf_cases import transformers
+
+COEFFICIENT = 0.0371
+WITHOUT = ("deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_moe", "hy_v3")
+"""Families whose classes have no coefficient; Llama 4's has one that nothing reads."""
+MIXTURES = [case for case, (family, _) in CASES.items() if case not in DENSE and family not in WITHOUT]
+
+
+def with_loss(case: str) -> transformers.PreTrainedModel:
+    """The case's model with a router loss, in training mode, without dropout."""
+    theirs = make(case)
+    theirs.config.output_router_logits = True
+    theirs.config.router_aux_loss_coef = theirs.router_aux_loss_coef = COEFFICIENT
+    return theirs.train()
+
+
+def batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and masks: none, on the right, and on the left."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for step in range(steps):
+        ids, mask = torch.randint(3, 61, (2, 12), generator=generator), torch.ones(2, 12, dtype=torch.int64)
+        mask[0, : 5 * (step % 3 == 1)] = 0
+        mask[1, 12 - 4 * (step % 3 == 2) :] = 0
+        made.append((ids, mask))
+    return made
+
+
+@pytest.mark.sentinels("mixtral", "minimax_m2", "ernie4_5_moe-interval", "llama4-top2")
+@pytest.mark.parametrize("case", MIXTURES)
+def test_20_steps_with_a_router_loss_are_transformers(case: str) -> None:
+    theirs = with_loss(case)
+    ours = GPTModel.from_hf(theirs).train()
+    moe = ours.config.moe
+    if CASES[case][0] == "llama4_text":
+        assert moe is None or moe.aux_loss_coeff == 0.0
+    else:
+        assert moe is not None and moe.aux_loss_coeff == COEFFICIENT
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in (theirs, ours)]
+    for ids, mask in batches(20):
+        labels = ids.masked_fill((mask & mask.roll(1, 1)) == 0, -100)  # what padding in front predicts, nobody says
+        expected = theirs(ids, attention_mask=mask, labels=labels)
+        got = ours(ids, labels, attention_mask=mask)
+        aux = getattr(expected, "aux_loss", None)
+        if aux is not None:
+            assert got.load_balancing_loss is not None
+            torch.testing.assert_close(got.load_balancing_loss, aux, rtol=1e-5, atol=0)
+        torch.testing.assert_close(got.loss, expected.loss, rtol=1e-5, atol=0)
+        for loss, optimizer in ((expected.loss, optimizers[0]), (got.loss, optimizers[1])):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        expected_logits, logits = theirs.eval()(ids).logits, ours.eval()(ids).logits
+    assert (logits - expected_logits).abs().max() <= 1e-3 * expected_logits.abs().max()  # rounding grows over 20 steps
+
+
+@pytest.mark.sentinels("qwen3_moe", "llama4-top2")
+@pytest.mark.parametrize("case", MIXTURES)
+def test_the_coefficient_comes_back_exactly(tmp_path: Path, case: str) -> None:
+    """Also where it does not count, which is where nobody asks for the routers' logits."""
+    source = tmp_path / "hf"
+    make(case).save_pretrained(source)
+    values = json.loads((source / "config.json").read_text())
+    for number, flag in ((0.1 + 0.2, True), (1e-3 / 3, False), (None, False), (0.0, True)):
+        (source / "config.json").write_text(
+            json.dumps(values | {"router_aux_loss_coef": number, "output_router_logits": flag})
+        )
+        import_hf(source, tmp_path / "ours", overwrite=True)
+        export_hf(tmp_path / "ours", tmp_path / "back", overwrite=True)
+        back = json.loads((tmp_path / "back/config.json").read_text())
+        assert (back["router_aux_loss_coef"], back["output_router_logits"]) == (number, flag)
+        family = FAMILIES[values["model_type"]]
+        written = family.write_config(family.read_config(json.loads((source / "config.json").read_text())))
+        if flag and number and family.model_type != "llama4_text":
+            assert written["router_aux_loss_coef"] == number
+
+
+def test_transformers_computes_a_router_loss_in_no_other_family() -> None:
+    for family in (*WITHOUT, "llama4_text"):
+        case = next(case for case, (name, _) in CASES.items() if name == family and case != "llama4-dense")
+        theirs = make(case).train()
+        theirs.config.output_router_logits = True
+        ids = batches(1)[0][0]
+        with_logits = theirs(ids, labels=ids).loss
+        theirs.config.output_router_logits = False
+        assert torch.equal(theirs(ids, labels=ids).loss, with_logits)
+
+
+def test_megatrons_loss_is_the_default_and_sums_layers() -> None:
+    """Of configurations that say nothing of it, as those of models that were never in a Hugging Face folder."""
+    theirs = with_loss("mixtral")
+    config = GPTModel.from_hf(theirs).config
+    assert config.moe is not None and config.moe.moe_router_load_balancing_type == "joint_aux_loss"
+    assert type(config.moe)(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=8).aux_loss_coeff == 0.0
+    default = type(config.moe)(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=8)
+    assert default.moe_router_load_balancing_type == "aux_loss"
+
+
+def test_a_loss_over_all_layers_has_no_stages() -> None:
+    model = GPTModel.from_hf(with_loss("mixtral"))
+    with pytest.raises(ConfigError, match="'joint_aux_loss', which compares experts over all layers; allowed in a sta"):
+        model.stage(0, 1)
+    model.stage(0, 2)

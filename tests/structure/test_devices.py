@@ -1,0 +1,84 @@
+"""Every tensor that the package makes names its device, and its dtype where it would have torch's default: a user
+chooses both defaults, and memory of another device, another size or none at all would reach a C++ function by its
+address."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+from torch.utils._device import _device_constructors
+
+from tests.structure.tree import ROOT, modules, parsed
+
+FACTORIES = {function.__name__.removeprefix("fft_") for function in _device_constructors()}
+"""Names of the functions whose results are on the default device where no other is named."""
+REAL = {"empty", "empty_strided", "eye", "linspace", "logspace", "ones", "rand", "randn", "zeros"}
+"""Those whose results have the default dtype where no other is named."""
+LEGACY = {"Tensor", "FloatTensor", "LongTensor", "ByteTensor"}
+"""Classes that make tensors when they are called, and take no device."""
+
+
+def unplaced(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and name of each function of torch that may make a tensor on the default device or of the default
+    dtype."""
+    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch":
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name in FACTORIES)
+        if not (isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("torch", "torch.fft", "torch.nested")):
+            continue
+        call = calls.get(id(node))
+        if node.attr in LEGACY and call is not None:
+            yield node.lineno, node.attr
+        if node.attr not in FACTORIES:
+            continue
+        # a function that is handed on is called where nobody sees with what
+        named = [] if call is None else [k for k in call.keywords if ast.unparse(k.value) != "None"]
+        holds = call is None or node.attr != "empty" or ast.unparse(call.args[0]) not in ("()", "0")
+        for keyword in ("device", "dtype") if node.attr in REAL and holds else ("device",):
+            if not any(k.arg in (keyword, None) for k in named):
+                yield node.lineno, node.attr
+                break
+
+
+def test_every_tensor_names_its_device() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{line} {name}"
+        for file in modules().values()
+        for line, name in unplaced(parsed(file))
+    ]
+    assert not found, "without a device or a dtype: " + ", ".join(found)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch.empty(3)",
+        "torch.zeros((), dtype=torch.int32)",
+        "torch.randn(3, generator=generator)",
+        "torch.full((2,), 1.0, device=None)",
+        "torch.zeros(3, device=x.device)",
+        "make = torch.ones",
+        "torch.Tensor([1.0])",
+        "torch.fft.fftfreq(3)",
+        "from torch import arange",
+    ],
+)
+def test_tensors_on_the_default_device_are_found(code: str) -> None:
+    assert len(list(unplaced(ast.parse(code)))) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch.empty((), device=x.device)",
+        "torch.empty(3, dtype=x.dtype, device=x.device)",
+        "torch.ones(3, **new)",
+        "x.new_empty(3)",
+        "torch.zeros_like(x)",
+    ],
+)
+def test_tensors_with_a_device_are_not_found(code: str) -> None:
+    assert not list(unplaced(ast.parse(code)))
