@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if args.keys is not None:
         from ..config import ModelConfig
         from ..config.keys import tables_of
-        from .keys import keys_json, keys_text, select_tables
+        from .training.keys import keys_json, keys_text, select_tables
 
         tables = select_tables(list(tables_of(ModelConfig)), args.keys, "--keys")
         emit(args, {"keys": keys_json(tables)}, keys_text(tables))

@@ -29,18 +29,16 @@ from . import (
     examine,
     generate,
     info,
-    plan,
     quickstart,
-    report,
     tokenize,
-    train,
 )
 from .parser import Formatter, Parser, unknown
+from .training import init, plan, report, train
 
 GROUPS: dict[str, tuple[Any, ...]] = {
     "convert": (convert, adapters),
     "inspect": (examine, info),
-    "train": (tokenize, train, report, plan, quickstart),
+    "train": (init, tokenize, train, report, plan, quickstart),
     "generate": (generate, evaluate),
     "shell": (completion,),
 }

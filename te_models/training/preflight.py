@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from pathlib import Path
@@ -69,6 +70,14 @@ def check_run(
         require("matplotlib.figure", "plot", feature="the loss plot (log.plot)")
     check_writers(config.log)
     model, notes = _read_model(config, start, checkpoint)
+    check_model(config, model, device, dims)
+    if reads_text:
+        check_data(config, model)
+    return model, notes
+
+
+def check_model(config: TrainConfig, model: ModelConfig, device: str, dims: ParallelDims) -> None:
+    """Raise ConfigError for a run that this model, device or layout cannot have."""
     check_names(config, model)
     check_layout(config, model, dims)
     if config.parallel.expert_dispatch == "deepep":
@@ -80,9 +89,6 @@ def check_run(
         )
     _check_sizes(config, model, device, dims)
     build_recipe(config.precision, model.num_layers)
-    if reads_text:
-        _check_data(config, model)
-    return model, notes
 
 
 def check_output(folder: Path) -> None:
@@ -219,7 +225,7 @@ def _check_sizes(config: TrainConfig, model: ModelConfig, device: str, dims: Par
             "positions"
         )
     ids = 8 * data.sequence_length * data.micro_batch_size * data.gradient_accumulation
-    host = _host_memory()
+    host = host_memory()
     if ids > host:
         raise ConfigError(
             f"data.sequence_length, micro_batch_size and gradient_accumulation make {format_size(ids)} of token ids a "
@@ -237,7 +243,7 @@ def _check_sizes(config: TrainConfig, model: ModelConfig, device: str, dims: Par
         )
 
 
-def _check_data(config: TrainConfig, model: ModelConfig) -> None:
+def check_data(config: TrainConfig, model: ModelConfig) -> None:
     """Raise DataError where a data set is missing and cannot be built, or does not fit the model."""
     data = config.data
     if data.path is None or Path(data.path).exists():
@@ -254,10 +260,13 @@ def _check_data(config: TrainConfig, model: ModelConfig) -> None:
     check_vocabulary(f"the tokenizer {data.tokenizer}", encoder.vocab_size, model.vocab_size)
 
 
-def _host_memory() -> int:
-    """Return the bytes of main memory and swap space."""
+def host_memory(*, swap: bool = True) -> int:
+    """Return the bytes of main memory, no more than this process may use of it, and of swap space."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return sum(int(fields[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal"))
+        total, swapped = (int(fields[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal"))
     except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        total, swapped = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0
+    with contextlib.suppress(OSError, ValueError):  # no such limit: "max"
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total + swapped * swap

@@ -35,6 +35,7 @@ VERBS = (
     "verify",
     "diff",
     "toy",
+    "init",
     "tokenize",
     "train",
     "plan",

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..signals import Interrupted, StopSignals
-from .parser import Verbs, emit, plural, verb
+from ...signals import Interrupted, StopSignals
+from ..parser import Verbs, emit, plural, verb
 
 if TYPE_CHECKING:
-    from ..training.config.overrides import Override
+    from ...training.config.overrides import Override
 
 Keys = Literal["none", "hidden", "shown"]
 """Whether the keys of the configuration are options of the parser, and stand in its help. They take 0.15 s to add."""
@@ -50,7 +50,7 @@ def add(verbs: Verbs, *, keys: Keys) -> None:
     parser.add_argument("--dry-run", action="store_true", help="check the configuration, print it and stop")
     parser.set_defaults(usage_error=parser.error)
     if keys != "none":
-        from ..training.config.overrides import add_key_options
+        from ...training.config.overrides import add_key_options
 
         add_key_options(parser, shown=keys == "shown")
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         return _help_keys(args)
     if args.config is None:
         return args.usage_error(_without_config(args.overrides))
-    from ..training.config.file import read_config
+    from ...training.config.file import read_config
 
     config = read_config(Path(args.config), args.overrides)
     if args.dry_run:
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         with StopSignals():  # now: importing torch takes seconds, and may swallow what a signal raises
-            from ..training import train
+            from ...training import train
 
             result = train(config)
     except Interrupted as stop:
@@ -96,9 +96,9 @@ def _is_main_process() -> bool:
 
 
 def _help_keys(args: argparse.Namespace) -> int:
-    from ..config.keys import tables_of
-    from ..training.config import TrainConfig
-    from ..training.config.file import read_config
+    from ...config.keys import tables_of
+    from ...training.config import TrainConfig
+    from ...training.config.file import read_config
     from .keys import keys_json, keys_text, select_tables
 
     values = None if args.config is None else read_config(Path(args.config), args.overrides).to_dict()
