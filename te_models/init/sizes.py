@@ -52,8 +52,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Growth:
-    """How a run's memory grows. steady: bytes that stay, without moments; moments: parameters that have moments; window:
-    bytes of a window of `length` tokens, without and with checkpointing."""
+    """How a run's memory grows. steady: bytes that stay, without moments; moments: parameters that have moments;
+    window: bytes of a window of `length` tokens, without and with checkpointing."""
 
     steady: float
     moments: float

@@ -76,7 +76,11 @@ def _changed(part: ConfigPart, plain: ConfigPart, table: str) -> Iterator[tuple[
         value, before = getattr(part, f.name), getattr(plain, f.name)
         if isinstance(value, ConfigPart):
             assert isinstance(before, ConfigPart) and nested_part(hints[f.name])
-            yield from _changed(value, before, f"{table}.{f.name}")
+            inner = list(_changed(value, before, f"{table}.{f.name}"))
+            if not inner and f.default is None:  # a part that there may be, with its defaults: one key says that it is
+                known = value.to_dict()
+                inner = [(f"{table}.{f.name}", *next((k, v) for k, v in known.items() if v is not None))]
+            yield from inner
             continue
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if required or value != before:

@@ -207,6 +207,7 @@ def _add_sizes(tables: Tables, sizes: Sizes, length: int, base: Base, machine: M
 def _check(config: TrainConfig, base: Base, machine: Machine, *, data_named: bool) -> None:
     """Raise what a run would be refused for, but for a model that is on the hub, and text that is to be named."""
     model = config.model.config or base.config
+    assert model.replace(moe=base.config.moe) == base.config, "balance aside, which a file adds"
     check_model(config, model, machine.device, ParallelDims(ranks=1))
     check_output(Path(config.output_dir))
     if data_named and base.path is not None:

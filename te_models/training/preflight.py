@@ -35,13 +35,15 @@ from .data.token_file import DataError
 from .log.writers import check_writers
 from .precision import build_recipe
 from .run_data import open_data, training_windows, validation_windows
-from .trained import check_names
+from .trained import check_names, is_frozen
 
 FINAL, FINAL_EMA = "final", "final-ema"
 """Where in a run's folder the trained model is, and its average."""
 
 _MOMENTS = {"float32": 8, "bfloat16": 4, "float8": 2}
 """Bytes of the two moments of a parameter."""
+_FEWEST_BYTES = 0.5
+"""Of a weight that is stored quantized, in the smallest format."""
 
 
 def check_run(
@@ -233,13 +235,16 @@ def _check_sizes(config: TrainConfig, model: ModelConfig, device: str, dims: Par
         )
     shared = max(size, dims.data_parallel_shard_size * dims.tensor_model_parallel_size)
     shared *= dims.pipeline_model_parallel_size
-    parameters = sum(math.prod(shape) for shape in expected_tensors(model, "grouped").values()) // shared
-    needed = parameters * (DTYPES[config.precision.dtype].itemsize + _MOMENTS[config.optimizer.moment_dtype])
+    counts = {n: math.prod(shape) for n, shape in expected_tensors(model, config.model.expert_layout).items()}
+    parameters = sum(counts.values()) // shared
+    trained = 0 if config.lora.rank else sum(c for n, c in counts.items() if not is_frozen(config, n)) // shared
+    stored = _FEWEST_BYTES if config.precision.quantized_weights else DTYPES[config.precision.dtype].itemsize
+    needed = parameters * stored + trained * _MOMENTS[config.optimizer.moment_dtype]
     memory = host if device == "cpu" else torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     if needed > memory:
         raise ConfigError(
-            f"the model has {parameters:,} parameters, {format_size(needed)} with their moments, and the device has "
-            f"{format_size(memory)} of memory"
+            f"the model has {parameters:,} parameters, {format_size(needed)} with the moments of {trained:,} that are "
+            f"trained, and the device has {format_size(memory)} of memory"
         )
 
 
