@@ -78,9 +78,10 @@ class Inspection:
         return "\n".join(lines)
 
 
-def inspect(path: PathLike) -> Inspection:
-    """Describe a folder of either kind; reads no tensor data, so it is instant for any size."""
-    with open_checkpoint(path) as ckpt:
+def inspect(path: PathLike, *, verify: bool = True) -> Inspection:
+    """Describe a folder of either kind; reads no tensor data, so it is instant for any size. verify: its small files
+    and headers are checked against its manifest.json."""
+    with open_checkpoint(path, verify=verify) as ckpt:
         shapes = expected_tensors(ckpt.config)
         total = sum(math.prod(shape) for shape in shapes.values())
         in_experts = sum(math.prod(shape) for name, shape in shapes.items() if is_expert_stack(name))

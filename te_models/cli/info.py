@@ -70,6 +70,7 @@ def add(verbs: Verbs) -> None:
         choices=tuple(DYNAMIC),
         help="compile for all shapes: when one changes, at once, or never (default: auto)",
     )
+    report.add_argument("--no-verify", action="store_true", help="do not check the weights against manifest.json")
     report.add_argument("--activation-checkpointing", action="store_true", help="recompute layers in the backward")
 
 
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.compile_report:
         return _compile_report(args)
-    for option in ("recipe", "mode", "dynamic", "activation_checkpointing"):
+    for option in ("recipe", "mode", "dynamic", "activation_checkpointing", "no_verify"):
         if getattr(args, option):
             raise ValueError(f"--{option.replace('_', '-')} needs --compile-report DIR")
     result = collect()
@@ -127,7 +128,7 @@ def _compile_report(args: argparse.Namespace) -> int:
     if args.recipe:
         recipe(args.recipe)  # an unknown name is refused before the model is read
     say_while_waiting(f"loading {args.compile_report} and compiling it; this can take minutes")
-    model = GPTModel.from_pretrained(args.compile_report)
+    model = GPTModel.from_pretrained(args.compile_report, verify=not args.no_verify)
     model.activation_checkpointing = args.activation_checkpointing
     make_recipe = partial(recipe, args.recipe) if args.recipe else None
     report = compile_report(model, make_recipe, mode=args.mode or "whole", dynamic=DYNAMIC[args.dynamic or "auto"])

@@ -118,7 +118,7 @@ def _read_model(
     elif path is None:
         model = read_model_config(config)
     else:
-        with open_checkpoint(path, mtp=config.model.mtp) as opened:
+        with open_checkpoint(path, mtp=config.model.mtp, verify=config.model.verify) as opened:
             model, source = opened.config, opened.source
     if source is None or source.family is None:
         try:

@@ -48,6 +48,7 @@ def add(verbs: Verbs, *, keys: Keys) -> None:
         help="list the keys of the configuration, or of one table, and exit",
     )
     parser.add_argument("--dry-run", action="store_true", help="check the configuration, print it and stop")
+    parser.add_argument("--no-verify", action="store_true", help="as --no-model.verify: do not check the weights")
     parser.set_defaults(usage_error=parser.error)
     if keys != "none":
         from ...training.config.overrides import add_key_options
@@ -64,7 +65,10 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None:
         return args.usage_error(_without_config(args.overrides))
     from ...training.config.file import read_config
+    from ...training.config.overrides import Override
 
+    if args.no_verify:
+        args.overrides = [*args.overrides, Override("model.verify", "--no-verify", False, ("--no-verify",))]
     config = read_config(Path(args.config), args.overrides)
     if args.dry_run:
         if _is_main_process():
