@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .extras import require
 from .model import GPTModel
+from .sizes import plural
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference of logits, as a part of the largest logit, that still counts as agreement."""
@@ -60,7 +61,7 @@ class AgreementReport:
     def __str__(self) -> str:
         worst = max(self.stages, key=lambda name: self.stages[name])
         lines = [
-            f"{'agree' if self.agree else 'differ'}: {self.tokens} tokens in {self.dtype}",
+            f"{'agree' if self.agree else 'differ'}: {plural(self.tokens, 'token')} in {self.dtype}",
             f"  logits            {self.relative_error:.2e} of the largest (tolerance {self.tolerance:.0e})",
             f"  same best token   {self.argmax_agreement:.2%}",
             f"  KL divergence     {self.kl_mean:.2e} on average, {self.kl_max:.2e} at most",

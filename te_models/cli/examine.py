@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from ..sizes import plural
 from ..terminal import Table, say_while_waiting
 from .parser import Verbs, count, emit, number, read_text, verb
 from .progress import byte_progress, loading_bars
@@ -132,7 +133,7 @@ def run_diff(args: argparse.Namespace) -> int:
         rows += [(t.name, f"{t.differing} of {t.elements}", f"{t.largest:.3g}", f"{t.relative:.3g}") for t in shown]
         lines.append(Table(rows, heading=True))
     hidden = len(report.tensors) - len(shown)
-    lines += [f"... and {hidden} more parameters (--all shows them)"] if hidden else []
+    lines += [f"... and {plural(hidden, 'more parameter')} (--all shows them)"] if hidden else []
     lines.append(f"{report.equal_tensors} parameters have equal values, {len(report.tensors)} differ")
     emit(args, report.to_dict(), *lines)
     return 0 if report.equal else 1
@@ -184,6 +185,7 @@ def _check_training(args: argparse.Namespace) -> int:
         step = load_state(Path(args.a)).step
     except TrainingCheckpointError as error:
         problem = str(error)
-    text = problem or f"{args.a}: {files} files of a training checkpoint of step {step} are as manifest.json says"
+    held = plural(files, "file")
+    text = problem or f"{args.a}: {held} of a training checkpoint of step {step} are as manifest.json says"
     emit(args, {"intact": problem is None, "files": files, "problem": problem}, text)
     return 0 if problem is None else 1

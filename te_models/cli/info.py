@@ -9,6 +9,7 @@ import textwrap
 from typing import Any
 
 from ..extras import EXTRAS, installed
+from ..sizes import plural
 from ..terminal import Table, say_while_waiting
 from .parser import Verbs, emit, help_width, verb
 
@@ -136,8 +137,8 @@ def _compile_report(args: argparse.Namespace) -> int:
     lines: list[str | Table] = [Table([("call", "shape", "graphs"), *calls], heading=True)]
     lines += [f"{_program(p)} of: {call['call']}" for call in report["calls"] for p in call["programs"]]
     lines += [f"compiled again, {call['call']}: {why}" for call in report["calls"] for why in call["reasons"]]
-    lines += [f"break, {count} times: {why}" for why, count in report["breaks"].items()]
-    lines.append(f"{report['graphs']} graphs, {sum(report['breaks'].values())} breaks")
+    lines += [f"break, {plural(count, 'time')}: {why}" for why, count in report["breaks"].items()]
+    lines.append(f"{plural(report['graphs'], 'graph')}, {plural(sum(report['breaks'].values()), 'break')}")
     emit(args, report, *lines)
     return 1 if report["breaks"] else 0
 
@@ -145,7 +146,8 @@ def _compile_report(args: argparse.Namespace) -> int:
 def _program(program: dict[str, Any]) -> str:
     """Describe a compiled program in a line."""
     registered = ", ".join(f"{count} {name}" for name, count in program["registered"].items())
-    return f"{program['pass']}, {program['operations']} operations" + (f" with {registered}" if registered else "")
+    count = plural(program["operations"], "operation")
+    return f"{program['pass']}, {count}" + (f" with {registered}" if registered else "")
 
 
 def _version(package: str) -> str | None:

@@ -114,11 +114,6 @@ def positive(text: str) -> float:
     return found
 
 
-def plural(count: int, what: str) -> str:
-    """Return a number of things in words: "1 step", "2 steps"."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
 def unknown(words: Sequence[str], verb: str, parser: argparse.ArgumentParser) -> str:
     """Return the sentence for words of the command line that a verb has no use for."""
     option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...sizes import format_size
+from ...sizes import format_size, plural
 from ...terminal import Table, say_while_waiting
 from ..parser import Verbs, count, emit, positive, verb
 
@@ -92,7 +92,7 @@ def _tables(plan: Plan, hardware: Hardware) -> list[Table]:
             ("together, at the highest point", format_size(plan.memory)),
             ("of a device", f"{hardware.memory_gib:g} GiB: {verdict}"),
         ],
-        f"memory of one of {plan.ranks} ranks ({sizes})",
+        f"memory of one of {plural(plan.ranks, 'rank')} ({sizes})",
     )
     rows = [("collective", "over", "calls", "payload", "sent by a rank")]
     for (kind, over), traffic in plan.traffic.items():
@@ -137,4 +137,4 @@ def _layouts(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -> Tab
             mfu = f"{100 * plan.mfu:.3g} %"
             fits = "yes" if plan.fits else "no"
             rows.append((*sizes, format_size(plan.memory), fits, f"{plan.step_s:.3g} s", mfu))
-    return Table(rows, f"layouts of {ranks} ranks of {hardware.memory_gib:g} GiB", heading=True)
+    return Table(rows, f"layouts of {plural(ranks, 'rank')} of {hardware.memory_gib:g} GiB", heading=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ...signals import Interrupted, StopSignals
-from ..parser import Verbs, emit, plural, verb
+from ...sizes import plural
+from ..parser import Verbs, emit, verb
 
 if TYPE_CHECKING:
     from ...training.config.overrides import Override
