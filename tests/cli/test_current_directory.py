@@ -59,7 +59,6 @@ VERBS: dict[str, Sequence[str]] = {
     "merge-shards": ("shards", "merged"),
     "quantize": ("moe", "fp8", "--recipe", "block"),
     "dequantize": ("fp8", "values"),
-    "merge": ("model", "adapter", "merged-model"),
     "export": ("model", "exported"),
     "toy": ("hf", "toy", "--layers", "1"),
     "diff": ("model", "model"),
@@ -83,14 +82,10 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
     from te_models import GPTModel
-    from te_models.lora import add_lora, save_adapter
 
     folder = tmp_path_factory.mktemp("stranger")
     torch.manual_seed(0)
-    model = GPTModel(tiny_model().replace(vocab_size=300), params_dtype=torch.float32)
-    model.save_pretrained(folder / "ours")
-    add_lora(model, 2)
-    save_adapter(model, folder / "adapter")
+    GPTModel(tiny_model().replace(vocab_size=300), params_dtype=torch.float32).save_pretrained(folder / "ours")
     assert run_here(["export", str(folder / "ours"), str(folder / "hf")]) == 0
     byte_tokenizer([TEXT]).save_pretrained(folder / "hf")
     (folder / "text.txt").write_text(TEXT)
