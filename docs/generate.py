@@ -14,10 +14,13 @@ import json
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+WIDTH = 120
+"""Columns of what is written as prose."""
 PHRASE = 110
 DEVIATIONS = ROOT / "docs/te_deviations.json"
 FOLDERS = ("kernels", "layers", "checkpoints", "te_models")
@@ -43,7 +46,7 @@ def cli_help() -> str:
 
 
 def key_tables(part: Any, skipped: str = "-") -> str:
-    """The keys of a configuration as Markdown, a table for each of its tables.
+    """The keys of a configuration as Markdown, a list for each of its tables.
 
     skipped: the name of a table that has a page of its own, and those inside it.
     """
@@ -53,17 +56,32 @@ def key_tables(part: Any, skipped: str = "-") -> str:
     for table in tables_of(part):
         if f"{table.name}.".startswith(f"{skipped}."):
             continue
-        rows = "\n".join(
-            f"| `{key.name}` | {_cell(key.type)} | {_cell(key.default_words)} | {_cell(key.sentence)} |"
+        items = [
+            _item(f"**`{key.name}`** ({_plain(key.type)}; {_plain(key.default_words)})", _plain(key.sentence))
             for key in table.keys
-        )
-        heading = f"## `[{table.name}]`\n\n{table.sentence}\n\n" if table.name else "## Outermost table\n\n"
-        parts.append(f"{heading}| key | type | default | meaning |\n|---|---|---|---|\n{rows}")
+        ]
+        heading = f"## `[{table.name}]`\n\n{_wrapped(table.sentence)}\n\n" if table.name else "## Outermost table\n\n"
+        parts.append(heading + "Each key with its type and its default.\n\n" + "\n".join(items))
     return "\n\n".join(parts)
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("*", "\\*")
+def _item(name: str, text: str) -> str:
+    """An item of a list, in lines of a width that people read."""
+    return textwrap.fill(
+        f"- {name}{'' if name.endswith('?') else ':'} {text}",
+        WIDTH,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _plain(text: str) -> str:
+    return text.replace("*", "\\*")
 
 
 def training_keys() -> str:
@@ -125,8 +143,8 @@ def te_deviations() -> str:
             else f"`{name}`"
             for name, names in arguments.items()
         ]
-        rows.append(f"| {why} | {', '.join(cells)} |")
-    return "\n".join(["| difference | where |", "|---|---|", *rows])
+        rows.append(_item(f"**{why}**", ", ".join(cells)))
+    return "\n".join(rows)
 
 
 WHERE = (
@@ -138,7 +156,7 @@ WHERE = (
     ),
     ("Where is the input saved for the weight gradient?", "layers quantize_and_save"),
     ("Where is a number format defined?", "kernels quantize_blockwise", "kernels quantize_nvfp4"),
-    ("Which GEMM implementation runs, and why?", "kernels choose", "kernels choose_scaled"),
+    ("Which GEMM implementation runs, and why?", "kernels/gemm choose", "kernels choose_scaled"),
     ("What is the active recipe?", "layers Region"),
     ("What does each recipe say about each operand?", "layers MXFP8BlockScaling"),
     ("What does the router do with groups of experts?", "kernels router_topk", "te_models Router"),
@@ -154,7 +172,8 @@ WHERE = (
 
 
 def defined_in(folder: str, name: str) -> str:
-    """Return the file in which a folder defines a function or class; reference.py where several do."""
+    """Return the file in which a folder, perhaps one inside another, defines a function or class; reference.py where
+    several do."""
     pattern = re.compile(rf"^(?:def|class) {name}\b", re.MULTILINE)
     found = [path for path in sorted((ROOT / folder).rglob("*.py")) if pattern.search(path.read_text(encoding="utf-8"))]
     chosen = [path for path in found if path.name == "reference.py"] or found
@@ -169,8 +188,8 @@ def where_table() -> str:
     for question, *answers in WHERE:
         parts = [answer.split() for answer in answers]
         cells = [f"`{defined_in(*part)}` (`{part[1]}`)" if len(part) == 2 else f"`{part[0]}`" for part in parts]
-        rows.append(f"| {question} | {', '.join(cells)} |")
-    return "\n".join(["| question | file |", "|---|---|", *rows])
+        rows.append(_item(question, ", ".join(cells)))
+    return "\n".join(rows)
 
 
 def support_table() -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -24,6 +26,26 @@ _TORCH_2_12 = not TORCH_2_11 and torch.__version__ < "2.13"
 _E4M3_SATURATES = torch.__version__ >= "2.13"
 SPLITS_LOOPS = torch.__version__ < "2.13"
 _EVERY_TRACE_EXPORTS = torch.__version__ < "2.13"
+
+
+def _register_constants() -> Callable[[type], None] | None:
+    """Return the function that makes constants of graphs of the objects of a class, None where torch has none: opaque
+    value types (2.12 and 2.13), constant custom classes (2.14 and later). 2.11 knows opaque values, but hides their
+    attributes and methods from the code that it traces."""
+    try:
+        opaque = None if TORCH_2_11 else importlib.import_module("torch._library.opaque_object")
+    except ModuleNotFoundError:
+        opaque = None
+    if hasattr(opaque, "register_custom_class"):
+        return functools.partial(opaque.register_custom_class, typ="constant")  # type: ignore[union-attr]
+    if hasattr(opaque, "register_opaque_type"):
+        return functools.partial(opaque.register_opaque_type, typ="value")  # type: ignore[union-attr]
+    return None
+
+
+register_constants = _register_constants()
+"""Makes constants of the objects of a class; None: the compiler traces them field by field, and guards on the fields
+that a graph read, which makes the same graphs."""
 
 
 def constant_when_traced(function: C) -> C:

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_models.suggestions import shown
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 USER_BUFFERS: dict[str, Any] = {
@@ -32,14 +34,8 @@ USER_BUFFERS: dict[str, Any] = {
 """Communication through user buffers: here collectives are torch.distributed's. A layer of one rank has none."""
 SHAPES = ("seq_length", "micro_batch_size")
 """Shapes that Transformer Engine warms its kernels up for."""
-OF_OPERATIONS: dict[str, Any] = {
-    "tensor_parallel_mode": None,
-    "tensor_parallel_group": None,
-    "sequence_parallel": False,
-    "rng_state_tracker_function": None,
-    "userbuffers_options": None,
-}
-"""Of operations with weights, which are not split here."""
+OF_OPERATIONS: dict[str, Any] = {"userbuffers_options": None}
+"""Of linear operations: collectives are torch.distributed's."""
 THEIR_NAMES = {"dtype": "params_dtype", "accumulate_into_main_grad": "fuse_wgrad_accumulation"}
 """Operations with parameters: an argument's name -> its name in the modules."""
 
@@ -170,7 +166,7 @@ def require_default(name: str, value: object, default: object) -> None:
     """Raise ValueError unless the value is the default, or says "no" as the default does."""
     says_no = default in (None, False) and value in (None, False) if isinstance(value, bool | None) else False
     if not says_no and not (type(value) is type(default) and value == default):
-        raise ValueError(f"{name} is {value!r}, which this library does not have; allowed: {default!r}")
+        raise ValueError(f"{name} is {shown(value)}, which this library does not have; allowed: {shown(default)}")
 
 
 KEY = "_extra_state"

@@ -1,4 +1,4 @@
-"""Suggest the allowed name that a misspelt one was probably meant to be.
+"""What error messages are made of: the allowed name that a misspelt one was probably meant to be, and values in short.
 
 A leaf module: it imports nothing of the project.
 """
@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Iterable
 
 _MOST = 3
+_LONGEST = 300
 
 
 def did_you_mean(word: object, allowed: Iterable[str]) -> str:
@@ -28,3 +29,18 @@ def did_you_mean(word: object, allowed: Iterable[str]) -> str:
 def _end(name: str) -> str:
     """Return the last part of a dotted name, without the dashes of an option."""
     return name.lstrip("-").rpartition(".")[2]
+
+
+def shown(value: object) -> str:
+    """Return a value as a message names it: its repr, but of a plain tensor its shape, dtype and device, and of
+    anything long its beginning."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is not None and dtype is not None and not type(value).__module__.startswith("te_models."):
+        device = getattr(value, "device", None)
+        where = "" if device is None else f" on {device}"
+        return f"a {type(value).__name__} of shape {tuple(shape)} and {dtype}{where}"
+    if isinstance(value, (list, tuple)) and any(hasattr(item, "shape") for item in value):
+        inner = ", ".join(map(shown, value[:_MOST])) + (", ..." if len(value) > _MOST else "")
+        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

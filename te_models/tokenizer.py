@@ -4,6 +4,8 @@ A tokenizer's files are data from strangers, and the Rust library that reads the
 chain of replacements doubles a text at every step, a damaged character map panics, and a failed allocation ends the
 process. So none of it happens in this process. The other one may use so much memory and processor time; what goes
 wrong there, its end included, is one sentence here. It starts in 0.06 s, and a piece of text costs two copies.
+Where a folder names a class of transformers, which may read tokenizer.json in its own way, transformers says once which
+tokenizer.json is equal to that class, in another such process, which takes one to two seconds.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from . import tokenizer_process
 from .child_process import exit_code, start_script
 from .extras import require
+from .special_tokens import hf_config, model_tokens, named_tokens
 from .tokenizer_process import BYTES_PER_TOKEN, FRAME, TOKENS_BESIDE, TOKENS_PER_BYTE
 
 if TYPE_CHECKING:
@@ -40,10 +43,15 @@ class TokenizerError(ValueError):
 
 
 class Tokenizer:
-    """A tokenizer in a process of its own, which ends with it. Each method raises TokenizerError."""
+    """A tokenizer in a process of its own, which ends with it. Each method raises TokenizerError.
+
+    bos and eos: the ids of its special tokens; None: it has none.
+    """
 
     def __init__(self, data: bytes, where: str) -> None:
         """data: a tokenizer.json, which `where` names in errors."""
+        self.bos: int | None = None
+        self.eos: int | None = None
         self._process = _Process(where, MAX_MEMORY_BYTES)
         try:
             self.vocab_size: int = json.loads(self._process.ask(b"J", data, 32))
@@ -51,11 +59,31 @@ class Tokenizer:
             self.close()
             raise
 
+    def beside(self) -> tuple[list[int], list[int]]:
+        """Return the ids that the tokenizer puts before every text, and those that it puts behind."""
+        plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        for begin in range(len(whole) - len(plain) + 1):
+            if whole[begin : begin + len(plain)] == plain:
+                return whole[:begin], whole[begin + len(plain) :]
+        return [], []
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of the whole text."""
         data = text.encode("utf-8", "surrogatepass")
         answer = self._process.ask(b"E" if add_special_tokens else b"e", data, _room(len(data)))
         return array("I", answer).tolist()
+
+    def encode_following(self, text: str) -> list[int]:
+        """Return the ids of a text that goes on behind a line end, without tokens beside it."""
+        data = text.encode("utf-8", "surrogatepass")
+        return array("I", self._process.ask(b"f", data, _room(len(data)))).tolist()
+
+    def encode_pair(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
+        """Return the ids of a prompt with its answer behind it, without tokens beside them, and 1 for each that has a
+        part of the answer, else 0."""
+        data = json.dumps([prompt, answer]).encode()
+        marked = array("I", self._process.ask(b"p", data, _room(len(data)))).tolist()
+        return [id & 0x7FFFFFFF for id in marked], [id >> 31 for id in marked]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens as they are written."""
@@ -76,13 +104,14 @@ class Tokenizer:
 
 
 def read_tokenizer(folder: Path, feature: str) -> Tokenizer:
-    """Return the tokenizer of a folder's tokenizer.json, which turns the whole of any text into ids and nothing else.
+    """Return the tokenizer of a folder with a tokenizer.json, as transformers reads it: a class that the folder names
+    may split texts otherwise than the file says. It turns the whole of any text into ids and nothing else.
 
     The file may say where texts are cut and to which length they are filled up: settings of the program that wrote it,
     which would drop or add tokens without a word. feature: what needs it, for the error where the extra is absent.
 
-    Raises TokenizerError for a file that cannot be read, and CheckpointError for one that is missing, no regular file,
-    or a link that leaves the folder.
+    Raises TokenizerError for a file that cannot be read, SpecialTokenError for special tokens that are no text, and
+    CheckpointError for a file that is missing, no regular file, or a link that leaves the folder.
     """
     from te_models.checkpoints.io.weight_files import plain_file
 
@@ -91,25 +120,75 @@ def read_tokenizer(folder: Path, feature: str) -> Tokenizer:
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
         raise TokenizerError(f"{path} has {size} bytes, more than the {MAX_FILE_BYTES} allowed for a tokenizer")
-    return Tokenizer(path.read_bytes(), str(path))
+    tokens, model = named_tokens(folder), hf_config(folder)
+    data = path.read_bytes()
+    tokenizer = Tokenizer(data, str(path))  # with the file as it is: its limits are checked first
+    eos = tokens.get("eos_token")
+    if eos is not None and tokenizer.token_to_id(eos) is None:
+        tokenizer.close()
+        raise TokenizerError(f"{folder} names the eos_token {eos!r}, which its {FILE} does not have")
+    if _is_of_a_class(folder, model):
+        found = _as_transformers(folder, model)
+        if found["tokenizer"] != data.decode("utf-8", "replace"):
+            tokenizer.close()
+            tokenizer = Tokenizer(found["tokenizer"].encode(), str(path))
+        tokenizer.bos, tokenizer.eos = found["bos"], found["eos"]
+    else:
+        for name in ("bos", "eos"):
+            token = tokens.get(f"{name}_token")
+            setattr(tokenizer, name, None if token is None else tokenizer.token_to_id(token))
+    return tokenizer
 
 
-def end_token(folder: Path) -> str | None:
-    """Return the `eos_token` of a folder's tokenizer_config.json; None where it, or the file, is absent.
+def ends_of(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
+    """Return the ids at which a model's text ends: what its folder says, or else the end of the tokenizer's texts."""
+    ends = model_tokens(folder).ends
+    return list(ends) if ends or tokenizer is None or tokenizer.eos is None else [tokenizer.eos]
 
-    Raises CheckpointError as `read_tokenizer` does, and TokenizerError where it is no text.
-    """
+
+def document_end(folder: Path, tokenizer: Tokenizer) -> int | None:
+    """Return the id that ends a document: the tokenizer's end of a text, or else the first at which its folder says
+    that generation ends; None: neither is there."""
+    ends = [id for id in model_tokens(folder).ends if id < tokenizer.vocab_size]
+    return tokenizer.eos if tokenizer.eos is not None else ends[0] if ends else None
+
+
+def _is_of_a_class(folder: Path, model: dict[str, Any]) -> bool:
+    """Whether transformers may read a folder as more than the tokenizer.json says: by a class, or a kind of model."""
     from te_models.checkpoints.io.strict_json import read_object
-    from te_models.checkpoints.io.weight_files import plain_file
 
-    name = "tokenizer_config.json"
-    if not ((folder / name).exists() or (folder / name).is_symlink()):
-        return None
-    token = read_object(plain_file(folder, name)).get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    if token is not None and not isinstance(token, str):
-        raise TokenizerError(f"{folder}/{name} has an eos_token that is a {type(token).__name__}; allowed: text")
-    return token
+    path = folder / "tokenizer_config.json"
+    name = (read_object(path) if path.is_file() else {}).get("tokenizer_class")
+    return name not in (None, "PreTrainedTokenizerFast", "TokenizersBackend") or "model_type" in model
+
+
+_resolved: dict[tuple[Any, ...], dict[str, Any]] = {}
+"""By the files of a folder as they were: what `_as_transformers` returned last, which takes seconds."""
+
+
+def _as_transformers(folder: Path, model: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to "R", of `tokenizer_process`."""
+    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in folder.iterdir() if p.is_file()]
+    key = (folder.resolve(), tuple(sorted(stats)))
+    if key not in _resolved:
+        _check_folder(folder)
+        process = _Process(f"the tokenizer of {folder}", _TRANSFORMERS_MEMORY_BYTES)
+        try:
+            asked = json.dumps({"folder": str(folder.resolve()), "model": _of_model(folder, model)}).encode()
+            found: dict[str, Any] = json.loads(process.ask(b"R", asked, 4 * MAX_FILE_BYTES))
+        finally:
+            process.close()
+        _resolved.clear()
+        _resolved[key] = found
+    return _resolved[key]
+
+
+def _of_model(folder: Path, model: dict[str, Any]) -> dict[str, Any]:
+    """Return what transformers asks a model's configuration for, where it does not know the folder's config.json."""
+    path = folder / "config.json"
+    if not model or not path.is_file() or '"te_models"' not in path.read_text(encoding="utf-8", errors="replace"):
+        return {}
+    return {name: model.get(name) for name in ("model_type", "tokenizer_class")}
 
 
 def encode_as_transformers(folder: Path, text: str) -> list[int]:
@@ -140,33 +219,57 @@ def _check_folder(folder: Path) -> None:
 
 
 class ChatTokenizer:
-    """The tokenizer of a folder with its chat template, as `AutoTokenizer` reads them, in a process of its own."""
+    """The tokenizer of a folder with its chat template, as `AutoTokenizer` reads them, in a process of its own.
 
-    def __init__(self, folder: Path) -> None:
+    ends: tokens at which generation ends. end: a token to write behind answers that the template ends with none. final:
+    see `encode`.
+    """
+
+    def __init__(self, folder: Path, *, ends: Sequence[int] = (), end: str | None = None, final: bool = False) -> None:
         """Raises as `encode_as_transformers` does."""
         _check_folder(folder)
         self._process = _Process(f"the chat template of {folder}", _TRANSFORMERS_MEMORY_BYTES)
-        self._folder = str(folder.resolve())
+        model = _of_model(folder, hf_config(folder))
+        self._asked = {"folder": str(folder.resolve()), "model": model, "ends": list(ends), "end": end, "final": final}
 
-    def encode(self, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
-        """Return the ids of a chat, and for each whether the assistant wrote it (1) or not (0).
+    @property
+    def closed(self) -> bool:
+        """Whether the process has ended: what it was asked for last was too much."""
+        return self._process.closed
 
-        Templates that mark what the assistant writes (`{% generation %}`) say so themselves. With others, its part is
-        what a message adds to the chat before it and the prompt of an answer: the template has to write chats so that a
-        longer one begins with a shorter one. Raises TokenizerError where it does not, refuses the messages, or is
-        absent.
+    def encode(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
+    ) -> list[tuple[list[int], list[int], int]]:
+        """Return the rows of a chat: the ids, for each whether the loss counts it (1) or not (0), and how many answers
+        of the row no token ends.
+
+        The ids are those of `apply_chat_template`. The loss counts what the assistant writes, with the token that ends
+        its turn: what the template marks (`{% generation %}`), or what a message adds to the chat before it and the
+        prompt of an answer. Where a template writes earlier answers otherwise when a chat goes on, each of them has a
+        row that ends with it; with `final` there is one row, the chat as it is written at the end. A message with a
+        "weight" of 0 is not counted. Raises TokenizerError where the template refuses the messages, or is absent.
         """
-        asked = json.dumps({"folder": self._folder, "messages": messages}).encode()
-        size = sum(len(message["content"].encode("utf-8", "surrogatepass")) for message in messages)
-        marked = array("I", self._process.ask(b"C", asked, _room(size) * (len(messages) + 1))).tolist()
-        return [id & 0x7FFFFFFF for id in marked], [id >> 31 for id in marked]
+        answer = array("I", self._ask(b"C", messages, tools, 2 * len(messages) + 2)).tolist()
+        rows, at = [], 0
+        while at < len(answer):
+            count, unended = answer[at : at + 2]
+            marked = answer[at + 2 : at + 2 + count]
+            rows.append(([id & 0x7FFFFFFF for id in marked], [id >> 31 for id in marked], unended))
+            at += 2 + count
+        return rows
 
-    def prompt(self, messages: list[dict[str, str]]) -> list[int]:
+    def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
         """Return the ids of a chat up to where the assistant's next message begins (`add_generation_prompt`). Raises
         TokenizerError where the template refuses the messages, or is absent."""
-        asked = json.dumps({"folder": self._folder, "messages": messages}).encode()
-        size = sum(len(message["content"].encode("utf-8", "surrogatepass")) for message in messages)
-        return array("I", self._process.ask(b"P", asked, _room(size) * (len(messages) + 1))).tolist()
+        return array("I", self._ask(b"P", messages, tools, 2)).tolist()
+
+    def turn_ends(self) -> list[int]:
+        """Return the ids of the tokens that end an answer: `ends`, and what the template writes behind one."""
+        return array("I", self._process.ask(b"T", json.dumps(self._asked).encode(), 1 << 16)).tolist()
+
+    def _ask(self, kind: bytes, messages: list[dict[str, Any]], tools: list[Any] | None, times: int) -> bytes:
+        asked = json.dumps({**self._asked, "messages": messages, "tools": tools}).encode()
+        return self._process.ask(kind, asked, _room(len(asked)) * times)
 
     def close(self) -> None:
         """End the process."""
@@ -194,7 +297,7 @@ class _Process:
         """Send a request and return the answer. room: how many bytes it may have."""
         requests, answers = self._process.stdin, self._process.stdout
         assert requests is not None and answers is not None, "pipes, above"
-        if self._process.poll() is not None or requests.closed:
+        if self.closed:
             raise TokenizerError(f"{self._where} was closed")
         head = b""
         with contextlib.suppress(BrokenPipeError):
@@ -228,6 +331,10 @@ class _Process:
         elif code is not None and code < 0:
             reason = f"it ends the library that reads it ({signal.Signals(-code).name})"
         return TokenizerError(f"{self._where} cannot be used: {reason}")
+
+    @property
+    def closed(self) -> bool:
+        return self._process.poll() is not None or self._process.stdin is None or self._process.stdin.closed
 
     def close(self) -> None:
         self._end()

@@ -4,9 +4,16 @@ It imports nothing of the project, so that it starts in 0.06 s. Requests come on
 was standard output, each as a kind (one byte), a length (eight) and so many bytes:
 
     J  a tokenizer.json       -> its size (JSON)
+    R  {"folder", "model"}    -> {"tokenizer", "bos", "eos"} (JSON): the tokenizer.json that is equal to the folder's
+                                 tokenizer as transformers reads it, and the ids of two of its special tokens
     F  {"folder", "text"}     -> the ids of the text (uint32) with the folder's tokenizer, as transformers reads it
-    C  {"folder", "messages"} -> the ids of a chat (uint32) with its template; highest bit set: the assistant's
+    C  {"folder", "messages"} -> rows of a chat with its template (`chat_rows`), uint32 each: the number of ids, of
+                                 answers that nothing ends, and the ids; highest bit set: the loss counts them
+    P  {"folder", "messages"} -> the ids of a chat up to where the next answer begins (uint32)
+    T  {"folder"}             -> the ids of the tokens that end an answer (uint32)
     e  UTF-8 text             -> its ids, without special tokens;  E: with them
+    f  UTF-8 text             -> its ids behind a line end, without what a tokenizer puts before the first word
+    p  [prompt, answer]       -> their ids as one text (uint32); highest bit set: the answer's
     d  ids                    -> their UTF-8 text
     t  a token                -> its id (JSON)
 
@@ -24,6 +31,7 @@ import resource
 import struct
 import sys
 from array import array
+from pathlib import Path
 from typing import Any, BinaryIO
 
 FRAME = struct.Struct(">cQ")
@@ -74,20 +82,22 @@ def main(memory_bytes: int, seconds: int, paths: list[str]) -> None:
 def _answer(state: dict[str, Any], kind: bytes, data: bytes) -> bytes:
     if kind == b"J":
         state["tokenizer"] = tokenizer = _load(data)
+        state.pop("untrimmed", None)
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         longest = max(map(len, vocabulary), default=0)
         if longest > BYTES_PER_TOKEN:
             raise LimitError(f"has a token of {longest} characters, more than the {BYTES_PER_TOKEN} allowed")
         return json.dumps(max(vocabulary.values(), default=-1) + 1).encode()  # there may be gaps
-    if kind == b"F":
-        return _of_folder(**json.loads(data))
-    if kind == b"C":
-        return _of_chat(state, **json.loads(data))
-    if kind == b"P":
-        return _of_prompt(state, **json.loads(data))
+    of_folder = {b"R": _resolved, b"F": _of_folder, b"C": _of_chat, b"P": _of_prompt, b"T": _turn_ends}
+    if kind in of_folder:
+        return of_folder[kind](state, **json.loads(data))
     tokenizer = state["tokenizer"]
     if kind in (b"e", b"E"):
         return _bounded(tokenizer.encode(data.decode(), add_special_tokens=kind == b"E").ids, len(data))
+    if kind == b"f":
+        return _bounded(_following(tokenizer, data.decode()), len(data))
+    if kind == b"p":
+        return _of_pair(state, *json.loads(data))
     if kind == b"d":
         text = tokenizer.decode(array("I", data).tolist(), skip_special_tokens=False).encode(errors="replace")
         if len(text) > BYTES_PER_TOKEN * (len(data) // 4):
@@ -115,63 +125,108 @@ def _load(data: bytes) -> Any:
     return tokenizer
 
 
-def _of_folder(folder: str, text: str) -> bytes:
-    return _bounded(_auto_tokenizer(folder)(text)["input_ids"], len(text.encode()))
+def _resolved(state: dict[str, Any], folder: str, model: dict[str, Any]) -> bytes:
+    tokenizer = _auto_tokenizer(folder, model)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise LimitError(f"transformers reads it as a {type(tokenizer).__name__}, which no tokenizer.json can say")
+    found = {"tokenizer": backend.to_str(), "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
+    return json.dumps(found).encode()
 
 
-def _of_chat(state: dict[str, Any], folder: str, messages: list[dict[str, str]]) -> bytes:
-    """What the assistant wrote is what the template marks, or what each of its messages adds to the text before it."""
-    tokenizer = _chat_tokenizer(state, folder)
-    template = tokenizer.chat_template
-    if isinstance(template, str) and "{% generation" in template.replace("{%-", "{%"):
-        found = tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        ids, scored = found["input_ids"], found["assistant_masks"]
-    else:
-        text, ends = "", []
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                options = {"tokenize": False, "add_generation_prompt": True}
-                asked = tokenizer.apply_chat_template(messages[:i], **options)
-                answered = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
-                if not (asked.startswith(text) and answered.startswith(asked)):
-                    raise LimitError(f"it changes what is before message {i}, so that no part is the assistant's")
-                ends += [(asked[len(text) :], 0), (answered[len(asked) :], 1)]
-                text = answered
-        whole = tokenizer.apply_chat_template(messages, tokenize=False)
-        if not whole.startswith(text):
-            raise LimitError("it changes what is before later messages, so that no part is the assistant's")
-        ids, scored = [], []
-        for piece, mark in [*ends, (whole[len(text) :], 0)]:
-            piece_ids = tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
-            ids += piece_ids
-            scored += [mark] * len(piece_ids)
-    return array("I", [id | mark << 31 for id, mark in zip(ids, scored, strict=True)]).tobytes()
+def _of_folder(state: dict[str, Any], folder: str, text: str) -> bytes:
+    return _bounded(_auto_tokenizer(folder, {})(text)["input_ids"], len(text.encode()))
 
 
-def _of_prompt(state: dict[str, Any], folder: str, messages: list[dict[str, str]]) -> bytes:
-    tokenizer = _chat_tokenizer(state, folder)
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+def _of_chat(
+    state: dict[str, Any], folder: str, messages: list[dict[str, Any]], tools: list[Any] | None, **options: Any
+) -> bytes:
+    chat = _chat_tokenizer(state, folder, **options)
+    found: list[int] = []
+    try:
+        rows = chat.rows(messages, tools)
+    except state["chat_rows"].ChatError as error:
+        raise LimitError(str(error)) from None
+    for ids, scored, unended in rows:
+        found += [len(ids), unended, *(id | mark << 31 for id, mark in zip(ids, scored, strict=True))]
+    return array("I", found).tobytes()
+
+
+def _of_prompt(
+    state: dict[str, Any], folder: str, messages: list[dict[str, Any]], tools: list[Any] | None, **options: Any
+) -> bytes:
+    _chat_tokenizer(state, folder, **options)
+    tokenizer = state["chat"]
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     return array("I", tokenizer(text, add_special_tokens=False)["input_ids"]).tobytes()
 
 
-def _chat_tokenizer(state: dict[str, Any], folder: str) -> Any:
-    if state.get("chat_folder") != folder:
-        state["chat_folder"], state["chat"] = folder, _auto_tokenizer(folder)
-    if not state["chat"].chat_template:
-        raise LimitError("there is no chat template in the folder")
-    return state["chat"]
+def _turn_ends(state: dict[str, Any], folder: str, **options: Any) -> bytes:
+    return array("I", _chat_tokenizer(state, folder, **options).turn_ends()).tobytes()
 
 
-def _auto_tokenizer(folder: str) -> Any:
+def _chat_tokenizer(
+    state: dict[str, Any], folder: str, model: dict[str, Any], ends: list[int], end: str | None, final: bool
+) -> Any:
+    """Return the `ChatRows` of a folder; the tokenizer itself is state["chat"]."""
+    key = [folder, model, ends, end, final]
+    if state.get("chat_key") != key:
+        if "chat_rows" not in state:
+            state["chat_rows"] = _beside("chat_rows")
+        state["chat"] = tokenizer = _auto_tokenizer(folder, model)
+        if not tokenizer.chat_template:
+            raise LimitError("there is no chat template in the folder")
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise LimitError(f"transformers reads it as a {type(tokenizer).__name__}, which gives no places of tokens")
+        state["chat_of_folder"] = state["chat_rows"].ChatRows(tokenizer, ends, end=end, final=final)
+        state["chat_key"] = key
+    return state["chat_of_folder"]
+
+
+def _beside(name: str) -> Any:
+    """Import a file beside this one, which is a script, without the package that both are in."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _auto_tokenizer(folder: str, model: dict[str, Any]) -> Any:
+    """model: what a configuration of the model says, where config.json of the folder is not transformers'."""
     # absent, to transformers: no tokenizer needs it, and importing it takes seconds
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
-    options = {"local_files_only": True, "trust_remote_code": False}
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    if model:
+        try:
+            options["config"] = transformers.AutoConfig.for_model(model["model_type"])
+        except ValueError:  # of a model that this transformers does not know
+            options["config"] = transformers.PreTrainedConfig()
+        options["config"].tokenizer_class = model.get("tokenizer_class")
     return transformers.AutoTokenizer.from_pretrained(folder, **options)
+
+
+def _following(tokenizer: Any, text: str) -> list[int]:
+    """Encode behind a line end, and take its ids away again, where they are the same without the text."""
+    line_end = tokenizer.encode("\n", add_special_tokens=False).ids
+    ids = tokenizer.encode(f"\n{text}", add_special_tokens=False).ids
+    if ids[: len(line_end)] == line_end:
+        return ids[len(line_end) :]
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _of_pair(state: dict[str, Any], prompt: str, answer: str) -> bytes:
+    if "untrimmed" not in state:
+        state["untrimmed"] = untrimmed = type(state["tokenizer"]).from_str(state["tokenizer"].to_str())
+        untrimmed.post_processor = None  # it moves the places of tokens
+    found = state["untrimmed"].encode(prompt + answer, add_special_tokens=False)
+    places = zip(found.ids, found.offsets, strict=True)
+    return _bounded([id | (end > len(prompt)) << 31 for id, (_, end) in places], len((prompt + answer).encode()))
 
 
 def _bounded(ids: list[int], nbytes: int) -> bytes:

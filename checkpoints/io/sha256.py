@@ -30,8 +30,11 @@ _ARGUMENTS = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
 def digests_of_each(data: memoryview, size: int) -> bytes:
     """Return the digests, SHA256_BYTES each, of as many parts of `size` bytes as `data` has; it has nothing else.
 
-    data: contiguous bytes. The interpreter lock is free meanwhile.
+    data: contiguous. The interpreter lock is free meanwhile. ValueError for a size of which `data` is no multiple.
     """
+    data = data.cast("B")
+    if size < 1 or len(data) % size:
+        raise ValueError(f"parts have {size} bytes of {len(data)}; allowed: 1 or more, a part of them")
     count = len(data) // size
     run = library.function(len(data)) if count > 1 and not data.readonly else None
     if run is None:

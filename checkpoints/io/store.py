@@ -89,8 +89,9 @@ class FileStore:
     Several threads may read at the same time.
     """
 
-    def __init__(self, paths: Mapping[str, Path]) -> None:
-        """Read the headers of `paths` (file name -> path)."""
+    def __init__(self, paths: Mapping[str, Path], weight_map: Mapping[str, str] | None = None) -> None:
+        """Read the headers of `paths` (file name -> path). weight_map: which file counts for a tensor (name -> file
+        name), as an index says it: copies of the tensor in other files are passed over."""
         self.tensors: dict[str, TensorInfo] = {}
         self.metadata: dict[str, dict[str, str]] = {}
         self.header_digests: dict[str, str] = {}
@@ -107,6 +108,9 @@ class FileStore:
             self._data_start[file] = header.data_start
             self.metadata[file], self.header_digests[file] = header.metadata, header.sha256
             for name, info in header.tensors.items():
+                counts = None if weight_map is None else weight_map.get(name)
+                if counts in paths and counts != file:
+                    continue
                 if name in self.file_of:
                     raise CheckpointError(f"tensor {quote(name)} is in two files, {self.file_of[name]} and {file}")
                 self.tensors[name], self.file_of[name] = info, file

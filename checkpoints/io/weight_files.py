@@ -77,7 +77,7 @@ def _open_sharded(folder: Path) -> FileStore:
         if not isinstance(file, str):
             raise CheckpointError(f"{INDEX} maps {quote(name)} to something that is not a file name")
     files = sorted(set(weight_map.values()))
-    store = FileStore({file: plain_file(folder, file, INDEX) for file in files})
+    store = FileStore({file: plain_file(folder, file, INDEX) for file in files}, weight_map)
     try:
         for name, file in weight_map.items():
             if store.file_of.get(name) != file:

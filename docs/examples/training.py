@@ -14,14 +14,17 @@ try:
 except DataError as error:
     print(error)
 
-# %% build_dataset
+# %% build_dataset, DocumentOptions
 from pathlib import Path
 
-from te_models.training import build_dataset
+from te_models.training import DocumentOptions, build_dataset
 
 Path("hello.txt").write_text("hello, world\n" * 50)
 data = build_dataset("data/hello", ["*.txt"], "bytes")
 print(data.vocab_size)
+Path("pairs.jsonl").write_text('{"question": "2 + 2 = ", "answer": "4"}\n' * 50)
+options = DocumentOptions(format="prompt_completion", fields=("prompt=question", "completion=answer"))
+print(build_dataset("data/pairs", ["pairs.jsonl"], "bytes", options=options).loss_mask)  # the answers alone count
 
 # %% load_config, TrainConfig, ModelSource, DataConfig, OptimizerConfig, LoRAConfig, ScheduleConfig, PrecisionConfig
 from te_models import AttentionConfig, MLPConfig, ModelConfig

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from te_models.suggestions import shown
+
 from ..compiling import compiling
 from ..cpu_rows import activate
-from ..custom_op import Output, absent, gradient_of, like, operation
+from ..custom_op import FLOATS, Output, absent, gradient_of, like, operation, takes
 from ..derivative import keeping_inputs
 from ..launch import as_matrix
 from . import reference
@@ -19,7 +21,14 @@ from .reference import ACTIVATIONS
 __all__ = ["ACTIVATIONS", "activation", "activation_bwd", "activation_fwd", "gated_activation"]
 
 
-@operation("activation_fwd", lambda x, gated: like(x, (*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1])))
+def _result(x: Tensor, gated: bool) -> Output:
+    return like(x, (*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1]))
+
+
+TAKES = takes(f"x: {FLOATS} [*B, F]; probabilities: {FLOATS} [*B]?; gated: value; not gated or F % 2 == 0")
+
+
+@operation("activation_fwd", _result, takes=TAKES)
 def activation_fwd(
     x: Tensor,
     probabilities: Tensor | None,
@@ -43,7 +52,12 @@ def _gradients(x: Tensor, needs_probabilities: bool) -> tuple[Output, Output]:
     return like(x), like(x, x.shape[:-1], torch.float32) if needs_probabilities else absent(x, torch.float32)
 
 
-@operation("activation_bwd", _gradients)
+_GRADIENTS_TAKE = takes(
+    f"dy: {FLOATS} [*B, F]; x: {FLOATS} [*B, W]; probabilities: {FLOATS} [*B]?; gated: value; W == F * (1 + gated)"
+)
+
+
+@operation("activation_bwd", _gradients, takes=_GRADIENTS_TAKE)
 def activation_bwd(
     dy: Tensor,
     x: Tensor,
@@ -84,7 +98,7 @@ def activation(x: Tensor, name: str, *, probabilities: Tensor | None = None) -> 
     x: [..., F]; name: a key of ACTIVATIONS. Raises ValueError for another name.
     """
     check_name(name)
-    if x.device.type == "cuda":
+    if x.device.type == "cuda" and not TAKES.misfit(x, probabilities, False):
         return activation_fwd(x, probabilities, name, False, None, 1.0, 0.0)
     return keeping_inputs(lambda x, factor: eager_activation(x, name, probabilities=factor), x, probabilities)
 
@@ -105,7 +119,7 @@ def gated_activation(
     again, which lets a mixture weight its rows before the second projection. Raises ValueError for an unknown name.
     """
     check_name(name)
-    if x.device.type == "cuda":
+    if x.device.type == "cuda" and not TAKES.misfit(x, probabilities, True):
         return activation_fwd(x, probabilities, name, True, clamp, alpha, up_offset)
 
     def function(x: Tensor, factor: Tensor | None) -> Tensor:
@@ -142,4 +156,4 @@ def eager_gated_activation(
 
 def check_name(name: str) -> None:
     if name not in ACTIVATIONS:
-        raise ValueError(f"the activation is {name!r}; allowed: {', '.join(map(repr, ACTIVATIONS))}")
+        raise ValueError(f"the activation is {shown(name)}; allowed: {', '.join(map(repr, ACTIVATIONS))}")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..compiling import compiling
-from ..custom_op import Output, flatten, matrix_like, operation
+from ..custom_op import FLOATS, Output, flatten, matrix_like, operation, takes
 from ..derivative import gradients_of
 from ..launch import as_matrix
 from ..quantize.fp8.cpu import fp8_to_float
@@ -31,7 +31,13 @@ def _copies(x: Tensor, gated: bool, output: QuantizedOutput) -> list[Output]:
     return output.results(matrix_like(x, x.shape[-1] // 2 if gated else None))
 
 
-@operation("activation_quantized", _copies)
+_TAKES = takes(
+    f"x: {FLOATS} [*B, F]; probabilities: {FLOATS} [*B]?; gated: value; scale: float32?; not gated or F % 2 == 0;"
+    "scale is None or scale.numel() == 1"
+)
+
+
+@operation("activation_quantized", _copies, takes=_TAKES)
 def activation_quantized_op(
     x: Tensor,
     probabilities: Tensor | None,
@@ -65,7 +71,7 @@ def activation_quantized(
     """
     check_name(name)
     output.check_scale(scale)
-    if x.device.type == "cuda":
+    if x.device.type == "cuda" and not _TAKES.misfit(x, probabilities, False, scale):
         return activation_quantized_op(x, probabilities, name, False, None, 1.0, 0.0, scale, *flatten(output))
     return output.define(as_matrix(op.eager_activation(x, name, probabilities=probabilities)), scale)
 
@@ -84,7 +90,7 @@ def gated_activation_quantized(
     """Return `gated_activation` of x [..., 2F] as FP8; see there and `activation_quantized`."""
     check_name(name)
     output.check_scale(scale)
-    if x.device.type == "cuda":
+    if x.device.type == "cuda" and not _TAKES.misfit(x, probabilities, True, scale):
         options = (name, True, clamp, alpha, up_offset)
         return activation_quantized_op(x, probabilities, *options, scale, *flatten(output))
     options = {"clamp": clamp, "alpha": alpha, "up_offset": up_offset, "probabilities": probabilities}

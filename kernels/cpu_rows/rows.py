@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import cpp_library
+from ..custom_op import takes
 from ..quantize.cpu_graph import library as shared
 from ..quantize.eager import eager_on_cpu, plain_on_cpu
 from .source import SOURCE
@@ -36,14 +37,22 @@ _ARGUMENTS = {
     "te_rms_norm": (_P, _P, _P, *(_N,) * 5, _FLOAT, _INT, _INT, _INT),
     "te_rotate": (_P, _P, _P, _P, *(_N,) * 7, _INT, _INT),
     "te_activate": (_P, _P, _P, _P, *(_N,) * 3, _INT, _INT),
-    "te_sum_slots": (_P, _P, _P, _P, *(_N,) * 3, _INT),
+    "te_sum_slots": (_P, _P, _P, _P, *(_N,) * 4, _INT),
 }
+_NORM = takes("x: T [..., D]; weight: T [D]?", T=shared.DTYPES)
+_ROPE = takes(
+    "x: T [B, S, N, D]; cos: float32 [C, S, H]; sin: float32 [C, S, H]; C == B or C == 1; 2 * H <= D", T=shared.DTYPES
+)
+_ACTIVATION = takes("x: T [*B, F]; probabilities: float32|bfloat16|float16 [*B]?", T=shared.DTYPES)
+_SLOTS = takes(
+    "y: T [R, H]; row_of_slot: int64 [S, K]; weights: float32|bfloat16|float16 [S, K]?; K > 0", T=shared.DTYPES
+)
 
 
 @functools.cache
 def _function(name: str, dtype: torch.dtype) -> Any:
     """Return a function of the library of a dtype."""
-    return cpp_library.function(*_code(dtype), name, _ARGUMENTS[name])
+    return cpp_library.function(*_code(dtype), name, _ARGUMENTS[name], _INT if name == "te_sum_slots" else None)
 
 
 def _code(dtype: torch.dtype) -> tuple[str, dict[str, str]]:
@@ -72,7 +81,7 @@ def _is_there(dtype: torch.dtype, elements: int) -> bool:
 
 def _serves(x: Tensor, parameter: Tensor | None = None) -> bool:
     """Whether x is computed with now, on CPU, without a gradient of it or the parameter, and there is a library."""
-    if x.dtype not in shared.DTYPES or not eager_on_cpu(x):
+    if x.dtype not in shared.DTYPES or not eager_on_cpu(x):  # what the arguments look like is asked elsewhere
         return False
     if parameter is not None and not plain_on_cpu(parameter):
         return False
@@ -90,24 +99,29 @@ def _strides(x: Tensor) -> tuple[Tensor, int, int, int]:
     inner = x.shape[-2] if x.dim() > 1 else 1
     if x.is_contiguous():
         return x, inner, inner * channels, channels
-    shape, stride = x.shape, x.stride()
-    apart = all(stride[i] == stride[i + 1] * shape[i + 1] or shape[i] == 1 for i in range(x.dim() - 3))
-    if x.dim() < 3 or stride[-1] != 1 or not apart:
+    if x.dim() < 3 or (x.stride(-1) != 1 and channels > 1):
         return x.contiguous(), inner, inner * channels, channels
-    return x, inner, stride[-3], stride[-2]
+    outer, several = x.stride(-3), None  # of a dimension of one row the stride says nothing
+    for size, stride in zip(reversed(x.shape[:-2]), reversed(x.stride()[:-2]), strict=True):
+        if size > 1 and several is not None and stride != several:
+            return x.contiguous(), inner, inner * channels, channels
+        if size > 1:
+            outer, several = (stride if several is None else outer), stride * size
+    return x, inner, outer, x.stride(-2)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, weight_last: bool) -> Tensor | None:
     """Return `kernels.norm.reference.rms_norm` of x [..., D], or None. weight: [D] or None."""
-    if not _serves(x, weight) or not _sums_as_torch():
+    if not _serves(x, weight) or _NORM.misfit_on_cpu(x, weight) or not _sums_as_torch():
         return None
     channels = x.shape[-1]
-    if (x.stride(-1) != 1 and channels > 1) or 0 in x.stride() or x.numel() == channels >= _ONE_ROW:
+    if (x.stride(-1) != 1 and channels > 1) or x.numel() == channels >= _ONE_ROW:
         return None  # torch adds these up in another order
-    if weight is not None:
-        if weight.dtype != x.dtype or weight.shape != (channels,):
-            return None
-        weight = weight.contiguous()
+    if not x.is_contiguous():
+        rows = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+        if any(size > 1 and stride < channels for size, stride in rows):
+            return None  # those that overlap, likewise
+    weight = None if weight is None else weight.contiguous()
     x, *strides = _strides(x)
     out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     _function("te_rms_norm", x.dtype)(
@@ -145,11 +159,9 @@ def _sums_as_torch() -> bool:
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | None:
     """Return `kernels.rope.reference.apply_rope` of x [B, S, N, D], or None. cos, sin: float32 [B or 1, S, R/2]."""
-    if not _serves(x, cos) or cos.dtype != torch.float32 or not plain_on_cpu(sin):
+    if not _serves(x, cos) or _ROPE.misfit_on_cpu(x, cos, sin) or not plain_on_cpu(sin):
         return None
     batch, length, heads, channels = x.shape
-    if cos.shape != sin.shape or sin.dtype != cos.dtype or cos.shape[1] != length or cos.shape[0] not in (1, batch):
-        return None
     cos, sin = cos.contiguous(), sin.contiguous()
     x, *strides = _strides(x)
     out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
@@ -170,12 +182,14 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor
 
 
 @functools.cache
-def _table(function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return what a function makes of every bfloat16, in the order of their bits."""
+def _table(function: Callable[[Tensor], Tensor], apart: bool) -> Tensor:
+    """Return what a function makes of every bfloat16, in the order of their bits, in one piece of memory or in rows
+    that lie apart: of the former torch's gelu makes NaN of infinity."""
     with torch.inference_mode(False), torch.no_grad():
         bits = torch.arange(2**16, dtype=torch.int32, device="cpu")
         every = torch.where(bits < 2**15, bits, bits - 2**16).to(torch.int16).view(torch.bfloat16)
-        # a part of wider rows, as gates are: of one piece of memory torch's gelu makes NaN of infinity
+        if not apart:
+            return function(every)
         part = torch.empty(64, 2**11, dtype=torch.bfloat16, device="cpu")[:, : 2**10].copy_(every.view(64, -1))
         return function(part).contiguous()
 
@@ -193,15 +207,15 @@ def activate(
     width = x.shape[-1] // 2 if gated else x.shape[-1]
     if gated and x.shape[-1] % 2:
         return None
-    if probabilities is not None:
-        if probabilities.shape != x.shape[:-1]:
-            return None
-        probabilities = probabilities.float().contiguous()
+    if _ACTIVATION.misfit_on_cpu(x, probabilities):
+        return None
+    probabilities = None if probabilities is None else probabilities.float().contiguous()
+    apart = not (x[..., :width] if gated else x).is_contiguous()
     x = x.contiguous()
     out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device="cpu")
     _function("te_activate", x.dtype)(
         x.data_ptr(),
-        _table(function).data_ptr(),
+        _table(function, apart).data_ptr(),
         None if probabilities is None else probabilities.data_ptr(),
         out.data_ptr(),
         math.prod(x.shape[:-1]),
@@ -215,13 +229,13 @@ def activate(
 
 def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return `kernels.permute.reference.sum_slots` of y [R, D], or None. row_of_slot: int64 [T, K]; weights: [T, K]."""
-    if dtype != y.dtype or not _serves(y, weights) or not plain_on_cpu(row_of_slot):
+    if dtype != y.dtype or not _serves(y, weights) or _SLOTS.misfit_on_cpu(y, row_of_slot, weights):
         return None
     tokens, slots = row_of_slot.shape
     y, row_of_slot = y.contiguous(), row_of_slot.contiguous()
     weights = None if weights is None else weights.float().contiguous()
-    out = torch.empty((tokens, y.shape[1]), dtype=dtype, device="cpu")
-    _function("te_sum_slots", dtype)(
+    out = y.new_empty((tokens, y.shape[1]))
+    outside = _function("te_sum_slots", dtype)(
         y.data_ptr(),
         row_of_slot.data_ptr(),
         None if weights is None else weights.data_ptr(),
@@ -229,6 +243,7 @@ def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None, dtype: tor
         tokens,
         slots,
         y.shape[1],
+        y.shape[0],
         _threads(y),
     )
-    return out
+    return None if outside else out

@@ -170,9 +170,11 @@ extern "C" void te_activate(const uint16_t* x, const uint16_t* table, const floa
 }
 
 // y: rows of H; rows [tokens, K]: which of them a token has; weights [tokens, K] or null -> out [tokens, H], the first
-// row first, rounded once
-extern "C" void te_sum_slots(const X* y, const int64_t* rows, const float* weights, X* out, int64_t tokens, int64_t K,
-                             int64_t H, int threads) {
+// row first, rounded once. Returns 1, having written nothing, where a token has a row that is none of the R.
+extern "C" int te_sum_slots(const X* y, const int64_t* rows, const float* weights, X* out, int64_t tokens, int64_t K,
+                            int64_t H, int64_t R, int threads) {
+  for (int64_t i = 0; i < tokens * K; ++i)
+    if (rows[i] < 0 || rows[i] >= R) return 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     std::vector<float> sums(H);
@@ -190,6 +192,7 @@ extern "C" void te_sum_slots(const X* y, const int64_t* rows, const float* weigh
       for (int64_t h = 0; h < H; ++h) out[t * H + h] = X::write(total[h]);
     }
   }
+  return 0;
 }
 """
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..compiling import compiling
-from ..custom_op import Output, absent, gradient_of, like, operation
+from ..custom_op import FLOATS, INTEGERS, Output, absent, gradient_of, like, operation, takes
 from . import reference, rows
 from .reference import IGNORE_INDEX, output_logits, shift_labels
 
@@ -32,7 +32,10 @@ def _losses(logits: Tensor) -> tuple[Output, Output]:
     return per_token, per_token
 
 
-@operation("cross_entropy_fwd", _losses)
+_LOSSES = takes(f"logits: {FLOATS} [S, V]; labels: {INTEGERS} [S]")
+
+
+@operation("cross_entropy_fwd", _losses, takes=_LOSSES)
 def cross_entropy_fwd(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return each token's loss and logsumexp, float32 [T]. logits: [T, V]; labels: [T], -100 costs nothing.
 
@@ -43,7 +46,10 @@ def cross_entropy_fwd(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return triton.cross_entropy_fwd(logits, labels)
 
 
-@operation("cross_entropy_bwd", lambda logits: like(logits))
+_GRADIENTS_TAKE = takes(f"logits: {FLOATS} [S, V]; labels: {INTEGERS} [S]; normalizer: float32 [S]; scale: float32 [S]")
+
+
+@operation("cross_entropy_bwd", lambda logits: like(logits), takes=_GRADIENTS_TAKE)
 def cross_entropy_bwd(logits: Tensor, labels: Tensor, normalizer: Tensor, scale: Tensor) -> Tensor:
     """Return the gradient in logits [T, V] of the sum of scale [T] times `cross_entropy_fwd`'s losses."""
     from . import triton
@@ -94,7 +100,7 @@ def linear_cross_entropy_op(
     )
 
 
-@operation("scaled", lambda x: like(x))
+@operation("scaled", lambda x: like(x), takes=takes("x: any; factor: float32; factor.numel() == 1"))
 def scaled(x: Tensor, factor: Tensor) -> Tensor:
     """Return `x * factor` in x's dtype, the float32 scalar `factor` unrounded (a device would round it to x's)."""
     if x.device.type == "cpu":
@@ -168,7 +174,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
     logits: [T, V]; labels: [T] int64, -100 where a token does not count.
     """
-    if logits.device.type == "cuda":
+    if logits.device.type == "cuda" and not _LOSSES.misfit(logits, labels):
         return cross_entropy_fwd(logits, labels)[0].sum() / reference.valid_count(labels)
     return reference.cross_entropy(logits, labels)
 

@@ -8,26 +8,34 @@ results of their own as a `Result`.
 
 from .boundary import differentiable
 from .gradient import gradient_of
-from .registration import Registered, caller, direct, operation, registered
+from .registration import Registered, caller, direct, entry_of, operation, registered
 from .results import Alias, Output, Result, absent, like, matrix_like
 from .schema import Encoded, Kind, add_kind, flatten
+from .takes import FLOATS, INTEGERS, Takes, apart, expands, takes
 
 __all__ = [
+    "FLOATS",
+    "INTEGERS",
     "Alias",
     "Encoded",
     "Kind",
     "Output",
     "Registered",
     "Result",
+    "Takes",
     "absent",
     "add_kind",
+    "apart",
     "caller",
     "differentiable",
     "direct",
+    "entry_of",
+    "expands",
     "flatten",
     "gradient_of",
     "like",
     "matrix_like",
     "operation",
     "registered",
+    "takes",
 ]

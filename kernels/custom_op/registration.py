@@ -21,13 +21,15 @@ from ..compiling import unobserved
 from ..launch import on_gpu_of_arguments
 from .results import Output, allocate_results, filled_up, flatten_results, make_results
 from .schema import Parameter, Slot, parameters_of, values_of
+from .takes import Takes
 
 
 class Registered(NamedTuple):
     """An operation: what is called, its parameters, its results and what these depend on, and what it writes to.
 
     returns: the implementation's annotation; whole: whether it is more than a schema can say, which then has a list of
-    tensors for it; places: so many tensors instead, if not 0.
+    tensors for it; places: so many tensors instead, if not 0. implementation: of the schema's arguments, unchecked;
+    takes: what it reads as it is given.
     """
 
     name: str
@@ -39,6 +41,8 @@ class Registered(NamedTuple):
     returns: Any
     whole: bool
     places: int
+    implementation: Callable[..., Any]
+    takes: Takes | None = None
 
     def described(self, values: Mapping[str, Any]) -> Any:
         """Return the description of the results for these values of the parameters."""
@@ -50,6 +54,12 @@ class Registered(NamedTuple):
 
     def fake(self, *flat: Any) -> Any:
         """Allocate the results, not filled: the implementation on fake tensors."""
+        if self.takes is not None:
+            values = values_of(self.parameters, flat)
+            arguments = [values[name] for name in self.takes.names]
+            wrong = self.takes.misfit_of_fakes(*arguments)
+            if wrong:
+                raise ValueError(self.takes.sentence(self.name, wrong, *arguments))
         described = self.describe(*flat)
         if self.whole:
             return filled_up(allocate_results(described), self.places)
@@ -74,6 +84,7 @@ def operation(
     *,
     mutates: Iterable[str] = (),
     places: int = 8,
+    takes: Takes | None = None,
     cpu_only: bool = False,
 ) -> Callable[[Callable], CustomOpDef]: ...
 @overload
@@ -85,6 +96,7 @@ def operation(
     places: int = 8,
     reference: F,
     serves: Callable[[Tensor], bool] | None = None,
+    takes: Takes | None = None,
     cpu_only: bool = False,
 ) -> Callable[[F], F]: ...
 def operation(  # pyright: ignore[reportInconsistentOverload]
@@ -95,6 +107,7 @@ def operation(  # pyright: ignore[reportInconsistentOverload]
     places: int = 8,
     reference: Callable | None = None,
     serves: Callable[[Tensor], bool] | None = None,
+    takes: Takes | None = None,
     cpu_only: bool = False,
 ) -> Callable[[Callable], Any]:
     """Register the decorated implementation as `torch.ops.te_models.<name>`.
@@ -111,6 +124,9 @@ def operation(  # pyright: ignore[reportInconsistentOverload]
     whether it is on an accelerator. A parameter by keyword only is positional in
     the schema, without its default.
 
+    takes: what the kernel reads as it is given; of other arguments the operation, and its fake where that is known
+    without sizes, is a ValueError, and what calls it goes to the definition.
+
     cpu_only: there is no kernel but the CPU's, and no gradient is wanted where it is called: calls go straight to the
     implementation, past torch's look-out for gradients and aliases (50 of 70 us).
 
@@ -126,6 +142,8 @@ def operation(  # pyright: ignore[reportInconsistentOverload]
         unknown |= {*mutates} - {p.name for p in parameters} - {s.name for p in parameters for s in p.slots}
         if unknown:
             raise TypeError(f"{name} has no parameter {', '.join(sorted(unknown))} to describe its results by")
+        if takes is not None and not {*takes.names} <= {p.name for p in parameters}:
+            raise TypeError(f"{name} says what it takes of {', '.join(takes.names)}, which are no parameters of its")
         written = tuple(
             slot.name
             for p in parameters
@@ -138,9 +156,12 @@ def operation(  # pyright: ignore[reportInconsistentOverload]
         whole = not _fits_a_schema(returns)
         own_places = places if whole and written else 0
         flat = _flat(function, parameters, results if whole else None, depends_on, own_places)
+        implementation, flat = flat, flat if takes is None else _checked(flat, name, parameters, takes)
         devices = () if cpu_only else None
         op = torch.library.custom_op(f"te_models::{name}", flat, mutates_args=written, device_types=devices)
-        entry = Registered(name, op, parameters, results, depends_on, written, returns, whole, own_places)
+        entry = Registered(
+            name, op, parameters, results, depends_on, written, returns, whole, own_places, implementation, takes
+        )
         op.register_fake(entry.fake)
         if cpu_only and hasattr(op, "_lib"):
             op._lib.impl(name, flat, "CPU")
@@ -155,13 +176,28 @@ def operation(  # pyright: ignore[reportInconsistentOverload]
     return register
 
 
+def _checked(flat: Callable, name: str, parameters: tuple[Parameter, ...], takes: Takes) -> Callable:
+    """Return the implementation as one that refuses what it does not take."""
+
+    @functools.wraps(flat)
+    def run(*args: Any) -> Any:
+        values = values_of(parameters, args)
+        takes.check(name, *(values[of] for of in takes.names))
+        return flat(*args)
+
+    return run
+
+
 def _with_reference(op: CustomOpDef, function: F, reference: Callable, serves: Callable[[Tensor], bool] | None) -> F:
     """Return the function that calls the operation for what it serves and the reference for the rest."""
     as_operation = caller(op)
+    takes = entry_of(op).takes
+    fits = None if takes is None else takes.fitting(function)
 
     @functools.wraps(function)
     def call(x: Tensor, /, *args: Any, **keywords: Any) -> Any:
-        if serves(x) if serves is not None else x.is_cuda or launch.as_accelerator:
+        served = serves(x) if serves is not None else x.is_cuda or launch.as_accelerator
+        if served and (fits is None or fits(x, *args, **keywords)):
             return as_operation(x, *args, **keywords)
         return reference(x, *args, **keywords)
 
@@ -281,7 +317,7 @@ def direct(op: CustomOpDef) -> Callable[..., Any]:
     The dispatcher takes 60 to 200 us of Python on CPU, which is the time of a GEMM of one token. Calls with tensors of
     a GPU keep theirs, which makes that GPU the current one.
     """
-    implementation = op._init_fn
+    implementation = entry_of(op).implementation
 
     def call(*args: Any) -> Any:
         return implementation(*args) if _unseen(args) else op(*args)
@@ -293,5 +329,13 @@ def _unseen(args: tuple[Any, ...]) -> bool:
     return (
         not torch.is_grad_enabled()
         and unobserved()
-        and all(type(a) in (Tensor, nn.Parameter) and a.device.type == "cpu" for a in args if isinstance(a, Tensor))
+        and all(
+            type(a) in (Tensor, nn.Parameter)
+            and a.is_cpu
+            and a.layout is torch.strided
+            and not a.is_neg()  # which the dispatcher sees to
+            and not a._is_zerotensor()
+            for a in args
+            if isinstance(a, Tensor)
+        )
     )

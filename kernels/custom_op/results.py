@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.suggestions import shown
+
 
 class Result:
     """Base of descriptions: a value of one or more new tensors. None of them is a view of an argument or another."""
@@ -117,7 +119,7 @@ def _append(described: Any, value: Any, arguments: Mapping[str, Any], whole: Any
     elif isinstance(described, Alias):
         of = described.of
         if value is not (arguments[of] if isinstance(of, str) else whole[of]):
-            raise RuntimeError(f"an operation returned {_brief(value)} where {of!r} itself is described")
+            raise RuntimeError(f"an operation returned {_brief(value)} where {shown(of)} itself is described")
     elif described is None:
         if value is not None:
             raise RuntimeError(f"an operation returned {_brief(value)} where None is described")

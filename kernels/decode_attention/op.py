@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import cpp_library
 from ..compiling import compiling
+from ..custom_op import takes
 from ..gemm.gemv import has_instructions
 from ..quantize.cpu_graph import library as shared
 from ..quantize.eager import eager_on_cpu, plain_on_cpu
@@ -42,31 +43,26 @@ def _is_there(dtype: torch.dtype) -> bool:
     return has_instructions() and shared.available(_function, dtype)
 
 
+_TAKES = takes(
+    "query: T [B, N, 1, D]; key: T [B, G, L, D] rows; value: T [B, G, L, Dv] rows; visible: bool [_, 1, 1, L]?;"
+    "D % 16 == 0 and Dv % 16 == 0;"  # of AVX-512's vectors
+    "N % G == 0 if G else False;"
+    "visible is None or visible.shape[0] in (1, B)",
+    T=shared.DTYPES,
+)
+
+
 def serves(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> bool:
     """Whether `attend_one` attends: plain tensors of one dtype on CPU, one query of each head, and no more of a mask
     than which keys are visible. query: [B, N, 1, D]; key: [B, G, L, D]; value: [B, G, L, Dv]; visible: None, or a
     tensor broadcastable to [B, N, 1, L]."""
-    if compiling() or query.shape[2] != 1 or query.dtype not in shared.DTYPES or not eager_on_cpu(query):
+    if compiling() or query.dim() != 4 or query.shape[2] != 1 or not eager_on_cpu(query):
         return False
-    if query.shape[1] > MOST_SHARED * key.shape[1]:
+    if _TAKES.misfit_on_cpu(query, key, value, visible) or query.shape[1] > MOST_SHARED * key.shape[1]:
         return False
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != query.dtype:
         return False  # torch's attention is of another dtype there
-    for cached in (key, value):
-        if (
-            cached.dtype != query.dtype
-            or not plain_on_cpu(cached)
-            or cached.stride(3) != 1
-            or cached.shape[3] % 16  # of AVX-512's vectors
-            or cached.shape[:3] != key.shape[:3]
-        ):
-            return False
-    if visible is not None and (
-        visible.dtype != torch.bool
-        or visible.shape not in ((1, 1, 1, key.shape[2]), (query.shape[0], 1, 1, key.shape[2]))
-    ):
-        return False
-    return key.numel() >= LEAST and _is_there(key.dtype)
+    return key.numel() >= LEAST and plain_on_cpu(key) and plain_on_cpu(value) and _is_there(key.dtype)
 
 
 def attend_one(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import cpp_library
+from ..custom_op import takes
 from ..gemm.cpu import in_float32
 from ..gemm.gemv import has_instructions
 from ..quantize.cpu_graph import library as shared
@@ -27,6 +28,22 @@ _ARGUMENTS = {
     "te_flash_forward": (_P,) * 7 + (_FLOAT, _FLOAT, _INT),
     "te_flash_backward": (_P,) * 11 + (_FLOAT, _FLOAT, _INT),
 }
+
+
+_SIZES = """
+    N % G == 0 if G else False; D % 16 == 0 and V % 16 == 0 and 0 < D <= 256 and 0 < V <= 256 and L > 0;
+    not causal or S <= L"""
+FORWARD_TAKES = takes(
+    "q: T [B, S, N, D] rows; k: T [B, L, G, D] rows; v: T [B, L, G, V] rows; out: T [B, S, N, V] rows;"
+    f"logsumexp: float32 [B, S, N]; causal: value; {_SIZES}",
+    T=DTYPES,
+)
+BACKWARD_TAKES = takes(
+    "grad: T [B, S, N, V] rows; q: T [B, S, N, D] rows; k: T [B, L, G, D] rows; v: T [B, L, G, V] rows;"
+    "out: T [B, S, N, V] rows; logsumexp: float32 [B, S, N]; dq: T [B, S, N, D] rows; dk: T [B, L, G, D] rows;"
+    f"dv: T [B, L, G, V] rows; causal: value; {_SIZES}",
+    T=DTYPES,
+)
 
 
 @functools.cache
@@ -76,6 +93,7 @@ def run_forward(
     """
     q, k, v = (_with_rows(x) for x in (q, k, v))
     tensors = (q, k, v, out, logsumexp)
+    FORWARD_TAKES.check_on_cpu("run_forward", *tensors, causal)
     function = _function("te_flash_forward", q.dtype, in_float32(q))
     sizes, strides = _sizes(q, k, v, causal, window), _strides(tensors)
     function(*_addresses(tensors), sizes, strides, scale, softcap, torch.get_num_threads())
@@ -99,6 +117,7 @@ def run_backward(
     sums may have more in them than these keys. grad: [B, S, N, Dv]."""
     grad, q, k, v, out = (_with_rows(x) for x in (grad, q, k, v, out))
     tensors = (grad, q, k, v, out, logsumexp, *into)
+    BACKWARD_TAKES.check_on_cpu("run_backward", *tensors, causal)
     function = _function("te_flash_backward", q.dtype, in_float32(q))
     sizes, strides = _sizes(q, k, v, causal, window), _strides(tensors)
     function(*_addresses(tensors), sizes, strides, scale, softcap, torch.get_num_threads())
@@ -115,12 +134,6 @@ def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int) -> Any:
     (batch, queries, heads, channels), (_, keys, groups, values) = q.shape, v.shape
-    together = k.shape == (batch, keys, groups, channels) and v.shape[0] == batch
-    if not together or heads % groups or (causal and queries > keys):
-        raise ValueError(
-            f"q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; allowed: [B, S, N, D], [B, L, G, D] and "
-            "[B, L, G, Dv], N a multiple of G, and with a causal mask S up to L"
-        )
     return (ctypes.c_int64 * 9)(batch, heads, groups, queries, keys, channels, values, causal, window)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..compiling import compiling, unobserved
-from ..custom_op import Output, direct, gradient_of, like, operation
+from ..custom_op import Output, direct, entry_of, gradient_of, like, operation, takes
 from ..quantize.eager import PLAIN
 from ..torch_versions import exporting
 from .library import DTYPES, available, run_backward, run_forward
@@ -28,6 +28,15 @@ FEWEST = {torch.bfloat16: 64, torch.float32: 96}
 """The fewest queries by dtype: of fewer, what a call takes beside its products is longer than what these save."""
 MOST_KEYS = 2**24
 """The most keys, whose numbers are exact in float32."""
+
+
+_HEADS_FIRST = takes("q: T [B, N, S, D]; k: T [B, G, L, D]; v: T [B, G, L, V]", T=DTYPES)
+_TAKES = takes("q: T [B, S, N, D]; k: T [B, L, G, D]; v: T [B, L, G, V]; causal: value; not causal or S <= L", T=DTYPES)
+_GRADIENTS_TAKE = takes(
+    "grad: T [B, S, N, V]; q: T [B, S, N, D]; k: T [B, L, G, D]; v: T [B, L, G, V]; out: T [B, S, N, V];"
+    "logsumexp: float32 [B, S, N]; causal: value; not causal or S <= L",
+    T=DTYPES,
+)
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
@@ -39,21 +48,26 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
         return False  # torch's attention is of another dtype there
     if torch.compiler.is_compiling() and compiling():
         return not exporting() and available(_wants_gradients(q, k, v), q.dtype)
-    return unobserved() and is_there(_wants_gradients(q, k, v), q.dtype)
+    if not unobserved() or _HEADS_FIRST.misfit_on_cpu(q, k, v):
+        return False
+    gradients = _wants_gradients(q, k, v)
+    if gradients and any(x.is_inference() for x in (q, k, v)):
+        return False  # which nothing may keep for a backward pass
+    return is_there(gradients, q.dtype)
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     """Whether the library is for tensors of this dtype, device and shape; where that is a variable of a graph, for any
     number of queries. Arguments: see `serves`."""
-    if q.device.type != "cpu" or q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype or not scale > 0.0:
+    if q.device.type != "cpu" or q.dim() != 4 or _HEADS_FIRST.misfit_of_fakes(q, k, v) or not scale > 0.0:
         return False
     channels, values = q.shape[3], v.shape[3]
     conditions = (
-        *(condition for n in (channels, values) for condition in (n % 16 == 0, n <= 256)),
+        *(condition for n in (channels, values) for condition in (n > 0, n % 16 == 0, n <= 256)),
         k.shape[3] == channels,
         q.shape[0] == k.shape[0],
         *(k.shape[i] == v.shape[i] for i in range(3)),
-        q.shape[1] % k.shape[1] == 0,
+        k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0,
     )
     if not all(statically_known_true(condition) for condition in conditions):
         return False
@@ -76,7 +90,7 @@ def _results(q: Tensor, v: Tensor) -> tuple[Output, Output]:
     return like(q, (*q.shape[:-1], v.shape[-1])), like(q, q.shape[:-1], torch.float32)
 
 
-@operation("flash_attention_fwd", _results)
+@operation("flash_attention_fwd", _results, takes=_TAKES)
 def flash_attention_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Return attention [B, S, N, Dv] and the log of the sum of exponentials of each query's scores, float32 [B, S, N].
 
@@ -97,7 +111,7 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Output, Output, Output]
     return like(q), like(k), like(v)
 
 
-@operation("flash_attention_bwd", _gradients)
+@operation("flash_attention_bwd", _gradients, takes=_GRADIENTS_TAKE)
 def flash_attention_bwd(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,7 +171,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bo
     return out.transpose(1, 2)
 
 
-_run = flash_attention_fwd._init_fn  # of eager code, where `serves` has asked all that the dispatcher would
+_run = entry_of(
+    flash_attention_fwd
+).implementation  # of eager code, where `serves` has asked all that the dispatcher would
 _run_backward = direct(flash_attention_bwd)
 
 

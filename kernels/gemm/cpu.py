@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from te_models.suggestions import shown
+
 from ..machine import NoCacheFolderError, cache_folder, cpu_name, make_private
 from ..torch_versions import constant_when_traced
 
@@ -49,7 +51,7 @@ def set_cpu_gemm(backend: Literal["auto", "bf16", "float32"]) -> None:
     global _backend
     allowed = ("auto", *get_args(CpuGemm))
     if backend not in allowed:
-        raise ValueError(f"the CPU GEMM is {backend!r}; allowed: {', '.join(allowed)}")
+        raise ValueError(f"the CPU GEMM is {shown(backend)}; allowed: {', '.join(allowed)}")
     _backend = None if backend == "auto" else backend
 
 

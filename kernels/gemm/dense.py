@@ -23,7 +23,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Differentiable, twice, and by `torch.func`.
     """
-    if not torch.is_grad_enabled() and gemv.serves(x, weight):
+    if not torch.is_grad_enabled() and gemv.serves(x, weight, bias):
         return gemv.linear(x, weight, bias)
     if not in_float32(x):
         return F.linear(x, weight, bias)

@@ -21,9 +21,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .. import cpp_library
 from ..compiling import compiling
-from ..custom_op import like, operation
+from ..custom_op import entry_of, like, operation, takes
 from ..quantize.cpu_graph import library as shared
-from ..quantize.eager import PLAIN, eager_on_cpu
+from ..quantize.eager import eager_on_cpu
 from ..torch_versions import constant_when_traced, exporting
 from .gemv_source import SOURCE
 
@@ -61,18 +61,26 @@ def available(dtype: torch.dtype) -> bool:
     return has_instructions() and shared.available(_function, dtype)
 
 
-def serves(x: Tensor, weight: Tensor) -> bool:
+_TAKES = takes("x: T [..., K]; weight: T [N, K] rows; bias: T [N]?", T=shared.DTYPES)
+_GROUPS = takes("x: T [R, K]; weight: T [G, N, K] rows", T=shared.DTYPES)
+
+
+def serves(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether `linear` multiplies x: [..., K] by weight: [N, K]: plain matrices of one dtype on CPU, few rows. Asked
     where gradients are off."""
-    if x.dtype not in shared.DTYPES or weight.dtype != x.dtype or weight.dim() != 2 or weight.stride(1) != 1:
-        return False
-    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != x.dtype:
-        return False  # a GEMM is of another dtype there
     if torch.compiler.is_compiling() and compiling():
-        few = x.device.type == "cpu" and statically_known_true(x.numel() <= FEW * x.shape[-1])
-        return few and statically_known_true(weight.numel() >= LEAST) and not exporting() and available(x.dtype)
-    few = 0 < x.numel() <= FEW * x.shape[-1] and weight.numel() >= LEAST
-    return few and eager_on_cpu(x) and type(weight) in PLAIN and _is_there(x.dtype)
+        few = x.device.type == "cpu" and x.dim() > 0 and statically_known_true(x.numel() <= FEW * x.shape[-1])
+        if not few or not statically_known_true(weight.numel() >= LEAST) or _TAKES.misfit(x, weight, bias):
+            return False
+        return not _autocast_elsewhere(x) and not exporting() and available(x.dtype)
+    if _TAKES.misfit_on_cpu(x, weight, bias) or not 0 < x.numel() <= FEW * x.shape[-1] or weight.numel() < LEAST:
+        return False
+    return not _autocast_elsewhere(x) and eager_on_cpu(x) and _is_there(x.dtype)
+
+
+def _autocast_elsewhere(x: Tensor) -> bool:
+    """Whether a GEMM is of another dtype here."""
+    return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != x.dtype
 
 
 @functools.cache
@@ -80,9 +88,12 @@ def _is_there(dtype: torch.dtype) -> bool:
     return available(dtype)
 
 
-@operation("gemv", lambda x, weight: like(x, (x.shape[0], weight.shape[0])), cpu_only=True)
+_ROWS = takes("x: T [M, K]; weight: T [N, K]; bias: T [N]?", T=shared.DTYPES)
+
+
+@operation("gemv", lambda x, weight: like(x, (x.shape[0], weight.shape[0])), takes=_ROWS, cpu_only=True)
 def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    x = x.contiguous()
+    x, weight = x.contiguous(), weight if weight.stride(1) == 1 else weight.contiguous()
     rows, inner = x.shape
     out = x.new_empty(rows, weight.shape[0])
     bias = None if bias is None else bias.contiguous()
@@ -100,7 +111,7 @@ def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-_run = _gemv._init_fn  # of eager code, where `serves` has asked all that the dispatcher would
+_run = entry_of(_gemv).implementation  # of eager code, where `serves` has asked all that the dispatcher would
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -113,11 +124,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def serves_groups(x: Tensor, weight: Tensor) -> bool:
     """Whether `grouped` multiplies rows of x: [T, K] by matrices of weight: [G, N, K], both contiguous. Called where
     nothing is traced."""
-    if x.shape[0] > MOST_IN_GROUPS:
+    if x.shape[0] > MOST_IN_GROUPS or _GROUPS.misfit_on_cpu(x, weight):
         return False
-    matrix = weight.shape[1] * weight.shape[2]
-    fits = x.dtype in shared.DTYPES and weight.dtype == x.dtype and weight.stride(2) == 1 and matrix >= LEAST
-    return fits and eager_on_cpu(x) and _is_there(x.dtype)
+    return weight.shape[1] * weight.shape[2] >= LEAST and eager_on_cpu(x) and _is_there(x.dtype)
 
 
 def grouped(x: Tensor, weight: Tensor, groups: Sequence[tuple[int, int, int]], out: Tensor) -> None:

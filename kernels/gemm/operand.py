@@ -19,6 +19,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from te_models.suggestions import shown
+
 from .. import quantize as q
 from .reference import Operand
 
@@ -56,8 +58,14 @@ class ScaledOperand(NamedTuple):
 
     def member(self, g: int) -> ScaledOperand:
         """Return one matrix of a grouped operand [G, outer, K]."""
-        amax = None if self.amax is None else self.amax[g]
-        return ScaledOperand(self.data[g], self.scale_inv[g], self.kind, self.block, amax)
+
+        def own(field: Tensor) -> Tensor:
+            return field.reshape(()) if field.numel() == 1 else field[g]  # one may be of all matrices
+
+        scale_inv = own(self.scale_inv) if self.block is None else self.scale_inv[g]
+        return ScaledOperand(
+            self.data[g], scale_inv, self.kind, self.block, None if self.amax is None else own(self.amax)
+        )
 
     @property
     def exact_in_bfloat16(self) -> bool:
@@ -76,10 +84,18 @@ class ScaledOperand(NamedTuple):
         assert self.block is not None
         return Operand(q.dequantize_blockwise(self.data, self.scale_inv, self.block, dtype), None)
 
+    def fits(self) -> bool:
+        """Whether the fields fit each other."""
+        try:
+            self.check("weight")
+        except ValueError:
+            return False
+        return True
+
     def check(self, name: str, groups: int | None = None) -> None:
         """Raise ValueError where fields do not fit each other. groups: rows [T, K] have one scale for each of these."""
         if self.kind not in get_args(Kind):
-            raise ValueError(f"{name}.kind is {self.kind!r}; allowed: {', '.join(map(repr, get_args(Kind)))}")
+            raise ValueError(f"{name}.kind is {shown(self.kind)}; allowed: {', '.join(map(repr, get_args(Kind)))}")
         if self.scale_inv.dtype != _SCALE_DTYPE[self.kind]:
             raise ValueError(f"{name}.scale_inv is {self.scale_inv.dtype}; {self.kind} has {_SCALE_DTYPE[self.kind]}")
         allowed = (torch.uint8,) if self.kind == "nvfp4" else tuple(q.FP8_MAX)

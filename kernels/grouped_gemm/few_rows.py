@@ -6,10 +6,12 @@ stored (`gemm.few_rows`). A group of more rows than FEW multiplies its own matri
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ..custom_op import Output, direct, flatten, like, operation
-from ..gemm.few_rows import FEW, as_stored, dequantize, library
+from ..compiling import compiling
+from ..custom_op import Output, direct, flatten, like, operation, takes
+from ..gemm.few_rows import FEW, as_stored, dequantize, differentiates, library
 from ..gemm.operand import ScaledOperand
 from .choice import choose_stored
 from .reference import multiply, split_bounds
@@ -19,15 +21,21 @@ def _result(x: Tensor, weight: ScaledOperand) -> Output:
     return like(x, (x.shape[0], weight.outer))
 
 
-@operation("stored_grouped_gemm", _result, cpu_only=True)
+_TAKES = takes(
+    "x: T [R, K]; weight.data: any [G, N, _]; weight.scale_inv: any; weight.amax: float32?;"
+    "m_splits: int8|int16|int32|int64|uint8 [G]; weight.inner == K; weight.fits()",
+    T=(torch.bfloat16, torch.float16, torch.float32),
+)
+
+
+@operation("stored_grouped_gemm", _result, takes=_TAKES, cpu_only=True)
 def _stored_grouped_gemm(x: Tensor, weight: ScaledOperand, m_splits: Tensor) -> Tensor:
-    groups, inner = weight.data.shape[0], weight.inner
-    if x.dim() != 2 or x.shape[1] != inner or m_splits.shape != (groups,):
-        raise ValueError(
-            f"x is {tuple(x.shape)} and m_splits {tuple(m_splits.shape)}; {groups} stored matrices of {inner} columns "
-            f"take rows [T, {inner}] and splits [{groups}]"
-        )
-    most = FEW if as_stored(choose_stored(x, weight), x, weight) else 0
+    return _multiplied(x, weight, m_splits, FEW if as_stored(choose_stored(x, weight), x, weight) else 0)
+
+
+def _multiplied(x: Tensor, weight: ScaledOperand, m_splits: Tensor, most: int) -> Tensor:
+    """Return the product, of groups of at most so many rows by the stored matrix, of others by what it dequantizes
+    to."""
     x = x.contiguous()
     out, end = x.new_empty(x.shape[0], weight.outer), 0
     few: list[tuple[int, int, int]] = []
@@ -52,4 +60,16 @@ def stored_grouped_gemm(x: Tensor, weight: ScaledOperand, m_splits: Tensor) -> T
     value of the weight is what `dequantize` to x's dtype gives, and at most one matrix is dequantized at a time. Sums
     are float32. Raises ValueError where the splits exceed the rows, or shapes do not fit.
     """
+    if torch.compiler.is_compiling() and compiling():
+        return _call(x, *flatten(weight), m_splits)
+    if _TAKES.misfit_on_cpu(x, weight, m_splits):
+        groups, inner = weight.data.shape[0], weight.inner
+        if x.dim() != 2 or x.shape[1] != inner or m_splits.shape != (groups,):
+            raise ValueError(
+                f"x is {tuple(x.shape)} and m_splits {tuple(m_splits.shape)}; {groups} stored matrices of {inner} "
+                f"columns take rows [T, {inner}] and splits [{groups}]"
+            )
+        return _multiplied(x, weight, m_splits, 0)
+    if differentiates(x, weight.data, weight.scale_inv):
+        return _multiplied(x, weight, m_splits, 0)
     return _call(x, *flatten(weight), m_splits)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ..custom_op import gradient_of, like, operation
+from ..custom_op import Output, gradient_of, like, operation, takes
 from ..gemm.accumulate import check_main_grad
 from ..gemm.backends import hardware, record
 from . import reference
@@ -20,7 +20,15 @@ from .choice import choose_plain
 _device_grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
 
-@operation("grouped_gemm", lambda a, b, transpose_b: like(a, (a.shape[0], b.shape[1] if transpose_b else b.shape[2])))
+def _product(a: Tensor, b: Tensor, transpose_b: bool) -> Output:
+    return like(a, (a.shape[0], b.shape[1] if transpose_b else b.shape[2]))
+
+
+_ROWS = takes("a: any [R, I]; b: any [G, N, K]; m_splits: any [G]; transpose_b: value; I == (K if transpose_b else N)")
+_GRADIENT_TAKES = takes("dy: any [R, N]; x: any [R, K]; m_splits: any [_]")
+
+
+@operation("grouped_gemm", _product, takes=_ROWS)
 def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool = True) -> Tensor:
     """Multiply each group of rows by its own matrix.
 
@@ -45,7 +53,11 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool = Tru
     return _zero_tail(_device_grouped_mm(a, b.transpose(1, 2) if transpose_b else b, offs=offsets), offsets)
 
 
-@operation("grouped_gemm_wgrad", lambda dy, x, m_splits: like(dy, (m_splits.shape[0], dy.shape[1], x.shape[1])))
+def _gradient(dy: Tensor, x: Tensor, m_splits: Tensor) -> Output:
+    return like(dy, (m_splits.shape[0], dy.shape[1], x.shape[1]))
+
+
+@operation("grouped_gemm_wgrad", _gradient, takes=_GRADIENT_TAKES)
 def grouped_gemm_wgrad(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
     """Return each group's weight gradient `dy[g]^T @ x[g]`.
 

@@ -41,7 +41,7 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool) -> T
     transpose_b: `a[g] @ b[g]^T`, [T, K] x [G, N, K] -> [T, N]; else `a[g] @ b[g]`, [T, N] x [G, N, K] -> [T, K].
     """
     out = a.new_empty(a.shape[0], b.shape[1] if transpose_b else b.shape[2])
-    most = gemv.FEW if transpose_b and gemv.serves_groups(a, b) else 0
+    most = gemv.FEW if transpose_b and len(m_splits) == len(b) and gemv.serves_groups(a, b) else 0
     few: list[tuple[int, int, int]] = []
     many: list[tuple[int, int, int]] = []
     end = 0

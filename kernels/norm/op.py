@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..compiling import compiling
 from ..cpu_rows import rms_norm as rms_norm_of_rows
-from ..custom_op import Output, absent, gradient_of, like, operation
+from ..custom_op import FLOATS, Output, absent, gradient_of, like, operation, takes
 from ..derivative import keeping_inputs
 from ..launch import as_matrix
 from . import reference
@@ -39,7 +39,10 @@ def _results(
     return like(x, dtype=output_dtype(x, weight, bias, weight_last)), *statistics(x, centered)
 
 
-@operation("norm_fwd", _results)
+TAKES = takes(f"x: {FLOATS} [..., H]; weight: {FLOATS} [H]?; bias: {FLOATS} [H]?")
+
+
+@operation("norm_fwd", _results, takes=TAKES)
 def norm_fwd(
     x: Tensor,
     weight: Tensor | None,
@@ -71,7 +74,13 @@ def _gradients(
     return like(x), parameter(weight_grad), parameter(bias_grad)
 
 
-@operation("norm_bwd", _gradients)
+_GRADIENTS_TAKE = takes(
+    f"dy: {FLOATS} [*B, H]; x: {FLOATS} [*B, H]; weight: {FLOATS} [H]?; mean: float32; rstd: float32 [*B];"
+    "centered: value; not centered or mean.shape == rstd.shape"
+)
+
+
+@operation("norm_bwd", _gradients, takes=_GRADIENTS_TAKE)
 def norm_bwd(
     dy: Tensor,
     x: Tensor,
@@ -119,7 +128,7 @@ def rms_norm(
     x: [..., H]; weight: [H] or None; gamma is `weight`, or `1 + weight` when zero_centered. Output: [..., H], in x's
     dtype (promoted with weight's for "weight_last"). Raises ValueError on an accelerator where H is beyond 65536.
     """
-    if x.device.type == "cuda":
+    if x.device.type == "cuda" and not TAKES.misfit(x, weight, None):
         return norm_fwd(x, weight, None, eps, False, zero_centered, cast_order == "weight_last")[0]
     function = partial(eager_rms_norm, eps=eps, zero_centered=zero_centered, cast_order=cast_order)
     return keeping_inputs(function, x, weight)
@@ -148,7 +157,7 @@ def layer_norm(
     x: [..., H]; weight, bias: [H] or None. Output: [..., H] in x's dtype (promoted with weight's and bias's for
     "weight_last"). Raises ValueError on an accelerator where H is beyond 65536.
     """
-    if x.device.type == "cuda":
+    if x.device.type == "cuda" and not TAKES.misfit(x, weight, bias):
         return norm_fwd(x, weight, bias, eps, True, zero_centered, cast_order == "weight_last")[0]
     function = partial(reference.layer_norm, eps=eps, zero_centered=zero_centered, cast_order=cast_order)
     return keeping_inputs(function, x, weight, bias)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..custom_op import Output, flatten, matrix_like, operation
+from ..custom_op import FLOATS, Output, flatten, matrix_like, operation, takes
 from ..derivative import gradients_of
 from ..launch import as_matrix
 from ..quantize.output import QuantizedOutput
@@ -29,7 +29,13 @@ def _results(x: Tensor, centered: bool, output: QuantizedOutput) -> list[Output]
     return [*copies, *op.statistics(x, centered)]
 
 
-@operation("norm_quantized", _results)
+_TAKES = takes(
+    f"x: {FLOATS} [..., H]; weight: {FLOATS} [H]?; bias: {FLOATS} [H]?; scale: float32?;"
+    "scale is None or scale.numel() == 1"
+)
+
+
+@operation("norm_quantized", _results, takes=_TAKES)
 def norm_quantized(
     x: Tensor,
     weight: Tensor | None,
@@ -66,7 +72,7 @@ def rms_norm_quantized(
     where the scale does not fit the output.
     """
     output.check_scale(scale)
-    if x.device.type == "cuda":
+    if x.device.type == "cuda" and not _TAKES.misfit(x, weight, None, scale):
         flags = (False, zero_centered, cast_order == "weight_last")
         *copies, _, rstd = norm_quantized(x, weight, None, eps, *flags, scale, *flatten(output))
         return [*copies, rstd]
@@ -88,7 +94,7 @@ def layer_norm_quantized(
 ) -> list[Tensor]:
     """Return `layer_norm` of x [..., H] as FP8, then its mean and rstd, float32 [...]; see `rms_norm_quantized`."""
     output.check_scale(scale)
-    if x.device.type == "cuda":
+    if x.device.type == "cuda" and not _TAKES.misfit(x, weight, bias, scale):
         flags = (True, zero_centered, cast_order == "weight_last")
         return norm_quantized(x, weight, bias, eps, *flags, scale, *flatten(output))
     y = reference.layer_norm(x, weight, bias, eps, zero_centered=zero_centered, cast_order=cast_order)
@@ -128,7 +134,7 @@ class Norm:
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the norm of x [..., H] and what `backward` wants of it. weight, bias: [H] or None."""
-        if x.device.type == "cuda":
+        if x.device.type == "cuda" and not op.TAKES.misfit(x, weight, bias):
             centered, zero_centered, weight_last = self._flags()
             y, mean, rstd = op.norm_fwd(x, weight, bias, self.eps, centered, zero_centered, weight_last)
             return y, (mean, rstd)
@@ -144,7 +150,7 @@ class Norm:
         else:
             *copies, rstd = rms_norm_quantized(x, weight, self.eps, output, scale, **options)
             mean = rstd.new_empty(0)
-        return copies, (mean, rstd) if x.device.type == "cuda" else ()
+        return copies, (mean, rstd) if x.device.type == "cuda" and not op.TAKES.misfit(x, weight, bias) else ()
 
     def backward(
         self,

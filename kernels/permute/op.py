@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..compiling import compiling
 from ..cpu_rows import sum_slots as sum_rows
-from ..custom_op import Output, absent, like, operation
+from ..custom_op import FLOATS, INTEGERS, Output, absent, like, operation, takes
 from ..torch_versions import own_result
 from . import reference
 from .reference import Permutation, row_count
@@ -25,7 +25,10 @@ def _permutation(indices: Tensor, num_experts: int, align: int) -> tuple[Output,
     return tuple(like(indices, shape, torch.int64) for shape in shapes)
 
 
-@operation("sort_by_expert", _permutation)
+_INDICES = takes(f"indices: {INTEGERS} [S, K]")
+
+
+@operation("sort_by_expert", _permutation, takes=_INDICES)
 def sort_by_expert_op(indices: Tensor, num_experts: int, align: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the fields of `Permutation` for indices [T, K] integer; no padding rows is an empty tensor."""
     from . import triton_sort
@@ -38,7 +41,10 @@ def _rows(x: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None) -> Output
     return like(x, (row_of_slot.shape[0] * row_of_slot.shape[1] + padding, x.shape[1]))
 
 
-@operation("permute_rows", _rows)
+_ROWS = takes("x: any [S, H]; row_of_slot: int64 [S, K]; padding_rows: int64 [_]?")
+
+
+@operation("permute_rows", _rows, takes=_ROWS)
 def permute_rows(x: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None) -> Tensor:
     """Copy each token to its K rows, zeros to the padding rows: [T, H] of any dtype -> [R, H]."""
     from . import triton
@@ -46,7 +52,10 @@ def permute_rows(x: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None) ->
     return triton.permute_rows(x, row_of_slot, padding_rows)
 
 
-@operation("sum_slots", lambda y, row_of_slot, dtype: like(y, (row_of_slot.shape[0], y.shape[1]), dtype))
+_SLOTS = takes(f"y: {FLOATS} [R, H]; row_of_slot: int64 [S, K]; weights: {FLOATS} [S, K]?; K > 0")
+
+
+@operation("sum_slots", lambda y, row_of_slot, dtype: like(y, (row_of_slot.shape[0], y.shape[1]), dtype), takes=_SLOTS)
 def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     """Sum each token's K rows in float32, k = 0 first, times weights [T, K] if given: [R, H] -> [T, H] in `dtype`
     (None: y's)."""
@@ -59,7 +68,13 @@ def _gradients(y: Tensor, weights: Tensor, needs_weights: bool) -> tuple[Output,
     return like(y), like(weights, dtype=torch.float32) if needs_weights else absent(y, torch.float32)
 
 
-@operation("unpermute_bwd", _gradients)
+_GRADIENTS_TAKE = takes(
+    f"grad: {FLOATS} [S, H]; y: {FLOATS} [R, H]; weights: {FLOATS} [S, K]; row_of_slot: int64 [S, K];"
+    "padding_rows: int64 [_]?; K > 0"
+)
+
+
+@operation("unpermute_bwd", _gradients, takes=_GRADIENTS_TAKE)
 def unpermute_bwd(
     grad: Tensor, y: Tensor, weights: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None, needs_weights: bool
 ) -> tuple[Tensor, Tensor]:
@@ -70,13 +85,13 @@ def unpermute_bwd(
 
 
 def _spread(x: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None) -> Tensor:
-    if x.device.type == "cuda":
+    if x.device.type == "cuda" and not _ROWS.misfit(x, row_of_slot, padding_rows):
         return permute_rows(x, row_of_slot, padding_rows)
     return reference.gather_rows(x, slot_of_row, row_of_slot.shape[1], padding_rows is not None)
 
 
 def _sum(y: Tensor, row_of_slot: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if y.device.type == "cuda":
+    if y.device.type == "cuda" and not _SLOTS.misfit(y, row_of_slot, weights):
         return sum_slots(y, row_of_slot, weights, dtype)
     found = None if compiling() else sum_rows(y, row_of_slot, weights, dtype)
     return reference.sum_slots(y, row_of_slot, weights, dtype) if found is None else found
@@ -132,7 +147,7 @@ class _WeightedSum(torch.autograd.Function):
         (grad,) = grads
         y, weights, slot_of_row, row_of_slot, padding_rows = ctx.saved_tensors
         needs_weights = ctx.needs_input_grad[1]
-        if grad.device.type == "cuda":
+        if grad.device.type == "cuda" and not _GRADIENTS_TAKE.misfit(grad, y, weights, row_of_slot, padding_rows):
             dy, d_weights = unpermute_bwd(grad, y, weights, row_of_slot, padding_rows, needs_weights)
         else:
             dy = reference.spread_slots(grad, slot_of_row, weights, padding_rows is not None, y.dtype)
@@ -150,7 +165,7 @@ def sort_by_expert(indices: Tensor, num_experts: int, *, align: int = 1) -> Perm
     """
     if align < 1:
         raise ValueError(f"align is {align}; allowed: 1 or more rows")
-    if indices.device.type != "cuda":
+    if indices.device.type != "cuda" or _INDICES.misfit(indices):
         return reference.sort_by_expert(indices, num_experts, align)
     slots, rows, tokens, filled, padding_rows = sort_by_expert_op(indices, num_experts, align)
     return Permutation(slots, rows, tokens, filled, padding_rows if align > 1 else None)

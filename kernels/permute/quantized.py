@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..custom_op import flatten, like, operation
+from ..custom_op import FLOATS, flatten, like, operation, takes
 from ..quantize.output import QuantizedOutput
 from . import reference
 from .reference import Permutation
@@ -15,8 +15,13 @@ from .reference import Permutation
 __all__ = ["permute_quantized", "permute_quantized_op"]
 
 
+_TAKES = takes(f"x: {FLOATS} [S, H]; slot_of_row: int64 [R]; scale: float32?; scale is None or scale.numel() == 1")
+
+
 @operation(
-    "permute_quantized", lambda x, slot_of_row, output: output.results(like(x, (slot_of_row.shape[0], x.shape[1])))
+    "permute_quantized",
+    lambda x, slot_of_row, output: output.results(like(x, (slot_of_row.shape[0], x.shape[1]))),
+    takes=_TAKES,
 )
 def permute_quantized_op(
     x: Tensor,
@@ -47,7 +52,7 @@ def permute_quantized(
             f"allowed: a permutation by sort_by_expert(..., align={output.block})"
         )
     topk = permutation.row_of_slot.shape[1]
-    if x.device.type == "cuda":
+    if x.device.type == "cuda" and not _TAKES.misfit(x, permutation.slot_of_row, scale):
         return permute_quantized_op(x, permutation.slot_of_row, topk, scale, *flatten(output))
     rows = reference.gather_rows(x, permutation.slot_of_row, topk, permutation.padding_rows is not None)
     return output.define(rows, scale)

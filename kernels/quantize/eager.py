@@ -18,8 +18,15 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def plain_on_cpu(x: Tensor) -> bool:
-    """Whether x is a plain tensor on CPU of which no gradient is wanted."""
-    return x.device.type == "cpu" and type(x) in PLAIN and not (x.requires_grad and torch.is_grad_enabled())
+    """Whether x is a plain tensor in a CPU's memory, which holds its values, of which no gradient is wanted."""
+    return (
+        x.is_cpu
+        and type(x) in PLAIN
+        and x.layout is torch.strided
+        and not x.is_neg()
+        and not x._is_zerotensor()
+        and not (x.requires_grad and torch.is_grad_enabled())
+    )
 
 
 def eager_on_cpu(x: Tensor) -> bool:
@@ -28,9 +35,12 @@ def eager_on_cpu(x: Tensor) -> bool:
     `plain_on_cpu(x) and unobserved()` in one call: an eager forward pass asks this a dozen times.
     """
     return (
-        x.device.type == "cpu"
+        x.is_cpu
         and type(x) in PLAIN
         and not (torch.compiler.is_compiling() and compiling())
+        and x.layout is torch.strided
+        and not x.is_neg()
+        and not x._is_zerotensor()
         and not (x.requires_grad and torch.is_grad_enabled())
         and peek_interpreter_stack() is None
         and forward_ad._current_level < 0

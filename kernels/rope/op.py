@@ -12,16 +12,23 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from te_models.suggestions import shown
+
 from ..compiling import compiling
 from ..cpu_rows import apply_rope as rotate_rows
-from ..custom_op import gradient_of, like, operation
+from ..custom_op import FLOATS, gradient_of, like, operation, takes
 from . import reference
 from .reference import rope_tables
 
 __all__ = ["apply_rope", "rope", "rope_frequencies", "rope_tables"]
 
 
-@operation("rope", lambda x: like(x))
+_TAKES = takes(
+    f"x: {FLOATS} [B, S, N, D]; cos: float32 [C, S, P]; sin: float32 [C, S, P]; C == B or C == 1; 2 * P <= D"
+)
+
+
+@operation("rope", lambda x: like(x), takes=_TAKES)
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
     """Rotate x [B, S, N, D] by the angles of cos, sin, float32 [B or 1, S, R/2]; inverse: by their negatives.
 
@@ -45,7 +52,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "half") -> Tens
     accelerator tables that want a gradient.
     """
     reference.check(x, cos, style)
-    if x.device.type != "cuda":
+    if x.device.type != "cuda" or _TAKES.misfit(x, cos, sin):
         rotated = None if compiling() else rotate_rows(x, cos, sin, style == "interleaved")
         return reference.apply_rope(x, cos, sin, style) if rotated is None else rotated
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
@@ -86,7 +93,7 @@ def rope_frequencies(
     synchronisation; None means a short sequence. Raises ValueError for an unknown scaling or a missing argument.
     """
     if scaling not in SCALINGS:
-        raise ValueError(f"scaling is {scaling!r}; allowed: {', '.join(map(repr, SCALINGS))}")
+        raise ValueError(f"scaling is {shown(scaling)}; allowed: {', '.join(map(repr, SCALINGS))}")
     rotated = int(head_dim * rotary_percent)
     if rotated % 2 or rotated == 0:
         raise ValueError(

@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from te_models.suggestions import shown
+
 
 def rope_tables(position_ids: Tensor, frequencies: Tensor, attention_factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the angles, float32 [B, S, R/2], times attention_factor.
@@ -27,7 +29,7 @@ def rope_tables(position_ids: Tensor, frequencies: Tensor, attention_factor: flo
 def check(x: Tensor, cos: Tensor, style: str) -> None:
     """Raise ValueError for a style that does not exist or tables wider than x."""
     if style not in ("half", "interleaved"):
-        raise ValueError(f"style is {style!r}; allowed: 'half', 'interleaved'")
+        raise ValueError(f"style is {shown(style)}; allowed: 'half', 'interleaved'")
     if 2 * cos.shape[-1] > x.shape[-1]:
         raise ValueError(f"the tables rotate {2 * cos.shape[-1]} channels, but x has {x.shape[-1]}")
 

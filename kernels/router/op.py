@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ..custom_op import Output, gradient_of, like, operation
+from ..custom_op import FLOATS, Output, gradient_of, like, operation, takes
 from . import reference
 from .reference import joint_shares, load_balancing_loss, mean_probabilities, router_probabilities, router_z_loss
 
@@ -33,7 +33,10 @@ def _choice(logits: Tensor, topk: int) -> tuple[Output, Output]:
     return like(logits, shape, torch.float32), like(logits, shape, torch.int64)
 
 
-@operation("router_topk", _choice)
+_TAKES = takes(f"logits: {FLOATS} [S, E]; expert_bias: {FLOATS} [E]?")
+
+
+@operation("router_topk", _choice, takes=_TAKES)
 def router_topk_fwd(
     logits: Tensor,
     expert_bias: Tensor | None,
@@ -57,7 +60,10 @@ def router_topk_fwd(
     return triton.router_topk_fwd(logits, expert_bias, topk, *options)
 
 
-@operation("router_topk_bwd", lambda logits: like(logits))
+_GRADIENTS_TAKE = takes(f"grad: float32 [S, K]; logits: {FLOATS} [S, E]; indices: int64 [S, K]")
+
+
+@operation("router_topk_bwd", lambda logits: like(logits), takes=_GRADIENTS_TAKE)
 def router_topk_bwd(
     grad: Tensor,
     logits: Tensor,
@@ -108,7 +114,7 @@ def router_topk(
     unknown name or an impossible count.
     """
     reference.check(logits.shape[-1], topk, score, num_groups, topk_groups, group_score)
-    if logits.device.type == "cuda":
+    if logits.device.type == "cuda" and not _TAKES.misfit(logits, expert_bias):
         options = (score == "sigmoid", score_after_topk, normalize, normalize_eps, scaling_factor)
         groups = (num_groups, topk_groups, group_score == "top2_sum")
         return router_topk_fwd(logits, expert_bias, topk, *options, *groups)

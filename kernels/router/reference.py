@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from te_models.suggestions import shown
+
 from ..compiling import compiling
 
 _FEW_TOKENS = 32  # up to which one sort is faster than a dozen passes: what a batch has when it generates
@@ -51,9 +53,9 @@ def check(
 ) -> None:
     """Raise ValueError for an unknown name or an impossible count; see `router_topk`."""
     if score not in ("softmax", "sigmoid"):
-        raise ValueError(f"score is {score!r}; allowed: 'softmax', 'sigmoid'")
+        raise ValueError(f"score is {shown(score)}; allowed: 'softmax', 'sigmoid'")
     if group_score not in ("max", "top2_sum"):
-        raise ValueError(f"group_score is {group_score!r}; allowed: 'max', 'top2_sum'")
+        raise ValueError(f"group_score is {shown(group_score)}; allowed: 'max', 'top2_sum'")
     if (num_groups is None) != (topk_groups is None):
         raise ValueError(f"topk_groups is {topk_groups}; allowed: a count with num_groups, None without")
     available = num_experts

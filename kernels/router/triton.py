@@ -269,7 +269,7 @@ def router_topk_bwd(
         router_topk_bwd_kernel[(triton.cdiv(tokens, block_t),)](
             grad.contiguous(),
             logits.contiguous(),
-            indices,
+            indices.contiguous(),
             d_logits,
             tokens,
             eps,

@@ -45,12 +45,18 @@ def attend(
     if bias is None and not dropout and serves_one(query, key, value, mask):
         return attend_one(query, key, value, mask, scale)
     shared = query.shape[1] != key.shape[1]
+    if shared and (not key.shape[1] or value.shape[1] != key.shape[1]):  # by which torch divides
+        raise ValueError(
+            f"query, key and value have {query.shape[1]}, {key.shape[1]} and {value.shape[1]} heads; allowed: as many "
+            "values as keys, at least one, and queries a multiple of them"
+        )
     if shared and query.shape[2] == 1 and not causal and (mask is None or (mask.dim() == 4 and mask.shape[1] == 1)):
         # One token of each head: heads that share keys are as many queries of one head, and no keys are copied. On CPU
         # in bfloat16 5 times as fast (550 keys, 9 heads, 3 groups).
         found = F.scaled_dot_product_attention(_folded(query, key), key, value, mask, dropout, scale=scale)
         return found.reshape(query.shape[0], query.shape[1], 1, value.shape[-1])
-    if mask is None and not dropout and flash_attention.serves(query, key, value, scale):
+    late = not causal or query.shape[2] <= key.shape[2]  # queries of the last keys
+    if mask is None and not dropout and late and flash_attention.serves(query, key, value, scale):
         return flash_attention.flash_attention(query, key, value, scale=scale, causal=causal)
     options = {"dropout_p": dropout, "is_causal": causal, "scale": scale, "enable_gqa": shared}
     if query.shape[2] != 1 and in_float32(query):  # one token: reading the cache is what takes the time

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from te_models.kernels import flash_attention
 from te_models.kernels.packed_attention import documents_of_lengths, flex_packed_attention, packed_attention
 from te_models.kernels.torch_versions import exporting
+from te_models.suggestions import shown
 
 from ..collectives import ranks_of
 from ..distributed.context_parallel import attention_of_chunks, context_shard, gather_positions
@@ -89,7 +90,7 @@ class DotProductAttention(nn.Module):
             ("attention_type", attention_type, ("self", "cross")),
         ):
             if value not in allowed:
-                raise ValueError(f"{option} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+                raise ValueError(f"{option} is {shown(value)}; allowed: {', '.join(map(repr, allowed))}")
         self.name = name
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if groups < 1 or num_attention_heads % groups:
@@ -134,7 +135,7 @@ class DotProductAttention(nn.Module):
         ValueError for another cp_comm_type, and for a group without this rank.
         """
         if cp_comm_type not in _COMMUNICATIONS:
-            raise ValueError(f"cp_comm_type is {cp_comm_type!r}; allowed: {', '.join(map(repr, _COMMUNICATIONS))}")
+            raise ValueError(f"cp_comm_type is {shown(cp_comm_type)}; allowed: {', '.join(map(repr, _COMMUNICATIONS))}")
         self.cp_shard = context_shard(cp_group)
 
     @property
@@ -144,7 +145,7 @@ class DotProductAttention(nn.Module):
     @softmax_scale.setter
     def softmax_scale(self, value: float) -> None:
         if not value > 0:
-            raise ValueError(f"softmax_scale is {value!r}; allowed: a positive number")
+            raise ValueError(f"softmax_scale is {shown(value)}; allowed: a positive number")
         self._scale = float(value)
         if self._assigned_scale is None:
             self._assigned_scale = torch.empty((), dtype=torch.float32, device=self._device)

@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from te_models.suggestions import shown
+
 from .qkv_format import Rows, packed_rows, padded_rows, rows_not_hidden, whole_rows
 
 BiasType = Literal["no_bias", "pre_scale_bias", "post_scale_bias", "alibi"]
@@ -28,11 +30,11 @@ class ScoreBias(NamedTuple):
         """Raise ValueError where something is missing, or given and would not be looked at."""
         if self.kind not in get_args(BiasType):
             raise ValueError(
-                f"core_attention_bias_type is {self.kind!r}; allowed: {', '.join(map(repr, get_args(BiasType)))}"
+                f"core_attention_bias_type is {shown(self.kind)}; allowed: {', '.join(map(repr, get_args(BiasType)))}"
             )
         if (self.bias is not None) != (self.kind in ("pre_scale_bias", "post_scale_bias")):
             is_given = "missing" if self.bias is None else "given"
-            raise ValueError(f"core_attention_bias is {is_given} with core_attention_bias_type {self.kind!r}")
+            raise ValueError(f"core_attention_bias is {is_given} with core_attention_bias_type {shown(self.kind)}")
         if self.slopes is not None and self.kind != "alibi":
             raise ValueError(f"alibi_slopes are given with core_attention_bias_type {self.kind!r}; allowed: 'alibi'")
 
@@ -74,7 +76,7 @@ def mask_type_of(name: str) -> str:
     """Return the mask type of this name, of which "padding" and "causal" may be joined by a comma. ValueError."""
     kind = "padding_causal" if set(name.split(",")) == {"padding", "causal"} else name
     if kind not in get_args(MaskType):
-        raise ValueError(f"attn_mask_type is {name!r}; allowed: {', '.join(map(repr, get_args(MaskType)))}")
+        raise ValueError(f"attn_mask_type is {shown(name)}; allowed: {', '.join(map(repr, get_args(MaskType)))}")
     return kind
 
 
@@ -87,17 +89,17 @@ def window_of(window: Window | None, mask_type: str) -> tuple[int, int]:
         if window < 1:
             raise ValueError(f"window_size is {window}; allowed: a positive number of positions, a pair, or None")
         if not causal:
-            raise ValueError(f"window_size is {window} with attn_mask_type {mask_type!r}; allowed: a causal type")
+            raise ValueError(f"window_size is {window} with attn_mask_type {shown(mask_type)}; allowed: a causal type")
         return window - 1, 0
     if not (isinstance(window, (tuple, list)) and len(window) == 2 and all(type(n) is int and n >= -1 for n in window)):
         raise ValueError(
-            f"window_size is {window!r}; allowed: a positive number of positions, (before, behind) of at least -1, or "
-            "None"
+            f"window_size is {shown(window)}; allowed: a positive number of positions, (before, behind) of at least "
+            "-1, or None"
         )
     if not causal and (window[0] < 0) != (window[1] < 0):
         raise ValueError(
-            f"window_size is {window!r} with attn_mask_type {mask_type!r}; allowed: two numbers from 0 on, (-1, -1), "
-            "or a causal type"
+            f"window_size is {shown(window)} with attn_mask_type {mask_type!r}; allowed: two numbers from 0 on, "
+            "(-1, -1), or a causal type"
         )
     return window[0], window[1]
 
@@ -150,10 +152,10 @@ class Masking(NamedTuple):
         """Raise ValueError for what ranks that share sequences do not have."""
         kind, causal = self.mask_type, self.mask_type in ("causal", "causal_bottom_right")
         refused = {
-            f"attn_mask_type {kind!r}": not (causal or kind == "no_mask"),
+            f"attn_mask_type {shown(kind)}": not (causal or kind == "no_mask"),
             "qkv_format 'thd'": self.packed,
             "an attention_mask": self.attention_mask is not None,
-            f"core_attention_bias_type {self.bias.kind!r}": self.bias.kind != "no_bias",
+            f"core_attention_bias_type {shown(self.bias.kind)}": self.bias.kind != "no_bias",
             f"window_size {self.window_size}": not causal and window_of(self.window_size, kind) != (-1, -1),
         }
         for what, asked in refused.items():
@@ -170,7 +172,7 @@ class Masking(NamedTuple):
         padding = "padding" in kind
         if self.packed and (not padding or mask is not None):
             raise ValueError(
-                f"attn_mask_type is {kind!r}{'' if mask is None else ' with an attention_mask'}; allowed with "
+                f"attn_mask_type is {shown(kind)}{'' if mask is None else ' with an attention_mask'}; allowed with "
                 "qkv_format 'thd': a padding type without an attention_mask"
             )
         if (q is None) != (kv is None) or (self.packed and q is None):
@@ -178,14 +180,14 @@ class Masking(NamedTuple):
         if not self.packed and self.cu_seqlens_padded != (None, None):
             raise ValueError("cu_seqlens_q_padded and cu_seqlens_kv_padded are for qkv_format 'thd'")
         if q is not None and not padding:
-            raise ValueError(f"cu_seqlens_q is given with attn_mask_type {kind!r}; allowed: a padding type")
+            raise ValueError(f"cu_seqlens_q is given with attn_mask_type {shown(kind)}; allowed: a padding type")
         if q is not None and mask is not None:
             raise ValueError("attention_mask and cu_seqlens_q are both given; allowed: one of the two")
         if mask is None and (kind == "arbitrary" or (padding and q is None)):
             lengths = ", or cu_seqlens_q and cu_seqlens_kv" if padding else ""
-            raise ValueError(f"attn_mask_type is {kind!r}: give attention_mask{lengths}")
+            raise ValueError(f"attn_mask_type is {shown(kind)}: give attention_mask{lengths}")
         if isinstance(mask, tuple) and not padding:
-            raise ValueError(f"attention_mask is a pair with attn_mask_type {kind!r}; allowed: one tensor")
+            raise ValueError(f"attention_mask is a pair with attn_mask_type {shown(kind)}; allowed: one tensor")
         for hidden in () if mask is None else (mask if isinstance(mask, tuple) else (mask,)):
             if hidden.dtype is not torch.bool:
                 raise ValueError(f"attention_mask has dtype {hidden.dtype}; allowed: torch.bool, True is hidden")

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_models.suggestions import shown
+
 from ..collectives import ranks_of
 from ..distributed.tensor_parallel import InitMethod
 from ..module.layernorm_linear import LayerNormLinear
@@ -164,7 +166,7 @@ class MultiheadAttention(nn.Module):
         """
         if (encoder_output is None) == (self.key_value is not None):
             is_given = "missing" if encoder_output is None else "given"
-            raise ValueError(f"encoder_output is {is_given} with attention_type {self.attention_type!r}")
+            raise ValueError(f"encoder_output is {is_given} with attention_type {shown(self.attention_type)}")
         core = self.core_attention
         heads, groups, layout = core.num_attention_heads, core.num_gqa_groups, {"interleaved": self.interleaved}
         first = self.get_submodule(self._first)(hidden_states, is_first_microbatch)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.kernels.norm import l2_norm
+from te_models.suggestions import shown
 
 from ..module.norm import NORMS
 
@@ -36,7 +37,7 @@ def qk_norm(kind: QkNorm | None, channels: int, eps: float, **new: Any) -> nn.Mo
     if kind == "L2Normalization":
         return L2Normalization(eps)
     if kind not in NORMS:
-        raise ValueError(f"qk_norm_type is {kind!r}; allowed: None, 'RMSNorm', 'LayerNorm', 'L2Normalization'")
+        raise ValueError(f"qk_norm_type is {shown(kind)}; allowed: None, 'RMSNorm', 'LayerNorm', 'L2Normalization'")
     return NORMS[kind](channels, eps, **new)
 
 

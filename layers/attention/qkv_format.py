@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from te_models.suggestions import shown
+
 QkvFormat = Literal["sbhd", "bshd", "thd"]
 """[S, B, N, D], [B, S, N, D], or the sequences of a batch one after the other, [T, N, D]."""
 _SHAPES = {
@@ -37,7 +39,7 @@ class Rows(NamedTuple):
 def check_qkv_format(qkv_format: str) -> None:
     """Raise ValueError for a layout that does not exist."""
     if qkv_format not in get_args(QkvFormat):
-        raise ValueError(f"qkv_format is {qkv_format!r}; allowed: {', '.join(map(repr, get_args(QkvFormat)))}")
+        raise ValueError(f"qkv_format is {shown(qkv_format)}; allowed: {', '.join(map(repr, get_args(QkvFormat)))}")
 
 
 def batch_first(name: str, x: Tensor, heads: int, qkv_format: str) -> Tensor:

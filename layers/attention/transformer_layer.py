@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_models.suggestions import shown
+
 from ..distributed.tensor_parallel import InitMethod
 from ..module.layernorm_mlp import LayerNormMLP
 from ..module.norm import NORMS
@@ -90,7 +92,7 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         if layer_type not in ("encoder", "decoder"):
-            raise ValueError(f"layer_type is {layer_type!r}; allowed: 'encoder', 'decoder'")
+            raise ValueError(f"layer_type is {shown(layer_type)}; allowed: 'encoder', 'decoder'")
         of_norm, decoder = apply_residual_connection_post_layernorm, layer_type == "decoder"
         if parallel_attention_mlp and (decoder or of_norm or output_layernorm):
             raise ValueError(

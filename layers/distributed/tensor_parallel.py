@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_models.kernels.torch_versions import own_result
+from te_models.suggestions import shown
 
 from ..collectives import all_gather, all_reduce, check_member, reduce_scatter, resolve_group
 
@@ -30,12 +31,21 @@ ParallelMode = Literal["column", "row"]
 _WEIGHT_DIM = {"column": 0, "row": 1}
 
 
+def split_group(mode: str | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group over which an operation of this mode is split: all ranks where it names none; None: one rank."""
+    if mode is None or not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.group.WORLD if group is None else group
+
+
 class TensorParallelModule(nn.Module):
     """Mixin of layers whose weights may be split. Attributes as in Transformer Engine; `tp_group` is kept by name, so
-    that the layer can be copied and saved. Parameters that are split carry Megatron's `tensor_model_parallel`,
-    `partition_dim` and `partition_stride`."""
+    that the layer can be copied and saved. Parameters that are split, over one rank or several, carry Megatron's
+    `tensor_model_parallel`, `partition_dim` and `partition_stride`."""
 
     parallel_mode: str | None
+    asked_mode: str | None
+    """`parallel_mode` as it was asked for, where there is one rank, too."""
 
     def set_parallel(self, tp_group: dist.ProcessGroup | None, tp_size: int, sequence_parallel: bool) -> None:
         """Take over the arguments of a constructor. tp_group None: the default group where tp_size is its size.
@@ -83,8 +93,9 @@ class TensorParallelModule(nn.Module):
         Sets `parallel_mode`, to None where there is one rank. ValueError for an unknown one.
         """
         if parallel_mode not in (None, *_WEIGHT_DIM):
-            raise ValueError(f"parallel_mode is {parallel_mode!r}; allowed: None, 'column', 'row'")
+            raise ValueError(f"parallel_mode is {shown(parallel_mode)}; allowed: None, 'column', 'row'")
         self.set_parallel(tp_group, tp_size, sequence_parallel)
+        self.asked_mode = parallel_mode
         self.parallel_mode = parallel_mode if self.tp_size > 1 else None
         if self.parallel_mode == "column":
             out_features = self.part(out_features, "out_features")
@@ -93,10 +104,11 @@ class TensorParallelModule(nn.Module):
         return in_features, out_features
 
     def split_dim(self, *, bias: bool = False) -> int | None:
-        """Return the dimension along which the weight [out, in], or the bias [out], is split; None: not split."""
-        if self.parallel_mode is None or (bias and self.parallel_mode == "row"):
+        """Return the dimension along which the weight [out, in], or the bias [out], is split, over one rank, too; None:
+        not split."""
+        if self.asked_mode is None or (bias and self.asked_mode == "row"):
             return None
-        return _WEIGHT_DIM[self.parallel_mode]
+        return _WEIGHT_DIM[self.asked_mode]
 
     def part(self, features: int, name: str) -> int:
         """Return this rank's share of `features`."""
@@ -109,7 +121,7 @@ class TensorParallelModule(nn.Module):
 
         With one seed on all ranks the split layer is the unsplit one. dim None: not split; stride: how many equal
         blocks are split."""
-        if dim is None:
+        if dim is None or self.tp_size == 1:
             init_method(parameter)
             return
         shape = list(parameter.shape)
@@ -137,6 +149,14 @@ class TensorParallelModule(nn.Module):
         if self.tp_size > 1:
             y = _collective(y, "scatter" if self.sequence_parallel else "sum", self)
         return y if bias is None else y + self.for_own_rows(bias).to(y.dtype)
+
+    def rows_gradient(self, dx: Tensor) -> Tensor:
+        """Return the gradient of the argument of `whole_rows` from that of its result."""
+        return dx if self.tp_size == 1 else _collective(dx, "scatter" if self.sequence_parallel else "sum", self)
+
+    def summed_gradient(self, dy: Tensor) -> Tensor:
+        """Return the gradient of the argument of `summed`, without a bias, from that of its result."""
+        return _collective(dy, "gather", self) if self.sequence_parallel else dy
 
     def summed_for_all(self, x: Tensor) -> Tensor:
         """Return the sum over ranks of what each computed from its own features, where every rank goes on to compute

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from te_models.kernels.compiling import compiling
-from te_models.kernels.torch_versions import TORCH_2_11, constant_when_traced
+from te_models.kernels.torch_versions import constant_when_traced, register_constants
 
 from ..quantizer import Quantizer
 from ..quantizer.value import ValueObject, rebuild, value_class
@@ -29,17 +29,10 @@ def text_of(quantizer: Quantizer) -> str:
         raise TypeError(f"a {type(quantizer).__name__} was passed where an operation takes a quantizer")
     if not compiling():
         return _text(quantizer)
-    if TORCH_2_11:  # a quantizer is no constant there, but its fields are
+    if register_constants is None:  # a quantizer is no constant there, but its fields are
         return _dumped(_plain(quantizer))
     # the compiler does not trace the making of a text, but it makes value objects of constants
     return _Text(quantizer).text
-
-
-def with_usages(quantizer: Quantizer, rowwise: bool, columnwise: bool) -> Quantizer:
-    """Return `quantizer.with_usage`, inside a compiled function, too."""
-    if TORCH_2_11:
-        return quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
-    return _Usages(quantizer, rowwise, columnwise).quantizer
 
 
 @functools.lru_cache(maxsize=1024)
@@ -111,14 +104,3 @@ class _Text(ValueObject):
 
     def __init__(self, quantizer: Quantizer) -> None:
         object.__setattr__(self, "text", _text(quantizer))
-
-
-@value_class
-@dataclass(frozen=True, init=False)
-class _Usages(ValueObject):
-    """A quantizer that makes other copies, as a constant of a graph."""
-
-    quantizer: Quantizer
-
-    def __init__(self, quantizer: Quantizer, rowwise: bool, columnwise: bool) -> None:
-        object.__setattr__(self, "quantizer", quantizer.with_usage(rowwise=rowwise, columnwise=columnwise))

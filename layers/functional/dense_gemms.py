@@ -21,7 +21,8 @@ from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand
 from te_models.kernels.gemm.cpu import operand_dtype
 
-from ..quantizer import Fields, IdentityQuantizer, Quantizer, Usage
+from ..quantizer import Fields, Quantizer, Usage
+from ..quantizer.identity import UNQUANTIZED
 from ..quantizer.state import AnyQuantizer, QuantizerState, unrecorded, value_of, with_gradient_state, with_state
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -162,7 +163,7 @@ def dense_gradients(
     quantizers, options, index = config
     override, scale, key = quantizers.backward_override, state.scale, state.key
     of_x, weight_fields = saved.parts(tensors)
-    quantizer: AnyQuantizer = IdentityQuantizer()
+    quantizer: AnyQuantizer = UNQUANTIZED
     if not override:
         quantizer = with_gradient_state(quantizers.grad_output, state, lambda: _amax(dy.detach()), index)
         if state.grad_statistics is not None:

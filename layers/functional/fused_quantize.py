@@ -13,7 +13,7 @@ under every recipe.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -122,24 +122,49 @@ def fused_storage(
     return STORAGE_CLASSES[value.FORMAT](quantizer.fields_of_output(copies), value, matrix, dtype)
 
 
-def quantized_output(y: Tensor, quantizer: Quantizer) -> QuantizedTensor:
-    """Return y: [..., C] quantized rowwise, in its shape; the gradient passes unchanged. ValueError for a quantizer
-    that scales by live tensors, of which an output has none."""
-    if quantizer.NEEDS_STATE:
-        raise ValueError(
-            "fp8_output is True under delayed scaling, which has no scale for outputs here; allowed: another recipe"
-        )
-    if not compiling():  # a graph cannot make a new quantizer
+def quantized_output(y: Tensor, quantizer: AnyQuantizer) -> QuantizedTensor:
+    """Return y: [..., C] quantized rowwise, in its shape; the gradient passes unchanged."""
+    if isinstance(quantizer, Quantizer):
         quantizer = quantizer.with_usage(rowwise=True, columnwise=False)
     return _QuantizedOutput.apply(y, quantizer)
 
 
+def quantized_gradient(
+    x: Tensor, quantizer: Quantizer, key: Tensor | None, live: Callable[[], AnyQuantizer] | None
+) -> Tensor:
+    """Return x [..., C], whose gradient comes as a tensor that `quantizer` makes. live: returns what to quantize with
+    when the backward pass runs; None: `quantizer`; key: of this pass, for stochastic rounding."""
+    if key is not None:
+        key = torch.stack((key[0] + _OF_INPUT_GRADIENTS, key[1]))  # not the bits of the output's gradient
+    return _QuantizedGradient.apply(x, quantizer, key, live)
+
+
+def _as_tensor(x: Tensor, quantizer: AnyQuantizer, key: Tensor | None = None) -> QuantizedTensor:
+    rows, value = x.detach().reshape(-1, x.shape[-1]), value_of(quantizer)
+    fields = quantizer.quantize_fields(rows, key)
+    return TENSOR_CLASSES[value.FORMAT](fields, value, x.shape, x.dtype, matrix_shape=rows.shape)
+
+
+_OF_INPUT_GRADIENTS = 2**61
+
+
+class _QuantizedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, key: Tensor | None, live: Any) -> Tensor:
+        ctx.quantizer, ctx.live = quantizer, live
+        ctx.save_for_backward(key)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
+        quantizer = ctx.quantizer if ctx.live is None else ctx.live()
+        return _as_tensor(dx, quantizer, *ctx.saved_tensors), None, None, None
+
+
 class _QuantizedOutput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, quantizer: Quantizer) -> QuantizedTensor:
-        rows = y.detach().reshape(-1, y.shape[-1])
-        fields = quantizer.quantize_fields(rows)
-        return TENSOR_CLASSES[quantizer.FORMAT](fields, quantizer, y.shape, y.dtype, matrix_shape=rows.shape)
+    def forward(ctx: Any, y: Tensor, quantizer: AnyQuantizer) -> QuantizedTensor:
+        return _as_tensor(y, quantizer)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:

@@ -26,8 +26,9 @@ from te_models.kernels.grouped_gemm import (
 from te_models.kernels.grouped_gemm.scaled import dequantized_wgrad
 from te_models.kernels.without_autocast import without_autocast
 
-from ..quantizer import Fields, IdentityQuantizer, Quantizer, Usage
+from ..quantizer import Fields, Quantizer, Usage
 from ..quantizer.group_offsets import GroupOffsets
+from ..quantizer.identity import UNQUANTIZED
 from ..quantizer.state import AnyQuantizer, QuantizerState, unrecorded, with_gradient_state, with_state
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -138,7 +139,7 @@ def grouped_gradients(
     quantizers, options, _ = config
     override, scale, key = quantizers.backward_override, state.scale, state.key
     of_x, fields = saved.parts(tensors)
-    quantizer: AnyQuantizer = IdentityQuantizer()
+    quantizer: AnyQuantizer = UNQUANTIZED
     if not override:
         quantizer = with_gradient_state(quantizers.grad_output, state, lambda: offsets.amax(dy.detach()))
         if state.grad_statistics is not None:

@@ -15,9 +15,9 @@ from torch import Tensor
 from te_models.kernels.custom_op import Alias, Output, differentiable, like, operation
 from te_models.kernels.gemm.dense import linear as dense
 from te_models.kernels.gemm.dense import multiply
+from te_models.suggestions import shown
 
 from ..dynamo.custom_op import QuantizedResult, quantized_like
-from ..dynamo.quantizer_string import with_usages
 from ..quantizer.delayed import update_amax_
 from ..quantizer.state import NO_STATE, QuantizerState
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers
@@ -36,7 +36,7 @@ Boundary = Literal["kernel", "layer"]
 def check_boundary(boundary: str, tp_size: int, delay_wgrad_compute: bool) -> Boundary:
     """Return the boundary. ValueError for an unknown one, and for "layer" with what one operation cannot do."""
     if boundary not in ("kernel", "layer"):
-        raise ValueError(f"boundary is {boundary!r}; allowed: 'kernel', 'layer'")
+        raise ValueError(f"boundary is {shown(boundary)}; allowed: 'kernel', 'layer'")
     refused = {"a weight that is split over ranks": tp_size > 1, "delay_wgrad_compute=True": delay_wgrad_compute}
     for what, there in refused.items():
         if there and boundary == "layer":
@@ -59,7 +59,7 @@ def _saved(x: Tensor, quantizers: GemmQuantizers, save_original_input: bool, nee
     if quantizers == HIGH_PRECISION or override == "high_precision" or (override is None and save_original_input):
         return Alias("x")
     rowwise = quantizers.input.symmetric or override is not None
-    return quantized_like(x, with_usages(quantizers.input, rowwise, not rowwise))
+    return quantized_like(x, quantizers.input.with_usage(rowwise=rowwise, columnwise=not rowwise))
 
 
 def _results(

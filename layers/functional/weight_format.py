@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 
 from te_models.kernels.compiling import compiling
-from te_models.kernels.torch_versions import TORCH_2_11, constant_when_traced, equal_values
+from te_models.kernels.torch_versions import constant_when_traced, equal_values, register_constants
 
 from ..quantizer import Quantizer
 from ..recipe.base import GemmQuantizers, refuse_transformed, refuse_two_dimensional
@@ -21,11 +21,12 @@ _FORM = (
     "block_scaling_dim",
     "force_pow_2_scales",
     "two_dimensional",
-    "with_2d_quantization",
     "rowwise_quantizer",
     "columnwise_quantizer",
 )
 """The fields of quantizers that a stored number depends on; not those that say which copies there are."""
+_FORM_OF_NVFP4 = (*_FORM, "with_2d_quantization")
+"""MXFP8 has this name, too: Transformer Engine's of two_dimensional."""
 _warned: set[str] = set()
 
 
@@ -33,8 +34,8 @@ def check_format(weight: QuantizedTensor, quantizer: Quantizer) -> None:
     """Raise ValueError where a quantized weight is not in the format that the recipe in force wants; warn once where it
     is in another form of that format."""
     stored = weight.quantizer
-    # traced by torch 2.11 under dynamic=True, a comparison makes graph inputs of floats; the form has none
-    if stored is quantizer or (not (TORCH_2_11 and compiling()) and equal_values(stored, quantizer)):
+    # where quantizers are no constants, a comparison traced under dynamic=True makes graph inputs of floats
+    if stored is quantizer or (not (register_constants is None and compiling()) and equal_values(stored, quantizer)):
         return
     if stored.FORMAT != quantizer.FORMAT:
         raise ValueError(
@@ -42,7 +43,7 @@ def check_format(weight: QuantizedTensor, quantizer: Quantizer) -> None:
             "allowed: a recipe of the stored format, or autocast(enabled=False)"
         )
     # under delayed scaling a stored weight's scale always comes from its own amax
-    names = ("fp8_dtype",) if quantizer.NEEDS_STATE else _FORM
+    names = ("fp8_dtype",) if quantizer.NEEDS_STATE else _FORM_OF_NVFP4 if stored.FORMAT == "nvfp4" else _FORM
     others = [name for name in names if getattr(stored, name, None) != getattr(quantizer, name, None)]
     if others:
         form = ", ".join([f"{name} {getattr(stored, name)}" for name in others])

@@ -1,6 +1,6 @@
 """The recipe in force: `autocast` for what layers compute, `quantized_model_init` for what they store.
 
-In force in the thread that opens the region, and in no other, see `regions`. The context managers nest, also one object
+In force in the thread that opens the region, and in no other, see `context`. The context managers nest, also one object
 in itself, and the compiler follows those opened inside a compiled function.
 """
 
@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from te_models.kernels.compiling import compiling
+from te_models.suggestions import shown
 
 from ..collectives import check_group
+from ..recipe.assignment import current_value
 from ..recipe.base import Recipe
 from ..recipe.context import Region, state
 from ..recipe.recipe_use import live_modules, put_in_force
@@ -34,7 +36,7 @@ def storage_recipe() -> Recipe | None:
 
 def _checked(enabled: bool, recipe: Recipe | None) -> Recipe | None:
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe is {recipe!r}; allowed: a Recipe such as MXFP8BlockScaling(), or None")
+        raise TypeError(f"recipe is {shown(recipe)}; allowed: a Recipe such as MXFP8BlockScaling(), or None")
     if not enabled:
         return None
     return Float8CurrentScaling() if recipe is None else recipe
@@ -84,10 +86,13 @@ class autocast(Region):
                 "amax_reduction_group is not the outermost autocast region's, at whose exit all scales are "
                 "updated; give it there"
             )
-        in_force: dict[str, Any] = {"compute": self._recipe, "calibrating": self._calibrating}
-        in_force["amax_reduction_group"], in_force["touched"] = group, touched
-        self._enter(in_force)
-        put_in_force(self._recipe)
+        recipe = self._recipe
+        if recipe is not None and recipe.assigned is not None:
+            recipe = current_value(recipe)
+        values: dict[str, Any] = {"compute": recipe, "calibrating": self._calibrating}
+        values["amax_reduction_group"], values["touched"] = group, touched
+        self._enter(values)
+        put_in_force(recipe)
         s.depth += 1
         return self
 
@@ -124,6 +129,13 @@ class quantized_model_init(Region):
         super().__init__(
             storage=_checked(enabled, recipe), preserve_init_val=enabled and preserve_high_precision_init_val
         )
+
+    def __enter__(self) -> Self:
+        recipe = self._values["storage"]
+        if recipe is None or recipe.assigned is None:
+            return super().__enter__()
+        self._enter(self._values | {"storage": current_value(recipe)})
+        return self
 
 
 class microbatch(Region):

@@ -88,3 +88,20 @@ def _update(rule: DelayedRule, modules: list[QuantizedModule], group: dist.Proce
     parts = zip(modules, history.split(sizes, dim=2), scale.split(sizes, dim=1), strict=True)
     for module, its_history, its_scale in parts:
         module.move_scales_on(its_scale.contiguous(), its_history.contiguous())
+    outer = [module for module in modules if module.outer_used]
+    if outer:
+        _update_outer(rule, outer, group)
+
+
+def _update_outer(rule: DelayedRule, modules: list[QuantizedModule], group: dist.ProcessGroup | None) -> None:
+    """Update what outputs and input gradients are scaled by, in the layers that quantize these."""
+    history_len, margin, algorithm, reduce_amax, hybrid = rule
+    amaxes = [module.fp8_outer_amax.clone() for module in modules]
+    if reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        amaxes = reduce_amaxes(amaxes, group)
+    for module, last in zip(modules, amaxes, strict=True):
+        history, scale = module.outer_history(history_len - 1), module.fp8_outer_scale
+        limits = torch.stack([torch.full_like(last[0], torch.finfo(_DTYPES[hybrid][role]).max) for role in (0, 2)])
+        module.fp8_outer_scale = next_scale(scale, torch.cat((last[None], history)), last, limits, margin, algorithm)
+        module.fp8_outer_history = next_history(history, last)
+        module.fp8_outer_amax.zero_()

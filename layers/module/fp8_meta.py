@@ -1,9 +1,9 @@
 """`fp8_meta` and `quantizers` of layers, and recipe states, in the form that programs of Transformer Engine read.
 
 A layer keeps its state by role, see `recipe_state`; there it is by slot: in the forward pass 3 g + (0: input, 1:
-weight, 2: output) of GEMM g, in the backward pass 2 g + (0: grad_output, 1: grad_input). Here nothing is quantized with
-the last of each, whose scale is 1 and whose history is 0. Row 0 of a history [length, slots] is the amax recorded since
-the last update, and the last row is the newest of the earlier ones.
+weight, 2: output) of GEMM g, in the backward pass 2 g + (0: grad_output, 1: grad_input). The last of each is used under
+fp8_output and fp8_grad alone; elsewhere it has the scale 1 and the history 0. Row 0 of a history [length, slots] is the
+amax recorded since the last update, and the last row is the newest of the earlier ones.
 
 What is read is a copy in that order, which cannot be written to in place; assigning `scale` or `amax_history` of a
 state writes the layer's own.
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+
+from te_models.suggestions import shown
 
 from ..quantizer import Quantizer
 from ..quantizer.delayed import ROLES, Float8Quantizer
@@ -32,6 +34,8 @@ SLOTS: dict[Mode, tuple[str | None, ...]] = {"forward": ("input", "weight", None
 """The roles of one GEMM's slots; None: nothing is quantized there."""
 _ROWS = {mode: [None if role is None else ROLES.index(role) for role in roles] for mode, roles in SLOTS.items()}
 """The rows of a layer's state that the slots are."""
+KINDS: tuple[Mode, Mode] = ("forward", "backward")
+"""The directions in the order of what is kept of quantized outputs and input gradients."""
 KEYS: dict[str, Mode] = {"scaling_fwd": "forward", "scaling_bwd": "backward"}
 
 
@@ -64,7 +68,7 @@ class RecipeState:
         roles: Sequence[QuantizerRole | None] | None = None,
     ) -> None:
         if mode not in SLOTS:
-            raise ValueError(f"mode is {mode!r}; allowed: 'forward', 'backward'")
+            raise ValueError(f"mode is {shown(mode)}; allowed: 'forward', 'backward'")
         if roles is not None and len(roles) != num_quantizers:
             raise ValueError(f"roles has {len(roles)} entries; allowed: {num_quantizers}, one per quantizer")
         self.recipe, self.num_quantizers, self.roles, self.device = recipe, num_quantizers, roles, device
@@ -98,8 +102,15 @@ class RecipeState:
             kind = SLOTS[self.mode][slot % len(SLOTS[self.mode])]
         return kind or ("input" if self.mode == "forward" else "grad_output")
 
+    def _quantizer_role(self, slot: int) -> QuantizerRole:
+        role = self.roles[slot] if self.roles is not None else None
+        return QuantizerRole("linear", self._role_of(slot), "", "Linear") if role is None else role
+
     def make_quantizers(self) -> list[Any]:
-        """Return one quantizer per slot, by its role, or by its place where it has none."""
+        """Return one quantizer per slot, by its role, or by its place where it has none; of a CustomRecipe what its
+        qfactory returns for the very role."""
+        if self.recipe.custom():
+            return [self.recipe.quantizer_for(self._quantizer_role(slot)) for slot in range(self.num_quantizers)]  # type: ignore[attr-defined]
         chosen: GemmQuantizers = self.recipe.quantizers("Linear", "")
         return [getattr(chosen, self._role_of(slot)).copy() for slot in range(self.num_quantizers)]
 
@@ -121,7 +132,9 @@ class DelayedScalingRecipeState(RecipeState):
         """The factors that slots are multiplied with before the cast."""
         if self._layer is None:
             return self._scale
-        return _by_slot(self._layer.fp8_scale, self.mode, 1.0).as_subclass(StateCopy)
+        layer = self._layer
+        outer = layer.fp8_outer_scale[KINDS.index(self.mode)] if layer.outer_used else 1.0
+        return _by_slot(layer.fp8_scale, self.mode, outer).as_subclass(StateCopy)
 
     @scale.setter
     def scale(self, values: Tensor) -> None:
@@ -133,6 +146,12 @@ class DelayedScalingRecipeState(RecipeState):
         self._layer.fp8_scale = own
 
     @property
+    def scale_inv(self) -> Tensor:
+        """What slots are multiplied with after the cast, 1 / scale, which follows from it and takes no assignment."""
+        inverse = torch.div(1.0, self.scale)
+        return inverse.as_subclass(StateCopy)
+
+    @property
     def amax_history(self) -> Tensor:
         """The recorded amaxes."""
         if self._layer is None:
@@ -140,7 +159,10 @@ class DelayedScalingRecipeState(RecipeState):
         layer, length = self._layer, self.recipe.amax_history_len  # type: ignore[attr-defined]
         now = torch.cat((layer.fp8_amax, layer.recorded_gradient_amax()[None]))
         whole = torch.cat((now[None], layer.delayed_history(length - 1).flip(0)))
-        return torch.stack([_by_slot(row, self.mode, 0.0) for row in whole]).as_subclass(StateCopy)
+        outer = torch.cat((layer.fp8_outer_amax[None], layer.outer_history(length - 1).flip(0)))
+        rest = outer[:, KINDS.index(self.mode)] if layer.outer_used else [0.0] * length
+        rows = [_by_slot(row, self.mode, own) for row, own in zip(whole, rest, strict=True)]
+        return torch.stack(rows).as_subclass(StateCopy)
 
     @amax_history.setter
     def amax_history(self, values: Tensor) -> None:
@@ -165,9 +187,9 @@ class DelayedScalingRecipeState(RecipeState):
         return [Float8Quantizer(self._scale[i], amaxes[i : i + 1], self.dtype) for i in range(self.num_quantizers)]
 
 
-def _by_slot(values: Tensor, mode: Mode, otherwise: float) -> Tensor:
+def _by_slot(values: Tensor, mode: Mode, otherwise: float | Tensor) -> Tensor:
     """Return values [3, G] of the roles in the order of slots: [3 G] or [2 G]."""
-    rest = torch.full_like(values[0], otherwise)
+    rest = torch.zeros_like(values[0]) + otherwise
     return torch.stack([rest if row is None else values[row] for row in _ROWS[mode]], 1).flatten().detach()
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_models.suggestions import shown
+
 from ..distributed.tensor_parallel import InitMethod
 from ..functional.linear import linear
 from ..te_arguments import takes_at_default, takes_parallel_options
@@ -56,7 +58,9 @@ class LayerNormLinear(PrecedingNorm, SplitParameters):
     ) -> None:
         super().__init__(1, name, fuse_wgrad_accumulation, delay_wgrad_compute, False)
         if parallel_mode not in (None, "column"):
-            raise ValueError(f"parallel_mode is {parallel_mode!r}; allowed: None, 'column' (a norm needs whole rows)")
+            raise ValueError(
+                f"parallel_mode is {shown(parallel_mode)}; allowed: None, 'column' (a norm needs whole rows)"
+            )
         ranks: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "sequence_parallel": sequence_parallel}
         sizes = self.split_features(parallel_mode, in_features, out_features, **ranks)
         self.in_features, self.out_features = sizes
@@ -82,22 +86,24 @@ class LayerNormLinear(PrecedingNorm, SplitParameters):
         self, x: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Tensor | tuple[Tensor | None, ...]:
         """x: [..., in_features] -> [..., out_features], in the compute dtype. The arguments: as for `Linear`."""
-        found = self.forward_with_norm(x, is_first_microbatch, self.return_layernorm_output)[0]
-        if not (fp8_output or fp8_grad):
+        found = self.forward_with_norm(x, is_first_microbatch, self.return_layernorm_output, fp8_grad)[0]
+        if not fp8_output:
             return found
         y, *others = found if isinstance(found, tuple) else (found,)
         assert y is not None, "only a bias or a norm is left out"
-        y = self.output(y, fp8_output, fp8_grad)
+        y = self.output(y)
         return (y, *others) if others else y
 
     def forward_with_norm(
-        self, x: Tensor, is_first_microbatch: bool | None = None, wanted: bool = True
+        self, x: Tensor, is_first_microbatch: bool | None = None, wanted: bool = True, fp8_grad: bool = False
     ) -> tuple[Tensor | tuple[Tensor | None, ...], Tensor | None]:
         """Return (what `forward` returns, norm(x) [..., in_features], or None where it is not `wanted` and the norm may
         be fused with the quantization)."""
         weight, own = self.joined("weight"), self.joined("bias")
         call = self.gemm_call((weight,), is_first_microbatch, 0)
         bias, normed = None if self.return_bias else own, None
+        if fp8_grad:
+            x = self.with_quantized_gradient(x, call)
         if self.parallel_mode is None and not wanted:
             y = linear(x, weight, bias, call, self.prologue())
         else:

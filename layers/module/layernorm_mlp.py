@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_models.kernels.activation import Activation
+from te_models.suggestions import shown
 
 from ..distributed.tensor_parallel import InitMethod, TensorParallelModule
 from ..functional.fused_quantize import Prologue
@@ -87,8 +88,9 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
     ) -> None:
         super().__init__(2, name, fuse_wgrad_accumulation, delay_wgrad_compute, False)
         if activation not in MLP_ACTIVATIONS:
-            raise ValueError(f"activation is {activation!r}; allowed: {', '.join(map(repr, MLP_ACTIVATIONS))}")
+            raise ValueError(f"activation is {shown(activation)}; allowed: {', '.join(map(repr, MLP_ACTIVATIONS))}")
         self.set_parallel(tp_group, tp_size, sequence_parallel)
+        self.asked_mode = "column" if set_parallel_mode else None
         self.set_parallel_mode = set_parallel_mode and self.tp_size > 1
         if self.set_parallel_mode:
             ffn_hidden_size = self.part(ffn_hidden_size, "ffn_hidden_size")
@@ -130,7 +132,7 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
                 bias.zero_()
 
     def _split_dims(self) -> tuple[int | None, int | None]:
-        return (0, 1) if self.set_parallel_mode else (None, None)
+        return (None, None) if self.asked_mode is None else (0, 1)
 
     def weight_names(self) -> tuple[str, ...]:
         return ("fc1_weight", "fc2_weight")

@@ -79,8 +79,10 @@ class Linear(SplitParameters):
     ) -> Tensor | tuple[Tensor | None, ...]:
         """x: [..., in_features] -> [..., out_features], in the compute dtype. is_first_microbatch: True quantizes the
         weight and caches the result, False uses what is cached, None quantizes without caching; True writes to a main
-        gradient, see `GemmModule`. fp8_output: under a recipe (but DelayedScaling: ValueError) return y as a quantized
-        tensor, rowwise, in the format of the recipe's inputs; fp8_grad is taken as False only. activation: x is its
+        gradient, see `GemmModule`. fp8_output: under a recipe return y as a quantized tensor, rowwise, in the
+        format of the recipe's inputs; fp8_grad: the gradient of x is a quantized tensor in the format of its gradients,
+        with the copies that their quantizer makes. Under DelayedScaling both have scales of their own. ValueError for
+        fp8_grad in compiled code. activation: x is its
         input, [..., 2 in_features] if it is gated; on an accelerator its result is quantized in the same pass."""
         prologue = None if activation is None else Prologue(activation)
         if self.parameters_split is None:
@@ -89,14 +91,16 @@ class Linear(SplitParameters):
             weight, own = self.joined("weight"), self.joined("bias")
         row = self.parallel_mode == "row"
         call = self.gemm_call((weight,), is_first_microbatch, 0)
+        if fp8_grad:
+            x = self.with_quantized_gradient(x, call)
         if self.parallel_mode == "column":
             x, prologue = self.whole_rows(x if prologue is None else prologue.run(x)), None
         bias = None if self.return_bias else own
         run = linear if self.boundary == "kernel" else linear_layer
         y = run(x, weight, None if row else bias, call, prologue)
         y = self.summed(y, bias) if row else y
-        if fp8_output or fp8_grad:
-            y = self.output(y, fp8_output, fp8_grad)
+        if fp8_output:
+            y = self.output(y)
         if not self.return_bias:
             return y
         return self.results(y, self.for_own_rows(own) if row and own is not None else own)

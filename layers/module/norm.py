@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.kernels.norm import Norm, layer_norm, rms_norm
+from te_models.suggestions import shown
 
 from ..functional.fused_quantize import Prologue
 from ..te_arguments import leave_extra_state, takes_also, takes_at_default
@@ -33,7 +34,7 @@ class _Norm(nn.Module):
     ) -> None:
         super().__init__()
         if cast_order not in ("weight_first", "weight_last"):
-            raise ValueError(f"cast_order is {cast_order!r}; allowed: 'weight_first', 'weight_last'")
+            raise ValueError(f"cast_order is {shown(cast_order)}; allowed: 'weight_first', 'weight_last'")
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if not shape:
             raise ValueError("normalized_shape is empty; allowed: a number, or a sequence of numbers")
@@ -189,7 +190,7 @@ def default_cast_order(normalization: str) -> str:
     """Return where the named norm rounds unless told otherwise; an unknown name raises ValueError."""
     orders = {"RMSNorm": "weight_last", "LayerNorm": "weight_first"}
     if normalization not in orders:
-        raise ValueError(f"normalization is {normalization!r}; allowed: 'LayerNorm', 'RMSNorm'")
+        raise ValueError(f"normalization is {shown(normalization)}; allowed: 'LayerNorm', 'RMSNorm'")
     return orders[normalization]
 
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from te_models.kernels.compiling import compiling
+from te_models.suggestions import shown
+
 from ..distributed.tensor_parallel import InitMethod, TensorParallelModule
-from ..functional.fused_quantize import quantized_output
-from ..te_arguments import require_default
+from ..functional.fused_quantize import quantized_gradient, quantized_output
+from ..functional.linear import GemmCall
+from ..quantizer import Quantizer
+from ..quantizer.state import AnyQuantizer
+from ..recipe.base import HIGH_PRECISION
+from ..recipe.recipe_use import untracked_side_effect
 from .base import GemmModule
 from .primary_weights import empty_parameter, materialising
 
@@ -72,11 +80,35 @@ class SplitParameters(TensorParallelModule, GemmModule):
         parts = [getattr(self, name) for name in self._names(kind)]
         return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)
 
-    def output(self, y: Tensor, fp8_output: bool, fp8_grad: bool) -> Tensor:
-        """Return y, with fp8_output as the recipe in force quantizes the input of a GEMM, if one is."""
-        require_default("fp8_grad", fp8_grad, False)
-        quantizers = self.gemm_quantizers() if fp8_output else None
-        return y if quantizers is None else quantized_output(y, quantizers.input)
+    def output(self, y: Tensor) -> Tensor:
+        """Return y as the recipe in force quantizes the input of a GEMM, if one is; under delayed scaling with a scale
+        of the earlier outputs."""
+        quantizers = self.gemm_quantizers()
+        if quantizers is None:
+            return y
+        return quantized_output(y, self._outer(quantizers.input, 0))
+
+    def with_quantized_gradient(self, x: Tensor, call: GemmCall | None) -> Tensor:
+        """Return x, whose gradient will be a quantized tensor, as the recipe in force quantizes gradients, if one is:
+        with the copies that its quantizer makes. ValueError in a graph. call: of the layer."""
+        if call is None or call.config is None or call.config.quantizers is HIGH_PRECISION or not x.requires_grad:
+            return x
+        quantizer = call.config.quantizers.grad_output
+        if compiling():
+            raise ValueError(
+                "fp8_grad is True in a compiled function, out of whose graph torch lets no quantized gradient; "
+                "allowed: the layer outside of compiled code"
+            )
+        live = functools.partial(self._outer, quantizer, 1) if quantizer.NEEDS_STATE else None
+        return quantized_gradient(x, quantizer, call.state.key, live)
+
+    def _outer(self, quantizer: Quantizer, slot: int) -> AnyQuantizer:
+        """Return the live quantizer of outputs (0) or input gradients (1) under delayed scaling, else `quantizer`."""
+        if not quantizer.NEEDS_STATE:
+            return quantizer
+        untracked_side_effect(setattr, self, "outer_used", True)
+        amax = self.fp8_outer_amax[slot] if self.training else None
+        return quantizer.with_state(self.fp8_outer_scale[slot], amax)  # type: ignore[attr-defined]
 
     @materialising
     @torch.no_grad()
@@ -98,7 +130,7 @@ class SplitParameters(TensorParallelModule, GemmModule):
 def rows_of(parameters_split: ParametersSplit, out_features: int) -> dict[str, int]:
     """Return the rows of each parameter by its prefix, "query_" for "query"."""
     if isinstance(parameters_split, str) or not parameters_split:
-        raise ValueError(f"parameters_split is {parameters_split!r}; allowed: names, or rows by name, or None")
+        raise ValueError(f"parameters_split is {shown(parameters_split)}; allowed: names, or rows by name, or None")
     names = list(parameters_split)
     prefixes = [f"{name.rstrip('_')}_" for name in names]
     if len(set(prefixes)) < len(prefixes):

@@ -8,6 +8,7 @@ G GEMMs; the 3 roles are input, weight and grad_output:
                                                       generation, how many updates there were
     fp8_gradient_log, fp8_gradient_seen [2, LOG, G]   of gradients, the amaxes that graphs recorded, now and at the last
                                                       update
+    fp8_outer_scale, fp8_outer_amax [2], fp8_outer_history [length - 1, 2]   of quantized outputs and input gradients
     fp8_statistics [S, 2, 5], fp8_grad_statistics     of S GEMMs apart, see `quantization_statistics`; [S, 5]
     fp8_rng_state [2] int64                           (seed, counter) of stochastic rounding
 
@@ -25,12 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from te_models.kernels.compiling import compiling
+from te_models.kernels.torch_versions import constant_when_traced
+from te_models.suggestions import shown
 
 from ..quantizer.delayed import GENERATIONS, LOG, ROLES, STATISTICS, logged_amax
 from ..quantizer.state import STREAMS, default_seed
 from ..recipe.base import Recipe
 from ..recipe.context import state
-from ..recipe.recipe_use import RecipeUse, choose, register_layer
+from ..recipe.recipe_use import RecipeUse, choose, live_modules, register_layer
 from ..recipe.recipes import DelayedRule, DelayedScaling
 from ..te_arguments import (
     EXTRA_STATE_INSTEAD,
@@ -45,14 +48,16 @@ from ..tensor.quantized_tensor import module_conversion
 from .weight_cache import move_cached_weights
 
 _DELAYED_NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_history")
-_SAVED_NAMES = (*_DELAYED_NAMES, "fp8_rng_state")
+_OUTER_NAMES = ("fp8_outer_scale", "fp8_outer_amax", "fp8_outer_history")
+_SAVED_NAMES = (*_DELAYED_NAMES, *_OUTER_NAMES, "fp8_rng_state")
 _PLACED_NAMES = (
     "fp8_gradient",
     "fp8_gradient_log",
     "fp8_gradient_seen",
     "_fp8_scale",
     "fp8_amax",
-    "fp8_history",
+    "_history",
+    *_OUTER_NAMES,
     "fp8_rng_state",
     "fp8_statistics",
     "fp8_grad_statistics",
@@ -73,12 +78,17 @@ class RecipeStateModule(nn.Module):
         self.state_in_state_dict = True  # False: `recipe_state(model)` alone gives it
         self.reduce_amax = True  # False: other ranks have other GEMMs here, so delayed scaling reduces no amaxes
         self.delayed_rule: DelayedRule | None = None
-        self.fp8_history: Tensor | None = None
+        self._history: Tensor | None = None  # of zeros where only graphs know of it, see `fp8_history`
+        self._has_history = False
         self._fp8_scale = torch.ones(len(ROLES), num_gemms, dtype=torch.float32, device=real_default_device())
         self.fp8_amax = torch.zeros_like(self.fp8_scale[:2])
         self.fp8_gradient = torch.stack((self.fp8_amax[0], self.fp8_scale[2], self.fp8_amax[0]))
         self.fp8_gradient_log = self.fp8_scale.new_zeros(2, LOG, num_gemms)
         self.fp8_gradient_seen = torch.zeros_like(self.fp8_gradient_log)
+        self.fp8_outer_scale = self.fp8_scale.new_ones(2)
+        self.fp8_outer_amax = self.fp8_scale.new_zeros(2)
+        self.fp8_outer_history: Tensor | None = None
+        self.outer_used = False  # whether outputs or input gradients were quantized under delayed scaling
         self.gradients_logged = False  # whether there is a graph whose backward pass records
         self.fp8_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), 2, len(STATISTICS))
         self.fp8_grad_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), len(STATISTICS))
@@ -109,6 +119,16 @@ class RecipeStateModule(nn.Module):
         self.fp8_gradient = torch.stack((self.fp8_gradient[0], scale[2], self.fp8_gradient[2]))
 
     @property
+    def fp8_history(self) -> Tensor | None:
+        """The earlier amaxes, [length - 1, 3, G], newest first; None before there are any. (A graph in which a region
+        ends reads zeros then, so that it is the same graph as in the next call.)"""
+        return self._history if self._has_history else None
+
+    @fp8_history.setter
+    def fp8_history(self, history: Tensor | None) -> None:
+        self._history, self._has_history = history, history is not None
+
+    @property
     def fp8_grad_amax(self) -> Tensor:
         """The amax of gradients that was recorded since the last update, [G]; what is written to it counts."""
         if self.gradients_logged:
@@ -126,7 +146,7 @@ class RecipeStateModule(nn.Module):
         """Take the scales [3, G] and the history of an update, and begin to record anew."""
         # a new scale, because a backward pass that is still to come needs the old one; the same tensor for gradients,
         # because that pass will read and write it
-        self._fp8_scale, self.fp8_history = scale, history
+        self._fp8_scale, self._history, self._has_history = scale, history, True
         self.fp8_amax.zero_()
         generation = self.fp8_gradient[2]
         if compiling() or self.gradients_logged:
@@ -176,12 +196,20 @@ class RecipeStateModule(nn.Module):
     def delayed_history(self, length: int) -> Tensor:
         """Return the earlier amaxes, [length, 3, G], cut or filled up with zeros to the length asked."""
         shape = self.fp8_scale.shape
-        history = self.fp8_history
+        if compiling():
+            _histories_before_tracing(length)
+        history = self._history
         if history is None:
             return self.fp8_scale.new_zeros(length, *shape)
         if history.shape[0] == length:
             return history
         return torch.cat((history[:length], history.new_zeros(max(0, length - history.shape[0]), *shape)))
+
+    def outer_history(self, length: int) -> Tensor:
+        """Return `delayed_history`, [length, 2], of the quantized outputs and input gradients."""
+        history = self.fp8_outer_scale.new_zeros(0, 2) if self.fp8_outer_history is None else self.fp8_outer_history
+        history = history[:length]
+        return torch.cat((history, history.new_zeros(length - history.shape[0], 2)))
 
     def recipe_state(self) -> dict[str, Tensor]:
         """Return the state that a resumed run needs, by attribute name; empty if no recipe with state has run and none
@@ -189,6 +217,8 @@ class RecipeStateModule(nn.Module):
         names: tuple[str, ...] = ()
         if self.fp8_history is not None:
             names += _DELAYED_NAMES
+        if self.fp8_outer_history is not None:
+            names += _OUTER_NAMES
         seed, counter = self.fp8_rng_state.tolist()
         if counter != 0 or seed >= 0 or self._stream_prepared:  # in use, or given by set_rounding_seed
             names += ("fp8_rng_state",)
@@ -206,9 +236,10 @@ class RecipeStateModule(nn.Module):
         """Take over what `recipe_state` gave. Names that are absent keep their values. Raises ValueError."""
         for name, value in values.items():
             if name not in _SAVED_NAMES:
-                raise ValueError(f"{name!r} is not a name of recipe state; allowed: {', '.join(_SAVED_NAMES)}")
-            expected = self.fp8_scale if name == "fp8_history" else getattr(self, name)
-            shape = value.shape[1:] if name == "fp8_history" else value.shape
+                raise ValueError(f"{shown(name)} is not a name of recipe state; allowed: {', '.join(_SAVED_NAMES)}")
+            histories = {"fp8_history": self.fp8_scale, "fp8_outer_history": self.fp8_outer_scale}
+            expected = histories[name] if name in histories else getattr(self, name)
+            shape = value.shape[1:] if name in histories else value.shape
             if shape != expected.shape:
                 raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(expected.shape)}")
             if value.is_floating_point() != expected.is_floating_point():
@@ -220,6 +251,7 @@ class RecipeStateModule(nn.Module):
                     self.fp8_gradient_seen = self.fp8_gradient_log.clone()
                 else:
                     setattr(self, name, own)
+            self.outer_used |= name in _OUTER_NAMES
 
     def get_extra_state(self) -> Tensor:
         """Return `recipe_state` as bytes, uint8 [n] on the CPU, [0] where there is none: for scripts that save it under
@@ -254,6 +286,15 @@ class RecipeStateModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         if prefix + KEY in args[2]:  # torch misses it
             args[2].remove(prefix + KEY)
+
+
+@constant_when_traced
+def _histories_before_tracing(length: int) -> bool:
+    """Give all layers that have no history one of zeros, when a graph is traced and not in it."""
+    for module in live_modules():
+        if module._history is None:
+            module._history = module.fp8_scale.new_zeros(length, *module.fp8_scale.shape)
+    return True
 
 
 def real_default_device() -> torch.device:

@@ -9,6 +9,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from te_models.suggestions import shown
+
 from ..recipe.base import Recipe
 from .autocast import quantized_model_init
 from .linear import Linear
@@ -96,7 +98,7 @@ def _patterns(what: str, patterns: str | Sequence[str], layers: dict[str, nn.Lin
     found = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     for pattern in found:
         if pattern != "*" and not any(_matches(name, (pattern,)) for name in layers):
-            raise ValueError(f"{what} has the pattern {pattern!r}, which matches no nn.Linear of the model")
+            raise ValueError(f"{what} has the pattern {shown(pattern)}, which matches no nn.Linear of the model")
     return found
 
 

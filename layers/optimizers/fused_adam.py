@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_models.suggestions import shown
+
 from ..tensor.fsdp import local_part
 from ..tensor.quantized_tensor import QuantizedTensor
 from .adamw_update import Piece, Update, update_
@@ -90,7 +92,7 @@ class FusedAdam(MasterWeightOptimizer):
                 allowed = (torch.float32,)
             if dtype not in allowed:
                 suffix = " with capturable=True" if capturable else ""
-                raise ValueError(f"{name} is {dtype}; allowed{suffix}: {', '.join(map(str, allowed))}")
+                raise ValueError(f"{name} is {shown(dtype)}; allowed{suffix}: {', '.join(map(str, allowed))}")
         if capturable and store_param_remainders:
             raise ValueError("store_param_remainders is True; allowed with capturable=True: False")
         group = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -171,7 +173,7 @@ class FusedAdam(MasterWeightOptimizer):
             self.initialize_state(param)
         expected = self._expected(param)
         if state_name not in expected:
-            raise ValueError(f"state_name is {state_name!r}; allowed for this parameter: {', '.join(expected)}")
+            raise ValueError(f"state_name is {shown(state_name)}; allowed for this parameter: {', '.join(expected)}")
         check_entries(param, {state_name: unscaled_state}, {state_name: expected[state_name]}, set())
         self._store(param, state_name, unscaled_state)
 

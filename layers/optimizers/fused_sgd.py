@@ -31,7 +31,8 @@ class FusedSGD(MasterWeightOptimizer):
     wd_after_momentum: add the weight decay to what the momentum has made of the gradient, not to the gradient.
     State of a parameter: "momentum_buffer", where momentum is not zero, in the parameter's dtype; of a quantized one in
     float32, with "master_param", a float32 master that starts from the preserved high-precision value where there is
-    one. Gradients are read from `.grad`; `.main_grad` is not read. The arithmetic is float32, in float64 for float64.
+    one. Gradients are read from `.grad`; `.main_grad` is not read. The arithmetic is float32, in float64 for float64;
+    the step of a plain 16-bit parameter is rounded to its dtype before it is added, as in Transformer Engine.
 
     materialize_master_grads is about masters of NVIDIA's apex: here it changes nothing. set_grad_none: what `zero_grad`
     does unless told otherwise (None: True).
@@ -124,5 +125,9 @@ class FusedSGD(MasterWeightOptimizer):
                     state["momentum_buffer"].copy_(buffer)
             if decay != 0 and self.wd_after_momentum:
                 direction = direction.add(update.weight, alpha=decay)
-            update.weight.add_(direction, alpha=-group["lr"])
+            dtype = update.piece.parameter.dtype
+            if "master_param" in state or update.weight.dtype == dtype:
+                update.weight.add_(direction, alpha=-group["lr"])
+            else:  # torch and Transformer Engine's kernel round the step to the weight's 16 bits before they add it
+                update.weight.add_(direction.mul(-group["lr"]).to(dtype))
             self._write_weight(update, noop)

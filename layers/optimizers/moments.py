@@ -20,6 +20,7 @@ from torch import Tensor
 
 from te_models.kernels.compiling import compiling
 from te_models.kernels.quantize import cpu_moments, hash_key, hashed_bits, scale_from_amax
+from te_models.suggestions import shown
 
 from ..tensor.fsdp import largest_part, local_part, rows_like
 from .adamw_update import Update, compiled_by_shape
@@ -111,7 +112,7 @@ class MomentStore:
 
     def __init__(self, dtype: MomentDtype, seed: int, compile: bool) -> None:
         if dtype not in MOMENT_DTYPES:
-            raise ValueError(f"moment_dtype is {dtype!r}; allowed: {', '.join(map(repr, MOMENT_DTYPES))}")
+            raise ValueError(f"moment_dtype is {shown(dtype)}; allowed: {', '.join(map(repr, MOMENT_DTYPES))}")
         self.dtype: MomentDtype = dtype
         self.seed = seed
         self._round: Callable[..., tuple[Tensor, ...]] = torch.compile(_round, dynamic=True) if compile else _round
@@ -161,8 +162,8 @@ class MomentStore:
             saved = "bfloat16"
         if saved != self.dtype:
             raise ValueError(
-                f"the state dict holds moments of moment_dtype={saved!r}, but this optimizer was made with "
-                f"moment_dtype={self.dtype!r}; make it with the one that was saved"
+                f"the state dict holds moments of moment_dtype={shown(saved)}, but this optimizer was made with "
+                f"moment_dtype={shown(self.dtype)}; make it with the one that was saved"
             )
         shapes = {"step": ((), torch.float32), "master": (tuple(local_part(parameter).shape), torch.float32)}
         shapes |= self.expected(parameter)
@@ -271,7 +272,9 @@ def _compiled_decode() -> Callable[..., tuple[Tensor, Tensor]]:
 
     def decode(*stored_and_shape: Any) -> tuple[Tensor, Tensor]:
         if not compiling() and cpu_moments.available(*stored_and_shape[:-1]):
-            return cpu_moments.decode_moments(*stored_and_shape)
+            found = cpu_moments.decode_moments(*stored_and_shape)
+            if found is not None:
+                return found
         return by_shape(*stored_and_shape)
 
     return decode

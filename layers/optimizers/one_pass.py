@@ -36,11 +36,13 @@ def serves(piece: Piece, weight: Tensor, moments: Sequence[Tensor], store: Momen
         return False
     if not weight.numel() or weight.numel() % VECTOR:
         return False
-    sizes = [-(-weight.numel() // BLOCK) * n for n in (BLOCK, 1)] * 2 if len(moments) == 4 else [weight.numel()] * 2
-    alike = piece.gradient.shape == weight.shape and [m.numel() for m in moments] == sizes
-    if not (alike and store.in_cpp(weight) and cpu_moments.available(*tensors)):
-        return False
-    return cpu_moments.updates(weight.dtype, piece.gradient.dtype) and _has_the_bits()
+    return (
+        cpu_moments.updates(weight, piece.gradient, moments)
+        and store.in_cpp(weight)
+        and cpu_moments.available(*tensors)
+        and cpu_moments.has_update(weight.dtype, piece.gradient.dtype)
+        and _has_the_bits()
+    )
 
 
 def run(piece: Piece, weight: Tensor, moments: Sequence[Tensor], group: dict[str, Any], seed: int) -> Iterator[Piece]:
@@ -73,7 +75,7 @@ def run(piece: Piece, weight: Tensor, moments: Sequence[Tensor], group: dict[str
 def _has_the_bits() -> bool:
     """Whether one pass leaves the bits of torch's kernel between decoding and encoding, on this processor and with this
     torch: its compiler decides where it multiplies and adds in one instruction."""
-    return all(cpu_moments.updates(x, x) and _agree(beta1, x) for beta1 in (0.9, 0.4) for x in _DTYPES)
+    return all(cpu_moments.has_update(x, x) and _agree(beta1, x) for beta1 in (0.9, 0.4) for x in _DTYPES)
 
 
 def _agree(beta1: float, dtype: torch.dtype) -> bool:
@@ -86,6 +88,7 @@ def _agree(beta1: float, dtype: torch.dtype) -> bool:
     group = {"lr": 1e-3, "betas": (beta1, 0.99), "eps": 1e-8, "weight_decay": 0.1}
     copy = weight.float()
     read = cpu_moments.decode_moments(*stored, shape=(n,))
+    assert read is not None, "these are as they were encoded"
     state = {"step": torch.tensor(7.0, dtype=torch.float32, device="cpu")}
     update_([Update(Piece(weight, gradient, state, 2), copy, gradient.float(), *read)], group, None)
     expected = copy.to(dtype), *(cpu_moments.encode_moments(*read, key, step, begin) or ())

@@ -14,11 +14,12 @@ from torch import Tensor
 from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize import QuantizedOutput
-from te_models.kernels.torch_versions import equal_values
+from te_models.kernels.torch_versions import equal_values, register_constants
+from te_models.suggestions import shown
 
 from .group_offsets import GroupOffsets
 from .tensor_types import TENSOR_TYPES, empty_tensor, quantized
-from .value import ValueObject, derived
+from .value import ValueObject, WithUsages, derived
 
 Usage = Literal["rowwise", "columnwise"]
 Fields = dict[str, Tensor]
@@ -49,6 +50,8 @@ class Quantizer(ValueObject):
 
     rowwise: bool = True
     columnwise: bool = True
+    _usages_asked: ClassVar[tuple[bool, bool] | None] = None
+    """Of an object that `set_usage` was called on: (rowwise, columnwise)."""
 
     def __post_init__(self) -> None:
         if not (self.rowwise or self.columnwise):
@@ -348,28 +351,30 @@ class Quantizer(ValueObject):
 
         For programs of Transformer Engine. The value stays what it was: its fields, what it equals, and what layers and
         tensors that have it do with it; `with_usage` returns another value. An object that was told so is no constant
-        of a graph (TypeError).
+        of a graph (TypeError), but `quantize` and `copy` in a graph follow it.
         """
-        asked = {"rowwise": rowwise, "columnwise": columnwise}
-        usages = self.get_usages() | {usage: wanted for usage, wanted in asked.items() if wanted is not None}
+        before = self._usages_asked or (self.rowwise, self.columnwise)
+        usages = (before[0] if rowwise is None else rowwise, before[1] if columnwise is None else columnwise)
         object.__setattr__(self, "_usages_asked", usages)
 
     def get_usages(self) -> dict[str, bool]:
         """Return {"rowwise": ..., "columnwise": ...}, as `quantize` makes them."""
-        return dict(vars(self).get("_usages_asked", {"rowwise": self.rowwise, "columnwise": self.columnwise}))
+        rowwise, columnwise = self._usages_asked or (self.rowwise, self.columnwise)
+        return {"rowwise": rowwise, "columnwise": columnwise}
 
     def copy(self) -> Self:
         """Return an equal quantizer that makes the copies that this object was told to make last."""
-        return dataclasses.replace(_asked(self))
+        rowwise, columnwise = self._usages_asked or (self.rowwise, self.columnwise)
+        return self.with_usage(rowwise=rowwise, columnwise=columnwise)
 
     def quantize(
         self, tensor: Tensor, key: Tensor | None = None, *, out: Any = None, dtype: torch.dtype | None = None
     ) -> Any:
-        """Return a tensor [..., C] of at least one dimension as a `QuantizedTensor` of the same logical shape.
+        """Return a tensor [..., C] as a `QuantizedTensor` of the same logical shape.
 
-        Leading dimensions are flattened: what is quantized is the matrix [rows, C]. The gradient passes unchanged, as
-        in Transformer Engine. out: a tensor to `update_quantized` and return; dtype: the logical dtype, None for the
-        tensor's own; key: see `Quantizer`.
+        Leading dimensions are flattened: what is quantized is the matrix [rows, C], of a tensor without dimensions
+        [1, 1]. The gradient passes unchanged, as in Transformer Engine. out: a tensor to `update_quantized` and return;
+        dtype: the logical dtype, None for the tensor's own; key: see `Quantizer`.
         """
         if out is not None:
             return self.update_quantized(tensor, out, key=key)
@@ -406,7 +411,7 @@ class Quantizer(ValueObject):
         ValueError for another format or other options, and for another shape.
         """
         if not isinstance(dst, TENSOR_TYPES[self.FORMAT]) or not self.same_numbers(dst.quantizer):
-            raise ValueError(f"{self} cannot update {dst!r}; allowed: a tensor that such a quantizer made")
+            raise ValueError(f"{self} cannot update {shown(dst)}; allowed: a tensor that such a quantizer made")
         return dst.quantize_(src.to(dst.device), noop=noop_flag, key=key)
 
     def quantize_grouped(self, x: Tensor, key: Tensor | None = None) -> Any:
@@ -425,7 +430,9 @@ class Quantizer(ValueObject):
         return self.with_usage(**both) == other.with_usage(**both)
 
     def with_usage(self, *, rowwise: bool, columnwise: bool) -> Self:
-        """Return a copy that makes other copies."""
+        """Return a copy that makes other copies; in a compiled function, too."""
+        if register_constants is not None and compiling():  # which traces what makes a quantizer
+            return WithUsages(self, rowwise, columnwise).value  # type: ignore[return-value]
         return dataclasses.replace(self, rowwise=rowwise, columnwise=columnwise)
 
     def require_storable(self) -> None:
@@ -458,7 +465,7 @@ class Quantizer(ValueObject):
         values = dict(values)
         name = values.pop("format", None)
         if not isinstance(name, str) or name not in QUANTIZERS:
-            raise ValueError(f"quantized format is {name!r}; allowed: {', '.join(map(repr, QUANTIZERS))}")
+            raise ValueError(f"quantized format is {shown(name)}; allowed: {', '.join(map(repr, QUANTIZERS))}")
         cls = QUANTIZERS[name]
         known = {f.name: type(f.default) for f in dataclasses.fields(cls)}
         for field, value in values.items():
@@ -479,9 +486,8 @@ class Quantizer(ValueObject):
 
 def _asked(quantizer: Q) -> Q:
     """Return the value that makes the copies which `set_usage` of this object asked for last, or else itself."""
-    if compiling() or "_usages_asked" not in vars(quantizer):
-        return quantizer
-    return quantizer.with_usage(**vars(quantizer)["_usages_asked"])
+    asked = quantizer._usages_asked
+    return quantizer if asked is None else quantizer.with_usage(rowwise=asked[0], columnwise=asked[1])
 
 
 def _to_json(value: Any) -> Any:

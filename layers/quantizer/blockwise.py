@@ -14,7 +14,9 @@ from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize import cpu_fields
 from te_models.kernels.quantize.fp8.dequantize_grouped import dequantize_grouped
 from te_models.kernels.quantize.fp8.grouped import pad_rows
+from te_models.suggestions import shown
 
+from ..te_arguments import takes_also
 from .base import Fields, Parts, Usage
 from .fp8 import FP8Quantizer, check_epsilon
 from .value import derived, value_class
@@ -40,7 +42,9 @@ class _BlockwiseQuantizer(FP8Quantizer):
 
     def _stored(self, parts: Parts, usage: Usage) -> Parts:
         """Turn x's orientation into the storage's, or back."""
-        return tuple(part.mT for part in parts) if self.TRANSPOSED and usage == "columnwise" else parts
+        if not self.TRANSPOSED or usage == "rowwise":
+            return parts
+        return tuple(part.mT if part.dim() > 1 else part for part in parts)  # scales of a graph are one line
 
     def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
         found = self._in_one_pass(x, usage, measured=False)
@@ -198,7 +202,7 @@ class _BlockwiseQuantizer(FP8Quantizer):
         for i, usage in enumerate(usages):
             data, scale_inv = parts[2 * i : 2 * i + 2]
             if usage == "columnwise" and self.TRANSPOSED:
-                data, scale_inv = data.mT, scale_inv.mT
+                data, scale_inv = self._stored((data, scale_inv), usage)
             fields[f"{usage}_data"], fields[f"{usage}_scale_inv"] = data, scale_inv
         return fields
 
@@ -234,7 +238,7 @@ class Float8BlockQuantizer(_BlockwiseQuantizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.block_scaling_dim not in (1, 2):
-            raise ValueError(f"block_scaling_dim is {self.block_scaling_dim!r}; allowed: 1, 2")
+            raise ValueError(f"block_scaling_dim is {shown(self.block_scaling_dim)}; allowed: 1, 2")
         check_epsilon(self.amax_epsilon)
 
     @derived
@@ -263,7 +267,8 @@ class MXFP8Quantizer(_BlockwiseQuantizer):
     """Scale bytes (E8M0) per 1x32 block, or 32x32 when two_dimensional.
 
     Fields: data [..., R, C], scale_inv uint8 [..., R, ceil(C/32)]; columnwise data is not transposed, its scales are
-    [..., ceil(R/32), C]. two_dimensional: scale_inv [..., ceil(R/32), ceil(C/32)], one copy.
+    [..., ceil(R/32), C]. two_dimensional, in Transformer Engine with_2d_quantization, which is taken, too: scale_inv
+    [..., ceil(R/32), ceil(C/32)], one copy.
     """
 
     FORMAT: ClassVar[str] = "mxfp8"
@@ -271,6 +276,11 @@ class MXFP8Quantizer(_BlockwiseQuantizer):
     TRANSPOSED: ClassVar[bool] = False
 
     two_dimensional: bool = False
+
+    @property
+    def with_2d_quantization(self) -> bool:
+        """two_dimensional, by Transformer Engine's name."""
+        return self.two_dimensional
 
     @derived
     def symmetric(self) -> bool:
@@ -286,3 +296,7 @@ class MXFP8Quantizer(_BlockwiseQuantizer):
 
     def part_dtype(self, part: str) -> torch.dtype | None:
         return torch.uint8 if part == "scale_inv" else super().part_dtype(part)
+
+
+_init = takes_also(with_2d_quantization="two_dimensional")(MXFP8Quantizer.__init__)
+MXFP8Quantizer.__init__ = _init  # type: ignore[method-assign]

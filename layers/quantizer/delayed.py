@@ -32,6 +32,7 @@ from torch import Tensor
 from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize import cpu_fields
+from te_models.suggestions import shown
 
 from ..te_arguments import torch_dtype
 from . import Fields, Float8CurrentScalingQuantizer, Quantizer, Usage
@@ -240,7 +241,7 @@ class Float8Quantizer:
         ValueError for another format, and for another shape."""
         if not isinstance(dst, TENSOR_TYPES[self.FORMAT]) or dst.quantizer.fp8_dtype != self.fp8_dtype:
             raise ValueError(
-                f"a Float8Quantizer of {self.fp8_dtype} cannot update {dst!r}; allowed: such a Float8Tensor"
+                f"a Float8Quantizer of {self.fp8_dtype} cannot update {shown(dst)}; allowed: such a Float8Tensor"
             )
         if src.shape != dst.shape:
             raise ValueError(f"cannot quantize shape {tuple(src.shape)} into a tensor of shape {tuple(dst.shape)}")

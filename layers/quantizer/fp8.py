@@ -13,6 +13,7 @@ from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize import cpu_fields
 from te_models.kernels.quantize.fp8.dequantize_grouped import dequantize_grouped
+from te_models.suggestions import shown
 
 from ..te_arguments import AMAX_REDUCTION, DType, takes_at_default, takes_without_effect, torch_dtype
 from .base import Fields, Parts, Quantizer, Usage
@@ -32,7 +33,7 @@ class FP8Quantizer(Quantizer):
         if isinstance(self.fp8_dtype, DType):
             object.__setattr__(self, "fp8_dtype", torch_dtype(self.fp8_dtype))
         if self.fp8_dtype not in q.FP8_MAX:
-            raise ValueError(f"fp8_dtype is {self.fp8_dtype}; allowed: {', '.join(map(str, q.FP8_MAX))}")
+            raise ValueError(f"fp8_dtype is {shown(self.fp8_dtype)}; allowed: {', '.join(map(str, q.FP8_MAX))}")
 
     def part_dtype(self, part: str) -> torch.dtype | None:
         return self.fp8_dtype if part == "data" else torch.float32
@@ -51,7 +52,7 @@ class FP8Quantizer(Quantizer):
             return value
         dtypes = {str(d).removeprefix("torch."): d for d in q.FP8_MAX}
         if value not in dtypes:
-            raise ValueError(f"fp8_dtype is {value!r}; allowed: {', '.join(map(repr, dtypes))}")
+            raise ValueError(f"fp8_dtype is {shown(value)}; allowed: {', '.join(map(repr, dtypes))}")
         return dtypes[value]
 
 
@@ -71,7 +72,7 @@ def quantize_by_scale(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Parts
 def check_epsilon(epsilon: float) -> None:
     """Raise ValueError for a floor of amax that is none."""
     if not 0 <= epsilon < float("inf"):
-        raise ValueError(f"amax_epsilon is {epsilon!r}; allowed: a finite number from 0 on")
+        raise ValueError(f"amax_epsilon is {shown(epsilon)}; allowed: a finite number from 0 on")
 
 
 @value_class

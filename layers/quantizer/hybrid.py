@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.gemm import Operand, ScaledOperand
+from te_models.suggestions import shown
 
 from .base import Fields, Quantizer, Usage
 from .group_offsets import GroupOffsets
@@ -38,7 +39,7 @@ class HybridQuantizer(Quantizer):
             name = f"{usage}_quantizer"
             held = getattr(self, name)
             if not isinstance(held, Quantizer) or isinstance(held, HybridQuantizer):
-                raise ValueError(f"{name} is {held!r}; allowed: a quantizer of one format")
+                raise ValueError(f"{name} is {shown(held)}; allowed: a quantizer of one format")
             # here and not where it is used: a compiled graph cannot make new quantizers
             held = held.with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
             object.__setattr__(self, name, held)

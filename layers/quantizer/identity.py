@@ -64,3 +64,7 @@ class IdentityQuantizer(Quantizer):
         one = torch.ones((), dtype=torch.float32, device=x.device)
         largest = q.amax(x).amax() if x.numel() else one * 0
         return {"amax": largest, "scale_min": one, "scale_max": one, "underflow": one * 0, "saturation": one * 0}
+
+
+UNQUANTIZED = IdentityQuantizer()
+"""The quantizer of what is not quantized: a value, made once."""

@@ -13,6 +13,7 @@ from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize import cpu_fields
 from te_models.kernels.quantize.fp8.dequantize_grouped import unpad_rows
+from te_models.suggestions import shown
 
 from ..te_arguments import AMAX_REDUCTION, DType, takes_at_default, takes_without_effect
 from .base import Fields, Parts, Quantizer, Usage
@@ -74,9 +75,9 @@ class NVFP4Quantizer(Quantizer):
             raise ValueError(f"{other} and nvfp4_use_4over6 are both True; allowed: one of the two")
         if self.nvfp4_e4m3_max not in ((448, 256) if self.nvfp4_use_4over6 else (448,)):
             allowed = "448, 256" if self.nvfp4_use_4over6 else "448, and 256 with nvfp4_use_4over6"
-            raise ValueError(f"nvfp4_e4m3_max is {self.nvfp4_e4m3_max!r}; allowed: {allowed}")
+            raise ValueError(f"nvfp4_e4m3_max is {shown(self.nvfp4_e4m3_max)}; allowed: {allowed}")
         if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
-            raise ValueError(f"nvfp4_4over6_err_mode is {self.nvfp4_4over6_err_mode!r}; allowed: 'MAE', 'MSE'")
+            raise ValueError(f"nvfp4_4over6_err_mode is {shown(self.nvfp4_4over6_err_mode)}; allowed: 'MAE', 'MSE'")
 
     @derived
     def symmetric(self) -> bool:

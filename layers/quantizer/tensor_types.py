@@ -20,19 +20,17 @@ def quantized(quantizer: Any, x: Tensor, key: Tensor | None, dtype: torch.dtype 
     if x.requires_grad and torch.is_grad_enabled():
         return _Quantize.apply(x, quantizer, key)
     cls = TENSOR_TYPES[quantizer.FORMAT]
-    if x.dim() in (0, cls.RANK):
+    if x.dim() == cls.RANK:
         return cls.quantize(x, quantizer, key)
-    flat = cls.quantize(x.reshape(1, -1) if x.dim() == 1 else x.flatten(0, -2), quantizer, key)
+    flat = cls.quantize(x.reshape(1, -1) if x.dim() < 2 else x.flatten(0, -2), quantizer, key)
     return flat.wrap(flat.fields, shape=x.shape, matrix_shape=flat.shape)
 
 
 def empty_tensor(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> Any:
-    """Return an uninitialised tensor of a quantizer's format, of logical shape [..., C]."""
+    """Return an uninitialised tensor of a quantizer's format, of logical shape [..., C] or [], one number."""
     cls, size = TENSOR_TYPES[quantizer.FORMAT], torch.Size(shape)
-    if not size:
-        raise ValueError("shape is (); allowed: at least one dimension")
-    rows = size[:-1].numel()
-    flat = cls.empty((rows, size[-1]), quantizer, dtype, torch.get_default_device() if device is None else device)
+    matrix = (size[:-1].numel(), size[-1]) if size else (1, 1)
+    flat = cls.empty(matrix, quantizer, dtype, torch.get_default_device() if device is None else device)
     return flat if len(size) == cls.RANK else flat.wrap(flat.fields, shape=size, matrix_shape=flat.shape)
 
 

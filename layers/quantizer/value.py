@@ -1,8 +1,8 @@
 """Value objects for the compiler: classes whose instances are constants that a graph is guarded on and rebuilt from.
 
 A value class is a frozen dataclass of plain fields. Its equality and hash come from the fields; `__fx_repr__` writes an
-instance into the generated code as the class itself plus its fields. torch calls such classes opaque value types (2.12
-and 2.13) or constant custom classes (2.14 and later); `_register` knows both, and that 2.11 has neither.
+instance into the generated code as the class itself plus its fields. Where torch has no such constants (2.11), it
+traces what is made of them: see `register_constants`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import importlib
 import math
 import re
 import types
@@ -20,7 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from te_models.kernels.torch_versions import TORCH_2_11
+from te_models.kernels.torch_versions import register_constants
 
 T = TypeVar("T")
 C = TypeVar("C", bound="type[ValueObject]")
@@ -81,7 +80,7 @@ def rebuild(cls: type, **fields: Any) -> Any:
     self = object.__new__(cls)
     for name, value in fields.items():
         object.__setattr__(self, name, value)
-    if not TORCH_2_11:
+    if register_constants is not None:
         _derive(self)
     return self
 
@@ -146,7 +145,9 @@ def value_class(cls: C) -> C:
 
 
 def _derive_at_the_end_of_init(cls: type) -> None:
-    if TORCH_2_11:  # it traces quantizers that are made in a graph, and guards on every attribute that it reads
+    if (
+        register_constants is None
+    ):  # it traces quantizers that are made in a graph, and guards on every attribute that it reads
         return
     own_init = cls.__init__  # type: ignore[misc]
 
@@ -159,15 +160,19 @@ def _derive_at_the_end_of_init(cls: type) -> None:
 
 
 def _register(cls: type) -> None:
-    """Register with whichever name this torch has; torch 2.11 is passed over.
+    """Register with the compiler, where this torch has something to register with."""
+    if register_constants is not None:
+        register_constants(cls)
 
-    2.11 knows opaque values, but hides their attributes and methods from the code that it traces. What is not
-    registered it traces field by field, and guards on the fields that a graph read: the same graphs.
-    """
-    if TORCH_2_11:
-        return
-    opaque = importlib.import_module("torch._library.opaque_object")
-    if hasattr(opaque, "register_custom_class"):
-        opaque.register_custom_class(cls, typ="constant")
-    else:
-        opaque.register_opaque_type(cls, typ="value")
+
+@value_class
+@dataclasses.dataclass(frozen=True, init=False)
+class WithUsages(ValueObject):
+    """A quantizer that makes other copies. The compiler does not trace how one is made, but it makes value objects of
+    constants, and this one makes a quantizer."""
+
+    value: ValueObject
+
+    def __init__(self, quantizer: Any, rowwise: bool, columnwise: bool) -> None:
+        other = dataclasses.replace(quantizer, rowwise=rowwise, columnwise=columnwise)
+        object.__setattr__(self, "value", other)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import torch
 
-from te_models.suggestions import did_you_mean
+from te_models.suggestions import did_you_mean, shown
 
 from ..quantizer import IdentityQuantizer, Quantizer, Usage
 
@@ -80,13 +80,23 @@ class MMParams:
 @dataclass(frozen=True)
 class QParams:
     """How a recipe quantizes one operand, in Transformer Engine's words: `recipe.fp8_quant_fwd_inp` and its like return
-    one. To choose other values, give the recipe its own arguments, or use a `CustomRecipe`."""
+    one, and take one that is assigned. The recipe's own arguments say the same."""
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
     random_hadamard_transform: bool = False
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
+
+
+def refuse_others(name: str, params: QParams, *allowed: str) -> None:
+    """Raise ValueError where `params`, called `name`, ask for more than these options."""
+    for option in (field.name for field in dataclasses.fields(QParams)):
+        if option not in allowed and getattr(params, option):
+            raise ValueError(
+                f"{name} has {option}={shown(getattr(params, option))}; allowed: {getattr(QParams, option)}, or a "
+                "CustomRecipe, whose quantizers are your own"
+            )
 
 
 @dataclass(frozen=True)
@@ -180,7 +190,9 @@ class Recipe:
     NAME: ClassVar[str]
     PLAIN_FIELDS: ClassVar[tuple[tuple[str, str], ...]] = ()  # the fields that are checked, and what each may be
     LATER_FIELDS: ClassVar[tuple[str, ...]] = ()  # that JSON names only where they are not at their defaults
+    QPARAMS: ClassVar[tuple[str, ...]] = ()  # of Transformer Engine's: what `fields_of` knows
     by_name: ClassVar[bool] = False  # whether `for_module` or `quantizers` look at the module's name
+    assigned: ClassVar[Any] = None  # of an object that was assigned to, see `assignment`
 
     backward_override: BackwardOverride | None = None
 
@@ -195,13 +207,13 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, kind in self.PLAIN_FIELDS:
             if not _is_a(kind, getattr(self, name)):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {_ALLOWED[kind]}")
+                raise ValueError(f"{name} is {shown(getattr(self, name))}; allowed: {_ALLOWED[kind]}")
         if self.backward_override is not None and self.backward_override not in get_args(BackwardOverride):
             allowed = ", ".join(map(repr, get_args(BackwardOverride)))
-            raise ValueError(f"backward_override is {self.backward_override!r}; allowed: None, {allowed}")
+            raise ValueError(f"backward_override is {shown(self.backward_override)}; allowed: None, {allowed}")
         fp8_format = getattr(self, "fp8_format", Format.HYBRID)
         if fp8_format not in FP8_FORMATS:
-            raise ValueError(f"fp8_format is {fp8_format!r}; allowed: {', '.join(map(str, FP8_FORMATS))}")
+            raise ValueError(f"fp8_format is {shown(fp8_format)}; allowed: {', '.join(map(str, FP8_FORMATS))}")
         if not self.by_name:
             # built once and not where they are asked for: inside a compiled region the fields need not be constants
             quantizers = (self._quantizer("input"), self._quantizer("weight"), self._quantizer("grad_output"))
@@ -209,6 +221,11 @@ class Recipe:
 
     def _quantizer(self, role: Role) -> Quantizer:
         """Return a new quantizer for one role."""
+        raise NotImplementedError
+
+    def fields_of(self, asked: dict[str, QParams]) -> tuple[dict[str, Any], str]:
+        """Return (the fields of a recipe that quantizes as `asked`, by the names in QPARAMS, ""), or ({}, a sentence)
+        where these contradict each other. ValueError for what this kind of recipe never does."""
         raise NotImplementedError
 
     def weight_quantizer(self) -> Quantizer:
@@ -285,7 +302,7 @@ class Recipe:
     def from_dict(values: dict[str, Any]) -> Recipe:
         """Rebuild from `to_dict`; an unknown recipe or field raises ValueError by name."""
         if not isinstance(values, dict):
-            raise ValueError(f"a recipe is {values!r}; allowed: an object with its name and fields")
+            raise ValueError(f"a recipe is {shown(values)}; allowed: an object with its name and fields")
         values = dict(values)
         cls = _named(values.pop("recipe", None))
         _require_fields(cls, values)
@@ -307,7 +324,8 @@ class Recipe:
 
 def _named(name: object) -> type[Recipe]:
     if not isinstance(name, str) or name not in RECIPES:
-        raise ValueError(f"recipe is {name!r}; allowed: {', '.join(map(repr, RECIPES))}{did_you_mean(name, RECIPES)}")
+        allowed = ", ".join(map(repr, RECIPES))
+        raise ValueError(f"recipe is {shown(name)}; allowed: {allowed}{did_you_mean(name, RECIPES)}")
     return RECIPES[name]  # type: ignore[index]
 
 
@@ -317,7 +335,7 @@ def _require_fields(cls: type[Recipe], names: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             raise ValueError(
-                f"{cls.__name__} has no field {name!r}; its fields are: {', '.join(sorted(known))}"
+                f"{cls.__name__} has no field {shown(name)}; its fields are: {', '.join(sorted(known))}"
                 f"{did_you_mean(name, known)}"
             )
 
@@ -337,4 +355,4 @@ def recipe(name: str, **fields: Any) -> Recipe:
         ]
         if not missing:
             raise
-    raise ValueError(f"the recipe {name!r} needs {', '.join(missing)}; use {cls.__name__}({missing[0]}=...)")
+    raise ValueError(f"the recipe {shown(name)} needs {', '.join(missing)}; use {cls.__name__}({missing[0]}=...)")

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from te_models.kernels.torch_versions import constant_when_traced
+from te_models.suggestions import shown
 
 from ..quantizer import Quantizer
+from .assignment import current_value
 from .base import GemmQuantizers, Recipe
 
 Choice = Recipe | Literal["bf16"]
@@ -54,9 +56,12 @@ class PerModuleRecipe(Recipe):
                     "[12] for one of those; alternatives in braces are rules of their own"
                 )
             if not (choice == "bf16" or isinstance(choice, Recipe)):
-                raise ValueError(f"the rule for {pattern!r} names {choice!r}; allowed: a recipe, or 'bf16'")
+                raise ValueError(f"the rule for {shown(pattern)} names {shown(choice)}; allowed: a recipe, or 'bf16'")
         if not isinstance(self.default, Recipe):
-            raise ValueError(f"default is {self.default!r}; allowed: a recipe")
+            raise ValueError(f"default is {shown(self.default)}; allowed: a recipe")
+        rules = tuple((pattern, current_value(c) if isinstance(c, Recipe) else c) for pattern, c in self.rules)
+        object.__setattr__(self, "rules", rules)
+        object.__setattr__(self, "default", current_value(self.default))
         for inner in (self.default, *(choice for _, choice in self.rules)):
             if isinstance(inner, PerModuleRecipe):
                 raise ValueError("a PerModuleRecipe cannot contain another one; merge their rules")
@@ -86,7 +91,7 @@ class PerModuleRecipe(Recipe):
                 _warned.add(pattern)
                 warnings.warn(
                     f"the rule for {pattern!r} of a PerModuleRecipe matches none of the {len(named)} named layers, "
-                    f"such as {named[0]!r}",
+                    f"such as {shown(named[0])}",
                     UserWarning,
                     stacklevel=3,
                 )

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
+from te_models.suggestions import shown
+
 from ..quantizer import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -19,7 +21,8 @@ from ..quantizer import (
 )
 from ..quantizer.delayed import DelayedScalingQuantizer
 from ..te_arguments import require_default
-from .base import Format, GemmQuantizers, MMParams, QParams, QuantizerRole, Recipe, Role
+from .assignment import assign
+from .base import Format, GemmQuantizers, MMParams, QParams, QuantizerRole, Recipe, Role, refuse_others
 
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[Tensor], Tensor]
 DelayedRule = tuple[int, int, AmaxAlgorithm, bool, bool]
@@ -71,10 +74,10 @@ class DelayedScaling(Recipe):
             interval=(1 if interval == -1 else interval, 1),
         )
         if type(self.amax_history_len) is not int or self.amax_history_len < 1:
-            raise ValueError(f"amax_history_len is {self.amax_history_len!r}; allowed: a positive integer")
+            raise ValueError(f"amax_history_len is {shown(self.amax_history_len)}; allowed: a positive integer")
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(
-                f"amax_compute_algo is {self.amax_compute_algo!r}; allowed: 'max', 'most_recent', or a function"
+                f"amax_compute_algo is {shown(self.amax_compute_algo)}; allowed: 'max', 'most_recent', or a function"
             )
         super().__post_init__()
 
@@ -91,6 +94,10 @@ class DelayedScaling(Recipe):
         if callable(self.amax_compute_algo):
             raise TypeError("a DelayedScaling recipe whose amax_compute_algo is a function has no JSON form")
         return super().to_dict()
+
+
+_FP8_QPARAMS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+_FP4_QPARAMS = ("fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad")
 
 
 class _GemmOptions(Recipe):
@@ -111,6 +118,23 @@ class _GemmOptions(Recipe):
                 require_default(name, params, getattr(self, name))
         _at_defaults(fp8_dpa=(fp8_dpa, False), fp8_mha=(fp8_mha, False))
         super().__post_init__()
+
+    QPARAMS: ClassVar[tuple[str, ...]] = _FP8_QPARAMS
+
+    def fields_of(self, asked: dict[str, QParams]) -> tuple[dict[str, Any], str]:
+        for name, params in asked.items():
+            refuse_others(name, params, "power_2_scale", "amax_epsilon")
+        if len(set(asked.values())) > 1:
+            return (
+                {},
+                f"{', '.join(asked)} differ from each other; allowed: the same QParams for all, or a CustomRecipe",
+            )
+        params = asked[self.QPARAMS[0]]
+        return self._fields_of(params) | {"amax_epsilon": params.amax_epsilon}, ""
+
+    def _fields_of(self, params: QParams) -> dict[str, Any]:
+        """Return the field that says whether scales are powers of two."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -137,6 +161,9 @@ class Float8CurrentScaling(_GemmOptions):
         return QParams(power_2_scale=self.use_power_2_scales, amax_epsilon=self.amax_epsilon)
 
     fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
+
+    def _fields_of(self, params: QParams) -> dict[str, Any]:
+        return {"use_power_2_scales": params.power_2_scale}
 
     def _quantizer(self, role: Role) -> Quantizer:
         return Float8CurrentScalingQuantizer(
@@ -172,7 +199,7 @@ class Float8BlockScaling(_GemmOptions):
         dims = {n: getattr(self, f"{n}_block_scaling_dim") for n in ("x", "w", "grad")}
         for name, dim in dims.items():
             if dim not in (1, 2):
-                raise ValueError(f"{name}_block_scaling_dim is {dim!r}; allowed: 1, 2")
+                raise ValueError(f"{name}_block_scaling_dim is {shown(dim)}; allowed: 1, 2")
         for a, b in (("x", "w"), ("grad", "w"), ("grad", "x")):
             if dims[a] == dims[b] == 2:
                 raise ValueError(f"{a}_block_scaling_dim and {b}_block_scaling_dim are both 2; allowed: one of the two")
@@ -184,6 +211,9 @@ class Float8BlockScaling(_GemmOptions):
         return QParams(power_2_scale=not self.use_f32_scales, amax_epsilon=self.amax_epsilon)
 
     fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
+
+    def _fields_of(self, params: QParams) -> dict[str, Any]:
+        return {"use_f32_scales": not params.power_2_scale}
 
     def _quantizer(self, role: Role) -> Quantizer:
         dims = {"input": self.x_block_scaling_dim, "weight": self.w_block_scaling_dim}
@@ -236,6 +266,7 @@ class NVFP4BlockScaling(Recipe):
     """
 
     NAME: ClassVar[str] = "nvfp4"
+    QPARAMS: ClassVar[tuple[str, ...]] = _FP4_QPARAMS
     LATER_FIELDS: ClassVar[tuple[str, ...]] = (
         "row_scaled_activation",
         "nvfp4_4over6",
@@ -264,10 +295,10 @@ class NVFP4BlockScaling(Recipe):
         for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
             if getattr(self, name) not in get_args(Scope):
                 allowed = ", ".join(map(repr, get_args(Scope)))
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
+                raise ValueError(f"{name} is {shown(getattr(self, name))}; allowed: {allowed}")
         if self.nvfp4_4over6 in ("activations", "all") and not self.disable_rht:
             raise ValueError(
-                f"nvfp4_4over6 is {self.nvfp4_4over6!r}; allowed with disable_rht=False: 'none', 'weights'"
+                f"nvfp4_4over6 is {shown(self.nvfp4_4over6)}; allowed with disable_rht=False: 'none', 'weights'"
             )
         super().__post_init__()
 
@@ -286,6 +317,23 @@ class NVFP4BlockScaling(Recipe):
         """How gradients are quantized."""
         stochastic = not self.disable_stochastic_rounding
         return QParams(random_hadamard_transform=not self.disable_rht, stochastic_rounding=stochastic)
+
+    def fields_of(self, asked: dict[str, QParams]) -> tuple[dict[str, Any], str]:
+        x, w, dy = [asked[name] for name in self.QPARAMS]
+        refuse_others("fp4_quant_fwd_inp", x, "random_hadamard_transform")
+        refuse_others("fp4_quant_fwd_weight", w, "fp4_2d_quantization")
+        refuse_others("fp4_quant_bwd_grad", dy, "random_hadamard_transform", "stochastic_rounding")
+        if x.random_hadamard_transform != dy.random_hadamard_transform:
+            return {}, (
+                f"fp4_quant_fwd_inp has random_hadamard_transform={x.random_hadamard_transform} and fp4_quant_bwd_grad "
+                f"{dy.random_hadamard_transform}, but in wgrad the transform cancels only against itself; allowed: "
+                "alike for the two"
+            )
+        return {
+            "disable_rht": not x.random_hadamard_transform,
+            "disable_stochastic_rounding": not dy.stochastic_rounding,
+            "disable_2d_quantization": not w.fp4_2d_quantization,
+        }, ""
 
     def _four_over_six(self, scope: Scope) -> dict[str, Any]:
         """Return the options of quantizers of the tensors "weights" or "activations"."""
@@ -351,16 +399,17 @@ class CustomRecipe(Recipe):
     def quantizers(self, module: str, name: str) -> GemmQuantizers:
         kind = "grouped_linear" if module == "GroupedLinear" else "linear"
         return GemmQuantizers(
-            self._made(QuantizerRole(kind, "input", name, module)),
-            self._made(QuantizerRole(kind, "weight", name, module)),
-            self._made(QuantizerRole(kind, "grad_output", name, module)),
+            self.quantizer_for(QuantizerRole(kind, "input", name, module)),
+            self.quantizer_for(QuantizerRole(kind, "weight", name, module)),
+            self.quantizer_for(QuantizerRole(kind, "grad_output", name, module)),
             self.backward_override,
         )
 
-    def _made(self, role: QuantizerRole) -> Quantizer:
+    def quantizer_for(self, role: QuantizerRole) -> Quantizer:
+        """Return what qfactory returns for a role. TypeError for anything but a quantizer without state."""
         quantizer = self.qfactory(role)
         if not isinstance(quantizer, Quantizer):
-            raise TypeError(f"qfactory returned {quantizer!r} for {role}; allowed: a Quantizer")
+            raise TypeError(f"qfactory returned {shown(quantizer)} for {role}; allowed: a Quantizer")
         for used in (quantizer.member("rowwise"), quantizer.member("columnwise")):
             if used.NEEDS_STATE:
                 raise TypeError(
@@ -378,3 +427,12 @@ class CustomRecipe(Recipe):
 for _cls, _fprop in ((Float8CurrentScaling, MMParams(False)), (Float8BlockScaling, MMParams(True))):
     for _name, _params in (("fprop", _fprop), ("dgrad", MMParams(True)), ("wgrad", MMParams(True))):
         setattr(_cls, f"fp8_gemm_{_name}", _params)
+for _cls in (
+    DelayedScaling,
+    Float8CurrentScaling,
+    Float8BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    CustomRecipe,
+):
+    _cls.__setattr__ = assign  # type: ignore[assignment, method-assign]

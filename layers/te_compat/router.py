@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.kernels.router.reference import choose, within_groups
+from te_models.suggestions import shown
 
 from ..te_arguments import takes_at_default
 
@@ -117,6 +118,6 @@ def _map(logits: Tensor, indices: Tensor) -> Tensor:
 
 def _check(logits: Tensor, topk: int, score_function: str) -> None:
     if score_function not in _SCORES:
-        raise ValueError(f"score_function is {score_function!r}; allowed: {', '.join(map(repr, _SCORES))}")
+        raise ValueError(f"score_function is {shown(score_function)}; allowed: {', '.join(map(repr, _SCORES))}")
     if not 0 < topk <= logits.shape[-1]:
         raise ValueError(f"topk is {topk}; allowed: 1 to {logits.shape[-1]}, the number of experts")

@@ -3,7 +3,7 @@
 Copies and views keep the quantized form; `_run_in_place` serves the operations whose schema says what they write;
 whatever else there is computes with the dequantized values. Refused is what would write to a copy that nobody sees: a
 view outside the table, and an operation whose name says that it works in place and whose schema does not. Collectives
-are in `tensor_collectives`.
+are in `collectives`.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from ..quantizer import Fields, Quantizer
 from ..quantizer.delayed import Float8Quantizer
 from ..quantizer.schema import empty_fields, field_layouts
 from ..quantizer.state import value_of
+from .flat_fields import from_flat
 from .formats import CLASSES
 from .storage import QuantizedStorage
 
@@ -49,11 +50,20 @@ def member_of_rows(quantizer: Quantizer, fields: Fields, splits: Sequence[int], 
 
 
 class GroupedTensorStorage(QuantizedStorage):
-    """Fields of all members, in any format. m_splits None: logical shape [num_gemms, rows, columns], fields stacked;
+    """`GroupedTensorStorage(fields, quantizer, shape, dtype, m_splits=None, amaxes=None)`: fields of all members, in
+    any format. m_splits None: logical shape [num_gemms, rows, columns], fields stacked;
     else [T, columns] with m_splits: [num_gemms] integer rows per group, fields as above. amaxes: of each member [G], by
-    usage, where whoever made this passed on what the scales come from. ValueError for a shape of another rank."""
+    usage, where whoever made this passed on what the scales come from. ValueError for a shape of another rank.
 
-    def __init__(
+    `GroupedTensorStorage(shape, dtype, num_tensors=..., quantizer=..., data=..., scale_inv=...)`, with Transformer
+    Engine's flat buffers, makes the same of them: see `flat_fields.from_flat`."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        if "num_tensors" in named:
+            arguments, named = from_flat(*arguments, **named), {}
+        self._adopt_members(*arguments, **named)
+
+    def _adopt_members(
         self,
         fields: Fields,
         quantizer: Quantizer,
@@ -106,6 +116,16 @@ class GroupedTensorStorage(QuantizedStorage):
     def num_gemms(self) -> int:
         """The number of members."""
         return self.shape[0] if self.m_splits is None else self.m_splits.shape[0]
+
+    @property
+    def num_tensors(self) -> int:
+        """`num_gemms`, by Transformer Engine's name."""
+        return self.num_gemms
+
+    @property
+    def first_dims(self) -> Tensor | None:
+        """`m_splits`, by Transformer Engine's name."""
+        return self.m_splits
 
     @property
     def amax(self) -> Tensor | None:

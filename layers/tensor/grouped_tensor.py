@@ -11,6 +11,7 @@ from torch import Tensor
 from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import Operand
 from te_models.kernels.torch_versions import equal_values
+from te_models.suggestions import shown
 
 from ..quantizer import Fields, Quantizer, Usage
 from ..quantizer.delayed import Float8Quantizer
@@ -58,7 +59,7 @@ class GroupedTensor(QuantizedTensor):
         first = members[0]
         for i, member in enumerate(members):
             if (member.shape, member.dtype, member.quantizer) != (first.shape, first.dtype, first.quantizer):
-                raise ValueError(f"member {i} is {member!r}; allowed: the same shape, dtype and quantizer as member 0")
+                raise ValueError(f"member {i} is {shown(member)}; allowed: shape, dtype and quantizer of member 0")
         fields = {n: torch.stack([m.fields[n] for m in members]) for n in first.quantizer.field_names()}
         return cls(fields, first.quantizer, torch.Size((len(members), *first.shape)), first.dtype)
 

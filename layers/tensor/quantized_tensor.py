@@ -2,7 +2,7 @@
 
 To autograd and to users the tensor has its logical (high-precision) shape and dtype. An operation without a quantized
 meaning sees the dequantized values; an in-place one (an optimizer step) requantizes its result into the very storage
-the GEMMs read; a view either shares that storage or is an error (`tensor_views`). One base class does everything from
+the GEMMs read; a view either shares that storage or is an error (`views`). One base class does everything from
 the declaration in `storage`; the class of each format (`formats`) only gives it a name.
 """
 

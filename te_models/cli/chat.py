@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..terminal import is_terminal
-from ..tokenizer import ChatTokenizer
+from ..tokenizer import ChatTokenizer, ends_of
 from .codec import Codec
 from .parser import emit
 
@@ -22,10 +23,12 @@ def run_chat(args: argparse.Namespace, codec: Codec, load: Callable[[], Model]) 
         raise ValueError("--chat needs a tokenizer folder with a chat template; the tokenizer 'bytes' has none")
     if sys.stdin is None:
         raise ValueError("--chat reads standard input, which is closed")
-    template = ChatTokenizer(codec.folder)
+    template = ChatTokenizer(codec.folder, ends=ends_of(codec.folder, codec.tokenizer))
     messages = [] if args.system is None else [{"role": "system", "content": args.system}]
     template.prompt([*messages, {"role": "user", "content": "a"}])  # refused before the weights are read
     model = load()
+    ends = sorted({*model.ends, *(id for id in template.turn_ends() if id < model.gpt.config.vocab_size)})
+    model = dataclasses.replace(model, ends=ends)
     while line := _next_turn():
         if not line.strip():
             continue

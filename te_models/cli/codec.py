@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..tokenizer import FILE, end_token, read_tokenizer
+from ..tokenizer import FILE, Tokenizer, document_end, read_tokenizer
 
 BYTES = "bytes"
 _END_OF_BYTES = 256
@@ -15,13 +15,14 @@ _END_OF_BYTES = 256
 @dataclass(frozen=True)
 class Codec:
     """encode: ids of a text, without tokens beside it; whole: with them. eos: the token that ends a text; None: there
-    is none. folder: of the tokenizer; None: bytes."""
+    is none. folder: of the tokenizer; None: bytes. tokenizer: what reads it; None: bytes."""
 
     encode: Callable[[str], list[int]]
     whole: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
     eos: int | None
     folder: Path | None
+    tokenizer: Tokenizer | None = None
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """The tokens to continue: as transformers, with those that the tokenizer puts before every text, but without
@@ -50,13 +51,14 @@ def open_codec(folder: Path, tokenizer: str | None, feature: str) -> Codec:
     where = folder if tokenizer is None else local_folder(tokenizer)
     if not (where / FILE).is_file():
         raise ValueError(f"{where} has no {FILE}; --tokenizer names a folder that has one, or 'bytes'")
-    read, eos = read_tokenizer(where, feature), end_token(where)
+    read = read_tokenizer(where, feature)
     return Codec(
         lambda text: read.encode(text, add_special_tokens=False),
         read.encode,
         read.decode,
-        None if eos is None else read.token_to_id(eos),
+        document_end(where, read),
         where,
+        read,
     )
 
 

@@ -120,9 +120,10 @@ def _score_text(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def _documents(file: Path, field: str, codec: Codec) -> Iterator[tuple[list[int], int]]:
     """Yield the ids of each document of a file, and how many bytes its text has."""
-    from ..training.data.documents import Fields, documents_of, spans_of
+    from ..training.data.documents import documents_of, spans_of
+    from ..training.data.formats import Fields
 
-    fields, prefix = Fields(field), codec.prefix()
+    fields, prefix = Fields(names={"text": field}), codec.prefix()
     for span in spans_of(file, fields):
         for document in documents_of(span, fields):
             text = "".join(document.pieces)

@@ -7,11 +7,13 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..terminal import is_terminal, say, say_while_waiting
+from ..tokenizer import ends_of
 from .adapters import check_adapter, load_model, refuse_adapter
 from .codec import Codec, check_device, open_codec
 from .parser import Verbs, emit, integer, number, read_text, verb
@@ -73,14 +75,16 @@ def run(args: argparse.Namespace) -> int:
     _check_options(args)
     from te_models.checkpoints.io.hub import local_folder
 
-    check_device(args.device)
-    say_while_waiting(f"loading {args.model}")
     folder = local_folder(args.model)
     if not folder.is_dir():
         raise ValueError(f"{args.model} is not a folder; allowed: a model folder, or a hub id as org/name")
     refuse_adapter(folder, args.model)
     check_adapter(args.adapter)
-    codec = open_codec(folder, args.tokenizer, "generate")
+    with ThreadPoolExecutor(1) as beside:  # another process reads the tokenizer while this one imports torch
+        opened = beside.submit(open_codec, folder, args.tokenizer, "generate")
+        check_device(args.device)
+        say_while_waiting(f"loading {args.model}")
+        codec = opened.result()
     if args.chat:
         from .chat import run_chat
 
@@ -145,8 +149,10 @@ class Model:
         draft: GPTModel | Draft | None = MTPDraft() if args.draft_mtp else None
         if args.draft_model is not None:
             draft = GPTModel.from_pretrained(local_folder(args.draft_model), **how)
-        ends = sorted({*_ends(folder), *(() if codec.eos is None else (codec.eos,))})
-        return cls(args, gpt, draft, codec, ends)
+        ends = ends_of(folder, codec.tokenizer)
+        if codec.tokenizer is None and codec.eos is not None:
+            ends.append(codec.eos)
+        return cls(args, gpt, draft, codec, [id for id in ends if id < gpt.config.vocab_size])
 
     def text(self, *, show_ends: bool = True) -> TextStream:
         """Return a text that tokens are added to."""
@@ -249,8 +255,11 @@ def read_prompts(file: Path) -> list[str]:
     """Return the prompts of a file: each line, or of .jsonl the text in the field "prompt" of each line's object.
 
     Raises ValueError for a line that has none."""
-    text, found = read_text(str(file)), []
-    for number_of_line, line in enumerate(text.splitlines(), 1):
+    text, found = read_text(str(file)).removeprefix("\ufeff"), []
+    for number_of_line, line in enumerate(text.split("\n"), 1):  # other line ends may be in the text of JSON
+        line = line.removesuffix("\r")
+        if not line.strip():
+            continue
         where = f"{file}, line {number_of_line}"
         prompt: Any = line
         if file.suffix in (".jsonl", ".ndjson"):
@@ -281,15 +290,3 @@ def _prompt(args: argparse.Namespace) -> str:
     except UnicodeEncodeError:
         raise ValueError("the prompt is not UTF-8 text") from None
     return prompt
-
-
-def _ends(folder: Path) -> list[int]:
-    """The ids of the tokens at which the model itself says that generation ends, such as the end of a turn."""
-    from te_models.checkpoints.io.strict_json import read_object
-    from te_models.checkpoints.io.weight_files import plain_file
-
-    name = "generation_config.json"
-    if not (folder / name).is_file():
-        return []
-    ends = read_object(plain_file(folder, name)).get("eos_token_id")
-    return [i for i in (ends if isinstance(ends, list) else [ends]) if type(i) is int]

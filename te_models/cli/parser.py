@@ -98,19 +98,16 @@ def count(text: str) -> int:
 def number(text: str) -> float:
     """The value of an option that takes a number."""
     try:
-        found = float(text)
+        return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"is {text!r}; allowed: a number") from None
-    if not math.isfinite(found):
-        raise argparse.ArgumentTypeError(f"is {text!r}; allowed: a finite number")
-    return found
 
 
 def positive(text: str) -> float:
     """The value of an option that takes a number above 0."""
     found = number(text)
-    if found <= 0:
-        raise argparse.ArgumentTypeError(f"is {text}; allowed: a number above 0")
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"is {text}; allowed: a finite number above 0")
     return found
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.kernels.compiling import compiling
+from te_models.kernels.cross_entropy import IGNORE_INDEX
 from te_models.layers import QuantizedTensor, Recipe, autocast
 
 from ..extras import require
@@ -42,7 +43,8 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
     gpt: the `GPTModel`. Its submodules are this module's submodules, so parameters have the same names in both, and in
     files. recipe: the active recipe of `forward`; None leaves the recipe of the surrounding `autocast` active.
 
-    The loss is the mean over the labels of one call, router losses included; `Trainer` averages it over micro-batches.
+    The loss is the mean over the labels of one call, router losses included. With `num_items_in_batch`, which `Trainer`
+    passes, its weight is the call's share of the labels of all micro-batches of the step.
 
     Example:
         model = TEModelForCausalLM.from_pretrained("SmolLM2-135M")
@@ -54,7 +56,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    accepts_loss_kwargs = False
+    accepts_loss_kwargs = True
     _supports_sdpa = True
 
     gpt: GPTModel
@@ -107,19 +109,22 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         return_dict: bool | None = None,
         *,
         past_key_values: transformers.Cache | None = None,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> modeling_outputs.CausalLMOutputWithPast | modeling_outputs.MoeCausalLMOutputWithPast | tuple[Any, ...]:
         """Return logits, the loss of `labels`, and the cache.
 
-        input_ids: [B, S]. attention_mask: [B, L], 0 where a token is padding. position_ids: [B or 1, S]; without mask
-        and cache, a position that is not its predecessor plus one begins another text, and texts do not see each
-        other. cache, which transformers before 5.24 calls past_key_values: extended by this call; with use_cache and
+        input_ids: [B, S]. attention_mask: [B, L], 0 where a token is padding. position_ids: [B or 1, S]; a position
+        that is not its predecessor plus one begins another text, and texts do not see each other, a text in the cache
+        included. cache, which transformers before 5.24 calls past_key_values: extended by this call; with use_cache and
         without one, a new one. inputs_embeds: [B, S, hidden], in place of input_ids, as `get_input_embeddings()`
-        returns them. labels: [B, S], usually input_ids; position s is scored on labels[s + 1], and -100 does not
-        count. use_cache: None follows the configuration, and means no in training mode and for several texts in a
-        row. logits_to_keep: the number of last positions, or the positions, whose logits are returned; 0 means all.
-        output_hidden_states: also return the embeddings, the output of each layer but the last, and the output of the
-        last layer after the final norm, [B, S, hidden] each; None follows the configuration. Mixtures also return the
-        router losses as `aux_loss`. Raises ValueError for output_attentions.
+        returns them. labels: [B, S], usually input_ids; position s is scored on labels[s + 1], and -100 does not count.
+        num_items_in_batch: how many labels the micro-batches of a step have together; the loss is then the sum over
+        this call's labels divided by it, and router losses weigh as these labels do. use_cache: None follows the
+        configuration, and means no in training mode and for several texts in a row. logits_to_keep: the number of last
+        positions, or the positions, whose logits are returned; 0 means all. output_hidden_states: also return the
+        embeddings, the output of each layer but the last, and the output of the last layer after the final norm, [B, S,
+        hidden] each; None follows the configuration. Mixtures also return the router losses as `aux_loss`. Raises
+        ValueError for output_attentions.
         """
         batch, length = input_size(input_ids, inputs_embeds)
         cache = one_cache(cache, past_key_values)
@@ -129,11 +134,13 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             output_hidden_states = self.config.output_hidden_states
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: [batch, keys]")
-        if cache is None and not use_cache and attention_mask is None and position_ids is not None:
-            attention_mask = same_text(position_ids, batch)
+        if position_ids is not None:
+            cached = 0 if cache is None else int(cache.get_seq_length())
+            several = same_text(position_ids, batch, attention_mask, cached)
+            attention_mask = attention_mask if several is None else several
         if use_cache is None:
-            several = attention_mask is not None and attention_mask.dim() == 3
-            use_cache = self.config.use_cache and not self.training and not several
+            one_text = attention_mask is None or attention_mask.dim() == 2
+            use_cache = self.config.use_cache and not self.training and one_text
         if cache is None and use_cache:
             cache = transformers.DynamicCache(config=self.config)
         past = None if cache is None else TransformersCache(cache, self.gpt.config)
@@ -161,7 +168,10 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             logits = logits[:, logits_to_keep]
         elif logits_to_keep:
             logits = logits[:, -logits_to_keep:]
-        values: dict[str, Any] = {"loss": output.loss, "logits": logits, CACHE: cache}
+        loss = output.loss
+        if loss is not None and labels is not None and num_items_in_batch is not None:
+            loss = loss * ((labels[:, 1:] != IGNORE_INDEX).sum() / num_items_in_batch)
+        values: dict[str, Any] = {"loss": loss, "logits": logits, CACHE: cache}
         values["hidden_states"] = output.hidden_states
         if self.gpt.config.moe is None:
             result = modeling_outputs.CausalLMOutputWithPast(**values)

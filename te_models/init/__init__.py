@@ -2,6 +2,7 @@
 
 from .base import Machine
 from .sizes import Sizes
+from .tables import Tables
 from .write import first_config, write_config
 
-__all__ = ["Machine", "Sizes", "first_config", "write_config"]
+__all__ = ["Machine", "Sizes", "Tables", "first_config", "write_config"]

@@ -16,7 +16,7 @@ from ..parallel.dims import ParallelDims
 from ..sizes import format_size
 from ..training.config import TrainConfig
 from ..training.config.file import read_config
-from ..training.data.documents import kind_of, matching_files
+from ..training.data.documents import matching_files
 from ..training.preflight import check_data, check_model, check_output
 from .base import Base, Machine
 from .sizes import WINDOWS, Sizes, fitting
@@ -161,7 +161,7 @@ def _add_data(tables: Tables, task: Task, data: Sequence[str], tokenizer: str, b
 
 def _has_chats(data: Sequence[str]) -> bool:
     """Whether the first row of the first JSON lines among files has messages."""
-    for file in (file for file in matching_files(data) if kind_of(file) == "jsonl"):
+    for file in (file for file in matching_files(data) if file.suffix in (".jsonl", ".ndjson")):
         with file.open(encoding="utf-8") as lines:
             try:
                 row = json.loads(lines.readline())

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     )
     from .config.file import load_config
     from .data.dataset import TokenDataset
-    from .data.token_file import DataError
+    from .data.errors import DataError
+    from .data.options import DocumentOptions
     from .data.tokenize import build_dataset
     from .data.windows import Windows
     from .data.writer import write_dataset
@@ -60,7 +61,8 @@ _HOME = {
     ),
     "config.file": ("load_config",),
     "data.dataset": ("TokenDataset",),
-    "data.token_file": ("DataError",),
+    "data.errors": ("DataError",),
+    "data.options": ("DocumentOptions",),
     "data.tokenize": ("build_dataset",),
     "data.windows": ("Windows",),
     "data.writer": ("write_dataset",),
@@ -77,6 +79,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "DataError",
+    "DocumentOptions",
     "EvaluationConfig",
     "LoRAConfig",
     "LogConfig",

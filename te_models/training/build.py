@@ -24,7 +24,6 @@ from ..parallel.sharding import parallelize
 from .checkpoints.checkpoint import TrainingState
 from .checkpoints.checks import MODEL
 from .config import TrainConfig
-from .data.token_file import DataError
 from .optimizer.adamw import Optimizer
 from .optimizer.groups import freeze
 from .optimizer.whole_matrix import divided_matrices
@@ -250,9 +249,3 @@ def needs_main_grads(config: TrainConfig, micro_batches: int) -> bool:
     or the product that becomes it, has fewer bits than float32."""
     in_float32 = config.precision.dtype == "fp32" and config.precision.recipe == "none"
     return config.optimizer.accumulate_allreduce_grads_in_fp32 and micro_batches > 1 and not in_float32
-
-
-def check_vocabulary(what: str, size: int, vocab_size: int) -> None:
-    """Raise DataError where token ids can be beyond the model's vocabulary of `vocab_size`."""
-    if size > vocab_size:
-        raise DataError(f"{what} has a vocabulary of {size} tokens, the model one of {vocab_size}")

@@ -22,11 +22,10 @@ import torch.distributed as dist
 from ..eval_mode import in_eval_mode
 from ..memory import return_freed_memory
 from ..model import GPTModel
-from ..model.expert_bias import ExpertLoad, has_expert_bias, move_expert_bias, take_expert_load
+from ..model.expert_bias import CollapseWatch, ExpertLoad, has_expert_bias, move_expert_bias, take_expert_load
 from ..parallel.pipeline import Pipeline
 from ..signals import Interrupted, StopSignals
 from ..terminal import say
-from .balance import CollapseWatch
 from .build import resolve_device
 from .checkpoints.files import checkpoint_dir
 from .checkpoints.recipes import complete_recipe_state

@@ -25,13 +25,13 @@ from ..model.parallel import (
 )
 from ..parallel.dims import ParallelDims
 from ..sizes import format_size
-from .build import DTYPES, check_vocabulary, read_model_config
+from .build import DTYPES, read_model_config
 from .checkpoints.checkpoint import TrainingState
 from .checkpoints.checks import MODEL
 from .config import TrainConfig
 from .data.documents import matching_files
 from .data.encoder import load_encoder
-from .data.token_file import DataError
+from .data.errors import DataError
 from .log.writers import check_writers
 from .precision import build_recipe
 from .run_data import open_data, training_windows, validation_windows
@@ -261,8 +261,14 @@ def check_data(config: TrainConfig, model: ModelConfig) -> None:
     for file in matching_files(data.text):
         if not os.access(file, os.R_OK):
             raise DataError(f"cannot read the text file {file}")
-    encoder = load_encoder(str(data.tokenizer), chat=data.messages_field is not None)
-    check_vocabulary(f"the tokenizer {data.tokenizer}", encoder.vocab_size, model.vocab_size)
+    fields = data.documents.reading(data.text_field, data.messages_field)
+    encoder = load_encoder(str(data.tokenizer), format=fields.format, options=data.documents)
+    for id in (*encoder.before, *encoder.behind):
+        if id >= model.vocab_size:
+            raise DataError(
+                f"the tokenizer {data.tokenizer} puts the token id {id} beside each document; allowed: below "
+                f"{model.vocab_size}, the size of the model's vocabulary"
+            )
 
 
 def host_memory(*, swap: bool = True) -> int:

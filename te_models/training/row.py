@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from te_models.layers import quantization_statistics
 
 from ..model.expert_bias import ExpertLoad
 from .metrics import finite
-from .ranks.data_parallel import Ranks
-from .ranks.spread import spread_over_ranks
+from .ranks.data_parallel import Ranks, largest_over_ranks
 from .setup import SetUp
 from .step import StepResult
 from .trained import step_flops_per_token
@@ -86,3 +89,26 @@ class Rows:
     def quantization(self) -> dict[str, dict[str, float | None]]:
         """Return what the recipe did to the operands of the last step that noted it."""
         return finite(quantization_statistics(self.run.model))
+
+
+def peak_memory(device: str) -> int:
+    """Return the most memory that this process has taken, in bytes: of the device that tensors are on, or of CPUs the
+    resident set."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def spread_over_ranks(seconds: float, data_s: float, device: str, ranks: Ranks) -> dict[str, float | int]:
+    """Return a step's columns of the metrics; called by all ranks, once a step, after what waits for the device anyway.
+
+    seconds, data_s: what this rank took for the step, and of it for reading the data. The result has the largest
+    `data_s` and `peak_memory` (bytes) of a rank, and of several ranks the shortest and the longest step, `step_s_min`
+    and `step_s_max`."""
+    own = torch.tensor([data_s, peak_memory(device), seconds, -seconds], dtype=torch.float64, device="cpu")
+    data, memory, longest, shortest = largest_over_ranks(own, ranks).tolist()
+    found: dict[str, float | int] = {"data_s": data, "peak_memory": int(memory)}
+    if ranks.world_size > 1:
+        found |= {"step_s_min": -shortest, "step_s_max": longest}
+    return found

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import ConfigError
-from .build import check_vocabulary
 from .config import DataConfig, TrainConfig
 from .data.blend import Blend, blend_digest
-from .data.dataset import TokenDataset, read_meta
-from .data.token_file import DataError
+from .data.dataset import TokenDataset, check_vocabulary, read_meta
+from .data.errors import DataError
 from .data.tokenize import build_dataset
 from .data.windows import Batch, Packing, Windows
 from .ranks.data_parallel import Ranks
@@ -51,7 +50,9 @@ def open_data(config: TrainConfig, *, vocab_size: int, may_build: bool) -> RunDa
             str(data.tokenizer),
             text_field=data.text_field,
             messages_field=data.messages_field,
+            options=data.documents,
             workers=data.tokenizer_workers,
+            model_vocab_size=vocab_size,
         )
     found = RunData(
         tuple(TokenDataset.open(path) for path in data.weights()),
@@ -60,22 +61,29 @@ def open_data(config: TrainConfig, *, vocab_size: int, may_build: bool) -> RunDa
     for dataset in found.training:
         check_dataset(dataset, data, vocab_size)
     for dataset in found.validation.values():
-        check_vocabulary(str(dataset.path), dataset.vocab_size, vocab_size)
+        check_vocabulary(dataset, vocab_size)
     return found
 
 
 def check_dataset(dataset: TokenDataset, config: DataConfig, vocab_size: int) -> None:
-    """Raise DataError for a data set of other text, another tokenizer or a larger vocabulary than the run's."""
+    """Raise DataError for a data set of other text, another tokenizer, or tokens that the run's model does not have."""
     if config.text:
         source = read_meta(dataset.path).get("source") or {}
         found = [source.get("text"), source.get("tokenizer"), source.get("text_field", "text")]
-        found.append(source.get("messages_field"))
+        found += [source.get("messages_field"), source.get("options", {})]
         field = config.text_field if config.messages_field is None else "text"
-        if found != [list(config.text), config.tokenizer, field, config.messages_field]:
+        if found != [
+            list(config.text),
+            config.tokenizer,
+            field,
+            config.messages_field,
+            config.documents.non_defaults(),
+        ]:
             raise DataError(
-                f"{config.path} was built from other text or another tokenizer than data.text and data.tokenizer"
+                f"{config.path} was built from other text, another tokenizer, or with other options than data.text, "
+                "data.tokenizer and the keys beside them say"
             )
-    check_vocabulary(str(dataset.path), dataset.vocab_size, vocab_size)
+    check_vocabulary(dataset, vocab_size)
 
 
 def packing_of(config: DataConfig) -> Packing:

@@ -273,9 +273,10 @@ def check_finite(loss: float, grad_norm: float, step: int, *, skips: bool) -> No
 
 @torch.no_grad()
 def reduce_gradients(optimizer: Optimizer, ranks: Ranks) -> None:
-    """Replace this rank's gradients by the gradient of the mean loss over `ranks`, those with data, or parts
-    of sequences, of their own. FSDP2
-    has averaged the gradients of what it shards; of experts over the ranks that have the same ones alone."""
+    """Average gradients over the ranks that hold different data or sequence parts.
+
+    FSDP2 has averaged its shards already; an expert is averaged only over the ranks that hold it.
+    """
     experts = optimizer.experts
     whole = [p for p in optimizer.parameters.values() if local_part(p) is p]
     if experts is None:

@@ -323,7 +323,6 @@ INDEX_DEFECTS: dict[str, tuple[Edit, str]] = {
     ),
     "forgets a tensor": (edit_index(lambda v: v["weight_map"].pop(QKV)), "does not list: 'model.layers.0"),
     "unlisted tensor": (unlisted, "does not list: 'stowaway'"),
-    "tensor in two shards": (duplicate_across_shards, "is in two files"),
     "shards swapped": (swap_shards, "and it does not"),
     "shard truncated": (lambda f: os.truncate(shard(f), shard(f).stat().st_size - 1), "is truncated"),
     "shard leads out": (shard_leads_out, "symbolic link that leaves the folder"),

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from te_models import GPTModel
 from te_models.cli.main import build_parser, verbs_of
 from te_models.cli.main import main as run_here
+from te_models.lora import add_lora, save_adapter
 from tests.byte_tokenizer import byte_tokenizer
 from tests.fork_server import run_python
 from tests.training.runs import tiny_model
@@ -53,6 +55,7 @@ VERBS: dict[str, Sequence[str]] = {
     "import": ("hf", "model"),
     "inspect": ("model",),
     "info": (),
+    "merge": ("model", "adapter", "with-adapter"),
     "upcycle": ("model", "moe", "--experts", "2", "--topk", "1"),
     "relayout": ("moe", "per-gemm", "--layout", "per-gemm"),
     "reshard": ("moe", "shards", "--max-shard-size", "100KB"),
@@ -141,6 +144,10 @@ def test_every_verb_by_every_start(stranger: Path, tmp_path: Path, start: str) -
     if start in ("python -m", "an empty entry in PYTHONPATH"):
         (folder / "te_models.py").unlink()
     for verb, words in (*VERBS.items(), ("train", ["compiled.toml", "--output-dir", "compiled"])):
+        if verb == "merge":
+            model = GPTModel.from_pretrained(folder / "model")
+            add_lora(model, rank=1)
+            save_adapter(model, folder / "adapter")
         process = subprocess.Popen(
             [*command, verb, *words], cwd=folder, env=os.environ | variables, stderr=subprocess.PIPE, text=True
         )

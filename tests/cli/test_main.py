@@ -309,8 +309,11 @@ def said(*words: str, capsys: pytest.CaptureFixture) -> str:
         (["generate", "x", "--promt", "a"], "generate has no option '--promt'; did you mean '--prompt'?"),
         (["plan", "x.toml", "--ranks", "0"], "--ranks is 0; allowed: 1 or more"),
         (["plan", "x.toml", "--ranks", "8", "--node-ranks", "0"], "--node-ranks is 0; allowed: 1 or more"),
-        (["plan", "x.toml", "--ranks", "8", "--tflops", "nan"], "--tflops is 'nan'; allowed: a finite number"),
-        (["plan", "x.toml", "--ranks", "8", "--memory-gib", "0"], "--memory-gib is 0; allowed: a number above 0"),
+        (["plan", "x.toml", "--ranks", "8", "--tflops", "nan"], "--tflops is nan; allowed: a finite number above 0"),
+        (
+            ["plan", "x.toml", "--ranks", "8", "--memory-gib", "0"],
+            "--memory-gib is 0; allowed: a finite number above 0",
+        ),
         (["upcycle", "a", "b", "--experts", "0", "--topk", "1"], "--experts is 0; allowed: 1 or more"),
         (["tokenize", "x", "--workers", "0"], "--workers is 0; allowed: 1 or more"),
         (["reshard", "a", "b", "--max-shard-size", "5"], "a size with its unit, such as 500MB or 2GiB"),

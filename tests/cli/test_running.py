@@ -48,7 +48,7 @@ def test_many_prompts_continue_as_each_alone(
     model: Path, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = ["def f(x):", "a", "import json"]
-    (tmp_path / "p.txt").write_text("\n".join(prompts) + "\n")
+    (tmp_path / "p.txt").write_text("\ufeff" + "\n\n".join(prompts) + "\n\n")  # a mark and empty lines are no prompts
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     out = tmp_path / "out.jsonl"
     result = run_json(capsys, *words, "--prompts", str(tmp_path / "p.txt"), "--batch-size", "2", "--output", str(out))
@@ -106,8 +106,13 @@ def test_layers_of_further_tokens_as_a_draft_write_the_same_text(
 class BytesTemplate:
     """A chat template over bytes, in place of the process that reads a real one."""
 
-    def __init__(self, folder: Path) -> None:
+    ends = (256,)
+
+    def __init__(self, folder: Path, ends: list[int] | None = None) -> None:
         pass
+
+    def turn_ends(self) -> list[int]:
+        return list(self.ends)
 
     def prompt(self, messages: list[dict[str, str]]) -> list[int]:
         return list(("".join(f"{m['role'][0]}:{m['content']}\n" for m in messages) + "a:").encode())
@@ -127,6 +132,12 @@ def test_a_chat_has_all_turns_before_it(
         ids = torch.tensor([BytesTemplate(model).prompt(messages[:turn])])
         new = generate(gpt, ids, 3, eos_token_id=256)[0, ids.shape[1] :].tolist()
         assert messages[turn]["content"] == codec.decode(new)
+    second = new[1]
+    assert second != new[0]
+    monkeypatch.setattr(BytesTemplate, "ends", (second,))  # what the template writes behind an answer ends one
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{m['content']}\n" for m in messages[::2])))
+    again = run_json(capsys, *words, "--chat", "--max-new-tokens", "3")["messages"]
+    assert codec.decode([second]) not in again[1]["content"] + again[3]["content"]
 
 
 @pytest.mark.slow

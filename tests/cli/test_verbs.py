@@ -204,9 +204,9 @@ def test_reshard_splits_and_merges(model: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_sizes_of_shards(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"5GB": 5 * 10**9, "500mb": 5 * 10**8, "2GiB": 2**31, "1.5 kB": 1500, "17": 17, "1T": 10**12}
+    sizes = {"5GB": 5 * 10**9, "500mb": 5 * 10**8, "2GiB": 2**31, "1.5 kB": 1500, "17B": 17, "1T": 10**12}
     assert {text: parse_size(text) for text in sizes} == sizes
-    for wrong in ("", "5PB", "-1", "5i", "0", "1e9", "9" * 400):
+    for wrong in ("", "17", "5PB", "-1", "5i", "0", "1e9", "9" * 400):
         with pytest.raises(SystemExit):
             main(["reshard", str(model), str(tmp_path / "out"), f"--max-shard-size={wrong}"])
         assert "size" in capsys.readouterr().err

@@ -71,7 +71,7 @@ def small_data(config: TrainConfig, tmp_path: Path) -> TrainConfig:
 
 
 def large_vocabulary(config: TrainConfig, tmp_path: Path) -> TrainConfig:
-    write_dataset(config.data.path, [[[1] * 4000]], 258)
+    write_dataset(config.data.path, [[[1, 257] * 2000]], 258)
     return data(config, text=(), tokenizer=None)
 
 
@@ -91,10 +91,13 @@ CASES: dict[str, tuple[Callable[[TrainConfig, Path], TrainConfig], str]] = {
     "no data": (lambda c, p: data(c, text=(), tokenizer=None), "does not exist, and there is no data.text to build"),
     "positions": (lambda c, p: data(c, sequence_length=65), "sequence_length is 65, but the model has 64 positions"),
     "windows": (small_data, r"has 40 tokens: not one validation window of 32 tokens"),
-    "data's vocabulary": (large_vocabulary, "has a vocabulary of 258 tokens, the model one of 257"),
+    "data's vocabulary": (
+        large_vocabulary,
+        "has the token id 257; allowed: below 257, the size of the model's vocabulary",
+    ),
     "tokenizer's vocabulary": (
         small_vocabulary,
-        "tokenizer bytes has a vocabulary of 257 tokens, the model one of 256",
+        "the tokenizer bytes puts the token id 256 beside each document; allowed: below 256",
     ),
     "no folder": (unreadable_output, r"output_dir is .*, but .*file is not a folder"),
     "final": (final_of_somebody_else, "final is not a model folder, and the trained model would take its place"),

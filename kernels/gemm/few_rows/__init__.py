@@ -1,5 +1,14 @@
 """A few rows by a weight that is stored quantized, on CPU: decoded in registers, one or half a byte read per value."""
 
-from .op import FEW, as_stored, choose_stored, dequantize, linear, reason_against_format, serves
+from .op import FEW, as_stored, choose_stored, dequantize, differentiates, linear, reason_against_format, serves
 
-__all__ = ["FEW", "as_stored", "choose_stored", "dequantize", "linear", "reason_against_format", "serves"]
+__all__ = [
+    "FEW",
+    "as_stored",
+    "choose_stored",
+    "dequantize",
+    "differentiates",
+    "linear",
+    "reason_against_format",
+    "serves",
+]

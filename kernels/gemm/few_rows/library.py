@@ -50,7 +50,7 @@ def linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:
     x = x.contiguous()
     rows, inner = x.shape
     data, scale = weight.data, weight.scale_inv
-    out = torch.empty(rows, data.shape[0], dtype=x.dtype, device="cpu")
+    out = x.new_empty(rows, data.shape[0])
     if out.numel() == 0:
         return out
     block, strides = weight.block or (data.shape[0], max(inner, 1)), scale.stride() if scale.dim() == 2 else (0, 0)

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ...compiling import compiling
-from ...custom_op import Output, direct, flatten, like, operation
+from ...custom_op import Output, direct, flatten, like, operation, takes
 from ...torch_versions import exporting
+from ...without_autocast import without_autocast
 from ..backends import EMULATION, Choice, first_possible, record
 from ..dense import linear as dense
 from ..gemv import LEAST, has_instructions
@@ -80,14 +81,33 @@ def _result(x: Tensor, weight: ScaledOperand) -> Output:
     return like(x, (x.shape[0], weight.outer))
 
 
-@operation("stored_linear", _result, cpu_only=True)
+_TAKES = takes(
+    "x: T [M, K]; weight.data: any [N, _]; weight.scale_inv: any; weight.amax: float32?; bias: T [N]?;"
+    "weight.inner == K; weight.fits()",
+    T=(torch.bfloat16, torch.float16, torch.float32),
+)
+
+
+@operation("stored_linear", _result, takes=_TAKES, cpu_only=True)
 def _stored_linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:
     if as_stored(choose_stored(x, weight), x, weight):
         return library.linear(x, weight, bias)
-    return dense(x, dequantize(weight, x.dtype), bias)
+    return _definition(x, weight, bias)
+
+
+def _definition(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:
+    with without_autocast(x):
+        return dense(x, dequantize(weight, x.dtype), bias)
 
 
 _call = direct(_stored_linear)
+
+
+def differentiates(*tensors: Tensor | None) -> bool:
+    """Whether a derivative of one of these is wanted."""
+    if forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None = None) -> Tensor:
@@ -96,6 +116,12 @@ def linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None = None) -> Tens
     Each value of the weight is what `dequantize` to x's dtype gives, and no copy of more than four of its rows is made
     where `reason_against` has none. Sums are float32.
     """
+    if torch.compiler.is_compiling() and compiling():
+        other = _TAKES.misfit(x, weight, bias)
+    else:
+        other = _TAKES.misfit_on_cpu(x, weight, bias) or differentiates(x, weight.data, weight.scale_inv, bias)
+    if other:
+        return _definition(x, weight, bias)
     return _call(x, *flatten(weight), bias)
 
 

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import cpp_library
+from ...custom_op import takes
 from ..cpu_graph import library as shared
 from ..cpu_graph.fp8_source import FP8_SCALE
 from ..cpu_graph.nvfp4_source import NVFP4_SCALE
 from ..cpu_graph.source import NUMBERS
-from ..eager import eager_on_cpu
+from ..eager import eager_on_cpu, plain_on_cpu
+from ..fp8 import reference
+from ..nvfp4 import cpu as nvfp4
 from .source import FIELDS
 
 _P, _N, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -31,6 +35,26 @@ _ARGUMENTS = {
     "te_has_nan": (_P, _N),
 }
 _KINDS = ("float32", "pow2", "e8m0")
+_BLOCKS = takes(
+    "x: T [R, C] contiguous; block: value; kind: value; block[0] > 0 and block[1] > 0; kind in KINDS; x.numel()",
+    T=shared.DTYPES,
+    KINDS=_KINDS,
+)
+_MATRIX = takes("x: T [R, C] contiguous; x.numel()", T=shared.DTYPES)
+_OF_SIXTEEN = takes("x: T [R, C] contiguous; rows: value; C % 16 == 0; rows in (1, 16); x.numel()", T=shared.DTYPES)
+_STORED = takes(
+    "data: float8_e4m3fn [R, C]; block: value; scales: float32|uint8 [-(-R // block[0]), -(-C // block[1])];"
+    "dtype: value; block[0] > 0 and block[1] > 0; dtype in T",
+    T=shared.DTYPES,
+)
+_PACKED = takes(
+    "packed: uint8 [R, P]; scales: float8_e4m3fn [R, P // 8]; dtype: value; P % 8 == 0; dtype in T", T=shared.DTYPES
+)
+_ROWS = takes(
+    "data: float8_e4m3fn [R, C] contiguous; width: value; scales: float32 [R, -(-C // width)] contiguous;"
+    "dtype: value; dtype in T",
+    T=shared.DTYPES,
+)
 
 
 def worthwhile(elements: int, dtype: torch.dtype) -> bool:
@@ -50,7 +74,8 @@ def ready(x: Tensor, dtype: torch.dtype | None = None) -> bool:
     """
     if x.dim() != 2 or not eager_on_cpu(x) or not x.is_contiguous():
         return False
-    return worthwhile(x.numel(), dtype or x.dtype)
+    read = dtype or x.dtype
+    return shared.worthwhile(x.numel(), read, _function, "te_quantize_blocks", read)
 
 
 @functools.cache
@@ -85,7 +110,9 @@ def quantize_blocks(
     x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: float, *, measured: bool = True
 ) -> Measured | None:
     """Return `fp8.reference.quantize_blockwise` of x [R, C] to E4M3, and the largest |decoded - x|, 0 unless
-    `measured`; None for a NaN."""
+    `measured`; None for a NaN, and for what the library does not take."""
+    if _BLOCKS.misfit_on_cpu(x, block, scale_kind):
+        return None
     rows, columns = x.shape
     data = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device="cpu")
     grid = -(-rows // block[0]), -(-columns // block[1])
@@ -101,7 +128,9 @@ def quantize_blocks(
 
 def quantize_scaled(x: Tensor, scale: float, inverse: float, *, measured: bool = True) -> tuple[Tensor, float] | None:
     """Return `fp8.reference.quantize_per_tensor` of x [R, C] to E4M3, and the largest |data * inverse - x|, 0 unless
-    `measured`; None for a NaN."""
+    `measured`; None for a NaN, and for what the library does not take."""
+    if _MATRIX.misfit_on_cpu(x) or not (math.isfinite(scale) and math.isfinite(inverse)):
+        return None
     data, error = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device="cpu"), _Error(measured)
     run = _function("te_quantize_scaled", x.dtype)
     if run(x.data_ptr(), data.data_ptr(), x.numel(), scale, inverse, error.pointer(), _threads(measured)):
@@ -111,7 +140,9 @@ def quantize_scaled(x: Tensor, scale: float, inverse: float, *, measured: bool =
 
 def quantize_nvfp4(x: Tensor, block_rows: int, amax: float, *, measured: bool = True) -> Measured | None:
     """Return packed and scales of `nvfp4.reference.quantize_nvfp4` of x [R, C], C a multiple of 16, and the largest
-    |decoded - x|, 0 unless `measured`; None for a NaN."""
+    |decoded - x|, 0 unless `measured`; None for a NaN, and for what the library does not take."""
+    if _OF_SIXTEEN.misfit_on_cpu(x, block_rows):
+        return None
     rows, columns = x.shape
     packed = torch.empty((rows, columns // 2), dtype=torch.uint8, device="cpu")
     scales, error = torch.empty((rows, columns // 16), dtype=torch.float8_e4m3fn, device="cpu"), _Error(measured)
@@ -124,6 +155,8 @@ def quantize_nvfp4(x: Tensor, block_rows: int, amax: float, *, measured: bool = 
 
 def decode_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return `fp8.reference.dequantize_blockwise` of E4M3 [R, C] in `dtype`. scales: of `quantize_blocks`."""
+    if _STORED.misfit_on_cpu(data, block, scales, dtype) or not plain_on_cpu(scales):
+        return reference.dequantize_blockwise(data, scales, block, dtype)
     data, scales = data.contiguous(), scales.contiguous()
     out = torch.empty(data.shape, dtype=dtype, device="cpu")
     pointers = (scales.data_ptr(), None) if scales.dtype == torch.uint8 else (None, scales.data_ptr())
@@ -134,6 +167,8 @@ def decode_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: t
 
 def decode_nvfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `nvfp4.cpu.decode_blocks` in `dtype`: packed [R, C / 2] times E4M3 scales [R, C / 16] -> [R, C]."""
+    if _PACKED.misfit_on_cpu(packed, scales, dtype) or not plain_on_cpu(scales):
+        return nvfp4.decode_blocks(packed, scales, 2 * packed.shape[-1]).to(dtype)
     packed, scales = packed.contiguous(), scales.contiguous()
     rows, columns = packed.shape[0], 2 * packed.shape[1]
     out = torch.empty((rows, columns), dtype=dtype, device="cpu")
@@ -143,7 +178,9 @@ def decode_nvfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def decode_e4m3(data: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Return E4M3 [R, C] times float32 scales [R, ceil(C / width)], contiguous, the products rounded to `dtype`."""
+    """Return E4M3 [R, C] times float32 scales [R, ceil(C / width)], contiguous, the products rounded to `dtype`.
+    Raises ValueError for others."""
+    _ROWS.check("decode_e4m3", data, width, scales, dtype)
     out = torch.empty(data.shape, dtype=dtype, device="cpu")
     run = _function("te_decode_e4m3", dtype)
     run(data.data_ptr(), scales.data_ptr(), out.data_ptr(), *data.shape, width)
@@ -153,6 +190,6 @@ def decode_e4m3(data: Tensor, scales: Tensor, width: int, dtype: torch.dtype) ->
 def has_nan(data: Tensor) -> bool:
     """Whether one of these bytes of E4M3, contiguous and on CPU, is NaN: seven ones below its sign."""
     # to look at a byte takes less than a 64th of what it takes to quantize a number: it alone is worth no compilation
-    if not worthwhile(data.numel() // 64, torch.bfloat16):
+    if not data.is_contiguous() or not worthwhile(data.numel() // 64, torch.bfloat16):
         return bool((data.view(torch.uint8) & 0x7F == 0x7F).any())
     return bool(_function("te_has_nan", torch.bfloat16)(data.data_ptr(), data.numel()))

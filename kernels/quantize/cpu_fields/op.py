@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...custom_op import Output, like, operation
+from ...custom_op import Output, like, operation, takes
 from ..cpu_graph import library as rounding
 from ..cpu_graph.op import in_cpu_graph, matrix_amax
+from ..eager import eager_on_cpu, plain_on_cpu
 from ..fp8 import blocks, reference
 from ..fp8.cpu import fp8_to_float
 from ..nvfp4 import cpu as nvfp4
@@ -30,38 +31,55 @@ def reads(data: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _in_one_pass(x: Tensor) -> bool:
-    return bool(x.numel()) and x.dtype in rounding.DTYPES and library.available(x.dtype)
+    return bool(x.numel()) and x.dtype in rounding.DTYPES and eager_on_cpu(x) and library.available(x.dtype)
 
 
 def _blocks(x: Tensor, block: list[int], scale_kind: str) -> tuple[Output, Output]:
     rows, columns = x.shape
     scales = torch.uint8 if scale_kind == "e8m0" else torch.float32
-    return like(x, dtype=E4M3), like(x, blocks.grid(rows, columns, (block[0], block[1])), scales)
+    grid = blocks.grid(rows, columns, (block[0], block[1]))
+    return like(x, dtype=E4M3), like(x, grid if block[0] == 1 else (grid[0] * grid[1],), scales)
 
 
-@operation("store_blocks", _blocks, cpu_only=True)
+_MATRIX = takes("x: any [R, C]")
+_STORED = takes(
+    "data: float8_e4m3fn [R, C]; block: value; scales: float32|uint8;"
+    "scales.numel() == -(-R // block[0]) * -(-C // block[1])"
+)
+_PACKED = takes("packed: uint8 [R, P]; scales: float8_e4m3fn [R, -(-P // 8)]")
+
+
+@operation("store_blocks", _blocks, takes=_MATRIX, cpu_only=True)
 def store_blocks(x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return `quantize_blockwise` of x [R, C] to E4M3."""
+    """Return `quantize_blockwise` of x [R, C] to E4M3, the scales of blocks of several rows as one line: a graph asks
+    of every size whether it is 1, and would be another one where all rows are in a single block."""
+    found = None
     if _in_one_pass(x):
         found = library.quantize_blocks(x.contiguous(), block, scale_kind, epsilon, measured=False)
-        if found is not None:
-            return found[:2]
-    data, scales = reference.quantize_blockwise(x, block, E4M3, scale_kind, epsilon=epsilon)
-    return data.contiguous(), scales.contiguous()
+    if found is None:
+        found = reference.quantize_blockwise(x, block, E4M3, scale_kind, epsilon=epsilon)
+    data, scales = found[0].contiguous(), found[1].contiguous()
+    return data, scales if block[0] == 1 else scales.flatten()
 
 
-@operation("read_blocks", lambda data, dtype: like(data, dtype=dtype), cpu_only=True)
+@operation("read_blocks", lambda data, dtype: like(data, dtype=dtype), takes=_STORED, cpu_only=True)
 def read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return `dequantize_blockwise` of E4M3 data [R, C]."""
-    if data.numel() and library.available(dtype):
+    """Return `dequantize_blockwise` of E4M3 data [R, C]. scales: as a grid, or as one line."""
+    scales = scales.view(blocks.grid(*data.shape, block)) if scales.dim() == 1 else scales
+    if data.numel() and eager_on_cpu(data) and library.available(dtype):
         return library.decode_blocks(data, scales, block, dtype)
     return reference.dequantize_blockwise(data, scales, block, dtype)
 
 
-@operation("read_numbers", lambda data, dtype: like(data, dtype=dtype), cpu_only=True)
+@operation(
+    "read_numbers",
+    lambda data, dtype: like(data, dtype=dtype),
+    takes=takes("data: float8_e4m3fn [R, C]"),
+    cpu_only=True,
+)
 def read_numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Return E4M3 data [R, C] in `dtype`, still scaled: an operation, or the graph would store what it returns."""
-    if data.numel() and library.available(dtype):
+    if data.numel() and eager_on_cpu(data) and library.available(dtype):
         one = torch.ones(1, 1, dtype=torch.float32, device=data.device)
         return library.decode_blocks(data, one, (data.shape[0], data.shape[1]), dtype)
     return fp8_to_float(data).to(dtype)
@@ -72,7 +90,7 @@ def _packed(x: Tensor) -> tuple[Output, Output, Output]:
     return like(x, (rows, columns // 2), torch.uint8), like(x, (rows, columns // 16), E4M3), like(x, (), torch.float32)
 
 
-@operation("store_nvfp4", _packed, cpu_only=True)
+@operation("store_nvfp4", _packed, takes=takes("x: any [R, C]; C % 16 == 0"), cpu_only=True)
 def store_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return packed values, scales and amax of x [R, C] in 1x16 blocks, C a multiple of 16, rounded to nearest."""
     if _in_one_pass(x):
@@ -88,10 +106,10 @@ def _unpacked(packed: Tensor, dtype: torch.dtype) -> Output:
     return like(packed, (packed.shape[0], 2 * packed.shape[1]), dtype)
 
 
-@operation("read_nvfp4", _unpacked, cpu_only=True)
+@operation("read_nvfp4", _unpacked, takes=_PACKED, cpu_only=True)
 def read_nvfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `store_nvfp4` made in `dtype`, still scaled by the amax: [R, C]."""
-    if packed.numel() and library.available(dtype):
+    if packed.numel() and eager_on_cpu(packed) and library.available(dtype):
         return library.decode_nvfp4(packed, scales, dtype)
     return nvfp4.decode_blocks(packed, scales, 2 * packed.shape[1]).to(dtype)
 
@@ -100,7 +118,7 @@ def _current(x: Tensor, dtype: torch.dtype) -> tuple[Output, Output, Output]:
     return like(x, dtype=dtype), like(x, dtype=E4M3), like(x, (), torch.float32)
 
 
-@operation("store_current", _current, cpu_only=True)
+@operation("store_current", _current, takes=_MATRIX, cpu_only=True)
 def store_current(x: Tensor, pow2: bool, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Scale x [R, C] by its own amax: return the E4M3 numbers in `dtype`, the same as E4M3, and what to multiply with
     when dequantizing, float32 [].
@@ -112,14 +130,18 @@ def store_current(x: Tensor, pow2: bool, epsilon: float, dtype: torch.dtype) -> 
     return *_scaled(x, scale, dtype), torch.div(torch.ones_like(scale), scale)
 
 
-@operation("store_scaled", lambda x, dtype: (like(x, dtype=dtype), like(x, dtype=E4M3)), cpu_only=True)
+_SCALED = takes("x: any [R, C]; scale: float32; scale.numel() == 1")
+
+
+@operation("store_scaled", lambda x, dtype: (like(x, dtype=dtype), like(x, dtype=E4M3)), takes=_SCALED, cpu_only=True)
 def store_scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return x [R, C] times a scale as E4M3 numbers in `dtype`, and as E4M3. scale: float32, one number."""
     return _scaled(x, scale, dtype)
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if _in_one_pass(x) and dtype in rounding.DTYPES and rounding.available(None, "te_round_scaled", x.dtype, dtype):
+    fits = _in_one_pass(x) and dtype in rounding.DTYPES and plain_on_cpu(scale)
+    if fits and rounding.available(None, "te_round_scaled", x.dtype, dtype):
         found = library.quantize_scaled(x.contiguous(), float(scale), 1.0, measured=False)
         if found is not None:
             return rounding.round_scaled(x, scale, E4M3, dtype), found[0]

@@ -11,8 +11,8 @@ inline Scale fp8_scale(float amax, int kind, float epsilon, float overflow) {
   const float limit = e5m2 ? 57344.0f : 448.0f;
   if (kind == kE8m0) {
     const float needed = amax * float(1.0 / double(limit));
-    const int32_t bits = needed <= 0x1p-127f ? 0 : int32_t(bits_of(needed));
-    const int32_t byte = std::min((bits + 0x007FFFFF) >> 23, 254);
+    const uint32_t bits = needed <= 0x1p-127f ? 0 : bits_of(needed);  // of NaN with a sum beyond int32_t
+    const int32_t byte = std::min(int32_t((bits + 0x007FFFFF) >> 23), 254);
     const bool nan = amax != amax;
     const float none = std::numeric_limits<float>::quiet_NaN();
     return {nan ? none : power_of_two(254 - byte), nan ? none : power_of_two(byte)};

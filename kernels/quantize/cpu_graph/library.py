@@ -27,7 +27,7 @@ from .source import COMMON
 NAMES = {torch.bfloat16: "BFloat16", torch.float32: "Float32"}
 DTYPES = tuple(NAMES)
 """The dtypes that are read and written."""
-_KINDS = ("float32", "pow2", "e8m0")
+KINDS = ("float32", "pow2", "e8m0")
 _SIGNS = (ctypes.c_float * hadamard.SIZE)(*(sign * 0.25 for sign in hadamard.SIGNS))
 
 
@@ -124,7 +124,7 @@ def round_fp8(
     if x.numel() == 0:
         return out
     overflow = torch.finfo(x.dtype).max
-    scales = (fp8_dtype is torch.float8_e5m2, _KINDS.index(scale_kind), epsilon, overflow)
+    scales = (fp8_dtype is torch.float8_e5m2, KINDS.index(scale_kind), epsilon, overflow)
     run = _function("te_round_fp8", x.dtype, dtype)
     run(x.data_ptr(), out.data_ptr(), *_sizes(x), *block, *scales, torch.get_num_threads())
     return out
@@ -171,7 +171,8 @@ def round_nvfp4(
     if amax.dim() == x.dim():
         rows, columns = (-(-size // length) for size, length in zip(x.shape[-2:], block, strict=True))
         amax = amax.expand(*x.shape[:-2], rows, columns)
-        strides = (0, *amax.stride()) if x.dim() == 2 else amax.flatten(0, -3).stride()
+        amax = amax[None] if x.dim() == 2 else amax.flatten(0, -3)
+        strides = amax.stride()
     else:
         amax, strides = amax.contiguous(), (1, 0, 0)
     run = _function("te_round_nvfp4", x.dtype, dtype)
@@ -182,7 +183,8 @@ def round_nvfp4(
 
 
 def global_decode(amax: Tensor) -> Tensor:
-    """See `nvfp4.reference.global_decode`. amax: contiguous."""
+    """See `nvfp4.reference.global_decode`."""
+    amax = amax.contiguous()
     out = torch.empty_like(amax)
     _function("te_global_decode")(amax.data_ptr(), out.data_ptr(), amax.numel())
     return out

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ...compiling import compiling
-from ...custom_op import Output, like, operation
+from ...custom_op import Output, Takes, expands, like, operation, takes
 from ...torch_versions import exporting
 from .. import hadamard
-from ..eager import eager_on_cpu
+from ..eager import eager_on_cpu, plain_on_cpu
 from ..fp8 import blocks, rounding
 from ..fp8 import op as fp8_op
 from ..nvfp4 import cpu as nvfp4
@@ -30,6 +30,7 @@ __all__ = ["raised_amax", "random_hadamard", "round_blockwise", "round_current",
 
 
 F = TypeVar("F", bound=Callable)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def in_cpu_graph(x: Tensor) -> bool:
@@ -53,15 +54,25 @@ def _library_writes(name: str, x: Tensor, dtype: torch.dtype) -> bool:
     return x.dtype in library.DTYPES and dtype in library.DTYPES and library.available(None, name, x.dtype, dtype)
 
 
-def _eagerly(implementation: F, definition: F) -> F:
-    """Return the function that eager code calls: the implementation of an operation where the library takes its first
-    argument, else the definition."""
+def _eagerly(implementation: F, definition: F, described: Takes) -> F:
+    """Return the function that eager code calls: the implementation of an operation where the library takes its
+    arguments, else the definition."""
+    fits = described.fitting(implementation, on_cpu=True)
 
     @functools.wraps(definition)
     def call(x: Tensor, /, *args: Any, **keywords: Any) -> Any:
-        return (implementation if _library_takes(x) else definition)(x, *args, **keywords)
+        takes_them = _library_takes(x) and fits(x, *args, **keywords)
+        return (implementation if takes_them else definition)(x, *args, **keywords)
 
     return call  # type: ignore[return-value]
+
+
+_IN_BLOCKS = takes(
+    "x: any [..., R, C]; block: value; fp8_dtype: value; scale_kind: value; block[0] > 0 and block[1] > 0;"
+    "fp8_dtype in FP8; scale_kind in KINDS",
+    FP8=_FP8,
+    KINDS=library.KINDS,
+)
 
 
 def _round_blockwise(
@@ -79,14 +90,18 @@ def _round_blockwise(
     return library.round_fp8(x, block, fp8_dtype, scale_kind, dtype, epsilon)
 
 
-round_blockwise_eagerly = _eagerly(_round_blockwise, rounding.round_blockwise)
+round_blockwise_eagerly = _eagerly(_round_blockwise, rounding.round_blockwise, _IN_BLOCKS)
 round_blockwise = operation(
     "round_blockwise",
     lambda x, dtype: like(x, dtype=dtype),
     reference=round_blockwise_eagerly,
     serves=in_cpu_graph,
+    takes=_IN_BLOCKS,
     cpu_only=True,
 )(_round_blockwise)
+
+
+_MATRICES = takes("x: any [..., R, C]; fp8_dtype: value; fp8_dtype in FP8", FP8=_FP8)
 
 
 def _round_current(
@@ -102,10 +117,19 @@ def _round_current(
 round_current = operation(
     "round_current",
     lambda x, dtype: (like(x, dtype=dtype), like(x, x.shape[:-2], torch.float32)),
-    reference=_eagerly(_round_current, rounding.round_current),
+    reference=_eagerly(_round_current, rounding.round_current, _MATRICES),
     serves=in_cpu_graph,
+    takes=_MATRICES,
     cpu_only=True,
 )(_round_current)
+
+
+_BY_ROW = takes(
+    "x: any [..., R, C]; scale: float32; fp8_dtype: value; fp8_dtype in FP8;"
+    "scale.numel() > 0 and expands(scale, (*x.shape[:-1], 1))",
+    FP8=_FP8,
+    expands=expands,
+)
 
 
 def _round_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
@@ -114,18 +138,18 @@ def _round_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, dtype: t
     return library.round_scaled(x, scale, fp8_dtype, dtype)
 
 
-_round_per_tensor_in_graph = operation("round_per_tensor", lambda x, dtype: like(x, dtype=dtype), cpu_only=True)(
-    _round_per_tensor
-)
+_round_per_tensor_in_graph = operation(
+    "round_per_tensor", lambda x, dtype: like(x, dtype=dtype), takes=_BY_ROW, cpu_only=True
+)(_round_per_tensor)
 
 
 def round_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return what `quantize_per_tensor` does in `dtype`: the numbers themselves, still scaled. scale: float32, one for
     all of x, or one that is the same along each of its rows, broadcastable to x [..., R, C]."""
-    by_row = scale.dim() < 1 or scale.shape[-1] == 1
-    if torch.compiler.is_compiling() and in_cpu_graph(x) and by_row:
-        return _round_per_tensor_in_graph(x, scale, fp8_dtype, dtype)
-    if by_row and _library_takes(x):
+    if torch.compiler.is_compiling() and in_cpu_graph(x):
+        if not _BY_ROW.misfit(x, scale, fp8_dtype):
+            return _round_per_tensor_in_graph(x, scale, fp8_dtype, dtype)
+    elif _library_takes(x) and not _BY_ROW.misfit_on_cpu(x, scale, fp8_dtype) and plain_on_cpu(scale):
         return _round_per_tensor(x, scale, fp8_dtype, dtype)
     return rounding.round_per_tensor(x, scale, fp8_dtype, dtype)
 
@@ -135,7 +159,7 @@ def _rotated(x: Tensor) -> Output:
     return like(x, (*x.shape[:-2], rows, x.shape[-1]))
 
 
-@operation("random_hadamard_rows", _rotated, cpu_only=True)
+@operation("random_hadamard_rows", _rotated, takes=takes("x: bfloat16 [..., R, C]"), cpu_only=True)
 def _random_hadamard_rows(x: Tensor) -> Tensor:
     has_one = library.available(None, "te_random_hadamard")
     return library.random_hadamard(x) if has_one else nvfp4_op.random_hadamard(x, -2)
@@ -143,7 +167,7 @@ def _random_hadamard_rows(x: Tensor) -> Tensor:
 
 def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
     """Transform groups of 16 along `dim` (-1 or -2): see `nvfp4.op.random_hadamard`."""
-    if dim == -2 and x.dtype == torch.bfloat16:
+    if dim == -2 and x.dtype == torch.bfloat16 and x.dim() > 1:
         if in_cpu_graph(x):
             return _random_hadamard_rows(x)
         if _library_takes(x) and library.available(None, "te_random_hadamard"):
@@ -156,10 +180,15 @@ def matrix_amax(x: Tensor) -> Tensor:
     return library.amax(x) if library.available(None, "te_row_amax", x.dtype) else blocks.amax(x)
 
 
-_amax = operation("matrix_amax", lambda x: like(x, x.shape[:-2], torch.float32), cpu_only=True)(matrix_amax)
+_amax = operation(
+    "matrix_amax", lambda x: like(x, x.shape[:-2], torch.float32), takes=takes("x: any [..., R, C]"), cpu_only=True
+)(matrix_amax)
 
 
-@operation("raised_amax", lambda x, recorded: like(recorded), cpu_only=True)
+_RECORDED = takes("x: any [*B, R, C]; recorded: float32 [*B]")
+
+
+@operation("raised_amax", lambda x, recorded: like(recorded), takes=_RECORDED, cpu_only=True)
 def _raised_amax(x: Tensor, recorded: Tensor) -> Tensor:
     return torch.fmax(recorded, matrix_amax(x))
 
@@ -167,9 +196,17 @@ def _raised_amax(x: Tensor, recorded: Tensor) -> Tensor:
 def raised_amax(x: Tensor, recorded: Tensor) -> Tensor:
     """Return the amax of each matrix of x [..., R, C], float32 [...], or what was `recorded` where that is larger. NaN
     is ignored."""
-    if torch.compiler.is_compiling() and in_cpu_graph(x):
+    if torch.compiler.is_compiling() and in_cpu_graph(x) and not _RECORDED.misfit(x, recorded):
         return _raised_amax(x, recorded)
     return torch.fmax(recorded, fp8_op.amax(x).detach())
+
+
+_NVFP4 = takes(
+    "x: any [*B, R, C]; block: value; amax: float32; key: int64 [2]?; block[0] > 0 and block[1] > 0;"
+    "amax.shape == x.shape[:-2] if amax.dim() != x.dim() else"
+    "  expands(amax, (*B, -(-R // block[0]), -(-C // block[1])))",
+    expands=expands,
+)
 
 
 def _round_nvfp4(
@@ -180,7 +217,9 @@ def _round_nvfp4(
     return library.round_nvfp4(x, block, amax, dtype, None if key is None else key.contiguous(), stream)
 
 
-_round_nvfp4_in_graph = operation("round_nvfp4", lambda x, dtype: like(x, dtype=dtype), cpu_only=True)(_round_nvfp4)
+_round_nvfp4_in_graph = operation("round_nvfp4", lambda x, dtype: like(x, dtype=dtype), takes=_NVFP4, cpu_only=True)(
+    _round_nvfp4
+)
 
 
 def round_nvfp4(
@@ -195,11 +234,16 @@ def round_nvfp4(
     """Quantize and decode at once: see `nvfp4.reference.round_nvfp4`."""
     if torch.compiler.is_compiling() and in_cpu_graph(x):
         known: Tensor = _amax(x) if amax is None else amax
-        return _round_nvfp4_in_graph(x, dtype, list(block), known, key, stream), known
-    if _library_takes(x):
+        if not _NVFP4.misfit(x, block, known, key):
+            return _round_nvfp4_in_graph(x, dtype, list(block), known, key, stream), known
+    elif _library_takes(x) and x.dim() > 1:
         known = matrix_amax(x) if amax is None else amax
-        return _round_nvfp4(x, dtype, block, known, key, stream), known
+        if not _NVFP4.misfit_on_cpu(x, block, known, key) and plain_on_cpu(known):
+            return _round_nvfp4(x, dtype, block, known, key, stream), known
     return nvfp4.round_nvfp4(x, dtype, block=block, amax=amax, key=key, stream=stream)
+
+
+_OWN_NVFP4 = takes("x: any [..., R, C]; block: value; key: int64 [2]?; block[0] > 0 and block[1] > 0")
 
 
 def _round_current_nvfp4(
@@ -214,6 +258,7 @@ def _round_current_nvfp4(
 _round_current_nvfp4_in_graph = operation(
     "round_current_nvfp4",
     lambda x, dtype: (like(x, dtype=dtype), like(x, x.shape[:-2], torch.float32)),
+    takes=_OWN_NVFP4,
     cpu_only=True,
 )(_round_current_nvfp4)
 
@@ -229,7 +274,8 @@ def round_current_nvfp4(
     """Scale each matrix of x [..., R, C] by its own amax: return (`round_nvfp4` of it, what is left to multiply with,
     float32 [...])."""
     if torch.compiler.is_compiling() and in_cpu_graph(x):
-        return _round_current_nvfp4_in_graph(x, dtype, list(block), key, stream)
-    if _library_takes(x):
+        if not _OWN_NVFP4.misfit(x, block, key):
+            return _round_current_nvfp4_in_graph(x, dtype, list(block), key, stream)
+    elif _library_takes(x) and not _OWN_NVFP4.misfit_on_cpu(x, block, key):
         return _round_current_nvfp4(x, dtype, block, key, stream)
     return nvfp4.round_current_nvfp4(x, dtype, block=block, key=key, stream=stream)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import cpp_library
+from ...custom_op import Takes, apart, takes
 from ..cpu_fields.source import E4M3
 from ..cpu_graph import library as shared
 from ..cpu_graph.fp8_source import FP8_SCALE
@@ -33,6 +34,40 @@ _ARGUMENTS = {
 _ENCODE = "te_encode_moments"
 
 
+_BOTH = takes("first: float32 [*S] contiguous; second: float32 [*S] contiguous")
+_STORED = takes(
+    "first: float8_e4m3fn contiguous; first_scale_inv: float32 contiguous; second: float8_e4m3fn contiguous;"
+    "second_scale_inv: float32 contiguous; blocks: value; first_scale_inv.numel() == blocks;"
+    "second_scale_inv.numel() == blocks; first.numel() == blocks * 128 and second.numel() == blocks * 128"
+)
+_FLOAT8 = takes(
+    "weight: float32|bfloat16 [*S] written; gradient: float32|bfloat16 [*S] contiguous;"
+    "first: float8_e4m3fn written; first_scale_inv: float32 written;"
+    "second: float8_e4m3fn written; second_scale_inv: float32 written"
+)
+_PLAIN = takes(
+    "weight: float32|bfloat16 [*S] written; gradient: float32|bfloat16 [*S] contiguous; first: T written;"
+    "second: T written",
+    T=(torch.float32, torch.bfloat16),
+)
+
+
+def updates(weight: Tensor, gradient: Tensor, moments: Sequence[Tensor]) -> bool:
+    """Whether `adamw_step` is for these: what it reads and writes, none of it in the same memory."""
+    blocks = -(-weight.numel() // BLOCK)
+    sizes = [blocks * BLOCK, blocks] * 2 if len(moments) == 4 else [weight.numel()] * 2
+    if [moment.numel() for moment in moments] != sizes:
+        return False
+    description: Takes = _FLOAT8 if len(moments) == 4 else _PLAIN
+    return not description.misfit_on_cpu(weight, gradient, *moments)
+
+
+def _writes(out: Sequence[Tensor], read: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether results of these dtypes may be written to `out`: contiguous, and no memory of what is read."""
+    alike = [t.dtype for t in out] == [*dtypes] and all(t.is_contiguous() for t in out)
+    return alike and apart(out, read)
+
+
 @functools.cache
 def _function(name: str, gradient: torch.dtype = torch.float32, weight: torch.dtype = torch.float32) -> Any:
     code = NUMBERS + FP8_SCALE + E4M3 + MOMENTS + (ADAMW if "adamw" in name else "")
@@ -51,7 +86,7 @@ def worthwhile(elements: int, dtype: torch.dtype) -> bool:
     return shared.worthwhile(elements, dtype, _function, _ENCODE)
 
 
-def updates(weight: torch.dtype, gradient: torch.dtype) -> bool:
+def has_update(weight: torch.dtype, gradient: torch.dtype) -> bool:
     """Whether the library that updates weights of one dtype with gradients of another can be compiled and loaded."""
     return shared.available(_function, "te_adamw_float8", gradient, weight)
 
@@ -64,11 +99,14 @@ def encode_moments(
     begin: Tensor,
     out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...] | None:
-    """Return both moments, float32 [n] each, as (data [blocks, 128] E4M3, scale_inv [blocks]) twice; None for a NaN.
+    """Return both moments, float32 [n] each, as (data [blocks, 128] E4M3, scale_inv [blocks]) twice; None for a NaN,
+    and for what the library does not take.
 
     key, step, begin: see `hashed_bits`, whose low 16 bits round the first moment, and whose high ones the second. out:
     contiguous tensors of these sizes to write to; their values are undefined after a NaN.
     """
+    if _BOTH.misfit_on_cpu(first, second):
+        return None
     blocks = -(-first.numel() // BLOCK)
     if out is None:
         data = [torch.empty((blocks, BLOCK), dtype=torch.float8_e4m3fn, device="cpu") for _ in range(2)]
@@ -76,6 +114,8 @@ def encode_moments(
         out = data[0], scales[0], data[1], scales[1]
     elif [t.numel() for t in out] != [blocks * BLOCK, blocks] * 2:
         raise ValueError(f"out has {[t.numel() for t in out]} elements; allowed: {[blocks * BLOCK, blocks] * 2}")
+    elif not _writes(out, (first, second), [torch.float8_e4m3fn, torch.float32] * 2):
+        return None
     k0, k1 = hash_words(key, step).tolist()
     pointers = [t.data_ptr() for t in (first, second, *out)]
     run = _function(_ENCODE)
@@ -91,6 +131,8 @@ def round_moments(
     `encode_moments` uses. Return whether it is done: not for a NaN, after which the values of `out` are undefined."""
     if [(t.numel(), t.dtype) for t in out] != [(first.numel(), torch.bfloat16)] * 2:
         raise ValueError(f"out is {[(t.numel(), t.dtype) for t in out]}; allowed: bfloat16, {first.numel()} each")
+    if _BOTH.misfit_on_cpu(first, second) or not _writes(out, (first, second), [torch.bfloat16] * 2):
+        return False
     k0, k1 = hash_words(key, step).tolist()
     pointers = [t.data_ptr() for t in (first, second, *out)]
     run = _function("te_round_moments")
@@ -99,8 +141,11 @@ def round_moments(
 
 def decode_moments(
     first: Tensor, first_scale_inv: Tensor, second: Tensor, second_scale_inv: Tensor, shape: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Return both moments in float32 from what `encode_moments` returned: of this shape, of n elements."""
+) -> tuple[Tensor, Tensor] | None:
+    """Return both moments in float32 from what `encode_moments` returned: of this shape, of n elements; None
+    for what it did not."""
+    if _STORED.misfit_on_cpu(first, first_scale_inv, second, second_scale_inv, -(-math.prod(shape) // BLOCK)):
+        return None
     out = first.new_empty(tuple(shape), dtype=torch.float32), first.new_empty(tuple(shape), dtype=torch.float32)
     stored = first, first_scale_inv, second, second_scale_inv
     pointers = [t.data_ptr() for t in (*stored, *out)]
@@ -132,7 +177,7 @@ def adamw_step(
     their moments; None where there is none.
 
     weight, gradient: float32 or bfloat16, [n]; moments: as `encode_moments` returns them, or two of bfloat16 or
-    float32, [n]; all contiguous. key, step: as there.
+    float32, [n]; what `updates` says. key, step: as there.
     """
     h = hyperparameters
     lerp, root_correction = 1 - h.beta1, math.sqrt(1 - h.beta2**h.t)

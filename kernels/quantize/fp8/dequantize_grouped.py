@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...custom_op import like, operation
+from ...custom_op import INTEGERS, like, operation, takes
 from . import reference
 
 
@@ -44,8 +44,20 @@ def definition(
     return torch.where((group < groups)[:, None], values, 0)
 
 
+_TAKES = takes(
+    f"data: float8_e4m3fn|float8_e5m2 [R, C]; stored: float32|uint8; m_splits: {INTEGERS} [G]; rows: value;"
+    "block: value; R >= rows;"
+    "(stored.dtype == float32 and stored.shape == (G,)) if block is None else"
+    "  stored.shape == (-(-R // block[0]), -(-C // block[1]))",
+    float32=torch.float32,
+)
+
+
 @operation(
-    "dequantize_grouped", lambda data, rows, dtype: like(data, (rows, data.shape[1]), dtype), reference=definition
+    "dequantize_grouped",
+    lambda data, rows, dtype: like(data, (rows, data.shape[1]), dtype),
+    reference=definition,
+    takes=_TAKES,
 )
 def dequantize_grouped(
     data: Tensor, stored: Tensor, m_splits: Tensor, rows: int, block: tuple[int, int] | None, dtype: torch.dtype

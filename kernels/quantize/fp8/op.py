@@ -2,7 +2,7 @@
 
 On CPU under torch.compile Inductor sees the reference and fuses a quantization with its dequantization and with the
 neighbouring element-wise operations, so an eight-bit copy is made only where it is kept. On an accelerator, columnwise
-FP8 data that GEMMs read transposed comes back in the input's orientation, lying transposed in memory (see `layout`).
+FP8 data that GEMMs read transposed comes back in the input's orientation, lying transposed in memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...custom_op import Output, like, operation
+from ...custom_op import FLOATS, INTEGERS, Output, expands, like, operation, takes
 from ..output import copy_by_blocks, transposed_copy
 from . import blocks, grouped, reference
 from .grouped import padded_length
@@ -34,7 +34,18 @@ def _check(block: tuple[int, int]) -> None:
         raise ValueError(f"block is {block}; allowed on an accelerator: powers of two up to 128")
 
 
-@operation("amax", lambda x: like(x, x.shape[:-2], torch.float32), reference=blocks.amax)
+_FP8 = "float8_e4m3fn|float8_e5m2"
+_MATRICES = takes(f"x: {FLOATS} [..., R, C]")
+_GROUPS = takes(f"x: {FLOATS} [R, C]; m_splits: {INTEGERS} [G]")
+_SCALED = takes(f"x: {FLOATS} [..., R, C]; scale: float32; expands(scale, x.shape)", expands=expands)
+_GROUPS_SCALED = takes(f"x: {FLOATS} [R, C]; m_splits: {INTEGERS} [G]; scale: float32 [G]")
+_STORED = takes(f"data: {_FP8} [..., R, C]; scale_inv: float32; expands(scale_inv, data.shape)", expands=expands)
+_IN_BLOCKS = takes(
+    f"data: {_FP8} [*B, R, C]; block: value; stored: float32|uint8 [*B, -(-R // block[0]), -(-C // block[1])]"
+)
+
+
+@operation("amax", lambda x: like(x, x.shape[:-2], torch.float32), reference=blocks.amax, takes=_MATRICES)
 def amax(x: Tensor) -> Tensor:
     """Return the largest magnitude of each matrix, float32: [..., R, C] -> [...]. NaN stays; an empty one has 0."""
     from . import triton_tensor
@@ -42,7 +53,12 @@ def amax(x: Tensor) -> Tensor:
     return triton_tensor.amax(x)
 
 
-@operation("grouped_amax", lambda x, m_splits: like(x, m_splits.shape, torch.float32), reference=grouped.grouped_amax)
+@operation(
+    "grouped_amax",
+    lambda x, m_splits: like(x, m_splits.shape, torch.float32),
+    reference=grouped.grouped_amax,
+    takes=_GROUPS,
+)
 def grouped_amax(x: Tensor, m_splits: Tensor) -> Tensor:
     """Return the largest magnitude in each group of rows of x: [T, C], m_splits [G] integer -> [G] float32."""
     from . import triton_tensor
@@ -51,7 +67,10 @@ def grouped_amax(x: Tensor, m_splits: Tensor) -> Tensor:
 
 
 @operation(
-    "quantize_per_tensor", lambda x, fp8_dtype: like(x, dtype=fp8_dtype), reference=reference.quantize_per_tensor
+    "quantize_per_tensor",
+    lambda x, fp8_dtype: like(x, dtype=fp8_dtype),
+    reference=reference.quantize_per_tensor,
+    takes=_SCALED,
 )
 def quantize_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """Return clamp(x * scale) as FP8. scale: float32, broadcastable to x. A NaN stays, infinities saturate."""
@@ -64,7 +83,7 @@ def _both_copies(x: Tensor, fp8_dtype: torch.dtype) -> tuple[Output, Output]:
     return like(x, dtype=fp8_dtype), transposed_copy(x, fp8_dtype)
 
 
-@operation("quantize_per_tensor_both", _both_copies, reference=reference.quantize_per_tensor_both)
+@operation("quantize_per_tensor_both", _both_copies, reference=reference.quantize_per_tensor_both, takes=_SCALED)
 def quantize_per_tensor_both(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return `quantize_per_tensor` twice: as it lies, and the same tensor lying transposed in memory on CUDA, where FP8
     GEMMs need that (elsewhere: the same tensor)."""
@@ -80,7 +99,12 @@ def _grouped_copies(x: Tensor, m_splits: Tensor, fp8_dtype: torch.dtype, align: 
     return [row, transposed_copy(x, fp8_dtype, padded)] if columnwise else [row]
 
 
-@operation("quantize_grouped_per_tensor", _grouped_copies, reference=grouped.quantize_grouped_per_tensor)
+@operation(
+    "quantize_grouped_per_tensor",
+    _grouped_copies,
+    reference=grouped.quantize_grouped_per_tensor,
+    takes=_GROUPS_SCALED,
+)
 def quantize_grouped_per_tensor(
     x: Tensor, m_splits: Tensor, scale: Tensor, fp8_dtype: torch.dtype, *, align: int = 16, columnwise: bool = True
 ) -> list[Tensor]:
@@ -96,7 +120,10 @@ def quantize_grouped_per_tensor(
 
 
 @operation(
-    "dequantize_per_tensor", lambda data, dtype: like(data, dtype=dtype), reference=reference.dequantize_per_tensor
+    "dequantize_per_tensor",
+    lambda data, dtype: like(data, dtype=dtype),
+    reference=reference.dequantize_per_tensor,
+    takes=_STORED,
 )
 def dequantize_per_tensor(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     """Return data * scale_inv in `dtype`. scale_inv: float32, broadcastable to data."""
@@ -109,7 +136,7 @@ def _copy_by_blocks(x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, s
     return tuple(copy_by_blocks(x, block, fp8_dtype, scale_kind))
 
 
-@operation("quantize_blockwise", _copy_by_blocks, reference=reference.quantize_blockwise)
+@operation("quantize_blockwise", _copy_by_blocks, reference=reference.quantize_blockwise, takes=_MATRICES)
 def quantize_blockwise(
     x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str, *, epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -137,7 +164,7 @@ def _both_by_blocks(x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, s
     )
 
 
-@operation("quantize_blockwise_both", _both_by_blocks, reference=reference.quantize_blockwise_both)
+@operation("quantize_blockwise_both", _both_by_blocks, reference=reference.quantize_blockwise_both, takes=_MATRICES)
 def quantize_blockwise_both(
     x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str, *, epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -174,7 +201,9 @@ def _grouped_by_blocks(
     return [output for copies in wanted for output in copies]
 
 
-@operation("quantize_grouped_blockwise", _grouped_by_blocks, reference=grouped.quantize_grouped_blockwise)
+@operation(
+    "quantize_grouped_blockwise", _grouped_by_blocks, reference=grouped.quantize_grouped_blockwise, takes=_GROUPS
+)
 def quantize_grouped_blockwise(
     x: Tensor,
     m_splits: Tensor,
@@ -199,7 +228,10 @@ def quantize_grouped_blockwise(
 
 
 @operation(
-    "dequantize_blockwise", lambda data, dtype: like(data, dtype=dtype), reference=reference.dequantize_blockwise
+    "dequantize_blockwise",
+    lambda data, dtype: like(data, dtype=dtype),
+    reference=reference.dequantize_blockwise,
+    takes=_IN_BLOCKS,
 )
 def dequantize_blockwise(data: Tensor, stored: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return data * scale in `dtype`. data: [..., R, C] FP8; stored: its scales, float32 or uint8 exponents."""

@@ -173,7 +173,7 @@ def decoded_blocks(packed: Tensor, scales: Tensor) -> Tensor:
     step = _step(out, (1, BLOCK))
     for begin in range(0, len(out), step):
         rows = slice(begin, begin + step)
-        pairs = codes[rows].to(torch.int32, memory_format=torch.contiguous_format)
+        pairs = codes[rows].to(torch.int32, copy=True, memory_format=torch.contiguous_format)
         # both signs to where two float16 have them, then both magnitudes
         signs = (pairs * 0x01001000).bitwise_and_(-0x7FFF8000)
         halves = pairs.mul_(0x00200200).bitwise_and_(0x0E000E00).bitwise_or_(signs)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...custom_op import Output, like, operation
+from ...custom_op import FLOATS, INTEGERS, Output, expands, like, operation, takes
 from .. import hadamard
 from ..fp8.op import amax as largest
 from ..fp8.op import grouped_amax
@@ -38,7 +38,12 @@ def _transformed(x: Tensor, dim: int) -> Output:
     return like(x, shape)
 
 
-@operation("random_hadamard", _transformed, reference=hadamard.random_hadamard)
+@operation(
+    "random_hadamard",
+    _transformed,
+    reference=hadamard.random_hadamard,
+    takes=takes("x: bfloat16 [..., R, C]; dim: value; dim in (-1, -2)"),
+)
 def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
     """Transform groups of 16 along `dim` (-1 or -2): bfloat16 to bfloat16, sums in float32 in a fixed order.
 
@@ -56,7 +61,7 @@ def _amaxes_of(x: Tensor, m_splits: Tensor | None) -> tuple[Output, Output]:
     return amax, amax
 
 
-@operation("nvfp4_amaxes", _amaxes_of)
+@operation("nvfp4_amaxes", _amaxes_of, takes=takes(f"x: {FLOATS} [..., R, C]; m_splits: {INTEGERS} [_]?"))
 def _transformed_amaxes(x: Tensor, m_splits: Tensor | None) -> tuple[Tensor, Tensor]:
     """See `triton_hadamard.nvfp4_amaxes`."""
     from .. import triton_hadamard
@@ -72,7 +77,16 @@ def _copies_of(
     return nvfp4_copies(x, **wanted, with_rht=with_rht, groups=groups)
 
 
-@operation("quantize_nvfp4", _copies_of)
+_COPIES_TAKE = takes(
+    f"x: {FLOATS} [*B, R, C]; row_amax: float32?; col_amax: float32?; m_splits: {INTEGERS} [_]?; key: int64 [2]?;"
+    "block_rows: value; col_amax is None or col_amax.shape == (B if m_splits is None else m_splits.shape);"
+    "row_amax is None or row_amax.shape == (B if m_splits is None else m_splits.shape) or m_splits is None and"
+    "  row_amax.dim() == x.dim() and expands(row_amax, (*B, -(-R // block_rows), -(-C // 16)))",
+    expands=expands,
+)
+
+
+@operation("quantize_nvfp4", _copies_of, takes=_COPIES_TAKE)
 def _copies(
     x: Tensor,
     row_amax: Tensor | None,
@@ -191,10 +205,17 @@ def quantize_grouped_four_over_six(
     return copies.quantize_grouped_nvfp4(x, m_splits, rowwise=rowwise, columnwise=columnwise, quantize=quantize)
 
 
+_PACKED = takes(
+    "packed: uint8 [*B, R, P]; scales: float8_e4m3fn [*B, R, -(-columns // 16)]; amax: float32?; columns: value;"
+    "P == -(-columns // 2); amax is None or amax.shape == B or amax.shape == (*B, R, 1)"
+)
+
+
 @operation(
     "dequantize_nvfp4",
     lambda packed, columns, dtype: like(packed, (*packed.shape[:-1], columns), dtype),
     reference=cpu.dequantize_nvfp4,
+    takes=_PACKED,
 )
 def dequantize_nvfp4(packed: Tensor, scales: Tensor, amax: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
     """Return [..., R, C] in `dtype`, C = columns; amax: of each matrix [...], or of each row [..., R, 1]; None leaves

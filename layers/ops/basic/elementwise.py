@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from te_models.suggestions import shown
+
+from ...distributed.tensor_parallel import TensorParallelModule, split_group
 from ...functional.dense_gemms import bias_gradient
 from ...module.primary_weights import empty_parameter
-from ...te_arguments import takes_also, takes_at_default, takes_without_effect
+from ...te_arguments import takes_also, takes_without_effect
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext
 from ..operation import BasicOperation
 
@@ -57,7 +61,7 @@ class Dropout(BasicOperation):
     def __init__(self, p: float) -> None:
         super().__init__()
         if not 0 <= p < 1:
-            raise ValueError(f"p is {p!r}; allowed: a number from 0 on, below 1")
+            raise ValueError(f"p is {shown(p)}; allowed: a number from 0 on, below 1")
         self.p = p
 
     def op_forward_compute(self, x: Tensor, call: OperationCall) -> Computed:
@@ -99,18 +103,27 @@ class Reshape(BasicOperation):
         return ", ".join(map(str, self.shape))
 
 
-class Bias(BasicOperation):
-    """`y = x + b`, in x's dtype. bias: [size], zero at first; x: [..., size]. Transformer Engine: `te.ops.Bias`."""
+class Bias(TensorParallelModule, BasicOperation):
+    """`y = x + b`, in x's dtype. bias: [size], zero at first; x: [..., size]. Transformer Engine: `te.ops.Bias`.
+    tensor_parallel: this rank has its part of `size` numbers, over tensor_parallel_group (None: all ranks)."""
 
     @takes_also(dtype="params_dtype")
-    @takes_at_default(tensor_parallel=False, tensor_parallel_group=None)
     def __init__(
-        self, size: int, *, params_dtype: torch.dtype | None = None, device: torch.device | str | None = None
+        self,
+        size: int,
+        *,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self.size = size
-        self.bias = empty_parameter(size, params_dtype=params_dtype, device=device)
+        mode = "column" if tensor_parallel else None
+        group = split_group(mode, tensor_parallel_group)
+        _, self.size = self.split_features(mode, 1, size, tp_group=group, tp_size=1)
+        self.bias = empty_parameter(self.size, params_dtype=params_dtype, device=device)
         self.reset_parameters()
+        self.mark_part(self.bias, self.split_dim(bias=True))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...distributed.tensor_parallel import InitMethod
+from ...distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelModule, split_group
 from ...functional.dense_gemms import GemmConfig, dense_fprop, dense_gradients, scaled_values
 from ...functional.fused_quantize import input_quantizer, readable_as_input
 from ...functional.gemm_operand import autocast_dtype, require_floating
@@ -23,6 +26,7 @@ from ...te_arguments import OF_OPERATIONS, THEIR_NAMES, takes_also, takes_at_def
 from ...tensor.storage import STORAGE_CLASSES, QuantizedStorage
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
 from ..operation import BasicOperation, FusibleOperation
+from .collectives import AllReduce, ReduceScatter
 from .elementwise import Bias
 
 _INPUT_ITSELF = ("plain", "original")  # forms of `SavedInput` in which the input is saved as it is
@@ -52,13 +56,19 @@ class LinearNotes(NamedTuple):
     x_shape: torch.Size
 
 
-class BasicLinear(GemmModule, BasicOperation):
+class BasicLinear(TensorParallelModule, GemmModule, BasicOperation):
     """`y = x w^T`, quantized under `autocast`. Transformer Engine: `te.ops.BasicLinear`.
 
-    weight: [out_features, in_features]. Takes quantized inputs. The options: see `Linear` and `GemmModule`.
+    weight: [out_features, in_features]. Takes quantized inputs. tensor_parallel_mode ("column", "row"),
+    tensor_parallel_group (None: all ranks), sequence_parallel: split as `parallel_mode` of te_models.layers.Linear; the
+    sizes given are the unsplit ones, the attributes this rank's. rng_state_tracker_function: returns a tracker in whose
+    `fork()` the weight is initialised. The other options: see `Linear` and `GemmModule`. ValueError for
+    userbuffers_options: collectives are torch.distributed's.
     """
 
     TAKES_QUANTIZED = True
+    communicates = True
+    """Whether a row-parallel operation sums its result over the ranks; in `Linear` an operation after the bias does."""
 
     @takes_also(**THEIR_NAMES)
     @takes_at_default(**OF_OPERATIONS)
@@ -74,20 +84,36 @@ class BasicLinear(GemmModule, BasicOperation):
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         name: str = "",
+        tensor_parallel_mode: ParallelMode | None = None,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
     ) -> None:
         super().__init__(1, name, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input)
-        self.in_features = in_features
-        self.out_features = out_features
+        group = split_group(tensor_parallel_mode, tensor_parallel_group)
+        self.in_features, self.out_features = self.split_features(
+            tensor_parallel_mode,
+            in_features,
+            out_features,
+            tp_group=group,
+            tp_size=1,
+            sequence_parallel=sequence_parallel,
+        )
         self.init_method = init_method or default_init_method
-        self.weight = empty_parameter(out_features, in_features, params_dtype=params_dtype, device=device)
+        self.rng_state_tracker_function = rng_state_tracker_function
+        new: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
+        self.weight = empty_parameter(self.out_features, self.in_features, **new)
         self.reset_parameters()
         self.complete_state()
         store_weights_as_asked(self)
+        self.mark_part(self.weight, self.split_dim())
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the weight anew."""
-        self.init_method(self.weight)
+        tracker = self.rng_state_tracker_function
+        with contextlib.nullcontext() if tracker is None else tracker().fork():
+            self.fill_part(self.weight, self.init_method, self.split_dim())
 
     def fuser_arguments(self, device_type: str) -> OperationArguments:
         cached = self.cached_weight((self.weight,), None, 0)
@@ -104,6 +130,8 @@ class BasicLinear(GemmModule, BasicOperation):
         )
 
     def input_quantizer(self, call: OperationCall) -> AnyQuantizer | None:
+        if self._gathers():
+            return None
         (weight,), (_, _, _, *tensors) = call.parameters, call.tensors
         return input_quantizer(call.constants.config, QuantizerState(*tensors), call.needs.parameters[0], weight.device)
 
@@ -118,6 +146,8 @@ class BasicLinear(GemmModule, BasicOperation):
         dtype = call.constants.dtype or x.dtype
         rows: Tensor | QuantizedStorage
         needs = call.needs.input, call.needs.parameters[0]
+        if self._gathers():
+            x = self.whole_rows(x.dequantize() if isinstance(x, QuantizedRows) else x)
         if isinstance(x, QuantizedRows) and not readable_as_input(x.storage.quantizer, config.quantizers, needs[1]):
             x = x.dequantize()
         if isinstance(x, QuantizedRows):
@@ -128,12 +158,22 @@ class BasicLinear(GemmModule, BasicOperation):
                 update_amax_(recorded, largest(rows))
         y, saved, tensors = dense_fprop(rows, weight, bias, cached, QuantizerState(*state), config, dtype, needs)
         notes = LinearNotes(config, saved, dtype, x.dtype, x.shape)
-        return Computed(y.view(*x.shape[:-1], y.shape[-1]), tensors, notes=notes)
+        y = y.view(*x.shape[:-1], y.shape[-1])
+        return Computed(self.summed(y, None) if self._sums() else y, tensors, notes=notes)
+
+    def _gathers(self) -> bool:
+        """Whether the input is this rank's part of the rows."""
+        return self.parallel_mode == "column" and self.sequence_parallel
+
+    def _sums(self) -> bool:
+        """Whether this operation sums its result over the ranks."""
+        return self.parallel_mode == "row" and self.communicates
 
     def op_forward_save_ctx(self, ctx: OperationContext, x: Input, computed: Computed, call: OperationCall) -> None:
         (weight,), (cached, main_grad, _, *tensors) = call.parameters, call.tensors
         state, notes, saved = QuantizerState(*tensors), computed.notes, computed.saved
-        if notes.saved.form in _INPUT_ITSELF and isinstance(x, Tensor) and x.dtype == notes.dtype:
+        very = notes.saved.form in _INPUT_ITSELF and isinstance(x, Tensor) and x.dtype == notes.dtype
+        if very and not self._gathers():
             saved = (x, *saved[1:])  # the very input, not a matrix made of it: it has second derivatives
         ctx.save_for_backward(weight, cached, state.scale, state.key, *saved)
         ctx.save_live(main_grad, state.gradient, state.gradient_log, state.grad_statistics)
@@ -147,6 +187,8 @@ class BasicLinear(GemmModule, BasicOperation):
         state = QuantizerState(scale, None, gradient, None, grad_statistics, key, gradient_log)
         if notes.saved.form in _INPUT_ITSELF:
             tensors[0] = tensors[0].reshape(-1, tensors[0].shape[-1])
+        if self._sums():
+            dy = self.summed_gradient(dy)
         rows = dy.to(notes.dtype).reshape(-1, dy.shape[-1])
         dx, dw = dense_gradients(
             rows,
@@ -160,7 +202,10 @@ class BasicLinear(GemmModule, BasicOperation):
             notes.dtype,
             (ctx.needs.input, ctx.needs.parameters[0]),
         )
-        return Gradients(None if dx is None else dx.to(notes.x_dtype).view(notes.x_shape), (dw,))
+        if dx is not None:
+            dx = dx.to(notes.x_dtype).view(notes.x_shape)
+            dx = self.rows_gradient(dx) if self.parallel_mode == "column" else dx
+        return Gradients(dx, (dw,))
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}"
@@ -236,7 +281,8 @@ class Linear(FusibleOperation):
 
     weight, bias: their parameters, bias None without one. In a state dict they are `linear.weight` and `bias.bias`;
     Transformer Engine's `basic_ops.0.weight` and `basic_ops.1.bias` are loaded, too. The keyword arguments: see
-    `BasicLinear`.
+    `BasicLinear`. Split "row", every rank has a bias [out_features] of its own, and the result has the sum of all of
+    them, as in Transformer Engine; split "column", its part of the bias.
     """
 
     @takes_also(**THEIR_NAMES)
@@ -244,8 +290,15 @@ class Linear(FusibleOperation):
         super().__init__()
         self.linear = BasicLinear(in_features, out_features, **options)
         new = {name: options[name] for name in ("params_dtype", "device") if name in options}
+        if self.linear.parallel_mode == "column":
+            new |= {"tensor_parallel": True, "tensor_parallel_group": self.linear.tp_group}
         # past `add_module`: the attribute of this name is the parameter
         self._modules["bias"] = Bias(out_features, **new) if bias else None
+        self.reduction: BasicOperation | None = None
+        if self.linear.parallel_mode == "row":
+            self.linear.communicates = False
+            reduction = ReduceScatter if self.linear.sequence_parallel else AllReduce
+            self.reduction = reduction(self.linear.tp_group)
 
     @property
     def weight(self) -> nn.Parameter:
@@ -268,7 +321,7 @@ class Linear(FusibleOperation):
     def basic_operations(self) -> tuple[BasicOperation, ...]:
         added = self._modules["bias"]
         assert added is None or isinstance(added, BasicOperation)
-        return (self.linear,) if added is None else (self.linear, added)
+        return tuple(operation for operation in (self.linear, added, self.reduction) if operation is not None)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for index, own in enumerate(("linear", "bias")):

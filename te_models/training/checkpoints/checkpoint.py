@@ -10,7 +10,7 @@ A run in which ranks have parts of layers writes another kind (`sharded.checkpoi
 
 The newest checkpoint is found by looking at the directories: there is no `latest` file that a crash could leave
 pointing at nothing. A directory appears by one rename after everything in it has reached the disk, so each one that
-has its final name is complete. Reading one checks it against its manifests, always (`checkpoint_checks`).
+has its final name is complete. Reading one checks it against its manifests, always (`checks`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from te_models.layers import load_recipe_state, recipe_state
 from ...config import ConfigError
 from ...parallel.dims import ParallelDims
 from ..config import DataConfig, LoRAConfig, ModelSource, OptimizerConfig, PrecisionConfig, TrainConfig
-from ..data.token_file import DataError
+from ..data.errors import DataError
 from ..metrics import METRICS
 from ..ranks.agreement import check_agreement
 from ..ranks.data_parallel import Ranks, gather_tensors

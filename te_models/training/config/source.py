@@ -5,11 +5,12 @@ The sentence below a key is its documentation everywhere: on the command line, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Literal
 
 from ...config import ConfigPart, ModelConfig, check
+from ..data.options import DocumentOptions
 
 _LARGE_VOCABULARY, _LOGIT_BYTES, _CHUNK = 32_768, 1 << 30, 1024
 """When a loss is computed in chunks by itself, and of how many tokens: each chunk adds a gradient to the whole weight,
@@ -85,6 +86,27 @@ class DataConfig(ConfigPart):
     messages_field: str | None = None
     """Field that is a list of chat messages with role and content, in place of text_field: they are written with the
     tokenizer's chat template, and the loss counts the assistant's messages alone."""
+    format: Literal["text", "messages", "sharegpt", "alpaca", "prompt_completion", "preference"] | None = None
+    """What a row is: text, or a chat in a format of the field, of which the loss counts the answers (of a preference
+    pair, the chosen one); unset: text, or messages with messages_field."""
+    fields: tuple[str, ...] = ()
+    """What files call the fields of the format, where they have other names, as "messages=conversation"."""
+    roles: tuple[str, ...] = ()
+    """What files call who speaks in a chat, as "human=user"."""
+    join_parts: bool = False
+    """Whether content that is a list of parts of text is joined into text, for templates that write text alone."""
+    rewritten_chats: Literal["rows", "final"] = "rows"
+    """Where a template writes earlier answers otherwise when a chat goes on (reasoning that is left out): a row for
+    each answer, as it was asked for (rows), or one, as the chat is written at its end (final)."""
+    add_bos_token: bool | Literal["auto"] = "auto"
+    """Whether documents begin with the token that begins a text: as the tokenizer does (auto), always, or never."""
+    add_eos_token: bool | Literal["auto"] = "auto"
+    """Whether documents, and answers of chats, end with the token that ends a text: documents do and answers end as the
+    chat template ends them (auto); answers that it ends with no token do, too (true); or documents do not (false)."""
+    eos_token: str | None = None
+    """The token that ends documents and answers; unset: what the files of the tokenizer, or else of its model, say."""
+    skip_bad_rows: bool = False
+    """Whether rows that cannot be used are passed over and counted, instead of ending the run."""
     tokenizer: str | None = None
     """Folder with a tokenizer.json, or "bytes"; set exactly when text is."""
     tokenizer_workers: int = 1
@@ -127,6 +149,12 @@ class DataConfig(ConfigPart):
         check((self.path is None) == bool(self.blend), "data.path", self.path, "a folder, or data.blend, and not both")
         check(not (self.blend and self.text), "data.text", list(self.text), "empty with data.blend")
         self.weights()
+        self.documents.reading(self.text_field, self.messages_field)
+
+    @property
+    def documents(self) -> DocumentOptions:
+        """How documents are read and tokenized."""
+        return DocumentOptions(**{f.name: getattr(self, f.name) for f in fields(DocumentOptions)})
 
     @property
     def by_document(self) -> bool:

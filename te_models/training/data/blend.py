@@ -11,7 +11,7 @@ import hashlib
 from dataclasses import dataclass
 from fractions import Fraction
 
-from .token_file import DataError
+from .errors import DataError
 from .windows import Batch, Windows
 
 

@@ -4,7 +4,8 @@ A data set is a directory written by `te_models.training.data.writer`:
     tokens.bin     token ids, little endian, uint16 (vocabulary up to 65536) or uint32, documents one after another
     documents.bin  int64: the number of tokens up to the end of each document (absent from earlier data sets)
     loss_mask.bin  uint8: 1 where the loss counts a token (absent where it counts all)
-    meta.json      format, version, dtype, num_tokens, num_documents, vocab_size, source, digests (`data_digest`)
+    meta.json      format, version, dtype, num_tokens, num_documents, vocab_size, largest_token_id (absent from earlier
+                   data sets), source, digests (`data_digest`)
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 
 from .digest import data_digest
-from .token_file import DTYPES, DataError, TokenFile
+from .errors import DataError
+from .token_file import DTYPES, TokenFile
 
 FORMAT = "te_models tokens"
 TOKENS, DOCUMENTS, LOSS_MASK = "tokens.bin", "documents.bin", "loss_mask.bin"
@@ -29,7 +31,7 @@ TOKENS, DOCUMENTS, LOSS_MASK = "tokens.bin", "documents.bin", "loss_mask.bin"
 class TokenDataset:
     """An open data set. Tokens are read when a window is read. digest: the digest in meta.json, or None. loss_mask: the
     file of marks, None: the loss counts all tokens; documents: the file of ends, None: an earlier data set;
-    extra_digests: the digests of the two in meta.json."""
+    extra_digests: the digests of the two in meta.json; largest: the largest id, None: an earlier data set."""
 
     path: Path
     file: TokenFile
@@ -39,6 +41,7 @@ class TokenDataset:
     documents: TokenFile | None = None
     loss_mask: TokenFile | None = None
     extra_digests: tuple[str, ...] = ()
+    largest: int | None = None
 
     @classmethod
     def open(cls, path: str | Path) -> TokenDataset:
@@ -57,6 +60,7 @@ class TokenDataset:
             extra.get(DOCUMENTS),
             extra.get(LOSS_MASK),
             tuple(digests.values()),
+            meta.get("largest_token_id"),
         )
 
     @cached_property
@@ -71,6 +75,13 @@ class TokenDataset:
         if int(ends[-1]) != len(self) or bool((ends.diff(prepend=ends.new_zeros(1)) < 0).any()):
             raise DataError(f"{self.documents.path} is damaged: the ends of documents do not grow up to {len(self)}")
         return ends
+
+    def largest_id(self) -> int:
+        """Return the largest id that occurs; of an earlier data set, which does not say, all tokens are read."""
+        if self.largest is not None:
+            return self.largest
+        step = 1 << 22
+        return max(int(self.file.read(i, min(step, len(self) - i)).max()) for i in range(0, len(self), step))
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -95,6 +106,16 @@ class TokenDataset:
         return self.file.count
 
 
+def check_vocabulary(dataset: TokenDataset, vocab_size: int) -> None:
+    """Raise DataError for a data set with a token that the model, whose vocabulary has `vocab_size`, does not have. A
+    tokenizer may know more tokens than that."""
+    if dataset.vocab_size > vocab_size and dataset.largest_id() >= vocab_size:
+        raise DataError(
+            f"{dataset.path} has the token id {dataset.largest_id()}; allowed: below {vocab_size}, the size of the "
+            "model's vocabulary"
+        )
+
+
 def read_meta(path: Path) -> dict[str, Any]:
     """Return the checked meta.json of a data set."""
     file = path / "meta.json"
@@ -109,6 +130,9 @@ def read_meta(path: Path) -> dict[str, Any]:
     for name in ("num_tokens", "num_documents", "vocab_size"):
         if type(meta.get(name)) is not int or meta[name] <= 0:
             raise DataError(f"{file}: {name} is {meta.get(name)!r}; it must be a positive integer")
+    largest = meta.get("largest_token_id", 0)
+    if type(largest) is not int or not 0 <= largest < meta["vocab_size"]:
+        raise DataError(f"{file}: largest_token_id is {largest!r}; allowed: 0 to {meta['vocab_size'] - 1}")
     if meta.get("dtype") not in DTYPES:
         raise DataError(f"{file}: dtype is {meta.get('dtype')!r}; allowed: {', '.join(DTYPES)}")
     for key in ("digest", _digest_key(DOCUMENTS), _digest_key(LOSS_MASK)):

@@ -18,28 +18,20 @@ from typing import Any, Literal
 from ...extras import MissingExtraError, require
 from ...terminal import one_line
 from . import streamed
-from .token_file import DataError, listed
+from .errors import DataError, listed
+from .formats import Document, Fields, RowError
 
 PIECE = 1 << 20
-"""Characters of a text file that are read at once; a piece ends at a line end."""
+"""Characters of a text file that are read at once; a piece ends at a line end, before a line that begins with no space
+unless there is none in as many characters again: tokenizers join spaces and line ends."""
 SPAN_BYTES = 32 << 20
 SPAN_ROWS = 4096
-Kind = Literal["text", "jsonl", "parquet", "dataset", "stream"]
-_ROLES = "role and content, both text"
-_IN_FOLDERS = "text, .jsonl, .ndjson, .parquet and saved data sets"
-
-
-@dataclass(frozen=True)
-class Fields:
-    """Which field of a row is the document: `text`, or a list of chat `messages`, each with role and content."""
-
-    text: str = "text"
-    messages: str | None = None
-
-    @property
-    def name(self) -> str:
-        """The field that is read."""
-        return self.text if self.messages is None else self.messages
+Kind = Literal["text", "jsonl", "json", "parquet", "dataset", "stream"]
+MAX_JSON_BYTES = 1 << 30
+"""Of a .json file of rows, which is read at once."""
+_MARK = b"\xef\xbb\xbf"
+"""The byte order mark that some programs put before UTF-8."""
+_IN_FOLDERS = "text, .jsonl, .ndjson, .json, .parquet and saved data sets"
 
 
 @dataclass(frozen=True)
@@ -54,15 +46,6 @@ class Span:
     end: int
     first: int
     size: int
-
-
-@dataclass(frozen=True)
-class Document:
-    """One document. where: what errors call it. pieces: its text; messages: of a chat, in place of text."""
-
-    where: str
-    pieces: Iterator[str] | tuple[str, ...] = ()
-    messages: list[dict[str, str]] | None = None
 
 
 def matching_files(text: Sequence[str | Path]) -> list[Path]:
@@ -87,34 +70,41 @@ def matching_files(text: Sequence[str | Path]) -> list[Path]:
     return sorted(found)
 
 
-def kind_of(file: Path) -> Kind:
-    """Return what a file is, by its name."""
+def kind_of(file: Path, fields: Fields) -> Kind:
+    """Return what a file is, by its name; .json is text like any other, but where rows are wanted."""
     if streamed.is_stream(str(file)):
         return "stream"
     if file.suffix in (".jsonl", ".ndjson"):
         return "jsonl"
+    if file.suffix == ".json" and fields.is_chat:
+        return "json"
     return "dataset" if file.is_dir() else "parquet" if file.suffix == ".parquet" else "text"
 
 
 def spans_of(file: Path, fields: Fields) -> list[Span]:
-    """Return the spans of a file. Raises DataError for one that cannot be read or lacks the field, and
+    """Return the spans of a file. Raises DataError for one that cannot be read or lacks a field, and
     MissingExtraError without the extra that reads it."""
-    kind = kind_of(file)
+    kind = kind_of(file, fields)
     try:
         if kind == "text":
-            if fields.messages is not None:
-                raise DataError(f"{file} is text; allowed with a messages field: .jsonl, .parquet and saved data sets")
+            if fields.is_chat:
+                raise DataError(
+                    f"{file} is text; allowed with a messages field or a format of rows: .jsonl, .json, .parquet and "
+                    "saved data sets"
+                )
+            return [Span(file, kind, 0, 0, 1, file.stat().st_size)]
+        if kind == "json":
             return [Span(file, kind, 0, 0, 1, file.stat().st_size)]
         if kind == "jsonl":
             return list(_line_spans(file))
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}") from None
     if kind == "stream":
-        return [Span(file, kind, i, i + 1, 1, 1) for i in range(streamed.shards_of(str(file), fields.name))]
+        found = streamed.columns_of(str(file))
+        fields.check_columns(streamed.name_of(str(file)), found)
+        return [Span(file, kind, i, i + 1, 1, 1) for i in range(streamed.shards_of(str(file)))]
     opened = _open_table(file, kind)
-    columns = opened.schema_arrow.names if kind == "parquet" else opened.column_names
-    if fields.name not in columns:
-        raise DataError(f"{file} has no column {fields.name!r}; it has {listed(columns)}")
+    fields.check_columns(str(file), opened.schema_arrow.names if kind == "parquet" else opened.column_names)
     if kind == "dataset":
         ends = [min(i + SPAN_ROWS, len(opened)) for i in range(0, len(opened), SPAN_ROWS)]
         return [Span(file, kind, i * SPAN_ROWS, end, i * SPAN_ROWS + 1, end) for i, end in enumerate(ends)]
@@ -126,19 +116,38 @@ def spans_of(file: Path, fields: Fields) -> list[Span]:
     return spans
 
 
-def documents_of(span: Span, fields: Fields) -> Iterator[Document]:
-    """Yield the documents of a span. Raises DataError, with file and line or row, for one that cannot be read, has not
-    the field, has it in another type, or is empty (an empty text file is a document)."""
+def documents_of(span: Span, fields: Fields, skipped: list[str] | None = None) -> Iterator[Document]:
+    """Yield the documents of a span. A row that cannot be read, has not the field, has it in another type, or is empty
+    (an empty text file is a document) is a RowError with file and line or row; or, where there is a list of `skipped`
+    rows, a sentence more in it. Raises DataError for a file that cannot be read any further."""
     if span.kind == "text":
         yield Document(str(span.file), _text_pieces(span.file))
-    elif span.kind == "jsonl":
-        yield from _json_documents(span, fields)
+        return
+    for where, row in _rows(span, fields):
+        try:
+            if isinstance(row, RowError):
+                raise row
+            document = fields.document(where, row)
+        except RowError as error:
+            if skipped is None:
+                raise
+            skipped.append(str(error))
+        else:
+            yield document
+
+
+def _rows(span: Span, fields: Fields) -> Iterator[tuple[str, Any]]:
+    """Yield what errors call each row, and the row: its fields, or why it has none."""
+    if span.kind == "jsonl":
+        yield from _json_lines(span)
+    elif span.kind == "json":
+        yield from _json_rows(span.file)
     else:
         where = str(span.file)
         if span.kind == "stream":
             where = f"{streamed.name_of(where)}, shard {span.begin}"
-        for number, value in _numbered(where, span.first, _table_values(span, fields.name)):
-            yield _document(f"{where}, row {number}", value, fields)
+        for number, row in _numbered(where, span.first, _table_rows(span, fields)):
+            yield f"{where}, row {number}", row
 
 
 def _is_saved(folder: Path) -> bool:
@@ -159,7 +168,7 @@ def _files_inside(folder: Path) -> list[Path]:
             found += _files_inside(path)
         elif path.is_file() or _is_saved(path):
             found.append(path)
-    for file in (file for file in found if kind_of(file) == "text"):
+    for file in (file for file in found if kind_of(file, Fields()) == "text"):
         with file.open("rb") as start:
             if b"\0" in start.read(1024):
                 raise DataError(f"{file} is no text; allowed in a folder: {_IN_FOLDERS}, or name a pattern")
@@ -168,9 +177,13 @@ def _files_inside(folder: Path) -> list[Path]:
 
 def _text_pieces(file: Path) -> Iterator[str]:
     try:
-        with file.open(encoding="utf-8", newline="") as lines:
-            while piece := lines.readlines(PIECE):
-                yield "".join(piece)
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            piece = lines.readlines(PIECE)
+            while piece:
+                more = lines.readlines(PIECE)
+                cut = next((i for i, line in enumerate(more) if not line[0].isspace()), len(more))
+                yield "".join([*piece, *more[:cut]])
+                piece = more[cut:] or lines.readlines(PIECE)
     except UnicodeDecodeError:
         raise _undecodable(file) from None
     except OSError as error:
@@ -204,42 +217,45 @@ def _line_spans(file: Path) -> Iterator[Span]:
         yield Span(file, "jsonl", begin, position, first, position - begin)
 
 
-def _json_documents(span: Span, fields: Fields) -> Iterator[Document]:
+def _json_lines(span: Span) -> Iterator[tuple[str, Any]]:
+    """The rows of JSON lines; a line without anything is no row."""
     with span.file.open("rb") as lines:
         lines.seek(span.begin)
         number, position = span.first, span.begin
         while position < span.end and (data := lines.readline()):
-            where = f"{span.file}, line {number}"
-            try:
-                row = json.loads(data.decode("utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{where} is not JSON: {'the line is empty' if not data.strip() else error}") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{where} is a {type(row).__name__}; allowed: an object of named fields")
-            if fields.name not in row:
-                raise DataError(f"{where} has no field {fields.name!r}; it has {listed(row)}")
-            yield _document(where, row[fields.name], fields)
+            text = data.removeprefix(_MARK) if position == 0 else data
+            if text.strip():
+                where = f"{span.file}, line {number}"
+                yield where, _parsed(where, text)
             number, position = number + 1, position + len(data)
 
 
-def _document(where: str, value: Any, fields: Fields) -> Document:
-    """Check the value of the field."""
-    if fields.messages is None:
-        if not isinstance(value, str):
-            raise DataError(f"{where}: {fields.name} is a {type(value).__name__}; allowed: text")
-        if not value:
-            raise DataError(f"{where}: {fields.name} is empty")
-        return Document(where, (value,))
-    if not isinstance(value, list) or not value:
-        what = "empty" if value == [] else f"a {type(value).__name__}"
-        raise DataError(f"{where}: {fields.name} is {what}; allowed: a list of messages")
-    for i, message in enumerate(value):
-        texts = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        if not texts:
-            raise DataError(f"{where}: {fields.name}[{i}] is {str(message)[:80]!r}; allowed: {_ROLES}")
-    if all(message["role"] != "assistant" for message in value):
-        raise DataError(f"{where}: {fields.name} has no message of the assistant, so nothing of it would be learned")
-    return Document(where, messages=value)
+def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a .json file: a list of objects."""
+    size = file.stat().st_size
+    if size > MAX_JSON_BYTES:
+        raise DataError(f"{file} has {size} bytes, more than the {MAX_JSON_BYTES} allowed for .json; allowed: .jsonl")
+    try:
+        rows = json.loads(file.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} is not JSON: {error}; allowed: a list of rows, or lines of JSON in .jsonl") from None
+    if not isinstance(rows, list):
+        raise DataError(f"{file} holds a {type(rows).__name__}; allowed: a list of rows, or lines of JSON in .jsonl")
+    for number, row in enumerate(rows, 1):
+        where = f"{file}, row {number}"
+        yield where, row if isinstance(row, dict) else _no_object(where, row)
+
+
+def _parsed(where: str, data: bytes) -> dict[str, Any] | RowError:
+    try:
+        row = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        return RowError(f"{where} is not JSON: {error}")
+    return row if isinstance(row, dict) else _no_object(where, row)
+
+
+def _no_object(where: str, row: Any) -> RowError:
+    return RowError(f"{where} is a {type(row).__name__}; allowed: an object of named fields")
 
 
 def _open_table(file: Path, kind: Kind) -> Any:
@@ -253,16 +269,21 @@ def _open_table(file: Path, kind: Kind) -> Any:
     return opened
 
 
-def _table_values(span: Span, column: str) -> Iterator[Any]:
+def _table_rows(span: Span, fields: Fields) -> Iterator[dict[str, Any]]:
+    """The rows of a table, with the columns that are read."""
     if span.kind == "stream":
-        yield from streamed.values_of(str(span.file), span.begin, column)
+        yield from streamed.rows_of(str(span.file), span.begin, list(fields.columns()))
         return
     opened = _open_table(span.file, span.kind)
+    there = opened.schema_arrow.names if span.kind == "parquet" else opened.column_names
+    columns = [name for name in fields.columns() if name in there]
     if span.kind == "parquet":
-        for batch in opened.iter_batches(row_groups=[span.begin], columns=[column]):
-            yield from batch.column(0).to_pylist()
+        for batch in opened.iter_batches(row_groups=[span.begin], columns=columns):
+            values = [batch.column(i).to_pylist() for i in range(len(columns))]
+            yield from (dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True))
     else:
-        yield from opened.select_columns([column])[span.begin : span.end][column]
+        found = opened.select_columns(columns)[span.begin : span.end]
+        yield from (dict(zip(columns, row, strict=True)) for row in zip(*(found[c] for c in columns), strict=True))
 
 
 def _numbered(where: str, first: int, values: Iterator[Any]) -> Iterator[tuple[int, Any]]:

@@ -15,13 +15,13 @@ from urllib.parse import quote, unquote
 
 from ...extras import require
 from ...terminal import one_line
-from .token_file import DataError, listed
+from .errors import DataError
 
 _NAME = re.compile(r"hf://(?P<name>[^@:]+)(@(?P<config>[^@:]+))?(:(?P<split>[^@:]+))?")
 _FORMATS = ("arrow", "csv", "json", "parquet", "text")
 """Readers of `datasets` that unpickle nothing. Others may: pandas' files are pickles, web data sets may hold some."""
 _opened: dict[str, Any] = {}
-"""By path: what `shards_of` opened last, which asks the hub. Its shards are read from it."""
+"""By path: what `columns_of` opened last, which asks the hub. Its shards are read from it."""
 
 
 def is_stream(text: str) -> bool:
@@ -39,8 +39,8 @@ def name_of(path: str) -> str:
     return "hf://" + unquote(path.removeprefix("hf:/"))
 
 
-def shards_of(path: str, column: str) -> int:
-    """Return how many shards there are. Raises DataError for a data set that cannot be read or lacks the column."""
+def columns_of(path: str) -> list[str]:
+    """Open a data set and return the columns of its rows. Raises DataError for one that cannot be read."""
     opened = _opened[path] = _open(path)
     columns = opened.column_names
     if columns is None:  # the files do not say before they are read
@@ -48,17 +48,20 @@ def shards_of(path: str, column: str) -> int:
             columns = list(next(iter(opened), {}))
         except Exception as error:  # the library of each format has errors of its own
             raise _unreadable(path, error) from None
-    if column not in columns:
-        raise DataError(f"{name_of(path)} has no column {column!r}; it has {listed(columns)}")
-    return int(opened.num_shards)
+    return list(columns)
 
 
-def values_of(path: str, shard: int, column: str) -> Iterator[Any]:
-    """Yield a column of the rows of a shard; a row without it has None. Where one cannot be read, the error is that of
-    the library that reads the format."""
+def shards_of(path: str) -> int:
+    """Return how many shards a data set has that `columns_of` opened."""
+    return int(_opened[path].num_shards)
+
+
+def rows_of(path: str, shard: int, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield columns of the rows of a shard, those that a row has. Where one cannot be read, the error is that of the
+    library that reads the format."""
     opened = _opened[path] if path in _opened else _open(path)
     for row in opened.shard(num_shards=opened.num_shards, index=shard):
-        yield row.get(column)
+        yield {name: row[name] for name in columns if name in row}
 
 
 def _open(path: str) -> Any:

@@ -7,26 +7,16 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
+
+from .errors import DataError
 
 DTYPES: dict[str, torch.dtype] = {"uint16": torch.uint16, "uint32": torch.uint32}
 """How ids are stored, little endian."""
 _STORED = DTYPES | {"uint8": torch.uint8, "int64": torch.int64}
 """How the files beside them are: marks of tokens, and the ends of documents."""
-
-
-class DataError(ValueError):
-    """A data set is missing, damaged or does not fit the request; the message is one sentence."""
-
-
-def listed(names: Iterable[Any]) -> str:
-    """Return the first ten names, for errors."""
-    found = [str(name) for name in names]
-    return ", ".join(found[:10]) + (" and more" if len(found) > 10 else "") if found else "none"
 
 
 class TokenFile:

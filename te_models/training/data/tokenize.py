@@ -13,9 +13,11 @@ import json
 import random
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,21 @@ from te_models.checkpoints.io.atomic import LOCK, flush, locked_folder, new_fold
 
 from ...tokenizer import FILE
 from .dataset import TokenDataset
-from .documents import Fields, Span, documents_of, matching_files, spans_of
-from .encoder import Encoder, load_encoder
+from .documents import Span, documents_of, matching_files, spans_of
+from .encoder import Encoder, Piece, load_encoder
+from .errors import DataError
+from .formats import Document, Fields, RowError
+from .options import DocumentOptions
 from .streamed import is_stream
-from .token_file import DataError
 from .writer import TokenWriter, write_meta
 
 PART_SIZE = 64 << 20
 """Of the spans of a part, in bytes; smaller where there would be fewer parts than workers."""
+_OF_MODEL = ("generation_config.json", "config.json")
+_NOTES = "notes.json"
+"""Of a part: what is said of it at the end."""
+_NAMED = 5
+"""Rows that were passed over of which meta.json has the sentence."""
 Report = Callable[[int, int], None]
 
 
@@ -41,40 +50,47 @@ def build_dataset(
     *,
     text_field: str = "text",
     messages_field: str | None = None,
+    options: DocumentOptions | None = None,
     shuffle_seed: int = 0,
     workers: int = 1,
+    model_vocab_size: int | None = None,
     report: Report = lambda done, total: None,
 ) -> TokenDataset:
     """Tokenize files into a new data set at `out`, or go on with a run of the same arguments that was interrupted.
 
     Args:
-        text: Names or glob patterns (`**` included) of text files, `.jsonl`, `.parquet` (extra `data`), and folders of
-            `datasets.save_to_disk` (extra `data`); or `hf://NAME@CONFIGURATION:SPLIT`, a data set of the hub, or of a
-            folder, that `datasets` streams (extra `data`).
+        text: Names or glob patterns (`**` included) of text files, `.jsonl`, `.json` (with a format of rows: a list of
+            them), `.parquet` (extra `data`), and folders of `datasets.save_to_disk` (extra `data`); or
+            `hf://NAME@CONFIGURATION:SPLIT`, a data set of the hub, or of a folder, that `datasets` streams (extra
+            `data`).
         tokenizer: A folder with tokenizer.json, or "bytes".
         text_field: The field, or column, of a row that is its text.
         messages_field: The field that is a list of chat messages (`role`, `content`), in place of `text_field`: they
             are written with the tokenizer's chat template, and the loss counts the messages of the assistant.
+        options: How rows are read, and which tokens begin and end documents; None: the defaults.
         shuffle_seed: Decides the order of the spans.
         workers: How many tokenizer processes run.
+        model_vocab_size: Of the model that is to be trained: the first token that it does not have is an error.
         report: Called with the bytes that are done, and all.
 
     Raises:
         DataError: nothing matches, `out` exists, the tokenizer folder is incomplete, or a document cannot be used; the
-            sentence names the file and the line.
+            sentence names the file and the line. With `options.skip_bad_rows` such rows are counted in meta.json.
         TokenizerError, CheckpointError: the tokenizer's files are damaged, ask for too much, or leave the folder.
         MissingExtraError: the extra that reads a file is not installed.
     """
-    out, fields = Path(out), Fields(text_field, messages_field)
+    options = options or DocumentOptions()
+    out, fields = Path(out), options.reading(text_field, messages_field)
     if out.exists():
         raise DataError(f"{out} exists already")
-    encoder = load_encoder(tokenizer, chat=messages_field is not None)
+    load = partial(load_encoder, tokenizer, format=fields.format, options=options)
+    encoder = load()
     files = matching_files(text)
     spans = [span for file in files for span in spans_of(file, fields)]
     random.Random(shuffle_seed).shuffle(spans)
     parts = _parts(spans, workers)
     source: dict[str, Any] = {"text": [str(t) for t in text], "tokenizer": tokenizer, "files": len(files)}
-    source |= {"shuffle_seed": shuffle_seed} | _fields_of(fields, text_field)
+    source |= {"shuffle_seed": shuffle_seed} | _fields_of(text_field, messages_field, options)
     working = out.parent / f".{out.name}.parts"
     working.parent.mkdir(parents=True, exist_ok=True)
     with locked_folder(working, out):
@@ -82,7 +98,8 @@ def build_dataset(
             if out.exists():  # another run wrote it meanwhile
                 raise DataError(f"{out} exists already")
             _same_job(working, _job(parts, source, encoder))
-            _write_parts(working, parts, fields, tokenizer, encoder, workers, report)
+            work = _Work(fields, options.skip_bad_rows, model_vocab_size, load)
+            _write_parts(working, parts, work, encoder, workers, report)
             dataset = _join(out, [working / str(i) for i in range(len(parts))], encoder.vocab_size, fields, source)
             remove_locked(working)
         except BaseException as error:
@@ -96,11 +113,22 @@ def build_dataset(
     return dataset
 
 
-def _fields_of(fields: Fields, text_field: str) -> dict[str, str]:
-    """Return what meta.json says of the fields: nothing of usual ones."""
-    if fields.messages is not None:
-        return {"messages_field": fields.messages}
-    return {} if text_field == "text" else {"text_field": text_field}
+def _fields_of(text_field: str, messages_field: str | None, options: DocumentOptions) -> dict[str, Any]:
+    """Return what meta.json says of the fields and options: nothing of usual ones."""
+    found: dict[str, Any] = {"options": options.non_defaults()} if options.non_defaults() else {}
+    if messages_field is not None:
+        return found | {"messages_field": messages_field}
+    return found if text_field == "text" else found | {"text_field": text_field}
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is done to each document. load: makes a worker's encoder."""
+
+    fields: Fields
+    skip_bad_rows: bool
+    model_vocab_size: int | None
+    load: Callable[[], Encoder]
 
 
 def _parts(spans: list[Span], workers: int) -> list[list[Span]]:
@@ -123,7 +151,7 @@ def _job(parts: list[list[Span]], source: dict[str, Any], encoder: Encoder) -> s
     files = sorted({span.file for part in parts for span in part})
     stats = [(str(file), *_size_and_time(file)) for file in files]
     folder = Path(encoder.name)
-    names = (FILE, "tokenizer_config.json", "chat_template.jinja")
+    names = (FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", *_OF_MODEL)
     digests = [hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in names if (folder / n).is_file()]
     spans = [[asdict(span) | {"file": str(span.file)} for span in part] for part in parts]
     whole = json.dumps([source, stats, digests, spans])
@@ -153,8 +181,7 @@ def _same_job(working: Path, job: str) -> None:
 def _write_parts(
     working: Path,
     parts: list[list[Span]],
-    fields: Fields,
-    tokenizer: str,
+    work: _Work,
     encoder: Encoder,
     workers: int,
     report: Report,
@@ -169,8 +196,8 @@ def _write_parts(
 
     def write(number: int) -> None:
         if not hasattr(own, "encoder"):
-            own.encoder = load_encoder(tokenizer, chat=fields.messages is not None)
-        _write_part(working / str(number), parts[number], fields, own.encoder, stop)
+            own.encoder = work.load()
+        _write_part(working / str(number), parts[number], work, own.encoder, stop)
 
     if workers == 1:
         for number in missing:
@@ -193,32 +220,63 @@ class _StoppedError(Exception):
     """Another worker failed."""
 
 
-def _write_part(folder: Path, spans: list[Span], fields: Fields, encoder: Encoder, stop: threading.Event) -> None:
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    with TokenWriter(partial, encoder.vocab_size, masked=fields.messages is not None) as writer:
+def _write_part(folder: Path, spans: list[Span], work: _Work, encoder: Encoder, stop: threading.Event) -> None:
+    unfinished = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    skipped: list[str] = []
+    unended = 0
+    with TokenWriter(unfinished, encoder.vocab_size, masked=work.fields.is_chat) as writer:
         for span in spans:
-            for document in documents_of(span, fields):
+            for document in documents_of(span, work.fields, skipped if work.skip_bad_rows else None):
                 if stop.is_set():
                     raise _StoppedError
-                for ids, scored in encoder.pieces(document):
-                    writer.add(ids, scored)
-                writer.end_document()
-    for path in partial.iterdir():
+                try:
+                    for pieces, count in encoder.documents(document):
+                        _write_document(writer, document, pieces, work.model_vocab_size)
+                        unended += count
+                except RowError as error:
+                    if not work.skip_bad_rows:
+                        raise
+                    skipped.append(str(error))
+    notes = {"skipped_rows": len(skipped), "first_skipped": skipped[:_NAMED], "unended": unended}
+    (unfinished / _NOTES).write_text(json.dumps(notes), encoding="utf-8")
+    for path in unfinished.iterdir():
         flush(path)
-    flush(partial)
-    partial.rename(folder)
+    flush(unfinished)
+    unfinished.rename(folder)
+
+
+def _write_document(writer: TokenWriter, document: Document, pieces: Iterator[Piece], most: int | None) -> None:
+    for ids, scored in pieces:
+        if most is not None and ids and max(ids) >= most:
+            raise DataError(
+                f"{document.where} has the token id {max(ids)}; allowed: below {most}, the size of the model's "
+                "vocabulary"
+            )
+        writer.add(ids, scored)
+    writer.end_document()
 
 
 def _join(out: Path, parts: list[Path], vocab_size: int, fields: Fields, source: dict[str, Any]) -> TokenDataset:
-    """Join complete parts into a data set."""
-    masked = fields.messages is not None
+    """Join complete parts into a data set, and say what is noted of them."""
+    notes = [json.loads((part / _NOTES).read_text(encoding="utf-8")) for part in parts]
+    skipped, unended = (sum(note[name] for note in notes) for name in ("skipped_rows", "unended"))
+    if skipped:
+        first = [sentence for note in notes for sentence in note["first_skipped"]][:_NAMED]
+        source = source | {"skipped_rows": skipped, "first_skipped": first}
     with new_folder(out, overwrite=False) as folder:
-        with TokenWriter(folder, vocab_size, masked=masked) as writer:
+        with TokenWriter(folder, vocab_size, masked=fields.is_chat) as writer:
             for part in parts:
                 writer.append(part)
         if writer.num_tokens == 0:
-            raise DataError(f"nothing to write to {out}: the documents hold no token")
+            of_these = f"; {skipped} rows were passed over, the first: {source['first_skipped'][0]}" if skipped else ""
+            raise DataError(f"nothing to write to {out}: the documents hold no token{of_these}")
         write_meta(folder, writer, source)
+    if unended:
+        warnings.warn(
+            f"the chat template ends {unended} answers in {out} with no token, so that a model learns no end of them; "
+            "data.add_eos_token = true (--add-eos-token) adds one to each",
+            stacklevel=3,
+        )
     return TokenDataset.open(out)

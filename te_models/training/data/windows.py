@@ -29,7 +29,7 @@ from te_models.kernels.cross_entropy import IGNORE_INDEX
 
 from ..seeding import derive_seed
 from .dataset import TokenDataset
-from .token_file import DataError
+from .errors import DataError
 
 OPEN_ROWS = 32
 """Rows of whole documents that are filled at the same time."""

@@ -4,7 +4,6 @@ bounded by one piece of a document. `dataset` describes the files."""
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,8 @@ from te_models.checkpoints.io.atomic import new_folder
 
 from .dataset import DOCUMENTS, FORMAT, LOSS_MASK, TOKENS, TokenDataset, side_file
 from .digest import data_digest
-from .token_file import DataError, TokenFile
+from .errors import DataError
+from .token_file import TokenFile
 
 TYPECODES = {"uint16": "H", "uint32": "I"}
 
@@ -33,6 +33,7 @@ class TokenWriter:
     def __init__(self, folder: Path, vocab_size: int, *, masked: bool) -> None:
         self.vocab_size, self.dtype = vocab_size, dtype_for(vocab_size)
         self.num_tokens = self.num_documents = 0
+        self.largest = -1  # of the ids
         self._tokens = (folder / TOKENS).open("wb")
         self._ends = (folder / DOCUMENTS).open("wb")
         self._mask = (folder / LOSS_MASK).open("wb") if masked else None
@@ -40,6 +41,7 @@ class TokenWriter:
     def add(self, ids: Sequence[int], scored: Sequence[int] | None = None) -> None:
         """Write a piece of a document. scored: 1 for each token that the loss counts, 0 for the others."""
         self._tokens.write(packed(ids, self.vocab_size, self.dtype))
+        self.largest = max(self.largest, max(ids, default=-1))
         if self._mask is not None:
             self._mask.write(bytes([1] * len(ids) if scored is None else scored))
         self.num_tokens += len(ids)
@@ -54,7 +56,10 @@ class TokenWriter:
         files = [(TOKENS, self._tokens)] + ([] if self._mask is None else [(LOSS_MASK, self._mask)])
         for name, target in files:
             with (folder / name).open("rb") as file:
-                shutil.copyfileobj(file, target, 1 << 20)
+                while data := file.read(1 << 20):
+                    target.write(data)
+                    if name == TOKENS:
+                        self.largest = max(self.largest, *_ids(data, self.dtype))
         ends = array("Q", (folder / DOCUMENTS).read_bytes())
         if sys.byteorder == "big":
             ends.byteswap()
@@ -70,6 +75,13 @@ class TokenWriter:
         for file in (self._tokens, self._ends, self._mask):
             if file is not None:
                 file.close()
+
+
+def _ids(data: bytes, dtype: str) -> array[int]:
+    ids = array(TYPECODES[dtype], data)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids
 
 
 def packed(piece: Sequence[int], vocab_size: int, dtype: str) -> bytes:
@@ -93,6 +105,7 @@ def write_meta(folder: Path, writer: TokenWriter, source: dict[str, Any] | None)
         "num_tokens": writer.num_tokens,
         "num_documents": writer.num_documents,
         "vocab_size": writer.vocab_size,
+        "largest_token_id": writer.largest,
         "source": source,
         "digest": data_digest(tokens),
     }

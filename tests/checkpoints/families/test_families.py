@@ -216,7 +216,7 @@ def test_families_that_publish_fused_experts_have_a_form_with_single_ones(
     assert len(list(source.glob("*.safetensors"))) > 1
     import_hf(source, tmp_path / "ours", layout="per-gemm")
     words = ["export", str(tmp_path / "ours"), str(tmp_path / "single"), "--form", "per-expert"]
-    assert main([*words, "--max-shard-size", "20000"]) == 0
+    assert main([*words, "--max-shard-size", "20kB"]) == 0
     note = f"transformers does not load the form 'per-expert' of {family}; it loads --form published"
     assert capsys.readouterr().out.splitlines()[-1] == f"note: {note}"
     assert len(list((tmp_path / "single").glob("*.safetensors"))) > 1

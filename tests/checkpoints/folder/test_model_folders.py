@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from te_models.checkpoints import (
     CheckpointError,
@@ -402,3 +403,20 @@ def test_weight_files_without_an_index(hf_folder: HFFolder, tmp_path: Path) -> N
     import_hf(whole, tmp_path / "one")
     export_hf(tmp_path / "one", tmp_path / "back")
     assert_same_bits(stored(whole), stored(tmp_path / "back"))
+
+
+def test_the_index_decides_which_copy_of_a_tensor_counts(hf_folder: HFFolder, tmp_path: Path) -> None:
+    """A later file replaces a tensor that an earlier shard still holds."""
+    folder = hf_folder("llama", max_shard_size="20KB")
+    import_hf(folder, tmp_path / "reference")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    name = "model.layers.0.mlp.down_proj.weight"
+    old_file = folder / index["weight_map"][name]
+    tensors = load_file(old_file)
+    save_file({name: tensors[name].clone()}, folder / "overlay.safetensors")
+    save_file(tensors | {name: torch.zeros_like(tensors[name])}, old_file)
+    index["weight_map"][name] = "overlay.safetensors"
+    path.write_text(json.dumps(index))
+    import_hf(folder, tmp_path / "overlaid")
+    assert_same_bits(stored(tmp_path / "overlaid"), stored(tmp_path / "reference"))

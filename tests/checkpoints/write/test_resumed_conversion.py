@@ -247,7 +247,7 @@ def test_ctrl_c_keeps_finished_files(hf_folder: HFFolder, tmp_path: Path, caplog
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "sys.exit(main(sys.argv[2:]))\n"
     )
-    words = ["import", str(source), str(out), "--max-shard-size", str(SHARD_BYTES)]
+    words = ["import", str(source), str(out), "--max-shard-size", f"{SHARD_BYTES}B"]
     sent = tmp_path / "sent"
     run = Python(["-c", code, str(sent), *words])
     while len(list(working.glob("finished/*.json"))) < 4 and run.process.is_alive():

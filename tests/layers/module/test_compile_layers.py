@@ -188,3 +188,17 @@ def test_small_inputs_have_the_graphs_that_are_documented(name: str | None) -> N
         step(layer, compiled, name, torch.randn(rows, 96))
         seen.append(graphs())
     assert seen == [1, 1, 1, 1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["block", "mxfp8"])
+def test_a_single_block_of_rows_is_no_graph_of_its_own(name: str, dtype: torch.dtype) -> None:
+    """With the backward pass, whose graph keeps scales of blocks of rows."""
+    torch.manual_seed(0)
+    layer = Linear(256, 256, params_dtype=dtype)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (320, EDGES[name] + 1, EDGES[name], 24, 2):
+        x = torch.randn(rows, 256, dtype=dtype)
+        assert_same(*(step(layer, run, name, x) for run in (layer, compiled)))
+    assert graphs() == 1

@@ -3,6 +3,8 @@ eager, and one graph for each state that a graph is called in."""
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -123,3 +125,27 @@ def test_a_recipe_computes_with_the_numbers_it_made(name: str, outer: str) -> No
         got = layer(x)
     assert got.dtype == DTYPES[outer]
     assert torch.equal(got, expected)
+
+
+def test_a_region_of_delayed_scaling_inside_is_one_graph() -> None:
+    """The first call has no history to read and the others have one; layers that ran elsewhere get none of it."""
+    graphs()
+    torch.manual_seed(0)
+    layer, bystander = Linear(64, 32), Linear(64, 32)
+    eager = copy.deepcopy(layer)
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        with autocast(recipe=recipe("delayed", amax_history_len=4)):
+            return model(x)
+
+    compiled = torch.compile(functools.partial(step, layer), fullgraph=True, backend="aot_eager")
+    for i in range(3):
+        x, dy = (i + 1) * torch.randn(16, 64), torch.randn(16, 32)
+        for function, model in ((functools.partial(step, eager), eager), (compiled, layer)):
+            model.zero_grad()
+            function(x).backward(dy)
+        assert torch.equal(layer.weight.grad, eager.weight.grad)
+        for name, value in eager.recipe_state().items():
+            assert torch.equal(value, layer.recipe_state()[name]), name
+    assert graphs() == 1 and "fp8_history" in layer.recipe_state()
+    assert bystander.recipe_state() == {} and bystander.fp8_history is None

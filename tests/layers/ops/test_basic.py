@@ -188,8 +188,9 @@ def test_arguments_under_their_names() -> None:
     assert ops.Bias(4, dtype=torch.bfloat16, tensor_parallel=False).bias.dtype is torch.bfloat16
     grouped = ops.GroupedLinear(num_groups=2, in_features=4, out_features=6, dtype=torch.bfloat16)
     assert grouped.weight.shape == (2, 6, 4) and grouped.weight.dtype is torch.bfloat16
-    with pytest.raises(ValueError, match="tensor_parallel_mode is 'column', which this library does not have"):
-        ops.Linear(4, 6, tensor_parallel_mode="column")
+    assert ops.Linear(4, 6, tensor_parallel_mode="column").weight.partition_dim == 0  # of one rank
+    with pytest.raises(ValueError, match=r"userbuffers_options is .*, which this library does not have; allowed: None"):
+        ops.BasicLinear(4, 6, userbuffers_options={"comm_name": "qkv"})
     with pytest.raises(ValueError, match="dtype and params_dtype are both given; allowed: one, they are the same"):
         ops.Linear(4, 6, dtype=torch.float32, params_dtype=torch.float32)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -264,6 +265,39 @@ def test_sgd_is_that_of_torch(kind: str) -> None:
     found = train(ours, te.optimizers.FusedSGD([ours], 0.1, **SGD[kind]), gradients(4))
     reference = torch.optim.SGD([theirs], lr=0.1, foreach=False, fused=False, **SGD[kind])
     assert torch.equal(found, train(theirs, reference, gradients(4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", SGD)
+def test_sgd_rounds_the_step_of_16_bit_weights(kind: str, dtype: torch.dtype) -> None:
+    """Transformer Engine's kernel: all in float32, the step rounded to 16 bits, then the sum."""
+    # powers of two, so that a product and a sum in one instruction round as they do in two
+    chosen = {name: value if value is True else 2.0 ** round(math.log2(value)) for name, value in SGD[kind].items()}
+    options = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False} | chosen
+    ours = nn.Parameter(values().to(dtype))
+    optimizer = FusedSGD([ours], lr=0.25, **chosen)
+    weight, buffer = ours.detach().clone(), None
+    for gradient in gradients(6):
+        train(ours, optimizer, [gradient.to(dtype)])
+        step = gradient.to(dtype).float() + options["weight_decay"] * weight.float()
+        if options["momentum"]:
+            moved = step if buffer is None else buffer.float() * options["momentum"] + (1 - options["dampening"]) * step
+            buffer = moved.to(dtype)
+            step = step + options["momentum"] * moved if options["nesterov"] else moved
+        weight = weight + (-0.25 * step).to(dtype)
+        assert torch.equal(ours, weight)
+
+
+def test_sgd_passes_the_test_of_transformer_engine_in_float16() -> None:
+    torch.manual_seed(9876)
+    start = torch.rand(20_000, dtype=torch.float16)
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    optimizers = [FusedSGD([ours], lr=0.25, momentum=0.125), torch.optim.SGD([theirs], lr=0.25, momentum=0.125)]
+    for _ in range(7):
+        ours.grad = theirs.grad = torch.rand_like(start)
+        for optimizer in optimizers:
+            optimizer.step()
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_weight_decay_after_momentum() -> None:

@@ -32,7 +32,7 @@ from te_models.layers import (
     Quantizer,
 )
 from te_models.layers.dynamo.custom_op import Live, quantized_like
-from te_models.layers.dynamo.quantizer_string import quantizer_of, text_of, with_usages
+from te_models.layers.dynamo.quantizer_string import quantizer_of, text_of
 from te_models.layers.quantizer.value import value_class
 from tests.kernels.described import check_description, tensors
 from tests.layers.bits import raw, same_bits
@@ -148,7 +148,7 @@ def test_usage_changes_act_on_a_copy() -> None:
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def rowwise_only(x: Tensor) -> QuantizedStorage:
-        return ops.quantize(x, None, with_usages(quantizer, True, False), None, False).value
+        return ops.quantize(x, None, quantizer.with_usage(rowwise=True, columnwise=False), None, False).value
 
     assert rowwise_only(torch.randn(32, 64)).quantizer == MXFP8Quantizer(columnwise=False)
     assert quantizer == MXFP8Quantizer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -55,8 +56,22 @@ def test_leading_dimensions_are_flattened(name: str) -> None:
     assert torch.equal(cube.dequantize(), flat.dequantize().view(X.shape))
     line = quantizer(X[0, 0])
     assert line.shape == (64,) and torch.equal(line.dequantize(), quantizer(X[0, :1]).dequantize()[0])
-    with pytest.raises(ValueError, match=r"tensors; got shape \(\)"):
-        quantizer(X[0, 0, 0])
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_one_number_without_dimensions(name: str) -> None:
+    quantizer, x = MAKERS[name](), X[0, 0, 0].clone().requires_grad_()
+    one, matrix = quantizer(x), quantizer(X[:1, 0, :1])
+    assert one.shape == () and same(one, matrix) and torch.equal(one.dequantize(), matrix.dequantize()[0, 0])
+    one.dequantize().backward()
+    assert x.grad is not None and x.grad.item() == 1
+    made = quantizer.make_empty([], dtype=torch.bfloat16)
+    assert made.shape == () and made.dtype == torch.bfloat16
+    quantizer.update_quantized(X[0, 0, 0], made)
+    assert same(made, one) and torch.equal((one + 1).detach(), one.dequantize().detach() + 1)
+    copied = copy.deepcopy(made)
+    assert copied.shape == () and same(copied, made)
+    assert made.reshape(1).shape == (1,) and torch.equal(made.view(1, 1).dequantize(), made.dequantize().view(1, 1))
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -154,3 +169,12 @@ def test_a_script_that_compares_two_ways_of_quantizing_a_weight() -> None:
 
     loss(quantizer(weight)).backward()
     assert torch.equal(weight.grad, 2 * quantizer(weight.detach()).dequantize())
+
+
+def test_blocks_of_two_dimensions_have_either_name() -> None:
+    theirs, ours = te.MXFP8Quantizer(E4M3, with_2d_quantization=True), te.MXFP8Quantizer(two_dimensional=True)
+    assert theirs == ours and hash(theirs) == hash(ours) and theirs.copy() == ours
+    assert theirs.with_2d_quantization is True and te.MXFP8Quantizer().with_2d_quantization is False
+    assert same(theirs(X), ours(X)) and theirs.with_usage(rowwise=True, columnwise=False).two_dimensional
+    with pytest.raises(ValueError, match="with_2d_quantization and two_dimensional are both given"):
+        te.MXFP8Quantizer(E4M3, with_2d_quantization=True, two_dimensional=True)

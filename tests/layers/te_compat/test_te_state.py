@@ -75,6 +75,11 @@ def test_assigned_state_is_the_layers_and_copies_refuse_writes() -> None:
         state.scale.fill_(1.0)
     with pytest.raises(TypeError, match="__setitem__ would write to a copy"):
         state.amax_history[0] = 0.0
+    assert torch.equal(state.scale_inv * state.scale, torch.ones(3))
+    with pytest.raises(AttributeError, match="scale_inv"):
+        state.scale_inv = state.scale_inv
+    with pytest.raises(TypeError, match="mul_ would write to a copy"):
+        state.scale_inv.mul_(2.0)
     assert type(state.scale * 2) is torch.Tensor and torch.isfinite(state.scale).all()
 
 
@@ -121,6 +126,11 @@ def test_recipe_states_of_their_own() -> None:
         te.NVFP4BlockScaling(), mode="backward", num_quantizers=2, roles=roles
     ).make_quantizers()
     assert weight.with_2d_quantization and gradient.stochastic_rounding
+    asked = []
+    custom = te.CustomRecipe(qfactory=lambda role: asked.append(role) or te.MXFP8Quantizer())
+    states = te.RecipeState.create(custom, mode="backward", num_quantizers=2, roles=roles)
+    assert states.make_quantizers() == [te.MXFP8Quantizer()] * 2
+    assert asked == [roles[0], te.QuantizerRole("linear", "grad_output", "", "Linear")]
     with pytest.raises(ValueError, match="mode is 'both'; allowed: 'forward', 'backward'"):
         te.RecipeState.create(RECIPE, mode="both")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="roles has 2 entries; allowed: 3"):

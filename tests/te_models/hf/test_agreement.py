@@ -173,8 +173,9 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("differ: 256 tokens in bfloat16\n")
     assert main(["verify", *pair, "--tokens", "5"]) == 2
     assert "--tokens needs --logits" in capsys.readouterr().err
-    assert main(["verify", *pair, "--logits", "--tokens", "0"]) == 2
-    assert "tokens is 0; allowed: 1 or more" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["verify", *pair, "--logits", "--tokens", "0"])
+    assert "--tokens is 0; allowed: 1 or more" in capsys.readouterr().err
     assert main(["verify", "--logits", *pair[::-1]]) == 2
     assert f"{pair[1]} is a te_models folder; allowed: a Hugging Face folder" in capsys.readouterr().err
     other = save("qwen2", tmp_path / "qwen2")

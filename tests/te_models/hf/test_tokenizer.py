@@ -12,13 +12,13 @@ import pytest
 
 from te_models.checkpoints import CheckpointError
 from te_models.cli.main import main
+from te_models.special_tokens import named_tokens
 from te_models.tokenizer import (
     MAX_FILE_BYTES,
     MAX_MEMORY_BYTES,
     TokenizerError,
     _Process,
     encode_as_transformers,
-    end_token,
     read_tokenizer,
 )
 from te_models.training.data.encoder import load_encoder
@@ -94,7 +94,7 @@ def test_a_file_that_is_elsewhere_or_no_file_is_refused(tmp_path: Path) -> None:
             read_tokenizer(tmp_path / name, "this test")
     (tmp_path / "link" / "tokenizer_config.json").symlink_to(outside / "elsewhere.json")
     with pytest.raises(CheckpointError, match="is a symbolic link that leaves the folder"):
-        end_token(tmp_path / "link")
+        named_tokens(tmp_path / "link")
     with pytest.raises(CheckpointError, match=r"tokenizer.json of .* is a symbolic link that leaves the folder"):
         encode_as_transformers(tmp_path / "link", TEXT)
 
@@ -108,7 +108,7 @@ def test_a_file_that_is_elsewhere_or_no_file_is_refused(tmp_path: Path) -> None:
         ("{", "is not valid JSON"),
         (b"\xff", "is not UTF-8 text"),
         ('{"eos_token":' + "[" * 100_000, "nested too deeply"),
-        ({"eos_token": "<no token>"}, "names the eos_token '<no token>', which tokenizer.json does not have"),
+        ({"eos_token": "<no token>"}, "names the eos_token '<no token>', which its tokenizer.json does not have"),
     ],
 )
 def test_damaged_settings_are_one_sentence(content: object, says: str, tmp_path: Path) -> None:
@@ -203,6 +203,7 @@ def test_transformers_reads_hostile_folders_in_the_other_process(tmp_path: Path)
         if rng.random() < 0.5:
             folder_with(folder, rng.randbytes(rng.choice([0, 9, 2000])), "tokenizer.model")
         try:
+            process.ask(b"R", json.dumps({"folder": str(folder), "model": {}}).encode(), 1 << 24)
             process.ask(b"F", json.dumps({"folder": str(folder), "text": TEXT}).encode(), 1 << 20)
         except TokenizerError as error:
             assert "\n" not in str(error) and len(str(error)) < 500

@@ -109,6 +109,29 @@ def test_positions_that_begin_anew_begin_another_text(case: str, tmp_path: Path)
         ours(prompt(), position_ids=POSITIONS[[0, 0, 0]])
 
 
+@torch.no_grad()
+def test_texts_in_a_row_never_see_each_other(tmp_path: Path) -> None:
+    """Beside a mask without padding, with padding, and with a cache that tokens of the last text continue."""
+    _, ours = both("llama", tmp_path)
+    ids, ones = prompt(), torch.ones(2, 11, dtype=torch.int64)
+    expected = ours(ids, position_ids=POSITIONS).logits
+    close = {"rtol": 1e-4, "atol": 2e-5}
+    torch.testing.assert_close(ours(ids, attention_mask=ones, position_ids=POSITIONS).logits, expected, **close)
+    filled = torch.cat((ids.new_full((2, 3), 7), ids), dim=1)
+    positions = torch.cat((torch.ones(2, 3, dtype=torch.int64), POSITIONS), dim=1)
+    mask = torch.cat((torch.zeros(2, 3, dtype=torch.int64), ones), dim=1)
+    got = ours(filled, attention_mask=mask, position_ids=positions).logits[:, 3:]
+    torch.testing.assert_close(got, expected, **close)
+    for cut in (3, 8, 9, 10):  # where a text ends, begins, and goes on
+        for mask in (None, ones):
+            cache, parts = transformers.DynamicCache(), []
+            for now in (slice(0, cut), slice(cut, 11)):
+                part_mask = None if mask is None else mask[:, : now.stop]
+                given = {"attention_mask": part_mask, "position_ids": POSITIONS[:, now], CACHE: cache}
+                parts.append(ours(ids[:, now], use_cache=True, **given).logits)
+            torch.testing.assert_close(torch.cat(parts, dim=1), expected, **close)
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_texts_in_a_row_compile_to_one_graph(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from te_models import GPTModel, ModelConfig
 from te_models.checkpoints import reshard, verify
 from te_models.hf import RecipeStateCallback, TEConfig, TEModelForCausalLM
 from te_models.layers import DelayedScaling, MXFP8BlockScaling
+from tests.te_models.hf_models import hf_model
 
 SENTENCES = ["a b c d e f g h", "b c d e f g h a", "c d e f g h a b"] * 8
 
@@ -100,11 +101,32 @@ def test_trainer_learns_as_with_transformers_own_model(theirs: Any, tokenizer: A
     ours = TEModelForCausalLM.from_pretrained(save(theirs, tmp_path / "hf"))
     run, reference = trainer(ours, tokenizer, tmp_path / "a"), trainer(theirs, tokenizer, tmp_path / "b")
     run.train()
-    reference.model_accepts_loss_kwargs = False  # the mean over micro-batches, as ours
     reference.train()
     assert losses(run) == pytest.approx(losses(reference), rel=2e-3)
     assert losses(run)[-1] < 0.6 * losses(run)[0]
     assert run.evaluate()["eval_loss"] == pytest.approx(reference.evaluate()["eval_loss"], rel=5e-3)
+
+
+def test_a_token_weighs_the_same_in_every_micro_batch(tmp_path: Path) -> None:
+    """A step of SGD over answers of 10, 1 and 3 tokens, one micro-batch each, moves weights as transformers' model."""
+    torch.manual_seed(5)
+    theirs = hf_model("llama").float()
+    ours = TEModelForCausalLM.from_pretrained(save(theirs, tmp_path / "hf"), dtype=torch.float32)
+    rows = []
+    for answer in (10, 1, 3):
+        ids = torch.randint(3, 61, (12,))
+        rows.append({"input_ids": ids, "labels": ids.masked_fill(torch.arange(12) < 12 - answer, -100)})
+    moved = []
+    for model in (ours, theirs):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / "out"), per_device_train_batch_size=1, gradient_accumulation_steps=3, max_steps=1,
+            optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=1e9, save_strategy="no",
+            report_to=[], disable_tqdm=True, use_cpu=True, seed=0,
+        )  # fmt: skip
+        before = model.get_input_embeddings().weight.detach().clone()
+        transformers.Trainer(model, arguments, train_dataset=rows).train()
+        moved.append(model.get_input_embeddings().weight.detach() - before)
+    torch.testing.assert_close(moved[0], moved[1], rtol=1e-4, atol=1e-6)
 
 
 def test_trainer_resumes_and_its_checkpoints_are_model_folders(theirs: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -141,7 +163,6 @@ def test_trainer_smooths_labels_of_the_next_tokens(theirs: Any, tokenizer: Any, 
     options = {"label_smoothing_factor": 0.2, "max_steps": 8, "save_strategy": "no"}
     run, reference = (trainer(m, tokenizer, tmp_path / "out", **options) for m in (ours, theirs))
     run.train()
-    reference.model_accepts_loss_kwargs = False
     reference.train()
     assert losses(run) == pytest.approx(losses(reference), rel=2e-3)
 

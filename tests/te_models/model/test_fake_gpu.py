@@ -44,7 +44,7 @@ def test_live_state_is_on_the_device_that_a_layer_is_made_on(kind: str) -> None:
     with fake_gpu():
         layer = LAYERS[kind](device="cuda")
         state = {n: value for n, value in vars(layer).items() if n.lstrip("_").startswith("fp8_") and value is not None}
-        assert len(state) == 8
+        assert len(state) == 10
         assert {value.device for value in state.values()} == {next(layer.parameters()).device}
         assert LAYERS[kind](device="meta").fp8_scale.device.type == "cpu"
 

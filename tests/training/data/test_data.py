@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_models.training import DataError, TokenDataset, Windows, build_dataset, write_dataset
+from te_models.training import DataError, DocumentOptions, TokenDataset, Windows, build_dataset, write_dataset
+from te_models.training.data.dataset import check_vocabulary
 from te_models.training.data.documents import matching_files
 from tests.training.runs import TEXT
 
@@ -87,8 +88,13 @@ def test_a_tokenizer_that_cuts_and_fills_up_texts_reads_all_of_them(tmp_path: Pa
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text("a b c a b c a")
     (tmp_path / "b.txt").write_text("b b")
-    dataset = build_dataset(tmp_path / "d", [tmp_path / "*.txt"], str(tmp_path))
-    assert dataset.vocab_size == 10
+    with pytest.raises(
+        DataError, match=r"names no token that ends a text \(eos_token\), so that documents would run tog"
+    ):
+        build_dataset(tmp_path / "d", [tmp_path / "*.txt"], str(tmp_path))
+    options = DocumentOptions(add_eos_token=False)
+    dataset = build_dataset(tmp_path / "d", [tmp_path / "*.txt"], str(tmp_path), options=options)
+    assert dataset.vocab_size == 10 and dataset.largest_id() == 9
     assert sorted(dataset.tokens.tolist()) == sorted([0, 1, 9, 0, 1, 9, 0, 1, 1])
 
 
@@ -176,3 +182,30 @@ def test_too_small_a_data_set_is_named(tmp_path: Path) -> None:
         split(numbered(tmp_path / "d", 3), "train")
     with pytest.raises(DataError, match="not one validation window"):
         split(numbered(tmp_path / "e", 7), "validation")
+
+
+def test_a_vocabulary_is_checked_by_the_ids_that_occur(tmp_path: Path) -> None:
+    """A tokenizer may know more tokens than the model; an earlier data set does not say which occur."""
+    dataset = write_dataset(tmp_path / "d", [[[3, 9]], [[4]]], vocab_size=200)
+    check_vocabulary(dataset, 10)
+    with pytest.raises(DataError, match=r"d has the token id 9; allowed: below 9, the size of the model's vocabulary"):
+        check_vocabulary(dataset, 9)
+    meta = json.loads((tmp_path / "d" / "meta.json").read_text())
+    assert meta.pop("largest_token_id") == 9
+    (tmp_path / "d" / "meta.json").write_text(json.dumps(meta))
+    check_vocabulary(TokenDataset.open(tmp_path / "d"), 10)
+    with pytest.raises(DataError, match="has the token id 9"):
+        check_vocabulary(TokenDataset.open(tmp_path / "d"), 9)
+    meta["largest_token_id"] = 200
+    (tmp_path / "d" / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(DataError, match="largest_token_id is 200; allowed: 0 to 199"):
+        TokenDataset.open(tmp_path / "d")
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "\u00e9"}\n')
+    with pytest.raises(DataError, match=r"a.jsonl, line 2 has the token id 195; allowed: below 150"):
+        build_dataset(
+            tmp_path / "e",
+            [tmp_path / "a.jsonl"],
+            "bytes",
+            options=DocumentOptions(add_eos_token=False),
+            model_vocab_size=150,
+        )

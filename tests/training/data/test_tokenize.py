@@ -94,11 +94,11 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path: Path, many: list[Path], mo
 
 BAD = {
     "no JSON": ('{"text": "a"', r"a.jsonl, line 2 is not JSON: "),
-    "empty line": ("", r"a.jsonl, line 2 is not JSON: the line is empty"),
     "no object": ("[1]", r"a.jsonl, line 2 is a list; allowed: an object of named fields"),
     "no field": ('{"body": "x", "id": 1}', r"a.jsonl, line 2 has no field 'text'; it has body, id"),
     "no text": ('{"text": 7}', r"a.jsonl, line 2: text is a int; allowed: text"),
     "empty": ('{"text": ""}', r"a.jsonl, line 2: text is empty"),
+    "half of a character": ('{"text": "x \\ud83d"}', r"a.jsonl, line 2: text has the lone surrogate U\+D83D"),
     "no UTF-8": (b'{"text": "\xff"}', r"a.jsonl, line 2 is not JSON: .*utf-8"),
 }
 
@@ -370,7 +370,10 @@ def test_chats_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     cases = [
         ({"messages": []}, "messages is empty; allowed: a list of messages"),
         ({"messages": "hi"}, "messages is a str; allowed"),
-        ({"messages": [{"role": "user"}]}, r"messages\[0\] is .*; allowed: role and content, both text"),
+        (
+            {"messages": [{"role": "user"}]},
+            r"messages\[0\] has no content; allowed: text, or tool_calls in place of it",
+        ),
         ({"messages": MESSAGES[:1]}, "messages has no message of the assistant"),
         ({"messages": MESSAGES}, "the chat template of .* cannot be used: .*roles must alternate"),
     ]
@@ -381,7 +384,7 @@ def test_chats_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="'bytes' has no chat template"):
         build_dataset(tmp_path / "d", [path], "bytes", messages_field="messages")
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DataError, match=r"a.txt is text; allowed with a messages field: .jsonl"):
+    with pytest.raises(DataError, match=r"a.txt is text; allowed with a messages field or a format of rows: .jsonl"):
         build_dataset(tmp_path / "d", [tmp_path / "a.txt"], str(folder), messages_field="messages")
 
 
