@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .extras import require
 from .model import GPTModel
+from .sizes import plural
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference of logits, as a part of the largest logit, that still counts as agreement."""
@@ -60,7 +61,7 @@ class AgreementReport:
     def __str__(self) -> str:
         worst = max(self.stages, key=lambda name: self.stages[name])
         lines = [
-            f"{'agree' if self.agree else 'differ'}: {self.tokens} tokens in {self.dtype}",
+            f"{'agree' if self.agree else 'differ'}: {plural(self.tokens, 'token')} in {self.dtype}",
             f"  logits            {self.relative_error:.2e} of the largest (tolerance {self.tolerance:.0e})",
             f"  same best token   {self.argmax_agreement:.2%}",
             f"  KL divergence     {self.kl_mean:.2e} on average, {self.kl_max:.2e} at most",
@@ -83,6 +84,7 @@ def compare_logits(
     text: str | None = None,
     tolerance: float | None = None,
     seed: int = 0,
+    verify: bool = True,
 ) -> AgreementReport:
     """Run transformers on the Hugging Face folder `theirs` and our model on `ours`, a folder of either kind.
 
@@ -92,6 +94,7 @@ def compare_logits(
         text: what to look at, read with the tokenizer of `theirs`; None takes random tokens.
         tolerance: see AgreementReport; None means TOLERANCES[dtype].
         seed: of the random tokens.
+        verify: whether the weights of `ours` are checked against its manifest.json.
     """
     from te_models.checkpoints import open_checkpoint
     from te_models.checkpoints.io.hub import local_folder
@@ -112,14 +115,14 @@ def compare_logits(
         raise ValueError(f"{theirs} is a te_models folder; allowed: a Hugging Face folder, which transformers can read")
     # pickled weights, and missing files of either folder, are refused before any is loaded
     open_weights(folder).close()
-    with open_checkpoint(ours) as checkpoint:
+    with open_checkpoint(ours, verify=verify) as checkpoint:
         longest = min(_WINDOW, checkpoint.config.max_position_embeddings)
     model = load_theirs(folder, dtype)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     windows = _windows(folder, vocabulary, tokens, text, seed, longest)
     expected = [_their_stages(model, window) for window in windows]
     del model
-    mine = GPTModel.from_pretrained(ours, dtype=dtype).eval()
+    mine = GPTModel.from_pretrained(ours, dtype=dtype, verify=verify).eval()
     if mine.config.vocab_size != vocabulary:
         raise ValueError(f"{theirs} has {vocabulary} tokens and {ours} {mine.config.vocab_size}")
     got = [_our_stages(mine, window) for window in windows]

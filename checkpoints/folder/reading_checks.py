@@ -17,7 +17,7 @@ from pathlib import Path
 from ..io.buffers import CHUNK_BYTES
 from ..io.errors import CheckpointError, quote, shorten
 from ..io.hashing import FileRecord, file_digest
-from ..io.manifest import MANIFEST, check_joint_digest, is_manifest, read_manifest
+from ..io.manifest import MANIFEST, check_joint_digest, is_manifest, may_be_edited, note_edited, read_manifest
 from ..io.store import FileStore
 from ..io.tensor_hash import TensorHash, part_bytes
 from ..io.threads import cores
@@ -32,7 +32,8 @@ def check_while_reading(folder: Path, store: FileStore, *, ours: bool) -> None:
     """Compare a folder that has a manifest with it: now its small files, the sizes, headers and names of its weights;
     every tensor when it is read from `store`, until `store.finish_checks`.
 
-    A folder without manifest.json, and one of another program's (ours: whether the folder is te_models' own), is left
+    Small files of a Hugging Face folder that decide no number may have been edited: an EditedFileWarning names each. A
+    folder without manifest.json, and one of another program's (ours: whether the folder is te_models' own), is left
     as it is. Raises CheckpointError.
     """
     if not ours and not is_manifest(folder):
@@ -41,8 +42,15 @@ def check_while_reading(folder: Path, store: FileStore, *, ours: bool) -> None:
         return
     records = read_manifest(folder, limit=64 * (len(store.tensors) + len(store.paths)) + 10_000)
     _check_weights(store, records)
+    edited = []
     for name in _small_files(folder, store, records):
-        _check_small(name, file_inside(folder, name, MANIFEST), records[name])
+        try:
+            _check_small(name, file_inside(folder, name, MANIFEST), records[name])
+        except _EditedError:
+            if not may_be_edited(folder, name):
+                raise
+            edited.append(name)
+    note_edited(folder, edited)
     store.guard(TensorDigests(store, records))
 
 
@@ -77,11 +85,13 @@ def _small_files(folder: Path, store: FileStore, records: Mapping[str, FileRecor
 def _check_small(name: str, path: Path, record: FileRecord) -> None:
     size = path.stat().st_size
     if size != record.size:
-        raise CheckpointError(f"{name} has {size} bytes and {MANIFEST} says {record.size}; {_SKIP}")
+        raise _EditedError(f"{name} has {size} bytes and {MANIFEST} says {record.size}; {_SKIP}")
     if file_digest(path) != record.sha256:
-        raise CheckpointError(
-            f"{name} does not have the SHA-256 that {MANIFEST} says; it was changed or damaged; {_SKIP}"
-        )
+        raise _EditedError(f"{name} does not have the SHA-256 that {MANIFEST} says; it was changed or damaged; {_SKIP}")
+
+
+class _EditedError(CheckpointError):
+    """A small file is not as listed."""
 
 
 class TensorDigests:

@@ -22,6 +22,11 @@ class CheckpointError(ValueError):
         super().__init__(message)
 
 
+class EditedFileWarning(UserWarning):
+    """A small file of a Hugging Face folder is not the one that manifest.json lists: people edit these, and no number
+    depends on them. The command line shows it as a note."""
+
+
 def quote(name: str) -> str:
     """Return a name that a stranger chose in quotes, cut where it is too long for a message."""
     return repr(name) if len(name) <= 120 else f"{name[:120]!r}..."

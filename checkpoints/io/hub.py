@@ -30,7 +30,8 @@ def local_folder(name: str | os.PathLike[str], revision: str | None = None, **op
 
     Arguments:
         revision: branch, tag or commit; instead of one behind the `@`.
-        options: further arguments of `huggingface_hub.snapshot_download`, such as cache_dir, token, local_files_only.
+        options: further arguments of `huggingface_hub.snapshot_download`, such as cache_dir, token, local_files_only;
+            allow_patterns in place of `ALLOWED`.
 
     Raises:
         MissingExtraError: huggingface_hub is not installed.
@@ -53,10 +54,9 @@ def local_folder(name: str | os.PathLike[str], revision: str | None = None, **op
 def _download(repo: str, revision: str | None, name: object, options: dict[str, Any]) -> str:
     hub = require("huggingface_hub", "hf", feature=f"the hub id {name!r} (there is no such folder)")
     errors = importlib.import_module("huggingface_hub.errors")  # its lazy module has it only once somebody imported it
+    options = {"allow_patterns": list(ALLOWED), "ignore_patterns": list(IGNORED)} | options
     try:
-        return hub.snapshot_download(
-            repo, revision=revision, allow_patterns=list(ALLOWED), ignore_patterns=list(IGNORED), **options
-        )
+        return hub.snapshot_download(repo, revision=revision, **options)
     except errors.GatedRepoError:
         reason = "the hub grants access to it only on request: log in with an account that has it"
     except errors.RevisionNotFoundError:

@@ -17,17 +17,19 @@ weight file of version 1 has `sha256` and not always `header`.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointError, quote, shorten, shown
+from .errors import CheckpointError, EditedFileWarning, quote, shorten, shown
 from .hashing import FileRecord, Lane, file_digest, joint_digest, record_of
 from .strict_json import MAX_JSON_BYTES, dump_object, read_object
 from .tensor_hash import ROWS_PER_PART
 from .weight_files import INDEX, TEMPLATES, file_inside, is_file_name, plain_file
 
 MANIFEST = "manifest.json"
+_STRICT = ("config.json", "hf_quant_config.json", INDEX, MANIFEST)
 _VERSIONS = (1, 2, 3)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -131,10 +133,29 @@ def check_joint_digest(name: str, record: FileRecord, tensors: Iterable[str]) ->
         )
 
 
+def may_be_edited(folder: Path, name: str) -> bool:
+    """Whether a file decides no number of a model, in a folder of Hugging Face's kind: a tokenizer, a template, a
+    licence. Of our own folders every file is as it was written."""
+    if name in _STRICT or name.endswith(".safetensors"):
+        return False
+    try:
+        return read_object(plain_file(folder, "config.json"), "config.json").get("model_type") != "te_models"
+    except CheckpointError:
+        return False
+
+
+def note_edited(folder: Path, names: Iterable[str]) -> None:
+    """Warn of files that `may_be_edited`, and were."""
+    for name in names:
+        text = f"{folder}: {quote(name)} is not as {MANIFEST} lists it; a file that decides no number may be edited"
+        warnings.warn(text, EditedFileWarning, stacklevel=3)
+
+
 def check_manifest(folder: str | Path, *, progress: Callable[[int, int], None] | None = None) -> int:
     """Check every file and tensor that manifest.json lists, and that there are no others; return how many files.
 
-    Files whose names begin with a dot are no part of a folder.
+    Files whose names begin with a dot are no part of a folder. Of a Hugging Face folder, files that decide no number
+    may have been added, edited or removed: an EditedFileWarning names each.
 
     Raises:
         CheckpointError: names the files that are not listed, or the first file that is not as listed and which of its
@@ -142,10 +163,17 @@ def check_manifest(folder: str | Path, *, progress: Callable[[int, int], None] |
     """
     folder = Path(folder)
     records = read_manifest(folder)
-    paths = {name: file_inside(folder, name, MANIFEST) for name in records}
+    editable = {name for name in (*records, *_names(folder)) if may_be_edited(folder, name)}
+    paths = {
+        name: file_inside(folder, name, MANIFEST)
+        for name in records
+        if name not in editable or (folder / name).exists() or (folder / name).is_symlink()
+    }
     unlisted = sorted(name for name in _names(folder) if name not in records and name != MANIFEST)
     if records.partial:
         unlisted = [name for name in unlisted if name == INDEX or name.endswith(".safetensors")]
+    edited = [name for name in records if name not in paths] + [name for name in unlisted if name in editable]
+    unlisted = [name for name in unlisted if name not in editable]
     if unlisted:
         raise CheckpointError(f"{folder} holds what {MANIFEST} does not list: {shorten(unlisted)}")
     total, done = sum(record.size for record in records.values()), 0
@@ -156,17 +184,23 @@ def check_manifest(folder: str | Path, *, progress: Callable[[int, int], None] |
         if progress is not None:
             progress(done, total)
 
-    for name, record in records.items():
-        size = paths[name].stat().st_size
-        if size != record.size:
-            raise CheckpointError(f"{name} has {size} bytes and {MANIFEST} says {record.size}")
+    for name, path in paths.items():
+        size = path.stat().st_size
+        if size != records[name].size and name not in editable:
+            raise CheckpointError(f"{name} has {size} bytes and {MANIFEST} says {records[name].size}")
     with Lane() as lane:
-        for name, record in records.items():
+        for name, path in paths.items():
+            record = records[name]
+            if name in editable:
+                if path.stat().st_size != record.size or file_digest(path) != record.sha256:
+                    edited.append(name)
+                continue
             if record.of_weights:
-                found = _like(record, paths[name], lane, moved)
+                found = _like(record, path, lane, moved)
             else:
-                found = FileRecord(file_digest(paths[name]), record.size)
+                found = FileRecord(file_digest(path), record.size)
             _check_record(name, record, found)
+    note_edited(folder, edited)
     return len(records)
 
 

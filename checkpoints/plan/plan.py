@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from te_models.lazy import later
-from te_models.sizes import format_size
+from te_models.sizes import format_size, plural
 
 from ..io.boxes import Shape, full
 from ..io.dtypes import dtype_name
@@ -95,7 +95,7 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        lines = [f"{len(self.outputs)} tensors, {format_size(self.total_bytes)}"]
+        lines = [f"{plural(len(self.outputs), 'tensor')}, {format_size(self.total_bytes)}"]
         for o in self.to_dict()["outputs"]:
             sources = o["from"] if isinstance(o["from"], str) else shorten(o["from"], 3)
             lines.append(f"  {o['name']}  {o['dtype']} {o['shape']}  <-  {sources}")

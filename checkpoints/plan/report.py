@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from te_models.sizes import plural
+
 from ..io.header import TensorInfo
 from ..io.strict_json import dump_object
 from .quantized_format import SUFFIXES
@@ -69,7 +71,7 @@ class Line:
         kind: str = self.kind
         if self.max_error is not None and self.kind in ("requantized", "re-encoded"):
             kind += f" (max {'relative ' if self.relative else ''}error {self.max_error:.1e})"
-        return f"{self.tensors}: {self.count} tensors, {self.source} -> {self.target}: {kind}"
+        return f"{self.tensors}: {plural(self.count, 'tensor')}, {self.source} -> {self.target}: {kind}"
 
 
 @dataclass

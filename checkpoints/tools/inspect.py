@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from te_models.sizes import format_size
+from te_models.sizes import format_size, plural
 
 from ..folder.checkpoint import open_checkpoint
 from ..plan.param_shapes import expected_tensors, is_expert_stack
@@ -53,7 +53,7 @@ class Inspection:
 
     def __str__(self) -> str:
         c = self.config
-        model = f"{c['num_layers']} layers, hidden {c['hidden_size']}, vocabulary {c['vocab_size']}"
+        model = f"{plural(c['num_layers'], 'layer')}, hidden {c['hidden_size']}, vocabulary {c['vocab_size']}"
         if c["moe"] is not None:
             model += f", {c['moe']['num_moe_experts']} experts, top {c['moe']['moe_router_topk']}"
         lines = [
@@ -78,9 +78,10 @@ class Inspection:
         return "\n".join(lines)
 
 
-def inspect(path: PathLike) -> Inspection:
-    """Describe a folder of either kind; reads no tensor data, so it is instant for any size."""
-    with open_checkpoint(path) as ckpt:
+def inspect(path: PathLike, *, verify: bool = True) -> Inspection:
+    """Describe a folder of either kind; reads no tensor data, so it is instant for any size. verify: its small files
+    and headers are checked against its manifest.json."""
+    with open_checkpoint(path, verify=verify) as ckpt:
         shapes = expected_tensors(ckpt.config)
         total = sum(math.prod(shape) for shape in shapes.values())
         in_experts = sum(math.prod(shape) for name, shape in shapes.items() if is_expert_stack(name))

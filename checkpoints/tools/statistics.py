@@ -104,11 +104,11 @@ def _of_files(ckpt: Checkpoint, quantized: QuantizedFiles) -> FormatSummary:
     return FormatSummary(len(quantized.weights), weights, data, sum(scales))
 
 
-def scale_statistics(path: PathLike) -> dict[str, ScaleStatistics]:
+def scale_statistics(path: PathLike, *, verify: bool = True) -> dict[str, ScaleStatistics]:
     """Return format -> statistics of the rowwise scales of all its parameters, or of the scales of a Hugging Face
     folder's blocks; reads the scales, no weights. One that is no number is a CheckpointError that names its tensor."""
     found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    with open_checkpoint(path) as ckpt:
+    with open_checkpoint(path, verify=verify) as ckpt:
         ckpt.check_scales()
         for name, stored in _scales(ckpt) if ckpt.quantized is None else _scales_of_files(ckpt.quantized):
             found.setdefault(name, []).append(_counted(stored))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from te_models.lazy import later
+from te_models.sizes import plural
 
 from ..families.base.family import differing_values
 from ..folder.checkpoint import Checkpoint, open_checkpoint
@@ -57,7 +58,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         if self.equal:
-            return f"equal: {self.tensors} tensors, {self.bytes} bytes"
+            return f"equal: {plural(self.tensors, 'tensor')}, {plural(self.bytes, 'byte')}"
         more = len(self.differences) - _SHOWN
         lines = self.differences[:_SHOWN] + ([f"... and {more} more (--json lists all)"] if more > 0 else [])
         return "\n".join(["different:", *(f"  {line}" for line in lines)])

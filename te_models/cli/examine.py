@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from ..sizes import plural
 from ..terminal import Table, say_while_waiting
 from .parser import Verbs, count, emit, number, read_text, verb
 from .progress import byte_progress, loading_bars
@@ -26,6 +27,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("folder", metavar="DIR", help="a te_models or Hugging Face folder")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--scales", action="store_true", help="read the scales of quantized weights, too")
+    parser.add_argument("--no-verify", action="store_true", help="do not check what is read against manifest.json")
 
     parser = verb(
         verbs,
@@ -52,6 +54,10 @@ def add(verbs: Verbs) -> None:
         "--tolerance", type=number, metavar="X", help="with --logits: part of the largest logit (1e-4; bfloat16: 0.05)"
     )
 
+    parser.add_argument(
+        "--no-verify", action="store_true", help="with --logits: do not check the weights against manifest.json"
+    )
+
     parser = verb(
         verbs,
         "diff",
@@ -73,14 +79,14 @@ def run_inspect(args: argparse.Namespace) -> int:
     from te_models.checkpoints import inspect
     from te_models.checkpoints.tools.statistics import scale_statistics
 
-    found = inspect(args.folder)
+    found = inspect(args.folder, verify=not args.no_verify)
     parts: list[str | Table] = [str(found)]
     if args.tensors:
         rows = [("  " + name, dtype, str(list(shape))) for name, (dtype, shape) in found.tensors.items()]
         parts.append(Table(rows))
     result = found.to_dict(tensors=args.tensors)
     if args.scales:
-        statistics = scale_statistics(args.folder)
+        statistics = scale_statistics(args.folder, verify=not args.no_verify)
         result["scales"] = {name: vars(s) for name, s in statistics.items()}
         parts += [
             f"  scales      {name}: {s.count:,} from {s.smallest:.3g} to {s.largest:.3g}, median {s.median:.3g}"
@@ -97,7 +103,9 @@ def run_verify(args: argparse.Namespace) -> int:
     if args.logits:
         if args.b is None:
             raise ValueError("--logits compares two folders; only one is given")
-        return _compare_logits(args, chosen)
+        return _compare_logits(args, chosen | {"verify": not args.no_verify})
+    if args.no_verify:
+        raise ValueError("--no-verify needs --logits; two folders are compared without their manifests")
     if chosen:
         raise ValueError(f"--{next(iter(chosen))} needs --logits")
     if args.b is None:
@@ -125,7 +133,7 @@ def run_diff(args: argparse.Namespace) -> int:
         rows += [(t.name, f"{t.differing} of {t.elements}", f"{t.largest:.3g}", f"{t.relative:.3g}") for t in shown]
         lines.append(Table(rows, heading=True))
     hidden = len(report.tensors) - len(shown)
-    lines += [f"... and {hidden} more parameters (--all shows them)"] if hidden else []
+    lines += [f"... and {plural(hidden, 'more parameter')} (--all shows them)"] if hidden else []
     lines.append(f"{report.equal_tensors} parameters have equal values, {len(report.tensors)} differ")
     emit(args, report.to_dict(), *lines)
     return 0 if report.equal else 1
@@ -177,6 +185,7 @@ def _check_training(args: argparse.Namespace) -> int:
         step = load_state(Path(args.a)).step
     except TrainingCheckpointError as error:
         problem = str(error)
-    text = problem or f"{args.a}: {files} files of a training checkpoint of step {step} are as manifest.json says"
+    held = plural(files, "file")
+    text = problem or f"{args.a}: {held} of a training checkpoint of step {step} are as manifest.json says"
     emit(args, {"intact": problem is None, "files": files, "problem": problem}, text)
     return 0 if problem is None else 1

@@ -9,6 +9,7 @@ import textwrap
 from typing import Any
 
 from ..extras import EXTRAS, installed
+from ..sizes import plural
 from ..terminal import Table, say_while_waiting
 from .parser import Verbs, emit, help_width, verb
 
@@ -70,6 +71,7 @@ def add(verbs: Verbs) -> None:
         choices=tuple(DYNAMIC),
         help="compile for all shapes: when one changes, at once, or never (default: auto)",
     )
+    report.add_argument("--no-verify", action="store_true", help="do not check the weights against manifest.json")
     report.add_argument("--activation-checkpointing", action="store_true", help="recompute layers in the backward")
 
 
@@ -78,14 +80,14 @@ def run(args: argparse.Namespace) -> int:
     if args.keys is not None:
         from ..config import ModelConfig
         from ..config.keys import tables_of
-        from .keys import keys_json, keys_text, select_tables
+        from .training.keys import keys_json, keys_text, select_tables
 
         tables = select_tables(list(tables_of(ModelConfig)), args.keys, "--keys")
         emit(args, {"keys": keys_json(tables)}, keys_text(tables))
         return 0
     if args.compile_report:
         return _compile_report(args)
-    for option in ("recipe", "mode", "dynamic", "activation_checkpointing"):
+    for option in ("recipe", "mode", "dynamic", "activation_checkpointing", "no_verify"):
         if getattr(args, option):
             raise ValueError(f"--{option.replace('_', '-')} needs --compile-report DIR")
     result = collect()
@@ -127,7 +129,7 @@ def _compile_report(args: argparse.Namespace) -> int:
     if args.recipe:
         recipe(args.recipe)  # an unknown name is refused before the model is read
     say_while_waiting(f"loading {args.compile_report} and compiling it; this can take minutes")
-    model = GPTModel.from_pretrained(args.compile_report)
+    model = GPTModel.from_pretrained(args.compile_report, verify=not args.no_verify)
     model.activation_checkpointing = args.activation_checkpointing
     make_recipe = partial(recipe, args.recipe) if args.recipe else None
     report = compile_report(model, make_recipe, mode=args.mode or "whole", dynamic=DYNAMIC[args.dynamic or "auto"])
@@ -135,8 +137,8 @@ def _compile_report(args: argparse.Namespace) -> int:
     lines: list[str | Table] = [Table([("call", "shape", "graphs"), *calls], heading=True)]
     lines += [f"{_program(p)} of: {call['call']}" for call in report["calls"] for p in call["programs"]]
     lines += [f"compiled again, {call['call']}: {why}" for call in report["calls"] for why in call["reasons"]]
-    lines += [f"break, {count} times: {why}" for why, count in report["breaks"].items()]
-    lines.append(f"{report['graphs']} graphs, {sum(report['breaks'].values())} breaks")
+    lines += [f"break, {plural(count, 'time')}: {why}" for why, count in report["breaks"].items()]
+    lines.append(f"{plural(report['graphs'], 'graph')}, {plural(sum(report['breaks'].values()), 'break')}")
     emit(args, report, *lines)
     return 1 if report["breaks"] else 0
 
@@ -144,7 +146,8 @@ def _compile_report(args: argparse.Namespace) -> int:
 def _program(program: dict[str, Any]) -> str:
     """Describe a compiled program in a line."""
     registered = ", ".join(f"{count} {name}" for name, count in program["registered"].items())
-    return f"{program['pass']}, {program['operations']} operations" + (f" with {registered}" if registered else "")
+    count = plural(program["operations"], "operation")
+    return f"{program['pass']}, {count}" + (f" with {registered}" if registered else "")
 
 
 def _version(package: str) -> str | None:

@@ -7,20 +7,24 @@ failed (disk full, out of memory, an error of ours); 130 interrupted; 143 traini
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import itertools
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from te_models.checkpoints.io.errors import EditedFileWarning
 
 from .. import __version__
 from ..child_process import leave_current_directory
 from ..extras import MissingExtraError, UnsupportedTorchError
 from ..signals import Interrupted
 from ..suggestions import did_you_mean
-from ..terminal import complain, one_line
+from ..terminal import complain, one_line, say
 from . import (
     adapters,
     completion,
@@ -29,18 +33,16 @@ from . import (
     examine,
     generate,
     info,
-    plan,
     quickstart,
-    report,
     tokenize,
-    train,
 )
 from .parser import Formatter, Parser, unknown
+from .training import init, plan, report, train
 
 GROUPS: dict[str, tuple[Any, ...]] = {
     "convert": (convert, adapters),
     "inspect": (examine, info),
-    "train": (tokenize, train, report, plan, quickstart),
+    "train": (init, tokenize, train, report, plan, quickstart),
     "generate": (generate, evaluate),
     "shell": (completion,),
 }
@@ -99,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             args = _parse(argv)
             debug = args.debug
-            code = args.run(args)
+            with _edited_files_noted(args):
+                code = args.run(args)
         finally:
             _flush()
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
@@ -111,6 +114,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         code = _told(error)
     return code
+
+
+@contextlib.contextmanager
+def _edited_files_noted(args: argparse.Namespace) -> Iterator[None]:
+    """Show what the verb finds edited as notes, each once, and remember it for `emit`."""
+    args.noted, shown = [], warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if not issubclass(category, EditedFileWarning):
+            shown(message, category, *where, **more)
+        elif str(message) not in args.noted:
+            args.noted.append(str(message))
+            say(f"note: {message}")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", EditedFileWarning)
+        warnings.showwarning = show
+        yield
 
 
 def _is_panic(error: BaseException) -> bool:

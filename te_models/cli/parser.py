@@ -111,11 +111,6 @@ def positive(text: str) -> float:
     return found
 
 
-def plural(count: int, what: str) -> str:
-    """Return a number of things in words: "1 step", "2 steps"."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
 def unknown(words: Sequence[str], verb: str, parser: argparse.ArgumentParser) -> str:
     """Return the sentence for words of the command line that a verb has no use for."""
     option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
@@ -126,7 +121,10 @@ def unknown(words: Sequence[str], verb: str, parser: argparse.ArgumentParser) ->
 
 
 def emit(args: argparse.Namespace, result: dict[str, Any], *parts: str | Table) -> None:
-    """Print `result` as JSON or the texts and tables, whichever the user asked for."""
+    """Print `result` as JSON or the texts and tables, whichever the user asked for. Notes, which standard error has
+    had, are a part of the JSON, behind those of the result."""
+    noted = getattr(args, "noted", [])
+    result |= {"notes": [*result.get("notes", ()), *noted]} if noted else {}
     if args.json:
         print(json.dumps(result, indent=2, allow_nan=False))
     else:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..sizes import format_size
+from ..sizes import format_size, plural
 from ..suggestions import did_you_mean
 from ..terminal import show
 from .parser import emit
@@ -119,9 +119,9 @@ def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: 
         "plan": plan.to_dict(),
     }
     did = "would write" if args.dry_run else f"in {result['seconds']:.1f} s wrote"
-    text = f"{did} {out}: {len(plan.outputs)} tensors, {format_size(plan.total_bytes)}"
+    text = f"{did} {out}: {plural(len(plan.outputs), 'tensor')}, {format_size(plan.total_bytes)}"
     if plan.passthrough:
-        text += f"\nkept {len(plan.passthrough)} tensors that the model does not use"
+        text += f"\nkept {plural(len(plan.passthrough), 'tensor')} that the model does not use"
     if plan.ignored:
         text += f"\nleft out {', '.join(plan.ignored[:4])}" + (" ..." if len(plan.ignored) > 4 else "")
     text += "".join(f"\nnote: {note}" for note in plan.notes)

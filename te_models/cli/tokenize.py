@@ -10,9 +10,10 @@ from .progress import byte_progress
 
 DESCRIPTION = """\
 Turn files into a token data set, which data.path of a training configuration names. INPUT is a
-text file, .jsonl, .json with rows, .parquet (extra data), a folder that datasets.save_to_disk wrote (extra data),
-a glob pattern in quotes, or hf://NAME@CONFIGURATION:SPLIT, a data set that datasets streams from
-the hub or from a folder (extra data; split train by default). Documents keep their boundaries.
+text file, .jsonl, .json with rows, .parquet (extra data), a folder that datasets.save_to_disk wrote
+(extra data), any other folder, which means all such files in it and below it, a glob pattern in
+quotes, or hf://NAME@CONFIGURATION:SPLIT, a data set that datasets streams from the hub or from a
+folder (extra data; split train by default). Documents keep their boundaries.
 Files are read in a shuffled order with a fixed seed; the result does not depend on --workers. A
 run that was interrupted, or stopped at a row that cannot be used, goes on when it is started
 again."""

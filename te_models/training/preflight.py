@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from pathlib import Path
@@ -34,13 +35,15 @@ from .data.errors import DataError
 from .log.writers import check_writers
 from .precision import build_recipe
 from .run_data import open_data, training_windows, validation_windows
-from .trained import check_names
+from .trained import check_names, is_frozen
 
 FINAL, FINAL_EMA = "final", "final-ema"
 """Where in a run's folder the trained model is, and its average."""
 
 _MOMENTS = {"float32": 8, "bfloat16": 4, "float8": 2}
 """Bytes of the two moments of a parameter."""
+_FEWEST_BYTES = 0.5
+"""Of a weight that is stored quantized, in the smallest format."""
 
 
 def check_run(
@@ -69,6 +72,14 @@ def check_run(
         require("matplotlib.figure", "plot", feature="the loss plot (log.plot)")
     check_writers(config.log)
     model, notes = _read_model(config, start, checkpoint)
+    check_model(config, model, device, dims)
+    if reads_text:
+        check_data(config, model)
+    return model, notes
+
+
+def check_model(config: TrainConfig, model: ModelConfig, device: str, dims: ParallelDims) -> None:
+    """Raise ConfigError for a run that this model, device or layout cannot have."""
     check_names(config, model)
     check_layout(config, model, dims)
     if config.parallel.expert_dispatch == "deepep":
@@ -80,9 +91,6 @@ def check_run(
         )
     _check_sizes(config, model, device, dims)
     build_recipe(config.precision, model.num_layers)
-    if reads_text:
-        _check_data(config, model)
-    return model, notes
 
 
 def check_output(folder: Path) -> None:
@@ -110,7 +118,7 @@ def _read_model(
     elif path is None:
         model = read_model_config(config)
     else:
-        with open_checkpoint(path, mtp=config.model.mtp) as opened:
+        with open_checkpoint(path, mtp=config.model.mtp, verify=config.model.verify) as opened:
             model, source = opened.config, opened.source
     if source is None or source.family is None:
         try:
@@ -219,7 +227,7 @@ def _check_sizes(config: TrainConfig, model: ModelConfig, device: str, dims: Par
             "positions"
         )
     ids = 8 * data.sequence_length * data.micro_batch_size * data.gradient_accumulation
-    host = _host_memory()
+    host = host_memory()
     if ids > host:
         raise ConfigError(
             f"data.sequence_length, micro_batch_size and gradient_accumulation make {format_size(ids)} of token ids a "
@@ -227,17 +235,20 @@ def _check_sizes(config: TrainConfig, model: ModelConfig, device: str, dims: Par
         )
     shared = max(size, dims.data_parallel_shard_size * dims.tensor_model_parallel_size)
     shared *= dims.pipeline_model_parallel_size
-    parameters = sum(math.prod(shape) for shape in expected_tensors(model, "grouped").values()) // shared
-    needed = parameters * (DTYPES[config.precision.dtype].itemsize + _MOMENTS[config.optimizer.moment_dtype])
+    counts = {n: math.prod(shape) for n, shape in expected_tensors(model, config.model.expert_layout).items()}
+    parameters = sum(counts.values()) // shared
+    trained = 0 if config.lora.rank else sum(c for n, c in counts.items() if not is_frozen(config, n)) // shared
+    stored = _FEWEST_BYTES if config.precision.quantized_weights else DTYPES[config.precision.dtype].itemsize
+    needed = parameters * stored + trained * _MOMENTS[config.optimizer.moment_dtype]
     memory = host if device == "cpu" else torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     if needed > memory:
         raise ConfigError(
-            f"the model has {parameters:,} parameters, {format_size(needed)} with their moments, and the device has "
-            f"{format_size(memory)} of memory"
+            f"the model has {parameters:,} parameters, {format_size(needed)} with the moments of {trained:,} that are "
+            f"trained, and the device has {format_size(memory)} of memory"
         )
 
 
-def _check_data(config: TrainConfig, model: ModelConfig) -> None:
+def check_data(config: TrainConfig, model: ModelConfig) -> None:
     """Raise DataError where a data set is missing and cannot be built, or does not fit the model."""
     data = config.data
     if data.path is None or Path(data.path).exists():
@@ -260,10 +271,13 @@ def _check_data(config: TrainConfig, model: ModelConfig) -> None:
             )
 
 
-def _host_memory() -> int:
-    """Return the bytes of main memory and swap space."""
+def host_memory(*, swap: bool = True) -> int:
+    """Return the bytes of main memory, no more than this process may use of it, and of swap space."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return sum(int(fields[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal"))
+        total, swapped = (int(fields[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal"))
     except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        total, swapped = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0
+    with contextlib.suppress(OSError, ValueError):  # no such limit: "max"
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total + swapped * swap

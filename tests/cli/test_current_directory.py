@@ -66,6 +66,7 @@ VERBS: dict[str, Sequence[str]] = {
     "toy": ("hf", "toy", "--layers", "1"),
     "diff": ("model", "model"),
     "verify": ("--logits", "hf", "model", "--text", "text.txt"),
+    "init": ("--model", "model", "--task", "pretrain", "--tokenizer", "bytes", "--output", "init.toml"),
     "tokenize": ("text.txt", "--tokenizer", "hf", "--output", "tokens", "--workers", "2"),
     "train": ("run.toml",),
     "report": ("run", "--output", "report.html"),

@@ -18,6 +18,7 @@ import te_models
 from te_models.cli import info
 from te_models.cli.main import build_parser, main
 from te_models.extras import MissingExtraError
+from te_models.sizes import format_size, plural
 
 VERBS = (
     "eval",
@@ -35,6 +36,7 @@ VERBS = (
     "verify",
     "diff",
     "toy",
+    "init",
     "tokenize",
     "train",
     "plan",
@@ -352,3 +354,14 @@ sys.exit(cli.main(["generate", sys.argv[1], "--prompt", "a", "--tokenizer", "byt
     command = [sys.executable, "-c", f"OLD = {old}\n{script}", str(Path(__file__).parent)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 2 and sentence in run.stderr and "\n" not in run.stderr.strip(), run.stderr
+
+
+def test_one_thing_is_singular() -> None:
+    assert [plural(1, what) for what in ("step", "copy", "box")] == ["1 step", "1 copy", "1 box"]
+    assert [plural(1204, what) for what in ("step", "copy", "box", "key")] == [
+        "1,204 steps",
+        "1,204 copies",
+        "1,204 boxes",
+        "1,204 keys",
+    ]
+    assert (format_size(1), format_size(512)) == ("1 byte", "512 bytes")

@@ -416,7 +416,7 @@ def test_converters_say_what_they_keep_and_leave_out(
     tensors = {**load_file(source / "model.safetensors"), name: torch.ones(8)}
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     assert main(["import", str(source), str(tmp_path / "ours")]) == 0
-    assert "kept 1 tensors that the model does not use" in capsys.readouterr().out
+    assert "kept 1 tensor that the model does not use" in capsys.readouterr().out
     assert main(["upcycle", str(tmp_path / "ours"), str(tmp_path / "moe"), "--experts", "2", "--topk", "1"]) == 0
     assert f"left out carried.{name}" in capsys.readouterr().out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from te_models.checkpoints import CheckpointError
+from te_models.checkpoints import CheckpointError, expected_tensors
 from te_models.checkpoints.plan.rank_shards import Place
 from te_models.config import ConfigError
 from te_models.parallel import ParallelDims
 from te_models.training import (
     DataError,
+    LoRAConfig,
     ModelSource,
     ParallelConfig,
     PrecisionConfig,
@@ -123,7 +125,7 @@ CASES: dict[str, tuple[Callable[[TrainConfig, Path], TrainConfig], str]] = {
     ),
     "hidden_size": (
         lambda c, p: c.replace(model=ModelSource(config=tiny_model(hidden=2**30))),
-        r"the model has [\d,]+ parameters, [\d,.]+ GiB with their moments, and the device has",
+        r"the model has [\d,]+ parameters, [\d,.]+ GiB with the moments of [\d,]+ that are trained, and the device has",
     ),
     "batch": (lambda c, p: data(c, micro_batch_size=10**12), r"make 476,837.2 GiB of token ids a step"),
     "accumulation": (lambda c, p: data(c, gradient_accumulation=10**12), r"make 476,837.2 GiB of token ids a step"),
@@ -311,3 +313,25 @@ def test_stored_weights_that_two_ranks_cannot_split(
         return
     with pytest.raises(ConfigError, match=sentence):
         check_split_weights(model)
+
+
+def test_memory_counts_the_moments_of_what_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The moments of a base under adapters, or of frozen weights, do not exist."""
+    config = tiny_run(tmp_path)
+    model = tiny_model()
+    parameters = sum(math.prod(shape) for shape in expected_tensors(model, "grouped").values())
+    monkeypatch.setattr(preflight, "host_memory", lambda: 6 * parameters)
+    one = ParallelDims(ranks=1)
+    with pytest.raises(ConfigError, match="with the moments of"):
+        preflight.check_model(config, model, "cpu", one)
+    for changes in (
+        {"lora": LoRAConfig(rank=2)},
+        {"optimizer": config.optimizer.replace(freeze=("decoder.*", "embedding.*"))},
+    ):
+        preflight.check_model(config.replace(**changes), model, "cpu", one)
+    monkeypatch.setattr(preflight, "host_memory", lambda: parameters)
+    stored = config.precision.replace(recipe="block", quantized_weights=True)
+    lora = config.replace(lora=LoRAConfig(rank=2))
+    preflight.check_model(lora.replace(precision=stored), model, "cpu", one)
+    with pytest.raises(ConfigError, match="with the moments of 0 that are trained"):
+        preflight.check_model(lora, model, "cpu", one)

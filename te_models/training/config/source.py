@@ -79,7 +79,8 @@ class DataConfig(ConfigPart):
     blend: tuple[str, ...] = ()
     """Folders of several token data sets in place of path, as "folder=weight": windows are read by weight."""
     text: tuple[str, ...] = ()
-    """Files or glob patterns to build the data set from: text, .jsonl, .parquet, saved data sets, hf:// names."""
+    """Files, folders of files or glob patterns to build the data set from: text, .jsonl, .parquet, saved data sets,
+    hf:// names."""
     text_field: str = "text"
     """Field of .jsonl, or column of a table, that is the text of a document."""
     messages_field: str | None = None

@@ -31,6 +31,7 @@ MAX_JSON_BYTES = 1 << 30
 """Of a .json file of rows, which is read at once."""
 _MARK = b"\xef\xbb\xbf"
 """The byte order mark that some programs put before UTF-8."""
+_IN_FOLDERS = "text, .jsonl, .ndjson, .json, .parquet and saved data sets"
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,18 @@ class Span:
 
 
 def matching_files(text: Sequence[str | Path]) -> list[Path]:
-    """Return the files and saved data sets that names and glob patterns mean, sorted. Raises DataError for one that
-    means none."""
+    """Return the files and saved data sets that names and glob patterns mean, sorted; a folder that is named is all
+    that it holds. Raises DataError for a name that means none."""
     found: set[Path] = set()
     for pattern in text:
         if streamed.is_stream(str(pattern)):
             found.add(streamed.path_of(str(pattern)))
+            continue
+        if Path(pattern).is_dir() and not _is_saved(Path(pattern)):
+            inside = _files_inside(Path(pattern))
+            if not inside:
+                raise DataError(f"the folder {pattern} holds no files; allowed in a folder: {_IN_FOLDERS}")
+            found.update(inside)
             continue
         matches = [Path(name) for name in glob.glob(str(pattern), recursive=True)]  # noqa: PTH207 (absolute patterns)
         files = [file for file in matches if file.is_file() or _is_saved(file)]
@@ -145,6 +152,27 @@ def _rows(span: Span, fields: Fields) -> Iterator[tuple[str, Any]]:
 
 def _is_saved(folder: Path) -> bool:
     return folder.is_dir() and (folder / "state.json").is_file()
+
+
+def _files_inside(folder: Path) -> list[Path]:
+    """Return the documents' files and the saved data sets in a folder and the folders inside it; names that begin with
+    a dot are passed over. Raises DataError where one of these folders or files is something else."""
+    splits = sorted(path.name for path in folder.iterdir() if _is_saved(path))
+    if (folder / "dataset_dict.json").is_file() and splits:
+        raise DataError(f"{folder} has the splits {listed(splits)}; name one of them, as in {folder / splits[0]}")
+    if (folder / "tokens.bin").is_file() and (folder / "meta.json").is_file():
+        raise DataError(f"{folder} is a token data set already, for data.path; allowed in a folder: {_IN_FOLDERS}")
+    found: list[Path] = []
+    for path in sorted(path for path in folder.iterdir() if not path.name.startswith(".")):
+        if path.is_dir() and not path.is_symlink() and not _is_saved(path):  # a link might lead back to here
+            found += _files_inside(path)
+        elif path.is_file() or _is_saved(path):
+            found.append(path)
+    for file in (file for file in found if kind_of(file, Fields()) == "text"):
+        with file.open("rb") as start:
+            if b"\0" in start.read(1024):
+                raise DataError(f"{file} is no text; allowed in a folder: {_IN_FOLDERS}, or name a pattern")
+    return found
 
 
 def _text_pieces(file: Path) -> Iterator[str]:

@@ -10,11 +10,11 @@ from typing import Any
 
 from te_models.checkpoints.io.atomic import replace_text
 
-from ...sizes import format_size
+from ...sizes import format_size, plural
 from ..checkpoints.files import list_checkpoints
 from ..metrics import METRICS, MetricsError, is_number, read_metrics
 from .curves import running_mean, span_of
-from .starts import read_starts
+from .starts import flat, read_starts
 from .svg import COLORS, Line, chart
 
 MOST_EVENTS = 50
@@ -26,10 +26,11 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }
 figure { margin: 0; } figcaption { font-weight: 600; }
 svg { width: 100%; height: auto; } svg text { font-size: 12px; fill: currentColor; }
-.grid { stroke: var(--line); }
+.grid { stroke: var(--line); } .value { fill-opacity: 0; } .value:hover { fill-opacity: 1; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; } td, th { text-align: left; padding: .2rem .8rem .2rem 0; vertical-align: top; }
 tr { border-bottom: 1px solid var(--line); } tr.differs td { font-weight: 600; }
+summary { cursor: pointer; color: var(--dim); }
 .key { display: inline-block; width: .9em; height: .9em; border-radius: .2em; margin-right: .35em; }
 .dim { color: var(--dim); } code { font-size: .92em; }
 """
@@ -58,7 +59,7 @@ class RunRecord:
 
     def config(self) -> dict[str, Any]:
         """Return the keys of the last start by their dotted names."""
-        return dict(_flat(self.starts[-1]["config"], "")) if self.starts else {}
+        return flat(self.starts[-1]["config"]) if self.starts else {}
 
     def environment(self) -> dict[str, Any]:
         """Return the environment of the last start."""
@@ -99,7 +100,7 @@ class RunRecord:
         for start in self.starts:
             ranks = start["environment"].get("ranks", 1)
             what = f"continued from step {start['step']}" if start["step"] else "started"
-            found.append(f"{start['time']}: {what} on {ranks} rank{'s' if ranks > 1 else ''}")
+            found.append(f"{start['time']}: {what} on {plural(ranks, 'rank')}")
         skipped = [str(row["step"]) for row in self.rows if row.get("skipped")]
         if skipped:
             more = f" and {len(skipped) - MOST_EVENTS} more" if len(skipped) > MOST_EVENTS else ""
@@ -143,8 +144,8 @@ def page(runs: Sequence[RunRecord]) -> str:
 <h2>Results</h2>{table(runs, RunRecord.results)}
 <h2>Curves</h2><div class="charts">{figures}</div>
 <h2>Events</h2>{events}
-<h2>Environment</h2>{table(runs, RunRecord.environment)}
-<h2>Configuration</h2>{_differences(runs)}{table(runs, RunRecord.config)}
+<h2>Environment</h2>{table(runs, RunRecord.environment, split=True)}
+<h2>Configuration</h2>{table(runs, RunRecord.config, split=True)}
 </body></html>
 """
 
@@ -204,39 +205,33 @@ def gaps(runs: Sequence[RunRecord]) -> list[Line]:
     return lines
 
 
-def table(runs: Sequence[RunRecord], values_of: Callable[[RunRecord], dict[str, Any]]) -> str:
-    """Return a table with a column for each run; a row in which they differ is bold."""
+def table(runs: Sequence[RunRecord], values_of: Callable[[RunRecord], dict[str, Any]], *, split: bool = False) -> str:
+    """Return a table with a column for each run; a row in which they differ is bold.
+
+    split: of several runs, rows in which they differ come first, and the others, folded, after them."""
     columns = [values_of(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     if not names:
         return '<p class="dim">not recorded</p>'
     head = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
-    rows = []
+    differing, equal = [], []
     for name in names:
         cells = [_text(column.get(name)) for column in columns]
-        kind = ' class="differs"' if len({*cells}) > 1 else ""
-        rows.append(f"<tr{kind}><td><code>{escape(name)}</code></td>{''.join(f'<td>{c}</td>' for c in cells)}</tr>")
-    return f'<div class="wide"><table><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
+        differs = len({*cells}) > 1
+        kind = ' class="differs"' if differs else ""
+        row = f"<tr{kind}><td><code>{escape(name)}</code></td>{''.join(f'<td>{c}</td>' for c in cells)}</tr>"
+        (differing if differs or len(runs) == 1 or not split else equal).append(row)
 
+    def of_rows(rows: list[str]) -> str:
+        return f'<div class="wide"><table><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
 
-def _differences(runs: Sequence[RunRecord]) -> str:
-    configs = [run.config() for run in runs if run.starts]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    different = [key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs)]
-    if not different:
-        return ""
-    return f"<p>The runs differ in {', '.join(f'<code>{escape(key)}</code>' for key in different)}.</p>"
+    first = of_rows(differing) if differing else "<p>The runs do not differ.</p>"
+    rest = f"<details><summary>{plural(len(equal), 'equal row')}</summary>{of_rows(equal)}</details>" if equal else ""
+    return first + rest
 
 
 def _text(value: Any) -> str:
     return '<span class="dim">-</span>' if value is None or value == "" else escape(str(value))
-
-
-def _flat(values: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        found += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
-    return found
 
 
 def _colored(runs: Sequence[RunRecord]) -> list[tuple[RunRecord, str]]:

@@ -59,6 +59,14 @@ def read_starts(output_dir: Path) -> list[dict[str, Any]]:
     return found
 
 
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the keys of nested tables by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
 def _wrong(start: dict[str, Any]) -> str | None:
     """Return what is wrong with the values of a start."""
     environment = start["environment"]

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from html import escape
 
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 260, 70, 12, 10, 32
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 280, 90, 12, 10, 50
 MOST_POINTS = 1500
 """Of a line: more are thinned out, for a chart has fewer columns."""
+MOST_VALUES = 100
+"""Of a line that are shown where the pointer is."""
 _SMALLEST = 1e-100
 """What is closer than that lies at one place: of smaller numbers there are no logarithms of parts."""
 
@@ -26,7 +28,7 @@ class Line:
 
 
 def chart(title: str, lines: Sequence[Line], *, unit: str = "") -> str:
-    """Return a chart as an SVG element with axes, grid, and the values of dots as tooltips; "" for no points."""
+    """Return a chart as an SVG element with titled axes, grid, and values as tooltips; "" for no points."""
     points = [point for line in lines for point in line.points]
     if not points:
         return ""
@@ -38,6 +40,7 @@ def chart(title: str, lines: Sequence[Line], *, unit: str = "") -> str:
         return round(across, 1), round(TOP + (y_high - y) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM), 1)
 
     label = escape(f"{title} ({unit})" if unit else title)
+    middle = TOP + (HEIGHT - TOP - BOTTOM) / 2
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}"><title>{label}</title>']
     for y in ticks(y_low, y_high):
         _, down = place(x_low, y)
@@ -47,15 +50,17 @@ def chart(title: str, lines: Sequence[Line], *, unit: str = "") -> str:
         across, _ = place(x, y_low)
         parts.append(f'<line class="grid" x1="{across}" x2="{across}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
         parts.append(f'<text x="{across}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{number_text(x)}</text>')
+    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">step</text>')
+    upright = f'transform="rotate(-90 14 {middle})"'
+    parts.append(f'<text x="14" y="{middle}" text-anchor="middle" {upright}>{label}</text>')
     for line in sorted(lines, key=lambda line: line.kind != "faint"):
         parts.append(_drawn(line, [place(*point) for point in thinned(line.points)]))
-        if line.kind == "dots":
-            for point in thinned(line.points):
-                across, down = place(*point)
-                told = escape(f"{line.name}, step {number_text(point[0])}: {point[1]:.5g}")
-                parts.append(
-                    f'<circle cx="{across}" cy="{down}" r="3" fill="{line.color}"><title>{told}</title></circle>'
-                )
+    for line in (line for line in lines if line.kind != "faint"):  # above all lines, which would hide them
+        for point in line.points if line.kind == "dots" else spread(line.points):
+            across, down = place(*point)
+            told = escape(f"{line.name}, step {number_text(point[0])}: {point[1]:.5g}")
+            shape = f'r="3" fill="{line.color}"' if line.kind == "dots" else f'class="value" r="5" fill="{line.color}"'
+            parts.append(f'<circle cx="{across}" cy="{down}" {shape}><title>{told}</title></circle>')
     return "".join(parts) + "</svg>"
 
 
@@ -76,6 +81,12 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         ends = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
         found += sorted(ends)
     return found
+
+
+def spread(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return at most about MOST_VALUES of the points, evenly, with the last one."""
+    every = math.ceil(len(points) / MOST_VALUES)
+    return [point for i, point in enumerate(points) if i % every == 0 or i == len(points) - 1]
 
 
 def ticks(low: float, high: float, most: int = 7) -> list[float]:

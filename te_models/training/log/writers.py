@@ -21,9 +21,15 @@ from ...extras import require
 from ..config import LogConfig, TrainConfig
 from ..metrics import METRICS, MetricsError, MetricsFile, is_step, read_metrics
 from .histograms import Histogram, histograms_of, scalars_of
+from .starts import flat
 
 TENSORBOARD, WANDB = "tensorboard", "wandb.json"
 """Where in a run's folder TensorBoard's events are, and what W&B knows of the run."""
+
+_RESULTS = ("loss", "validation_loss", "grad_norm", "tokens_per_second")
+"""Metrics whose last values TensorBoard shows beside the keys of a run."""
+_NOT_COMPARED = ("output_dir", "resume", "resume_from", "checkpoint", "log", "profile")
+"""Tables and keys that make no difference to what is trained."""
 
 
 class MetricsWriter(Protocol):
@@ -64,11 +70,16 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, config: TrainConfig, *, keep_steps: int) -> None:
         require("tensorboard", "tensorboard", feature="log.writers = tensorboard")
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
         again = folder.exists()
         self._writer: Any = SummaryWriter(str(folder), purge_step=keep_steps + 1 if again else None, flush_secs=10)
+        # Not `add_hparams`, which makes a second run: the values of a tag are shown beside the keys of its own run.
+        *beginning, self._end = hparams(_compared(config), dict.fromkeys(_RESULTS, 0.0))
         if not again:
             self._writer.add_text("config", f"```json\n{config.to_json()}```", 0)
+            for summary in beginning:
+                self._writer.file_writer.add_summary(summary)
 
     def write(self, row: dict[str, Any]) -> None:
         """Record the scalars of a row, and its histograms where it has any."""
@@ -95,8 +106,19 @@ class TensorBoardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:
+            self._writer.file_writer.add_summary(self._end)
         self._writer.close()
+
+
+def _compared(config: TrainConfig) -> dict[str, str | float | bool]:
+    """Return the keys by which TensorBoard compares runs (HPARAMS), with values of the types that it knows."""
+    values = {name: value for name, value in config.to_dict().items() if name not in _NOT_COMPARED}
+    found: dict[str, str | float | bool] = {}
+    for name, value in flat(values).items():
+        found[name] = value if isinstance(value, (str, int, float)) else json.dumps(value)
+    return found
 
 
 class WandbWriter:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from te_models.training import DataError, DocumentOptions, TokenDataset, Windows, build_dataset, write_dataset
 from te_models.training.data.dataset import check_vocabulary
+from te_models.training.data.documents import matching_files
 from tests.training.runs import TEXT
 
 
@@ -105,6 +106,31 @@ def test_wrong_sources_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="not a token data set"):
         TokenDataset.open(tmp_path / "empty")
+
+
+def test_a_folder_is_the_files_in_it(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    for name in ("b.txt", "a/deep/c.py", "a/z.jsonl", "saved/state.json", "saved/data.arrow", ".git/HEAD", "a/.hidden"):
+        (corpus / name).parent.mkdir(parents=True, exist_ok=True)
+        (corpus / name).write_text("text")
+    (corpus / "a/again").symlink_to(corpus)  # a circle
+    found = [file.relative_to(corpus).as_posix() for file in matching_files([corpus])]
+    assert found == ["a/deep/c.py", "a/z.jsonl", "b.txt", "saved"]
+    assert matching_files([corpus / "saved"]) == [corpus / "saved"]
+
+    def refused(folder: Path) -> str:
+        with pytest.raises(DataError) as error:
+            matching_files([folder])
+        return str(error.value).replace(str(tmp_path), "")
+
+    (corpus / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+    assert refused(corpus).startswith("/corpus/model.safetensors is no text; allowed in a folder: text, .jsonl")
+    (tmp_path / "empty/inner").mkdir(parents=True)
+    assert refused(tmp_path / "empty").startswith("the folder /empty holds no files; allowed in a folder: text")
+    (corpus / "dataset_dict.json").write_text("{}")
+    assert refused(corpus) == "/corpus has the splits saved; name one of them, as in /corpus/saved"
+    numbered(tmp_path / "tokens", 100)
+    assert refused(tmp_path / "tokens").startswith("/tokens is a token data set already, for data.path; allowed")
 
 
 def test_damage_is_refused(tmp_path: Path) -> None:

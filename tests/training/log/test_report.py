@@ -81,7 +81,11 @@ def test_two_runs_stand_side_by_side_in_a_page_that_loads_nothing(tmp_path: Path
         "1.5000 (best 1.5000 at step 4)",
     ):
         assert words in found.text
-    assert re.search(r"The runs differ in\s+output_dir\s+,\s+seed", found.text)
+    configuration = found.text[found.text.index("Configuration") :]
+    first, _, folded = configuration.partition("equal rows")
+    assert {"output_dir", "seed"} < {*first.split()} and "optimizer.lr" not in first and "optimizer.lr" in folded
+    assert "<title>a, step 2: 3</title>" in text and 'text-anchor="middle">step</text>' in text
+    assert re.search(r"<text [^>]*rotate\(-90[^>]*>Gradient norm</text>", text)
     assert "validation loss of <code>" in found.text  # escaped, so that it is text
     first, second = [RunRecord.read(tmp_path / name, name) for name in "ab"]
     assert gaps([first, second])[0].points == [(1, 0.0), (2, 0.0), (3, 0.0), (4, 50.0)]

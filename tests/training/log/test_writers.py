@@ -87,6 +87,7 @@ def test_a_run_records_the_load_of_its_experts_when_it_is_due(tmp_path: Path) ->
 def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="writes the events (extra tensorboard)")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     config = run_of(tmp_path, writers=("tensorboard",))
     (tmp_path / "run").mkdir()
@@ -102,6 +103,15 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     load = events.Histograms("expert_tokens/1")
     assert [event.step for event in load] == [1, 2, 3, 4]
     assert (load[0].histogram_value.bucket_limit, load[0].histogram_value.bucket) == ([0.5, 1.5], [0.0, 4.0])
+    assert {file.parent for file in folder.rglob("*") if file.is_file()} == {folder}  # no second run
+    hparams = events.summary_metadata
+    begun = HParamsPluginData.FromString(hparams["_hparams_/session_start_info"].plugin_data.content)
+    compared = begun.session_start_info.hparams
+    assert compared["optimizer.lr"].number_value == config.optimizer.lr
+    assert compared["model.config.moe.layers"].string_value == "[0, 1]" and "output_dir" not in compared
+    kinds = HParamsPluginData.FromString(hparams["_hparams_/experiment"].plugin_data.content).experiment
+    assert "loss" in {metric.name.tag for metric in kinds.metric_infos}
+    assert "_hparams_/session_end_info" in hparams
     assert '"histogram_interval": 2' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
 
 

@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..sizes import format_size
-from ..terminal import Table, say_while_waiting
-from .parser import Verbs, count, emit, positive, verb
+from ...sizes import format_size, plural
+from ...terminal import Table, say_while_waiting
+from ..parser import Verbs, count, emit, positive, verb
 
 if TYPE_CHECKING:
-    from ..plan import Hardware, Plan, Refused
+    from ...plan import Hardware, Plan, Refused
 
 DESCRIPTION = """\
 Plan a training run on any number of ranks, without them: memory, FLOPs, bytes of every
@@ -62,11 +62,11 @@ _HARDWARE = {
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, or the plans of all layouts; 1 if nothing fits."""
-    from ..training.config.file import read_config
+    from ...training.config.file import read_config
 
     config = read_config(Path(args.config), [])
     say_while_waiting("running a micro-batch on tensors without values")
-    from ..plan import Hardware, Refused, plan_layouts, plan_run
+    from ...plan import Hardware, Refused, plan_layouts, plan_run
 
     asked = {name: getattr(args, name) for name in _HARDWARE if getattr(args, name) is not None}
     hardware = Hardware(**asked)
@@ -92,7 +92,7 @@ def _tables(plan: Plan, hardware: Hardware) -> list[Table]:
             ("together, at the highest point", format_size(plan.memory)),
             ("of a device", f"{hardware.memory_gib:g} GiB: {verdict}"),
         ],
-        f"memory of one of {plan.ranks} ranks ({sizes})",
+        f"memory of one of {plural(plan.ranks, 'rank')} ({sizes})",
     )
     rows = [("collective", "over", "calls", "payload", "sent by a rank")]
     for (kind, over), traffic in plan.traffic.items():
@@ -125,7 +125,7 @@ def _differs(name: str, plans: list[Plan | Refused]) -> bool:
 
 
 def _layouts(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -> Table:
-    from ..plan import Refused
+    from ...plan import Refused
 
     names = [name for name in _SHORT if not name.startswith("data_") and _differs(name, plans)]
     rows: list[tuple[str, ...]] = [(*(_SHORT[name] for name in names), "memory", "fits", "step", "MFU")]
@@ -137,4 +137,4 @@ def _layouts(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -> Tab
             mfu = f"{100 * plan.mfu:.3g} %"
             fits = "yes" if plan.fits else "no"
             rows.append((*sizes, format_size(plan.memory), fits, f"{plan.step_s:.3g} s", mfu))
-    return Table(rows, f"layouts of {ranks} ranks of {hardware.memory_gib:g} GiB", heading=True)
+    return Table(rows, f"layouts of {plural(ranks, 'rank')} of {hardware.memory_gib:g} GiB", heading=True)

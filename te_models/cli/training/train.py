@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..signals import Interrupted, StopSignals
-from .parser import Verbs, emit, plural, verb
+from ...signals import Interrupted, StopSignals
+from ...sizes import plural
+from ..parser import Verbs, emit, verb
 
 if TYPE_CHECKING:
-    from ..training.config.overrides import Override
+    from ...training.config.overrides import Override
 
 Keys = Literal["none", "hidden", "shown"]
 """Whether the keys of the configuration are options of the parser, and stand in its help. They take 0.15 s to add."""
@@ -48,9 +49,10 @@ def add(verbs: Verbs, *, keys: Keys) -> None:
         help="list the keys of the configuration, or of one table, and exit",
     )
     parser.add_argument("--dry-run", action="store_true", help="check the configuration, print it and stop")
+    parser.add_argument("--no-verify", action="store_true", help="as --no-model.verify: do not check the weights")
     parser.set_defaults(usage_error=parser.error)
     if keys != "none":
-        from ..training.config.overrides import add_key_options
+        from ...training.config.overrides import add_key_options
 
         add_key_options(parser, shown=keys == "shown")
 
@@ -63,8 +65,11 @@ def run(args: argparse.Namespace) -> int:
         return _help_keys(args)
     if args.config is None:
         return args.usage_error(_without_config(args.overrides))
-    from ..training.config.file import read_config
+    from ...training.config.file import read_config
+    from ...training.config.overrides import Override
 
+    if args.no_verify:
+        args.overrides = [*args.overrides, Override("model.verify", "--no-verify", False, ("--no-verify",))]
     config = read_config(Path(args.config), args.overrides)
     if args.dry_run:
         if _is_main_process():
@@ -73,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         with StopSignals():  # now: importing torch takes seconds, and may swallow what a signal raises
-            from ..training import train
+            from ...training import train
 
             result = train(config)
     except Interrupted as stop:
@@ -96,9 +101,9 @@ def _is_main_process() -> bool:
 
 
 def _help_keys(args: argparse.Namespace) -> int:
-    from ..config.keys import tables_of
-    from ..training.config import TrainConfig
-    from ..training.config.file import read_config
+    from ...config.keys import tables_of
+    from ...training.config import TrainConfig
+    from ...training.config.file import read_config
     from .keys import keys_json, keys_text, select_tables
 
     values = None if args.config is None else read_config(Path(args.config), args.overrides).to_dict()

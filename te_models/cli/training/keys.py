@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from ..config.keys import Table, toml_words
-from ..suggestions import did_you_mean
-from .parser import help_width
+from ...config.keys import Table, toml_words
+from ...suggestions import did_you_mean
+from ..parser import help_width
 
 
 def select_tables(tables: Sequence[Table], name: str, option: str) -> list[Table]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .parser import Verbs, emit, verb
+from ..parser import Verbs, emit, verb
 
 DESCRIPTION = """\
 Write the report of a training run, one HTML file that needs no network: curves of loss, learning
@@ -30,7 +30,7 @@ def add(verbs: Verbs) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the report and print where it is."""
-    from ..training.log.report import write_report
+    from ...training.log.report import write_report
 
     folders = [Path(folder) for folder in args.runs]
     out = folders[0] / "report.html" if args.output is None else Path(args.output)

@@ -1,0 +1,1 @@
+"""The verbs of training runs: what they begin with, what they would take, the run itself, and its report."""

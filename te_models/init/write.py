@@ -1,0 +1,214 @@
+"""The file: what a task trains, with sizes that fit, as TOML whose comments say why."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from te_models.checkpoints import expected_tensors
+from te_models.checkpoints.io.atomic import replaced_file
+
+from ..config import ConfigError, ModelConfig
+from ..parallel.dims import ParallelDims
+from ..sizes import format_size
+from ..training.config import TrainConfig
+from ..training.config.file import read_config
+from ..training.data.documents import matching_files
+from ..training.preflight import check_data, check_model, check_output
+from .base import Base, Machine
+from .sizes import WINDOWS, Sizes, fitting
+from .tables import Tables, changed_keys
+
+Task = Literal["pretrain", "sft", "lora", "qlora"]
+TASKS: dict[str, str] = {
+    "pretrain": "Pretrain a model with the configuration of {name} from random weights",
+    "sft": "Fine-tune {name} on chats; the loss counts what the assistant wrote",
+    "lora": "Train LoRA adapters of {name}; its weights stay as they are",
+    "qlora": "Train LoRA adapters of {name} over weights that are stored quantized",
+}
+_RATES = {"pretrain": 3e-4, "sft": 2e-5, "lora": 2e-4, "qlora": 2e-4}
+_LENGTHS = {"cpu": 1024, "cuda": 2048}
+_STEPS, _WARMUP = 1000, 50
+
+
+def write_config(
+    output: Path,
+    model: str,
+    task: Task,
+    *,
+    recipe: str = "auto",
+    data: Sequence[str] = (),
+    tokenizer: str | None = None,
+    machine: Machine | None = None,
+    force: bool = False,
+) -> tuple[TrainConfig, Sizes]:
+    """Write the first configuration of a task, checked as a run checks it; return it and its sizes.
+
+    Arguments as `first_config` has them. Raises FileExistsError for a file that is there, without `force`.
+    """
+    if output.is_dir():
+        raise ConfigError(f"--output is {output}, a folder; allowed: a file")
+    if output.exists() and not force:
+        raise ConfigError(f"{output} exists; --force replaces it")
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"--output is {output}, but there is no folder {output.parent}")
+    machine = machine or Machine.here()
+    text, sizes, base = first_config(
+        model, task, recipe=recipe, data=data, tokenizer=tokenizer, machine=machine, output=output
+    )
+    with replaced_file(output) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+        config = read_config(temporary)
+        _check(config, base, machine, data_named=bool(data))
+    return config, sizes
+
+
+def first_config(
+    model: str,
+    task: Task,
+    *,
+    recipe: str,
+    data: Sequence[str],
+    tokenizer: str | None,
+    machine: Machine,
+    output: Path,
+) -> tuple[str, Sizes, Base]:
+    """Return the text of the first configuration of a task, what memory decided, and the model.
+
+    Args:
+        model: A folder or a hub id, of which only the configuration is read.
+        recipe: A name of `precision.recipe`, or "auto": what the machine runs fastest.
+        data: Text, patterns or folders, or one token data set; none: names to fill in.
+        tokenizer: A folder, or "bytes"; None: the model's.
+
+    Raises ConfigError where nothing fits, and for what `te-models train` refuses.
+    """
+    base = Base.read(model)
+    path = base.path or f"models/{base.name}"
+    tables = Tables()
+    tables.add("", "output_dir", f"runs/{output.stem}")
+    tables.add("", "steps", _STEPS)
+    _add_compile(tables, base.config, machine)
+    if task == "pretrain":
+        for table, name, value in changed_keys(base.config):
+            tables.add(table, name, value)
+    else:
+        tables.add("model", "path", path)
+    _add_data(tables, task, data, tokenizer or path, base)
+    if task in ("lora", "qlora"):
+        tables.add("lora", "rank", 16)
+        tables.add("lora", "alpha", 32.0)
+    tables.add("optimizer", "lr", _RATES[task])
+    if task in ("pretrain", "sft"):
+        tables.add("optimizer", "master_weights", True, "float32 copies: small updates are not rounded away")
+    else:
+        tables.add("optimizer", "weight_decay", 0.0)
+    tables.add("schedule", "warmup_steps", _WARMUP)
+    _add_precision(tables, task, recipe, base, machine)
+    tables.add("evaluation", "every", 100)
+
+    def planned(sizes: Sizes) -> TrainConfig:
+        values = tables.merged(sizes.values())
+        values["model"] = {k: v for k, v in values["model"].items() if k not in ("path", "config")}
+        values["model"]["config"] = base.config.to_dict()
+        return TrainConfig.from_dict(values | {"compile": False})
+
+    length = min(_LENGTHS[machine.device], base.config.max_position_embeddings)
+    trained = 0
+    if task in ("pretrain", "sft"):
+        trained = count_parameters(base.config)
+    sizes = fitting(planned, length, trained, machine.device, machine.memory)
+    _add_sizes(tables, sizes, length, base, machine, bool(trained))
+    return _heading(task, base, path, output) + tables.text(), sizes, base
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Return how many numbers a model has."""
+    return sum(math.prod(shape) for shape in expected_tensors(model, "grouped").values())
+
+
+def _heading(task: Task, base: Base, path: str, output: Path) -> str:
+    lines = [TASKS[task].format(name=base.name) + ":"]
+    if base.path is None and task != "pretrain":
+        lines.append(f"    te-models import {base.asked} {path}")
+    return "".join(f"# {line}\n" for line in [*lines, f"    te-models train {output}"])
+
+
+def _add_compile(tables: Tables, model: ModelConfig, machine: Machine) -> None:
+    if not machine.compiles:
+        tables.add("", "compile", False, "torch.compile needs a C++ compiler, and there is none")
+    elif machine.device == "cpu" or model.num_layers > 40:
+        tables.add("", "compile_mode", "block", "one graph for each kind of layer: the first step comes sooner")
+
+
+def _add_data(tables: Tables, task: Task, data: Sequence[str], tokenizer: str, base: Base) -> None:
+    if len(data) == 1 and (Path(data[0]) / "meta.json").is_file() and (Path(data[0]) / "tokens.bin").is_file():
+        tables.add("data", "path", data[0])
+        return
+    chats = task == "sft" or (bool(data) and _has_chats(data))
+    text = list(data) or (["chats.jsonl"] if chats else ["corpus/**/*.txt"])
+    tables.add("data", "path", f"data/{base.name}-{'chats' if chats else 'text'}", "built from text on the first run")
+    tables.add("data", "text", text, "" if data else "yours: files, folders or glob patterns")
+    if chats:
+        tables.add("data", "messages_field", "messages", 'lines {"messages": [{"role": ..., "content": ...}, ...]}')
+    tables.add("data", "tokenizer", tokenizer)
+    if chats:
+        tables.add("data", "pack_documents", True, "rows of whole chats that do not see each other")
+
+
+def _has_chats(data: Sequence[str]) -> bool:
+    """Whether the first row of the first JSON lines among files has messages."""
+    for file in (file for file in matching_files(data) if file.suffix in (".jsonl", ".ndjson")):
+        with file.open(encoding="utf-8") as lines:
+            try:
+                row = json.loads(lines.readline())
+            except ValueError:
+                return False
+        return isinstance(row, dict) and "messages" in row
+    return False
+
+
+def _add_precision(tables: Tables, task: Task, recipe: str, base: Base, machine: Machine) -> None:
+    name, why = machine.recipe() if recipe == "auto" else (recipe, "")
+    stored = task == "qlora" and not base.quantized
+    if stored and name == "none":
+        if recipe == "none":
+            raise ConfigError("--recipe is 'none'; allowed with --task qlora: the recipe whose format stores weights")
+        name, why = "current", "the format of the stored weights: FP8 with a scale per tensor"
+    tables.add("precision", "dtype", "bf16")
+    tables.add("precision", "recipe", name, why)
+    if stored:
+        tables.add("precision", "quantized_weights", True, "about a byte per weight of the base, in place of two")
+
+
+def _add_sizes(tables: Tables, sizes: Sizes, length: int, base: Base, machine: Machine, moments: bool) -> None:
+    data, positions = sizes.values()["data"], base.config.max_position_embeddings
+    budget = f"{format_size(sizes.memory)} planned of {format_size(machine.memory)} for this run"
+    if sizes.sequence_length < length:
+        why = f"longer windows do not fit into {format_size(machine.memory)}"
+    elif length == positions:
+        why = "all positions of the model"
+    else:
+        why = f"the model has {positions:,} positions; longer windows take more memory and time"
+    tables.add("data", "sequence_length", sizes.sequence_length, why)
+    tables.add("data", "micro_batch_size", sizes.micro_batch_size, budget)
+    tokens = WINDOWS * sizes.sequence_length
+    tables.add("data", "gradient_accumulation", data["gradient_accumulation"], f"{tokens:,} tokens make a step")
+    why = "layers run again: their activations do not fit" if sizes.checkpointing else "all activations fit"
+    tables.add("model", "activation_checkpointing", sizes.checkpointing, why)
+    if moments:
+        why = "float32 moments fit" if sizes.moments == "float32" else "float32 moments do not fit"
+        tables.add("optimizer", "moment_dtype", sizes.moments, why)
+
+
+def _check(config: TrainConfig, base: Base, machine: Machine, *, data_named: bool) -> None:
+    """Raise what a run would be refused for, but for a model that is on the hub, and text that is to be named."""
+    model = config.model.config or base.config
+    assert model.replace(moe=base.config.moe) == base.config, "balance aside, which a file adds"
+    check_model(config, model, machine.device, ParallelDims(ranks=1))
+    check_output(Path(config.output_dir))
+    if data_named and base.path is not None:
+        check_data(config, model)
