@@ -89,10 +89,13 @@ def fitting(config_of: Callable[[Sizes], TrainConfig], length: int, trained: int
     first = Sizes(length)
     points = [first, replace(first, micro_batch_size=2), replace(first, checkpointing=True)]
     plans = plan_each([config_of(point) for point in points], 1, hardware)
+    planned: list[Plan] = []
     for plan in plans:
         if isinstance(plan, ConfigError):
             raise plan
-    growth = Growth.of(*(plan for plan in plans if isinstance(plan, Plan)), length, trained)
+        planned.append(plan)
+    one, two, checkpointed = planned
+    growth = Growth.of(one, two, checkpointed, length, trained)
     smallest = 0.0
     for tried in _cheapest_first(length, _MOST_TOKENS[device], bool(trained)):
         smallest = growth.memory(tried)
