@@ -74,7 +74,7 @@ VERBS: dict[str, Sequence[str]] = {
     "generate": ("model", "--prompt", "def", "--max-new-tokens", "2"),
     "eval": ("model", "--text", "text.txt", "--seq-length", "16", "--stride", "8"),
     "completion": ("bash",),
-    "quickstart": ("--offline-tiny", "--out", "quickstart", "--steps", "2"),
+    "quickstart": ("--offline-tiny", "--out", "quickstart-out"),
 }
 """Each verb and its words, in an order in which each finds what it needs."""
 
