@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PHRASE = 110
 DEVIATIONS = ROOT / "docs/te_deviations.json"
+CPP = "The C++ of all libraries of the CPU: `cpp_library` compiles a `.cpp` file where it is first called."
 FOLDERS = ("kernels", "layers", "checkpoints", "te_models")
 
 
@@ -97,7 +98,9 @@ def package_tree() -> str:
     def add(folder: Path, depth: int) -> None:
         lines.append((f"{'  ' * depth}{folder.name}/", first_sentence(folder / "__init__.py")))
         for path in sorted(folder.iterdir()):
-            if (path / "__init__.py").exists() and not path.is_symlink():
+            if path == ROOT / "kernels/cpp":
+                lines.append((f"{'  ' * (depth + 1)}cpp/", CPP))
+            elif (path / "__init__.py").exists() and not path.is_symlink():
                 add(path, depth + 1)
 
     for folder in FOLDERS:

@@ -37,7 +37,7 @@ BANNED = {
 """Package -> identifiers that say less than the field's own words (CONTRIBUTING.md)."""
 
 
-OF_ONE_OPERATION = "reference|triton|(.*_)?source$"
+OF_ONE_OPERATION = "reference|triton"
 """Files of an operation in kernels/ that nothing but the operation imports."""
 TEXT_OR_COMMENT = re.compile(
     r'''(\b[fF][rR]?|\b[rR][fF])?(?:"""[\s\S]*?"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|#.*'''
@@ -89,7 +89,7 @@ def test_no_file_is_longer_than_five_hundred_lines() -> None:
 
 def test_files_are_neither_crumbs_nor_used_by_one_other_file_alone() -> None:
     """Families are small by design. What a package's __init__ or the command line offers is used by users; the
-    definition of an operation, its Triton kernels and its C++ are files of their own."""
+    definition of an operation and its Triton kernels are files of their own."""
     own = {
         name: file
         for name, file in modules().items()

@@ -1,16 +1,14 @@
-"""The C++ of a product of a few rows by a weight in high precision: x86 with AVX2, twice as wide with AVX-512.
+// A product of a few rows by a weight in high precision: x86 with AVX2, twice as wide with AVX-512.
+//
+// X is the dtype of the rows, of the weight and of the result. The weight is read once, a row at a time from front to
+// back, which is what memory does fastest: a CPU's GEMM reads a few rows side by side, or copies them into tiles
+// first, at half that speed or less. Every sum runs over the lanes of four vectors in turn, then over these: it does
+// not depend on how many rows there are. Sums are float32 and rounded once.
 
-X is the dtype of the rows, of the weight and of the result. The weight is read once, a row at a time from front to
-back, which is what memory does fastest: a CPU's GEMM reads a few rows side by side, or copies them into tiles first,
-at half that speed or less. Every sum runs over the lanes of four vectors in turn, then over these: it does not depend
-on how many rows there are. Sums are float32 and rounded once.
-"""
+#include "vectors.h"
 
-from .vectors import VECTORS
+namespace te_models {
 
-SOURCE = (
-    VECTORS
-    + r"""
 constexpr int kSums = 4;
 
 // `count` rows of x, each of `padded` floats, by a row of the weight -> out [count].
@@ -118,5 +116,3 @@ extern "C" void te_rows_of_groups(const X* x, X* out, const int64_t* groups, int
     te_rows(x + first * K, nullptr, out + first * N, groups[3 * i + 2], N, K, data + g * member, stride, threads);
   }
 }
-"""
-)

@@ -1,15 +1,13 @@
-"""The C++ of what a layer does to the rows of a matrix between its GEMMs: normalise, activate, rotate, add up.
+// What a layer does to the rows of a matrix between its GEMMs: normalise, activate, rotate, add up.
+//
+// Every operation is rounded as torch rounds it, one after the other, so that the results are those of the
+// definitions, bit for bit; what is saved is memory that each of them would write and the next one read. X is the
+// dtype of what is read and written.
 
-Every operation is rounded as torch rounds it, one after the other, so that the results are those of the definitions,
-bit for bit; what is saved is memory that each of them would write and the next one read. X is the dtype of what is read
-and written.
-"""
+#include "numbers.h"
 
-from ..cpp_numbers import NUMBERS
+namespace te_models {
 
-SOURCE = (
-    NUMBERS
-    + r"""
 // is_number: the value is no NaN, which need not be looked for
 template <bool is_number>
 inline float rounded(float f) { return X::read(X::template write<is_number>(f)); }
@@ -194,5 +192,3 @@ extern "C" int te_sum_slots(const X* y, const int64_t* rows, const float* weight
   }
   return 0;
 }
-"""
-)

@@ -1,9 +1,10 @@
-"""The C++ of the numbers that the libraries of `cpp_library` read and write: bfloat16 and float32, as torch rounds.
+// The numbers that libraries read and write: bfloat16 and float32, as torch rounds.
+//
+// INPUT is the dtype of what a library reads, `X`.
 
-INPUT is the dtype of what a library reads, `X`.
-"""
+#pragma once
 
-NUMBERS = r"""#include <algorithm>
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -39,4 +40,5 @@ struct Float32 {
 };
 
 using X = INPUT;
-"""
+
+}  // namespace te_models

@@ -1,19 +1,19 @@
-"""The C++ of rounding in vectors: as many finite numbers at once as the processor's registers hold.
+// Rounding in vectors: as many finite numbers at once as the processor's registers hold.
+//
+// The arithmetic is in GCC's and Clang's vector types, which both compile for any processor; conversions between
+// widths, of which GCC 12 makes several instructions, are named for AVX-512 and AVX2. What is left over of a row, and
+// rows with a NaN, are rounded number by number.
 
-The arithmetic is in GCC's and Clang's vector types, which both compile for any processor; conversions between widths,
-of which GCC 12 makes several instructions, are named for AVX-512 and AVX2. What is left over of a row, and rows with
-a NaN, are rounded number by number.
-"""
+#pragma once
 
-from ... import cpp_numbers
-
-LANES = (
-    """#if defined(__AVX2__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
-"""
-    + cpp_numbers.NUMBERS
-    + r"""
+
+#include "numbers.h"
+
+namespace te_models {
+
 // of functions that take or return vectors, which a call would pass by way of memory
 #define INLINE __attribute__((always_inline)) inline
 
@@ -212,5 +212,5 @@ INLINE Floats drawn(Floats magnitude, Words random) {
 }
 
 INLINE Floats with_sign(Floats magnitude, Words sign) { return float_of(bits_of(magnitude) | (sign & 0x80000000)); }
-"""
-)
+
+}  // namespace te_models
