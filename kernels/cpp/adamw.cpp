@@ -48,8 +48,7 @@ int step_float8(Y* weight, const X* gradient, const Stored& stored, int64_t n, c
       continue;
     }
     const bool subnormal = kinds.subnormal || kinds_second.subnormal;
-    if (count == kBlock && !subnormal &&
-        step_in_lanes<far>(weight + at, gradient + at, to, uint32_t(at), s, k0, k1))
+    if (count == kBlock && !subnormal && step_in_lanes<far>(weight + at, gradient + at, to, uint32_t(at), s, k0, k1))
       continue;
     const auto read = [=](int64_t i, float* first, float* second) {
       const float root = e4m3_magnitude(to.second[i] & 0x7F) * other;
@@ -64,8 +63,7 @@ int step_float8(Y* weight, const X* gradient, const Stored& stored, int64_t n, c
     };
     if (subnormal || !(one < 128.0f && other < 128.0f))
       advance_block<far>(weight + at, gradient + at, count, s, read, w, x, v, y, &of_first, &of_root);
-    else
-      advance_block<far>(weight + at, gradient + at, count, s, read_normal, w, x, v, y, &of_first, &of_root);
+    else advance_block<far>(weight + at, gradient + at, count, s, read_normal, w, x, v, y, &of_first, &of_root);
     left[b] = of_first.nan() || of_root.nan();
     if (left[b]) {
       any = 1;

@@ -116,6 +116,8 @@ inline bool step_in_lanes(Y* weight, const X* gradient, const Stored& stored, ui
 #else
 namespace te_models {
 template <bool far>
-inline bool step_in_lanes(Y*, const X*, const Stored&, uint32_t, const Step&, uint32_t, uint32_t) { return false; }
+inline bool step_in_lanes(Y*, const X*, const Stored&, uint32_t, const Step&, uint32_t, uint32_t) {
+  return false;
+}
 }  // namespace te_models
 #endif

@@ -20,7 +20,9 @@ constexpr int64_t kKeys = 128;            // of a block: a tile's scores with al
 
 inline int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-struct Free { void operator()(void* p) const { std::free(p); } };
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
 using Buffer = std::unique_ptr<float[], Free>;
 inline Buffer buffer(int64_t units) {
   return Buffer(static_cast<float*>(std::aligned_alloc(64, up_to(std::max<int64_t>(units, 1) * 4, 64))));
@@ -79,7 +81,9 @@ INLINE inline void add_rows(const float* keys, int64_t all_deep, const float* we
 }
 
 // Where rows [values] of one head lie, elements apart: of a batch, of a position, of a head.
-struct Strides { int64_t batch, position, head; };
+struct Strides {
+  int64_t batch, position, head;
+};
 
 // What scores are multiplied by, above zero. softcap: 0, or what they become softcap * tanh(score / softcap) of. Their
 // exponentials are powers of two of `of_power` times what `scores_of` computes.

@@ -78,8 +78,7 @@ int quantize_blocks(const X* x, uint8_t* data, uint8_t* scale_bytes, float* scal
       for (int64_t b = 0; b < across; ++b) any = std::max(any, m[b]);
       if (kind == kE8m0)
         for (int64_t b = 0; b < across; ++b) scale_bytes[stripe * across + b] = uint8_t(bits_of(t[b]) >> 23);
-      else
-        std::copy(t, t + across, scales + stripe * across);
+      else std::copy(t, t + across, scales + stripe * across);
       for (int64_t r = begin; r < end; ++r) {
         const X* const row = x + r * C;
         uint8_t* const to = data + r * C;

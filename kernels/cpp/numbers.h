@@ -14,8 +14,16 @@
 
 namespace te_models {
 
-inline uint32_t bits_of(float f) { uint32_t b; std::memcpy(&b, &f, 4); return b; }
-inline float float_of(uint32_t b) { float f; std::memcpy(&f, &b, 4); return f; }
+inline uint32_t bits_of(float f) {
+  uint32_t b;
+  std::memcpy(&b, &f, 4);
+  return b;
+}
+inline float float_of(uint32_t b) {
+  float f;
+  std::memcpy(&f, &b, 4);
+  return f;
+}
 
 // is_number of what is written: it is no NaN, which then is not looked for
 struct BFloat16 {
@@ -36,7 +44,9 @@ struct Float32 {
   static uint32_t magnitude(Float32 x) { return bits_of(x.value) & 0x7FFFFFFF; }
   static float read(Float32 x) { return x.value; }
   template <bool is_number = false>
-  static Float32 write(float f) { return {f}; }
+  static Float32 write(float f) {
+    return {f};
+  }
 };
 
 using X = INPUT;

@@ -45,9 +45,7 @@ void round_current(const X* x, Y* out, float* scale_inv, int64_t B, int64_t size
 template <bool e5m2>
 void round_scaled(const X* x, Y* out, int64_t R, int64_t C, const float* scale, int64_t by_row, int threads) {
 #pragma omp parallel for num_threads(threads)
-  for (int64_t r = 0; r < R; ++r) {
-    round_row<e5m2>(x + r * C, out + r * C, C, scale[r * by_row]);
-  }
+  for (int64_t r = 0; r < R; ++r) { round_row<e5m2>(x + r * C, out + r * C, C, scale[r * by_row]); }
 }
 
 extern "C" void te_round_current(const X* x, Y* out, float* scale_inv, int64_t B, int64_t size, int e5m2, int kind,

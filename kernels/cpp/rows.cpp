@@ -10,7 +10,9 @@ namespace te_models {
 
 // is_number: the value is no NaN, which need not be looked for
 template <bool is_number>
-inline float rounded(float f) { return X::read(X::template write<is_number>(f)); }
+inline float rounded(float f) {
+  return X::read(X::template write<is_number>(f));
+}
 
 constexpr int kLanes = 8, kSums = 4, kLevels = 4;
 
@@ -82,8 +84,7 @@ inline void scaled(const float* x, float scale, const float* gamma, bool weight_
   if (gamma == nullptr)
     for (int64_t k = 0; k < H; ++k) to[k] = X::template write<is_number>(x[k] * scale);
   else if (weight_last)
-    for (int64_t k = 0; k < H; ++k)
-      to[k] = X::template write<is_number>(gamma[k] * rounded<is_number>(x[k] * scale));
+    for (int64_t k = 0; k < H; ++k) to[k] = X::template write<is_number>(gamma[k] * rounded<is_number>(x[k] * scale));
   else
     for (int64_t k = 0; k < H; ++k) to[k] = X::template write<is_number>(gamma[k] * (x[k] * scale));
 }

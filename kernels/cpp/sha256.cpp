@@ -42,8 +42,10 @@ INLINE __m128i big_endian(__m128i words) {
 // The hash value's words as the instructions have them, from the highest to the lowest: a, b, e, f and c, d, g, h.
 struct Hash {
   __m128i abef, cdgh;
-  INLINE Hash first() { return {_mm_set_epi32(0x6a09e667, 0xbb67ae85, 0x510e527f, 0x9b05688c),
-                                _mm_set_epi32(0x3c6ef372, 0xa54ff53a, 0x1f83d9ab, 0x5be0cd19)}; }
+  INLINE Hash first() {
+    return {_mm_set_epi32(0x6a09e667, 0xbb67ae85, 0x510e527f, 0x9b05688c),
+            _mm_set_epi32(0x3c6ef372, 0xa54ff53a, 0x1f83d9ab, 0x5be0cd19)};
+  }
 };
 
 template <int messages>

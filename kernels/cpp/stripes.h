@@ -19,9 +19,7 @@ struct Nearest {
 };
 
 struct NoRandomWords {
-  const uint32_t* operator()(int64_t, int64_t, int64_t, std::vector<uint32_t>&) const {
-    return nullptr;
-  }
+  const uint32_t* operator()(int64_t, int64_t, int64_t, std::vector<uint32_t>&) const { return nullptr; }
   int64_t pitch() const { return 0; }
 };
 
@@ -89,8 +87,7 @@ void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, in
           c = stop;
         }
       };
-      for (int64_t r = begin; r < end; ++r)
-        exact ? round_row(r, std::true_type{}) : round_row(r, std::false_type{});
+      for (int64_t r = begin; r < end; ++r) exact ? round_row(r, std::true_type{}) : round_row(r, std::false_type{});
     }
   }
 }

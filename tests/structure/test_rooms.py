@@ -37,6 +37,7 @@ BANNED = {
 """Package -> identifiers that say less than the field's own words (CONTRIBUTING.md)."""
 
 
+CPP = re.compile(r"^ *#include [<\"]|extern \"C\"|__global__|^[^\n:#]+;$\n^ *\}$|^#pragma ", re.MULTILINE)
 OF_ONE_OPERATION = "reference|triton"
 """Files of an operation in kernels/ that nothing but the operation imports."""
 TEXT_OR_COMMENT = re.compile(
@@ -85,6 +86,22 @@ def test_a_room_holds_at_most_twenty_files() -> None:
 def test_no_file_is_longer_than_five_hundred_lines() -> None:
     lengths = {name: len(file.read_text(encoding="utf-8").splitlines()) for name, file in modules().items()}
     assert {name: n for name, n in lengths.items() if n > 500} == {}
+
+
+MOST_OF_ANOTHER_LANGUAGE = 100, 20
+"""Lines of C++ or CUDA in the strings of all Python files together, and of one string."""
+
+
+def test_cpp_is_in_cpp_files() -> None:
+    """... where compilers name its lines, and formatters and editors know it."""
+    lines = {}
+    for module, file in modules().items():
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and CPP.search(node.value):
+                lines[f"{module}:{node.lineno}"] = node.value.count("\n") + 1
+    assert {place: n for place, n in lines.items() if n > MOST_OF_ANOTHER_LANGUAGE[1]} == {}
+    assert sum(lines.values()) <= MOST_OF_ANOTHER_LANGUAGE[0]
+    assert CPP.search("#include <cmath>\n") and CPP.search("inline int f(int x) {\n  return x + 1;\n}\n")
 
 
 def test_files_are_neither_crumbs_nor_used_by_one_other_file_alone() -> None:
