@@ -48,7 +48,7 @@ struct Weight {
 enum Mode { kExact, kRounded, kCareful };
 
 template <Mode mode>
-INLINE V weight_of(const uint8_t* p, float scale, V s, V larger) {
+INLINE inline V weight_of(const uint8_t* p, float scale, V s, V larger) {
   V w = W::decode(p);
   if constexpr (mode == kCareful) {
     float lanes[kWidth];

@@ -13,7 +13,7 @@ constexpr int kSums = 4;
 
 // `count` rows of x, each of `padded` floats, by a row of the weight -> out [count].
 template <int count>
-INLINE void by_row(const float* x, int64_t padded, const X* w, int64_t K, float* out) {
+INLINE inline void by_row(const float* x, int64_t padded, const X* w, int64_t K, float* out) {
   V acc[count][kSums];
   for (int m = 0; m < count; ++m)
     for (int i = 0; i < kSums; ++i) acc[m][i] = zero();
@@ -43,7 +43,7 @@ constexpr int kTogether = kPairs ? 8 : kRows;  // rows of x that share what is r
 
 // The same of bfloat16, whose products of pairs are added up by one instruction: x, as it is, in rows of `padded`.
 template <int count>
-INLINE void by_row(const X* x, int64_t padded, const X* w, int64_t K, float* out) {
+INLINE inline void by_row(const X* x, int64_t padded, const X* w, int64_t K, float* out) {
   constexpr int width = 2 * kWidth;
   __m512 acc[count][2];
   for (auto& some : acc) some[0] = some[1] = zero();
