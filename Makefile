@@ -68,13 +68,15 @@ test-budget: $(VENV)/.stamp-test  ## the same tests, which fail above their seco
 test-all: $(VENV)/.stamp-test $(VENV)/.stamp-smollm  ## every test, full matrices and the real model included
 	$(PYTEST) $(PYTEST_ARGS)
 
-lint: $(VENV)/.stamp-dev  ## ruff: rules and formatting
+lint: $(VENV)/.stamp-dev  ## ruff: rules and formatting; clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror kernels/cpp/*
 
-format: $(VENV)/.stamp-dev  ## apply ruff's fixes and formatting
+format: $(VENV)/.stamp-dev  ## apply ruff's fixes and formatting, and clang-format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i kernels/cpp/*
 
 typecheck: $(VENV)/.stamp-dev  ## pyright on the checkout
 	$(BIN)/pyright --pythonpath $(BIN)/python

@@ -23,6 +23,7 @@ WIDTH = 120
 """Columns of what is written as prose."""
 PHRASE = 110
 DEVIATIONS = ROOT / "docs/te_deviations.json"
+CPP = "The C++ of all libraries of the CPU: `cpp_library` compiles a `.cpp` file where it is first called."
 FOLDERS = ("kernels", "layers", "checkpoints", "te_models")
 
 
@@ -115,7 +116,9 @@ def package_tree() -> str:
     def add(folder: Path, depth: int) -> None:
         lines.append((f"{'  ' * depth}{folder.name}/", first_sentence(folder / "__init__.py")))
         for path in sorted(folder.iterdir()):
-            if (path / "__init__.py").exists() and not path.is_symlink():
+            if path == ROOT / "kernels/cpp":
+                lines.append((f"{'  ' * (depth + 1)}cpp/", CPP))
+            elif (path / "__init__.py").exists() and not path.is_symlink():
                 add(path, depth + 1)
 
     for folder in FOLDERS:

@@ -1,4 +1,4 @@
-"""C++ functions without torch's headers: compiled where they are first called, and kept for all later processes.
+"""C++ functions of the files in `cpp/`: compiled where they are first called, and kept for all later processes.
 
 A compiler takes about a second for one, and loading it again takes a millisecond. Inductor's cache would do both, but
 importing Inductor takes seconds, which eager code need not wait for. `cpp_cache` says where they are kept. Whatever is
@@ -13,6 +13,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import sys
@@ -20,7 +21,7 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from te_models.child_process import renew_in_forks, run_program
 
@@ -39,6 +40,11 @@ _FLAGS = (
     "-shared",
 )
 _THREADS = ("-Xpreprocessor", "-fopenmp", "-lomp") if sys.platform == "darwin" else ("-fopenmp",)
+FOLDER = Path(__file__).resolve().with_name("cpp")
+"""Where the C++ is; all of it is part of the package."""
+_INCLUDED = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+_ERROR = re.compile(r"^(?:(.+?:\d+):(?:\d+:)? |.*?)(?:fatal )?error: (.*)", re.MULTILINE)
+"""Of a compiler: file and line, and what is wrong there."""
 _SECONDS = 300
 """Of a compilation, and of waiting for another process's."""
 
@@ -47,12 +53,25 @@ class CompilationError(RuntimeError):
     """A function cannot be compiled, or not be loaded; the message says why, in one sentence."""
 
 
-def function(code: str, defined: Mapping[str, str], name: str, arguments: Sequence[Any], result: Any = None) -> Any:
-    """Return the function `name` of C++ code under these macros.
+class Source(NamedTuple):
+    """A file of C++ and the macros that it is compiled with."""
 
-    arguments, result: the ctypes of its own; None: it returns nothing. Raises CompilationError, whatever is in the way.
+    file: Path
+    defined: tuple[tuple[str, str], ...]
+
+    def macros(self) -> list[str]:
+        return [f"-D{macro}={value}" for macro, value in self.defined]
+
+
+def function(
+    path: str | Path, defined: Mapping[str, str], name: str, arguments: Sequence[Any], result: Any = None
+) -> Any:
+    """Return the function `name` of a C++ file, compiled with these macros.
+
+    path: from `FOLDER` on. arguments, result: the ctypes of its own; None: it returns nothing. Raises CompilationError,
+    whatever is in the way.
     """
-    library = _library(_source(code, defined))
+    library = _library(_source(path, defined))
     try:
         found = getattr(library, name)
     except AttributeError:
@@ -61,23 +80,23 @@ def function(code: str, defined: Mapping[str, str], name: str, arguments: Sequen
     return found
 
 
-def is_cached(code: str, defined: Mapping[str, str]) -> bool:
-    """Whether the library of C++ code under these macros is there already."""
+def is_cached(path: str | Path, defined: Mapping[str, str]) -> bool:
+    """Whether the library of a C++ file with these macros is there already."""
     try:
-        return cpp_cache.intact(cpp_cache.trusted(cache_folder() / "cpp") / _name(_source(code, defined)))
+        return cpp_cache.intact(cpp_cache.trusted(cache_folder() / "cpp") / _name(_source(path, defined)))
     except (OSError, ValueError, CompilationError):
         return False
 
 
-def _source(code: str, defined: Mapping[str, str]) -> str:
-    return "".join([f"#define {macro} {value}\n" for macro, value in defined.items()]) + code
+def _source(path: str | Path, defined: Mapping[str, str]) -> Source:
+    return Source(FOLDER / path, tuple(defined.items()))
 
 
 _compiling = threading.Lock()
 renew_in_forks(_compiling)
 
 
-def _library(source: str) -> ctypes.CDLL:
+def _library(source: Source) -> ctypes.CDLL:
     with _compiling:  # threads may ask for the same one
         found = _loaded(source)
     if isinstance(found, str):
@@ -86,7 +105,7 @@ def _library(source: str) -> ctypes.CDLL:
 
 
 @functools.cache
-def _loaded(source: str) -> ctypes.CDLL | str:
+def _loaded(source: Source) -> ctypes.CDLL | str:
     """Return the library of a source, or why there is none: of a compiler that fails, or hangs, once is enough."""
     try:
         name = _name(source)
@@ -123,7 +142,7 @@ def _say(sentence: str) -> None:
         warnings.warn(sentence, RuntimeWarning, stacklevel=2)
 
 
-def _found_or_made(source: str, file: Path) -> ctypes.CDLL:
+def _found_or_made(source: Source, file: Path) -> ctypes.CDLL:
     """Return the library that a file holds, or is to hold."""
     library = _found(file)
     if library is None:
@@ -139,7 +158,7 @@ def _found(file: Path) -> ctypes.CDLL | None:
     return None
 
 
-def _made(source: str, file: Path, alone: bool) -> ctypes.CDLL:
+def _made(source: Source, file: Path, alone: bool) -> ctypes.CDLL:
     if cpp_cache.is_damaged(file):
         _say(f"{file} is not what was written there, and is compiled again")
     with cpp_cache.working_folder(file, alone) as folder:
@@ -152,10 +171,34 @@ def _made(source: str, file: Path, alone: bool) -> ctypes.CDLL:
         return library
 
 
-def _name(source: str) -> str:
-    """Return the file name of the library of a source: another source, processor or command has another one."""
-    parts = (source, *_command(), instruction_sets(), platform.system(), platform.machine())
-    return f"{hashlib.sha256(chr(0).join(parts).encode(errors='surrogateescape')).hexdigest()[:32]}.so"
+def _name(source: Source) -> str:
+    """Return the file name of the library of a source: other text of it or of what it includes, another processor or
+    command has another one. Raises OSError where a file is missing."""
+    parts = (
+        *_files(source.file).values(),
+        *source.macros(),
+        *_command(),
+        instruction_sets(),
+        platform.system(),
+        platform.machine(),
+    )
+    digest = hashlib.sha256(chr(0).join(parts).encode(errors="surrogateescape")).hexdigest()[:32]
+    return f"{digest}-{source.file.stem}.so"
+
+
+def _files(file: Path) -> dict[Path, str]:
+    """Return the path and text of a file and of all that it includes between quotation marks, in their order."""
+    found: dict[Path, str] = {}
+
+    def read(path: Path) -> None:
+        if path not in found:
+            found[path] = path.read_text(encoding="utf-8")
+            for name in _INCLUDED.findall(found[path]):
+                beside = path.parent / name
+                read(beside if beside.is_file() else FOLDER / name)
+
+    read(file)
+    return found
 
 
 @functools.cache
@@ -175,21 +218,22 @@ def _command() -> tuple[str, ...]:
     raise CompilationError("there is no C++ compiler")
 
 
-def _compile(source: str, folder: Path) -> Path:
+def _compile(source: Source, folder: Path) -> Path:
     """Return the library of a source, written into a folder."""
-    text, library, command = folder / "source.cpp", folder / "library.so", _command()
+    library, command = folder / "library.so", _command()
     if _hung:
         raise TimeoutError(_hung[0])
-    text.write_text(source, encoding="utf-8")
+    arguments = (*source.macros(), "-I", str(FOLDER), str(source.file), "-o", str(library))
     try:
-        status, said = run_program((*command, str(text), "-o", str(library)), folder, _SECONDS)
+        status, said = run_program((*command, *arguments), folder, _SECONDS)
     except TimeoutError as error:
         _hung.append(f"the C++ compiler {command[0]} was killed: {error}")
         raise TimeoutError(_hung[0]) from None
     except OSError as error:
         raise CompilationError(f"the C++ compiler {command[0]} did not run: {error}") from None
     if status or not library.is_file():
-        _, _, reason = said.partition("error: ")
-        reason = reason.partition("\n")[0] or f"exit status {status}"
+        wrong = _ERROR.search(said)
+        reason = ": ".join(filter(None, wrong.groups())) if wrong else f"exit status {status}"
+        reason = reason.replace(f"{FOLDER}{os.sep}", "")
         raise CompilationError(f"the C++ compiler {command[0]} cannot compile a library: {reason}")
     return library

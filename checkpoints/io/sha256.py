@@ -1,8 +1,9 @@
 """SHA-256 of parts of equal size, several at once where the processor has instructions for it.
 
-hashlib hashes one message at a time, which occupies a third of these instructions' throughput (`sha256_source.py`). The
-library is compiled in the background once a process has hashed enough to be worth it, and kept for all later processes;
-before, and without a compiler or the instructions, hashlib computes the same digests.
+hashlib hashes one message at a time, which occupies a third of these instructions' throughput
+(`kernels/cpp/sha256.cpp`). The library is compiled in the background once a process has hashed enough to be worth it,
+and kept for all later processes; before, and without a compiler or the instructions, hashlib computes the same
+digests.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from typing import Any
 
 from te_models.child_process import renew_in_forks
 from te_models.kernels import cpp_library
-
-from .sha256_source import SHA256
 
 SHA256_BYTES = 32
 LEAST = 1 << 30
@@ -70,13 +69,13 @@ class Library:
     def compile(self) -> None:
         """Compile the library, or load it; hashlib stays where that cannot be done."""
         with contextlib.suppress(cpp_library.CompilationError):
-            self._function = cpp_library.function(SHA256, {}, "te_sha256", _ARGUMENTS)
+            self._function = cpp_library.function("sha256.cpp", {}, "te_sha256", _ARGUMENTS)
 
 
 @functools.cache
 def _is_cached() -> bool:
     """Whether a process of this machine has compiled the library before."""
-    return cpp_library.is_cached(SHA256, {})
+    return cpp_library.is_cached("sha256.cpp", {})
 
 
 library = Library()

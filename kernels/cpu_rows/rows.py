@@ -24,7 +24,6 @@ from .. import cpp_library
 from ..custom_op import takes
 from ..quantize.cpu_graph import library as shared
 from ..quantize.eager import eager_on_cpu, plain_on_cpu
-from .source import SOURCE
 
 LEAST = 2**16
 """Elements of a call that make it worth to compile a library, on a machine that has none."""
@@ -56,7 +55,7 @@ def _function(name: str, dtype: torch.dtype) -> Any:
 
 
 def _code(dtype: torch.dtype) -> tuple[str, dict[str, str]]:
-    return SOURCE, {"INPUT": shared.NAMES[dtype]}
+    return "rows.cpp", {"INPUT": shared.NAMES[dtype]}
 
 
 _loaded: set[torch.dtype] = set()

@@ -21,7 +21,6 @@ from ..custom_op import takes
 from ..gemm.gemv import has_instructions
 from ..quantize.cpu_graph import library as shared
 from ..quantize.eager import eager_on_cpu, plain_on_cpu
-from .source import SOURCE
 
 LEAST = 2**13
 """Elements of the keys from which reading them is what takes the time."""
@@ -35,7 +34,7 @@ _ARGUMENTS = (_P, *((_P, _N, _N, _N) * 2), _P, _N, _P, *(_N,) * 6, _FLOAT, _INT)
 def _function(dtype: torch.dtype, narrow: bool = False) -> Any:
     """Return the function for a dtype. narrow: with AVX2 alone."""
     defined = {"INPUT": shared.NAMES[dtype]} | ({"NARROW": ""} if narrow else {})
-    return cpp_library.function(SOURCE, defined, "te_attend_one", _ARGUMENTS)
+    return cpp_library.function("decode_attention.cpp", defined, "te_attend_one", _ARGUMENTS)
 
 
 @functools.cache

@@ -19,8 +19,6 @@ from ..gemm.cpu import in_float32
 from ..gemm.gemv import has_instructions
 from ..quantize.cpu_graph import library as shared
 from ..torch_versions import constant_when_traced
-from .backward_source import BACKWARD
-from .forward_source import FORWARD
 
 DTYPES = shared.DTYPES
 _P, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_float, ctypes.c_int
@@ -52,8 +50,8 @@ def _function(name: str, dtype: torch.dtype, floats: bool = False, narrow: bool 
     bfloat16; narrow: with AVX2 alone."""
     defined = {"INPUT": shared.NAMES[dtype]}
     defined |= {macro: "" for macro, wanted in (("FLOATS", floats), ("NARROW", narrow)) if wanted}
-    source = FORWARD if name == "te_flash_forward" else BACKWARD
-    return cpp_library.function(source, defined, name, _ARGUMENTS[name])
+    file = "attention_forward.cpp" if name == "te_flash_forward" else "attention_backward.cpp"
+    return cpp_library.function(file, defined, name, _ARGUMENTS[name])
 
 
 def _passes(dtype: torch.dtype, floats: bool, *names: str) -> None:

@@ -25,7 +25,6 @@ from ..custom_op import entry_of, like, operation, takes
 from ..quantize.cpu_graph import library as shared
 from ..quantize.eager import eager_on_cpu
 from ..torch_versions import constant_when_traced, exporting
-from .gemv_source import SOURCE
 
 FEW = 8
 """The most rows."""
@@ -45,12 +44,12 @@ _ARGUMENTS = {
 def _function(dtype: torch.dtype, name: str = "te_rows", narrow: bool = False) -> Any:
     """Return a function for a dtype. narrow: with AVX2 alone."""
     defined = {"INPUT": shared.NAMES[dtype]} | ({"NARROW": ""} if narrow else {})
-    return cpp_library.function(SOURCE, defined, name, _ARGUMENTS[name])
+    return cpp_library.function("gemv.cpp", defined, name, _ARGUMENTS[name])
 
 
 @constant_when_traced
 def has_instructions() -> bool:
-    """Whether this CPU runs the C++ of `vectors`."""
+    """Whether this CPU runs the C++ of `vectors.h`."""
     return sys.platform == "linux" and torch.cpu._is_avx2_supported()
 
 

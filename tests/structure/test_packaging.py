@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 import te_models
 from te_models.extras import EXTRAS
-from tests.structure.tree import FOLDERS, ROOT, modules, packages, pyproject
+from tests.structure.tree import FOLDERS, ROOT, data_files, modules, packages, pyproject
 
 
 def test_every_package_has_an_init() -> None:
@@ -76,11 +76,8 @@ def test_the_source_distribution_holds_the_tree(dist: Path) -> None:
     (archive,) = dist.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         members = {member.name.partition("/")[2]: member for member in opened.getmembers()}
-    expected = {name.replace(".", "/") + ".py" for name in modules()} | {
-        "te_models/py.typed",
-        "pyproject.toml",
-        "LICENSE",
-    }
+    expected = {name.replace(".", "/") + ".py" for name in modules()}
+    expected |= {*data_files(), "pyproject.toml", "LICENSE"}
     assert {name: members[name].isfile() for name in expected} == dict.fromkeys(expected, True)
 
 
@@ -127,7 +124,7 @@ def test_the_release_workflow_builds_and_checks_what_is_tested_here() -> None:
 
 
 def test_the_wheel_holds_exactly_the_tree(wheel: Path) -> None:
-    expected = {name.replace(".", "/") + ".py" for name in modules()} | {"te_models/py.typed"}
+    expected = {name.replace(".", "/") + ".py" for name in modules()} | {*data_files()}
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert found == expected

@@ -37,7 +37,8 @@ BANNED = {
 """Package -> identifiers that say less than the field's own words (CONTRIBUTING.md)."""
 
 
-OF_ONE_OPERATION = "reference|triton|(.*_)?source$"
+CPP = re.compile(r"^ *#include [<\"]|extern \"C\"|__global__|^[^\n:#]+;$\n^ *\}$|^#pragma ", re.MULTILINE)
+OF_ONE_OPERATION = "reference|triton"
 """Files of an operation in kernels/ that nothing but the operation imports."""
 TEXT_OR_COMMENT = re.compile(
     r'''(\b[fF][rR]?|\b[rR][fF])?(?:"""[\s\S]*?"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|#.*'''
@@ -87,9 +88,25 @@ def test_no_file_is_longer_than_five_hundred_lines() -> None:
     assert {name: n for name, n in lengths.items() if n > 500} == {}
 
 
+MOST_OF_ANOTHER_LANGUAGE = 100, 20
+"""Lines of C++ or CUDA in the strings of all Python files together, and of one string."""
+
+
+def test_cpp_is_in_cpp_files() -> None:
+    """... where compilers name its lines, and formatters and editors know it."""
+    lines = {}
+    for module, file in modules().items():
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and CPP.search(node.value):
+                lines[f"{module}:{node.lineno}"] = node.value.count("\n") + 1
+    assert {place: n for place, n in lines.items() if n > MOST_OF_ANOTHER_LANGUAGE[1]} == {}
+    assert sum(lines.values()) <= MOST_OF_ANOTHER_LANGUAGE[0]
+    assert CPP.search("#include <cmath>\n") and CPP.search("inline int f(int x) {\n  return x + 1;\n}\n")
+
+
 def test_files_are_neither_crumbs_nor_used_by_one_other_file_alone() -> None:
     """Families are small by design. What a package's __init__ or the command line offers is used by users; the
-    definition of an operation, its Triton kernels and its C++ are files of their own."""
+    definition of an operation and its Triton kernels are files of their own."""
     own = {
         name: file
         for name, file in modules().items()

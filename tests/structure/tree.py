@@ -36,6 +36,12 @@ def modules() -> dict[str, Path]:
     return found
 
 
+def data_files() -> dict[str, Path]:
+    """Name in the wheel: file, for all that is packaged beside Python files."""
+    cpp = {f"te_models/kernels/cpp/{file.name}": file for file in sorted((ROOT / "kernels/cpp").iterdir())}
+    return {"te_models/py.typed": ROOT / "te_models/py.typed"} | cpp
+
+
 def packages() -> set[str]:
     """Import names of the folders that hold Python files."""
     return {name.rpartition(".")[0] for name in modules()}

@@ -14,7 +14,6 @@ from torch import Tensor
 from ... import cpp_library
 from ...quantize.cpu_graph import library as shared
 from ..operand import ScaledOperand
-from .source import SOURCE
 
 DTYPES = shared.DTYPES
 _FORMATS = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2", torch.uint8: "E2M1"}
@@ -35,7 +34,7 @@ def _function(format: torch.dtype, dtype: torch.dtype, without: str = "", name: 
         defined["OF_BYTES"] = ""
     if without:
         defined[{"LOOKUP": "DECODED", "WIDE": "NARROW"}[without]] = ""
-    return cpp_library.function(SOURCE, defined, name, _ARGUMENTS[name])
+    return cpp_library.function("few_rows.cpp", defined, name, _ARGUMENTS[name])
 
 
 def available(format: torch.dtype, dtype: torch.dtype) -> bool:

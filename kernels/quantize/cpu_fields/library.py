@@ -16,13 +16,9 @@ from torch import Tensor
 from ... import cpp_library
 from ...custom_op import takes
 from ..cpu_graph import library as shared
-from ..cpu_graph.fp8_source import FP8_SCALE
-from ..cpu_graph.nvfp4_source import NVFP4_SCALE
-from ..cpu_graph.source import NUMBERS
 from ..eager import eager_on_cpu, plain_on_cpu
 from ..fp8 import reference
 from ..nvfp4 import cpu as nvfp4
-from .source import FIELDS
 
 _P, _N, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
@@ -80,9 +76,8 @@ def ready(x: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 @functools.cache
 def _function(name: str, dtype: torch.dtype) -> Any:
-    code = NUMBERS + FP8_SCALE + NVFP4_SCALE + FIELDS
     defined = {"INPUT": shared.NAMES[dtype], "RESULT": shared.NAMES[dtype]}
-    return cpp_library.function(code, defined, name, _ARGUMENTS[name], None if "decode" in name else _INT)
+    return cpp_library.function("fields.cpp", defined, name, _ARGUMENTS[name], None if "decode" in name else _INT)
 
 
 Measured = tuple[Tensor, Tensor, float]

@@ -20,9 +20,6 @@ from te_models.child_process import renew_in_forks
 
 from ... import cpp_library
 from .. import hadamard
-from .fp8_source import FP8
-from .nvfp4_source import NVFP4
-from .source import COMMON
 
 NAMES = {torch.bfloat16: "BFloat16", torch.float32: "Float32"}
 DTYPES = tuple(NAMES)
@@ -55,9 +52,9 @@ def _function(name: str, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.d
 
 
 def _code(name: str, dtype: torch.dtype, out_dtype: torch.dtype) -> tuple[str, dict[str, str]]:
-    """Return the source of the library that has a function, and its macros."""
-    part = NVFP4 if name in _OF_NVFP4 else FP8
-    return COMMON + part, {"INPUT": NAMES[dtype], "RESULT": NAMES[out_dtype]}
+    """Return the file of the library that has a function, and its macros."""
+    file = "round_nvfp4.cpp" if name in _OF_NVFP4 else "round_fp8.cpp"
+    return file, {"INPUT": NAMES[dtype], "RESULT": NAMES[out_dtype]}
 
 
 @functools.cache

@@ -13,13 +13,8 @@ from torch import Tensor
 
 from ... import cpp_library
 from ...custom_op import Takes, apart, takes
-from ..cpu_fields.source import E4M3
 from ..cpu_graph import library as shared
-from ..cpu_graph.fp8_source import FP8_SCALE
-from ..cpu_graph.source import NUMBERS
 from ..hashed import hash_words
-from .adamw_source import ADAMW
-from .source import MOMENTS
 
 BLOCK = 128
 _P, _N, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -70,9 +65,9 @@ def _writes(out: Sequence[Tensor], read: Sequence[Tensor], dtypes: Sequence[torc
 
 @functools.cache
 def _function(name: str, gradient: torch.dtype = torch.float32, weight: torch.dtype = torch.float32) -> Any:
-    code = NUMBERS + FP8_SCALE + E4M3 + MOMENTS + (ADAMW if "adamw" in name else "")
+    file = "adamw.cpp" if "adamw" in name else "moments.cpp"
     defined = {"INPUT": shared.NAMES[gradient], "RESULT": shared.NAMES[weight]}
-    return cpp_library.function(code, defined, name, _ARGUMENTS[name], _INT)
+    return cpp_library.function(file, defined, name, _ARGUMENTS[name], _INT)
 
 
 def available(*tensors: Tensor) -> bool:

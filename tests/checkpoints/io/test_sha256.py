@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
+from pathlib import Path
 
 import pytest
 
 from te_models.checkpoints.io import sha256
 from te_models.checkpoints.io.sha256 import Library, digests_of_each
-from te_models.checkpoints.io.sha256_source import SHA256
 from te_models.kernels import cpp_library
 
 SIZES = (1, 55, 56, 57, 63, 64, 65, 119, 120, 128, 1000, 4096, 5000)
@@ -37,7 +37,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Library:
 def function():
     """The compiled function; skips where the processor has no instructions for SHA-256."""
     try:
-        return cpp_library.function(SHA256, {}, "te_sha256", sha256._ARGUMENTS)
+        return cpp_library.function("sha256.cpp", {}, "te_sha256", sha256._ARGUMENTS)
     except cpp_library.CompilationError as error:
         pytest.skip(str(error))
 
@@ -97,7 +97,9 @@ def test_hashlib_stays_where_there_is_no_library(fresh: Library, monkeypatch: py
     assert fresh._started and fresh._function is None
 
 
-def test_a_processor_without_the_instructions_says_so() -> None:
+def test_a_processor_without_the_instructions_says_so(tmp_path: Path) -> None:
     """The code does not compile for one, so that nothing else has to know processors."""
+    without = tmp_path / "without.cpp"
+    without.write_text('#undef __SHA__\n#include "sha256.cpp"\n')
     with pytest.raises(cpp_library.CompilationError, match="has no instructions for SHA-256"):
-        cpp_library.function("#undef __SHA__\n" + SHA256, {}, "te_sha256", sha256._ARGUMENTS)
+        cpp_library.function(without, {}, "te_sha256", sha256._ARGUMENTS)

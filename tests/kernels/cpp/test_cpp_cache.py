@@ -12,11 +12,11 @@ import pytest
 
 from te_models.kernels import cpp_cache, cpp_library
 from te_models.kernels.machine import NoCacheFolderError, cache_folder
-from tests.kernels.cpp.test_cpp_library import added, forget, libraries, library_of, own_cache
+from tests.kernels.cpp.test_cpp_library import CODE, added, forget, libraries, library_of, own_cache
 
 __all__ = ["own_cache"]
 ANOTHER_USER = 54321
-MADE: dict[str, bytes] = {}
+MADE: dict[cpp_library.Source, bytes] = {}
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 
 
@@ -25,7 +25,7 @@ def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler takes a third of a second for each of these libraries."""
     compiled = cpp_library._compile
 
-    def copied(source: str, folder: Path) -> Path:
+    def copied(source: cpp_library.Source, folder: Path) -> Path:
         if source not in MADE:
             MADE[source] = compiled(source, folder).read_bytes()
         (folder / "library.so").write_bytes(MADE[source])
@@ -181,7 +181,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(
     change(own_cache)
     forget()
     before = sorted(own_cache.iterdir())
-    assert not cpp_library.is_cached(cpp_library._source("", {}), {})
+    assert not cpp_library.is_cached(CODE, {"ADDED": "7"})
     with pytest.warns(RuntimeWarning, match=f"functions are kept for this process alone: .*{says}") as said:
         assert (added(7), added(8)) == (8, 9)
     assert len(said) == 1 and sorted(own_cache.iterdir()) == before

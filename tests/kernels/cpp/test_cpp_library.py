@@ -15,14 +15,14 @@ import pytest
 
 from te_models.kernels import cpp_cache, cpp_library
 
-CODE = 'extern "C" void te_add(int* x) { *x += ADDED; }\n'
+CODE = Path(__file__).with_name("add.cpp")
 ADD = f"""
 import ctypes, os, sys, threading, time
 from pathlib import Path
 from te_models.kernels import cpp_library
 def added(number):
     x = ctypes.c_int(1)
-    cpp_library.function({CODE!r}, {{"ADDED": str(number)}}, "te_add", (ctypes.c_void_p,))(ctypes.byref(x))
+    cpp_library.function({str(CODE)!r}, {{"ADDED": str(number)}}, "te_add", (ctypes.c_void_p,))(ctypes.byref(x))
     return x.value
 def wait_for(file):
     until = time.monotonic() + 120
@@ -93,13 +93,16 @@ def test_a_folder_that_cannot_be_written_is_replaced_for_the_process(own_cache: 
     assert own_cache.parent.read_text() == "a file"
 
 
-def test_what_is_in_the_way_is_one_sentence(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = r"cannot compile a library: .*'nothing' was not declared"
+def test_what_is_in_the_way_is_one_sentence(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = r"cannot compile a library: \S*/wrong.h:2: 'nothing' was not declared"
+    wrong = tmp_path / "wrong.cpp"
+    wrong.write_text('#include "wrong.h"\n')
+    wrong.with_name("wrong.h").write_text("// of a header, whose line is said\nint f() { return nothing; }\n")
     with pytest.raises(cpp_library.CompilationError, match=reason), pytest.warns(RuntimeWarning, match=reason):
-        cpp_library.function("int f() { return nothing; }", {}, "f", ())
+        cpp_library.function(wrong, {}, "f", ())
     monkeypatch.setattr(cpp_library, "_compile", lambda *arguments: pytest.fail("tried again"))
     with pytest.raises(cpp_library.CompilationError, match=reason):
-        cpp_library.function("int f() { return nothing; }", {}, "f", ())
+        cpp_library.function(wrong, {}, "f", ())
     assert libraries(own_cache) == 0
     monkeypatch.setenv("CXX", "no-such-compiler --fast")
     cpp_library._command.cache_clear()
@@ -114,6 +117,32 @@ def test_what_is_in_the_way_is_one_sentence(own_cache: Path, monkeypatch: pytest
 def test_a_library_without_the_function_is_one_sentence() -> None:
     with pytest.raises(cpp_library.CompilationError, match="has no function te_other"):
         cpp_library.function(CODE, {"ADDED": "1"}, "te_other", ())
+
+
+def test_another_text_of_an_included_file_is_another_library(own_cache: Path, tmp_path: Path) -> None:
+    """... also of one that an included file includes; the same file elsewhere is the same library."""
+
+    def found(folder: Path) -> int:
+        forget()
+        x = ctypes.c_int(1)
+        cpp_library.function(folder / "a.cpp", {}, "te_add", (ctypes.c_void_p,))(ctypes.byref(x))
+        return x.value
+
+    texts = {
+        "a.cpp": '#include "b.h"\n#include "numbers.h"\nextern "C" void te_add(int* x) { *x += kAdded; }\n',
+        "b.h": '#pragma once\n#  include "c.h"\n',
+        "c.h": '#pragma once\n#include "b.h"\nconstexpr int kAdded = 1;\n#define INPUT Float32\n',
+    }
+    for folder in (tmp_path / "here", tmp_path / "there"):
+        folder.mkdir()
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+        assert found(folder) == 2 and libraries(own_cache) == 1
+    (folder / "c.h").write_text(texts["c.h"].replace("= 1", "= 2"))
+    assert found(folder) == 3 and libraries(own_cache) == 2
+    (folder / "c.h").unlink()
+    with pytest.raises(cpp_library.CompilationError, match=r"c\.h: No such file"), pytest.warns(RuntimeWarning):
+        found(folder)
 
 
 def test_eight_processes_at_first_use_compile_once(own_cache: Path, tmp_path: Path) -> None:
@@ -226,5 +255,8 @@ def test_a_compiler_is_not_looked_for_in_the_current_directory(tmp_path: Path, m
     monkeypatch.setenv("CPLUS_INCLUDE_PATH", ":.")
     cpp_library._command.cache_clear()
     assert cpp_library._command()[0] == found
-    assert cpp_library.function("#include <cstdint>\n" + CODE, {"ADDED": "1"}, "te_add", (ctypes.c_void_p,))
+    file = tmp_path / "source" / "included.cpp"
+    file.parent.mkdir()
+    file.write_text(f'#include <cstdint>\n#include "{CODE}"\n')
+    assert cpp_library.function(file, {"ADDED": "1"}, "te_add", (ctypes.c_void_p,))
     assert not (tmp_path / "ran").exists()

@@ -1,15 +1,11 @@
-"""The C++ of a product of a few rows by a quantized weight: x86 with AVX2, twice as wide with AVX-512.
+// How the formats of weights, E4M3, E5M2 and E2M1, are decoded in registers, and decoded rows multiplied.
 
-FORMAT is the format of the weight (E4M3, E5M2, E2M1), X the dtype of the rows and of the result. A weight is decoded
-in registers, in the order of operations of its `dequantize`, so to the same bits; for several rows, some rows of the
-weight lie decoded in the first-level cache. Every sum runs over the lanes of one vector, then over these: it does not
-depend on how many rows there are.
-"""
+#pragma once
 
-from ..vectors import VECTORS
-from .lookup_source import LOOKUP
+#include "vectors.h"
 
-_DECODING = r"""
+namespace te_models {
+
 constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
 
 // Formats of a byte decode kWidth values to 1/kFactor of them.
@@ -52,7 +48,7 @@ struct Weight {
 enum Mode { kExact, kRounded, kCareful };
 
 template <Mode mode>
-INLINE V weight_of(const uint8_t* p, float scale, V s, V larger) {
+INLINE inline V weight_of(const uint8_t* p, float scale, V s, V larger) {
   V w = W::decode(p);
   if constexpr (mode == kCareful) {
     float lanes[kWidth];
@@ -112,26 +108,26 @@ struct Rows {
   std::vector<float> scale;
 
   template <Mode mode, class Use>
-  INLINE void run(const Weight& w, const uint8_t* const* row, const float* const* scale, const Use& use) {
+  INLINE void run(const Weight& w, const uint8_t* const* row, const float* const* of_row, const Use& use) {
     const int64_t K = w.K, full = K / kWidth * kWidth, L = w.block_columns;
     for (int64_t begin = 0, b = 0; begin < full; begin += L, ++b) {
       V s[kRows], larger[kRows];
       each_row([&](auto r) INLINE {
-        s[r] = all(scale[r][b] * W::kFactor);
-        larger[r] = all(scale[r][b] * W::kFactor * 0x1p16f);
+        s[r] = all(of_row[r][b] * W::kFactor);
+        larger[r] = all(of_row[r][b] * W::kFactor * 0x1p16f);
       });
       const int64_t end = std::min(begin + L, full);
       for (int64_t k = begin; k < end; k += kWidth)
         each_row([&](auto r) INLINE {
           soon(row[r] + k + kRows * w.stride);
-          use(k, r, weight_of<mode>(row[r] + k, scale[r][b], s[r], larger[r]));
+          use(k, r, weight_of<mode>(row[r] + k, of_row[r][b], s[r], larger[r]));
         });
     }
     if (full == K) return;
     each_row([&](auto r) INLINE {
       uint8_t last[16] = {};
       std::memcpy(last, row[r] + full, K - full);
-      const float f = scale[r][full / L];
+      const float f = of_row[r][full / L];
       use(full, r, weight_of<mode>(last, f, all(f * W::kFactor), all(f * W::kFactor * 0x1p16f)));
     });
   }
@@ -243,66 +239,5 @@ void several(const float* decoded, const float* x, int64_t padded, float* out) {
   for (int m = 0; m < count; ++m)
     for (int r = 0; r < kRows; ++r) out[m * kRows + r] = sum(acc[m][r]);
 }
-"""
-_FUNCTIONS = r"""
+
 }  // namespace te_models
-using namespace te_models;
-
-// x [M, K] contiguous, bias [N] or null, out [M, N], amax: NVFP4's, or null
-extern "C" void te_few_rows(const X* x, const X* bias, X* out, int64_t M, int64_t N, int64_t K, const uint8_t* data,
-                            int64_t stride, const void* scale, int64_t down, int64_t across, int64_t block_rows,
-                            int64_t block_columns, int kind, const float* amax, int threads) {
-  const Weight w{data, stride, scale, down, across, block_rows, block_columns, K, kind};
-  if (kLooksUp && looked_up(x, bias, out, M, N, w, threads)) return;
-  const Tables tables(w, amax);
-  const int64_t padded = (K + 15) / 16 * 16;
-  std::vector<float> wide(M * padded);
-  for (int64_t m = 0; m < M; ++m)
-#pragma omp simd
-    for (int64_t k = 0; k < K; ++k) wide[m * padded + k] = X::read(x[m * K + k]);
-#pragma omp parallel num_threads(threads)
-  {
-    Rows rows = rows_of(tables);
-    std::vector<float> decoded(M == 1 ? 0 : kRows * padded), found(M * kRows);
-#pragma omp for
-    for (int64_t n = 0; n < N; n += kRows) {
-      if (M == 1) {  // decoded in registers
-        const float* const from = wide.data();
-        V acc[kRows];
-        for (int r = 0; r < kRows; ++r) acc[r] = zero();
-        rows.decode(w, n, N, [&](int64_t k, auto r, V v) INLINE { acc[r] = fma(v, load(from + k), acc[r]); });
-        for (int r = 0; r < kRows; ++r) found[r] = sum(acc[r]);
-      } else {
-        float* const to = decoded.data();
-        rows.decode(w, n, N, [&](int64_t k, auto r, V v) INLINE { store(to + r * padded + k, v); });
-        for (int64_t m = 0; m < M; m += 4) {
-          const auto run = M - m == 1 ? several<1> : M - m == 2 ? several<2> : M - m == 3 ? several<3> : several<4>;
-          run(to, wide.data() + m * padded, padded, found.data() + m * kRows);
-        }
-      }
-      for (int64_t m = 0; m < M; ++m)
-        for (int r = 0; r < kRows && n + r < N; ++r) {
-          float y = found[m * kRows + r];
-          if (bias != nullptr) y += X::read(bias[n + r]);
-          out[m * N + n + r] = X::write(y);
-        }
-    }
-  }
-}
-
-// The same for rows of several matrices. groups: of each, which matrix it is, its first row in x, and how many rows it
-// has; *_member: bytes, of amax floats, from matrix to matrix.
-extern "C" void te_few_rows_of_groups(const X* x, X* out, const int64_t* groups, int64_t count, int64_t N, int64_t K,
-                                      const uint8_t* data, int64_t data_member, int64_t stride, const uint8_t* scale,
-                                      int64_t scale_member, int64_t down, int64_t across, int64_t block_rows,
-                                      int64_t block_columns, int kind, const float* amax, int64_t amax_member,
-                                      int threads) {
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t g = groups[3 * i], first = groups[3 * i + 1], rows = groups[3 * i + 2];
-    te_few_rows(x + first * K, nullptr, out + first * N, rows, N, K, data + g * data_member, stride,
-                scale + g * scale_member, down, across, block_rows, block_columns, kind,
-                amax == nullptr ? nullptr : amax + g * amax_member, threads);
-  }
-}
-"""
-SOURCE = VECTORS + _DECODING + LOOKUP + _FUNCTIONS

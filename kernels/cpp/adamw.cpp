@@ -1,48 +1,11 @@
-"""The C++ of a whole AdamW step: weight and moments are read, updated and rounded a block at a time, in registers.
+// A whole AdamW step: weight and moments are read, updated and rounded a block at a time, in registers.
+//
+// The formula and its order of operations are those of torch's fused kernel, which `layers/optimizers/adamw_update.py`
+// calls on working copies; where that multiplies and adds in one instruction, `std::fma` does. What a step leaves is
+// what decoding, that kernel and encoding leave (`library.adamw_step` compares the bits before it is used).
 
-The formula and its order of operations are those of torch's fused kernel, which `layers/optimizers/adamw_update.py`
-calls on working copies; where that multiplies and adds in one instruction, `std::fma` does. What a step leaves is what
-decoding, that kernel and encoding leave (`library.adamw_step` compares the bits before it is used).
-"""
+#include "adamw_lanes.h"
 
-from .lanes_source import LANES_OF_ADAMW
-
-ADAMW = (
-    r"""namespace te_models {
-
-// What a step multiplies with. lerp: 1 - beta1; far: whether it is 1/2 or more, where torch starts from the gradient.
-struct Step {
-  float decay, lerp, far, beta2, own_square, root_correction, epsilon, size;
-};
-
-template <bool far>
-inline void advance(float* w, float g, float* first, float* second, float* root, const Step& s) {
-  const float base = far ? g : *first, weight = far ? s.lerp - 1.0f : s.lerp;
-  *first = std::fma(weight, g - *first, base);
-  *second = std::fma(s.own_square * g, g, *second * s.beta2);
-  *root = std::sqrt(*second);
-  *w = *w * s.decay + (s.size * *first) / (*root / s.root_correction + s.epsilon);
-}
-
-// What the bytes of a block are, so that decoding need not ask: whether one is E4M3's NaN, or a subnormal number.
-struct Kinds {
-  bool nan, subnormal;
-};
-
-inline Kinds kinds_of(const uint8_t* bytes) {
-  uint8_t largest = 0, least = 0xFF;  // the latter of one less: that of a zero is the largest byte
-#pragma omp simd reduction(max : largest) reduction(min : least)
-  for (int64_t i = 0; i < kBlock; ++i) {
-    const uint8_t magnitude = bytes[i] & 0x7F, less = uint8_t(magnitude - 1);
-    largest = std::max(largest, magnitude), least = std::min(least, less);
-  }
-  return {largest == 0x7F, least < 7};
-}
-
-}  // namespace te_models
-"""
-    + LANES_OF_ADAMW
-    + r"""
 namespace te_models {
 
 // A block of `count` elements of which `read` gives the moments: new weights, moments, and the root of the second one.
@@ -85,8 +48,7 @@ int step_float8(Y* weight, const X* gradient, const Stored& stored, int64_t n, c
       continue;
     }
     const bool subnormal = kinds.subnormal || kinds_second.subnormal;
-    if (count == kBlock && !subnormal &&
-        step_in_lanes<far>(weight + at, gradient + at, to, uint32_t(at), s, k0, k1))
+    if (count == kBlock && !subnormal && step_in_lanes<far>(weight + at, gradient + at, to, uint32_t(at), s, k0, k1))
       continue;
     const auto read = [=](int64_t i, float* first, float* second) {
       const float root = e4m3_magnitude(to.second[i] & 0x7F) * other;
@@ -101,8 +63,7 @@ int step_float8(Y* weight, const X* gradient, const Stored& stored, int64_t n, c
     };
     if (subnormal || !(one < 128.0f && other < 128.0f))
       advance_block<far>(weight + at, gradient + at, count, s, read, w, x, v, y, &of_first, &of_root);
-    else
-      advance_block<far>(weight + at, gradient + at, count, s, read_normal, w, x, v, y, &of_first, &of_root);
+    else advance_block<far>(weight + at, gradient + at, count, s, read_normal, w, x, v, y, &of_first, &of_root);
     left[b] = of_first.nan() || of_root.nan();
     if (left[b]) {
       any = 1;
@@ -160,6 +121,7 @@ inline Step step_of(const float* scalars) {
 }
 
 }  // namespace te_models
+using namespace te_models;
 
 // One step of n weights; returns 1 where blocks were left as they are, for a NaN in their moments: those `left` says.
 extern "C" int te_adamw_float8(Y* weight, const X* gradient, uint8_t* first, float* first_scale, uint8_t* second,
@@ -184,5 +146,3 @@ extern "C" int te_adamw_float32(Y* weight, const X* gradient, float* first, floa
   step(weight, gradient, first, second, n, s, threads);
   return 0;
 }
-"""
-)

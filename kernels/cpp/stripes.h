@@ -1,111 +1,25 @@
-"""The C++ of the operations that quantize in a CPU graph: one pass over a stripe of blocks after the other.
+// The operations that quantize in a CPU graph: one pass over a stripe of blocks after the other.
+//
+// Each is compiled once for a format and the dtypes of its input and its result (`INPUT`, `RESULT`).
+//
+// A transcription of the definitions in `fp8.reference`, `fp8.rounding`, `nvfp4.reference`, `hadamard` and `random`,
+// in the same float32 arithmetic and the same order, so with the same bits; what each step is for is said there.
+// Matrices are contiguous: B of them, R rows, C columns. A stripe is the blocks that lie side by side: `br` rows.
 
-Each is compiled once for a format and the dtypes of its input and its result (`INPUT`, `RESULT`).
+#pragma once
 
-A transcription of the definitions in `fp8.reference`, `fp8.rounding`, `nvfp4.reference`, `hadamard` and `random`, in
-the same float32 arithmetic and the same order, so with the same bits; what each step is for is said there. Matrices are
-contiguous: B of them, R rows, C columns. A stripe is the blocks that lie side by side: `br` rows.
-"""
+#include "rounding.h"
 
-from .lanes import LANES
-
-NUMBERS = (
-    LANES
-    + r"""
-constexpr float kLargest = std::numeric_limits<float>::max();
-
-using Y = RESULT;
-
-inline bool finite(float f) { return (bits_of(f) & 0x7F800000) != 0x7F800000; }
-inline float with_sign(float magnitude, float sign) {
-  return float_of((bits_of(magnitude) & 0x7FFFFFFF) | (bits_of(sign) & 0x80000000));
-}
-inline float clamped(float v, float limit) {  // a NaN stays
-  v = v > limit ? limit : v;
-  return v < -limit ? -limit : v;
-}
-
-template <bool e5m2>
-inline float rounded_fp8(float v) {
-  v = clamped(v, e5m2 ? 57344.0f : 448.0f);
-  const float m = v * (e5m2 ? 0x1p21f : 0x1p20f);
-  const float normal = m - (m - v);
-  const float constant = e5m2 ? 0x1.8p7f : 0x1.8p14f;
-  const float subnormal = (v + constant) - constant;
-  return with_sign(std::fabs(v) < (e5m2 ? 0x1p-14f : 0x1p-6f) ? subnormal : normal, v);
-}
-
-// The largest magnitude of each column of `height` rows, or (together 2) of two neighbours.
-template <int together>
-inline void largest_of_columns(const X* x, int64_t height, int64_t C, uint32_t* to) {
-  const int64_t count = C / together;
-  for (int64_t r = 0; r < height; ++r) {
-    const X* const row = x + r * C;
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) {
-      const Words found = read_magnitudes<together>(row + together * i);
-      store(to + i, r ? larger(load<Words>(to + i), found) : found);
-    }
-    for (; i < count; ++i) {
-      uint32_t found = r ? to[i] : 0;
-      for (int64_t c = together * i; c < together * (i + 1); ++c) found = std::max(found, X::magnitude(row[c]));
-      to[i] = found;
-    }
-  }
-}
-
-// The largest magnitude of each block of a stripe: of `height` rows of C columns, in blocks of bc columns.
-// columns: room for C words.
-inline void largest_magnitudes(const X* x, int64_t height, int64_t C, int64_t bc, uint32_t* columns, uint32_t* m) {
-  if (bc == 1) return largest_of_columns<1>(x, height, C, m);
-  int64_t count = C, width = bc;
-  if (C % bc == 0 && bc % 2 == 0) {
-    largest_of_columns<2>(x, height, C, columns);
-    width /= 2, count /= 2;
-    // pairs of pairs: blocks of a vector or two would be reduced one by one
-    for (; width % 2 == 0 && width <= kLanes; width /= 2, count /= 2)
-#pragma omp simd
-      for (int64_t i = 0; i < count / 2; ++i) {
-        const uint32_t even = columns[2 * i], odd = columns[2 * i + 1];
-        columns[i] = even > odd ? even : odd;
-      }
-  } else {
-    largest_of_columns<1>(x, height, C, columns);
-  }
-  if (width == 1) {
-    std::copy(columns, columns + count, m);
-    return;
-  }
-  for (int64_t begin = 0; begin < count; begin += width) {
-    const int64_t stop = std::min(begin + width, count);
-    uint32_t found = 0;
-    for (int64_t i = begin; i < stop; ++i) found = columns[i] > found ? columns[i] : found;
-    *m++ = found;
-  }
-}
-
-struct Scale {
-  float before, after;  // multiplied with before the rounding, and after it
-};
-
-}  // namespace te_models
-"""
-)
-
-COMMON = (
-    NUMBERS
-    + r"""namespace te_models {
+namespace te_models {
 
 // What rounds finite magnitudes in vectors; random: of stochastic rounding, a word for each.
 template <class F>
 struct Nearest {
-  INLINE Floats operator()(Floats magnitude, const uint32_t* random) const { return Rounded<F>(magnitude).value; }
+  INLINE Floats operator()(Floats magnitude, const uint32_t*) const { return Rounded<F>(magnitude).value; }
 };
 
 struct NoRandomWords {
-  const uint32_t* operator()(int64_t matrix, int64_t begin, int64_t end, std::vector<uint32_t>& memory) const {
-    return nullptr;
-  }
+  const uint32_t* operator()(int64_t, int64_t, int64_t, std::vector<uint32_t>&) const { return nullptr; }
   int64_t pitch() const { return 0; }
 };
 
@@ -173,8 +87,7 @@ void stripes(const X* x, Y* out, int64_t B, int64_t R, int64_t C, int64_t br, in
           c = stop;
         }
       };
-      for (int64_t r = begin; r < end; ++r)
-        exact ? round_row(r, std::true_type{}) : round_row(r, std::false_type{});
+      for (int64_t r = begin; r < end; ++r) exact ? round_row(r, std::true_type{}) : round_row(r, std::false_type{});
     }
   }
 }
@@ -192,5 +105,3 @@ extern "C" void te_row_amax(const X* x, float* out, int64_t rows, int64_t column
     out[r] = float_of(largest);
   }
 }
-"""
-)

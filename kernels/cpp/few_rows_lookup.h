@@ -1,13 +1,18 @@
-"""The C++ of a product of a few bfloat16 rows by a weight of bytes whose values are looked up: x86 with AVX512_VBMI and
-AVX512_BF16, which find 64 bytes in a table, and add up products of pairs, in one instruction each.
+// A product of a few bfloat16 rows by a weight of bytes whose values are looked up: x86 with AVX512_VBMI and
+// AVX512_BF16, which find 64 bytes in a table, and add up products of pairs, in one instruction each.
+//
+// A byte has 128 magnitudes, and a matrix, or a block of it, one scale: a table has what each of them dequantizes to,
+// NaN and the rounding to bfloat16 included. That takes 8 instructions for 64 values, where decoding takes 7 for 16
+// and looks for NaN first. Where each row has scales of its own (MXFP8) the table is of the format's values, and the
+// sum over a block is multiplied by its scale, a power of two. Every sum runs over the lanes of two vectors, then over
+// these.
 
-A byte has 128 magnitudes, and a matrix, or a block of it, one scale: a table has what each of them dequantizes to, NaN
-and the rounding to bfloat16 included. That takes 8 instructions for 64 values, where decoding takes 7 for 16 and looks
-for NaN first. Where each row has scales of its own (MXFP8) the table is of the format's values, and the sum over a
-block is multiplied by its scale, a power of two. Every sum runs over the lanes of two vectors, then over these.
-"""
+#pragma once
 
-LOOKUP = r"""
+#include "few_rows_decode.h"
+
+namespace te_models {
+
 #if defined(OF_BYTES) && !defined(NARROW) && !defined(DECODED) && defined(__AVX512VBMI__) && defined(__AVX512BF16__)
 constexpr bool kLooksUp = X::rounds;
 constexpr int kChunk = 64;  // bytes of a vector
@@ -205,4 +210,5 @@ inline bool looked_up(const X* x, const X* bias, X* out, int64_t M, int64_t N, c
 constexpr bool kLooksUp = false;
 inline bool looked_up(const X*, const X*, X*, int64_t, int64_t, const Weight&, int) { return false; }
 #endif
-"""
+
+}  // namespace te_models

@@ -1,12 +1,13 @@
-"""The C++ of vectors: of AVX-512, or half as wide of AVX2, and how bytes and codes become floats in them."""
+// Vectors: of AVX-512, or half as wide of AVX2, and how bytes and codes become floats in them.
 
-from ..cpp_numbers import NUMBERS
+#pragma once
 
-VECTORS = (
-    """#include <immintrin.h>
-"""
-    + NUMBERS
-    + r"""
+#include <immintrin.h>
+
+#include "numbers.h"
+
+namespace te_models {
+
 // the compiler keeps sums in registers where all is one function and their indices are constants
 #define INLINE __attribute__((always_inline))
 
@@ -126,5 +127,5 @@ INLINE inline void with_count(int count, const F& f) {
     if (count < most) return with_count<most - 1>(count, f);
   f(std::integral_constant<int, most>{});
 }
-"""
-)
+
+}  // namespace te_models

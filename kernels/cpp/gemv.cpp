@@ -1,21 +1,19 @@
-"""The C++ of a product of a few rows by a weight in high precision: x86 with AVX2, twice as wide with AVX-512.
+// A product of a few rows by a weight in high precision: x86 with AVX2, twice as wide with AVX-512.
+//
+// X is the dtype of the rows, of the weight and of the result. The weight is read once, a row at a time from front to
+// back, which is what memory does fastest: a CPU's GEMM reads a few rows side by side, or copies them into tiles
+// first, at half that speed or less. Every sum runs over the lanes of four vectors in turn, then over these: it does
+// not depend on how many rows there are. Sums are float32 and rounded once.
 
-X is the dtype of the rows, of the weight and of the result. The weight is read once, a row at a time from front to
-back, which is what memory does fastest: a CPU's GEMM reads a few rows side by side, or copies them into tiles first,
-at half that speed or less. Every sum runs over the lanes of four vectors in turn, then over these: it does not depend
-on how many rows there are. Sums are float32 and rounded once.
-"""
+#include "vectors.h"
 
-from .vectors import VECTORS
+namespace te_models {
 
-SOURCE = (
-    VECTORS
-    + r"""
 constexpr int kSums = 4;
 
 // `count` rows of x, each of `padded` floats, by a row of the weight -> out [count].
 template <int count>
-INLINE void by_row(const float* x, int64_t padded, const X* w, int64_t K, float* out) {
+INLINE inline void by_row(const float* x, int64_t padded, const X* w, int64_t K, float* out) {
   V acc[count][kSums];
   for (int m = 0; m < count; ++m)
     for (int i = 0; i < kSums; ++i) acc[m][i] = zero();
@@ -45,7 +43,7 @@ constexpr int kTogether = kPairs ? 8 : kRows;  // rows of x that share what is r
 
 // The same of bfloat16, whose products of pairs are added up by one instruction: x, as it is, in rows of `padded`.
 template <int count>
-INLINE void by_row(const X* x, int64_t padded, const X* w, int64_t K, float* out) {
+INLINE inline void by_row(const X* x, int64_t padded, const X* w, int64_t K, float* out) {
   constexpr int width = 2 * kWidth;
   __m512 acc[count][2];
   for (auto& some : acc) some[0] = some[1] = zero();
@@ -118,5 +116,3 @@ extern "C" void te_rows_of_groups(const X* x, X* out, const int64_t* groups, int
     te_rows(x + first * K, nullptr, out + first * N, groups[3 * i + 2], N, K, data + g * member, stride, threads);
   }
 }
-"""
-)

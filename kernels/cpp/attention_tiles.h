@@ -1,18 +1,18 @@
-"""The C++ that both passes of flash attention are made of: packed operands, and products of tiles.
+// What both passes of flash attention are made of: packed operands, and products of tiles.
+//
+// A tile has the queries of some positions, all heads that share a key head beside each other, in the lanes of three
+// vectors. So what is done to a query (its largest score, its sum, its mask) is one instruction for a vector of them,
+// nothing is added up across lanes, and a tile of g heads has fewer positions that see different keys.
+//
+// A product reads one operand a vector at a time and the other a unit at a time (`attention_units.h`), in panels of as
+// many rows or columns as a vector has lanes, so that both are read front to back.
 
-A tile has the queries of some positions, all heads that share a key head beside each other, in the lanes of three
-vectors. So what is done to a query (its largest score, its sum, its mask) is one instruction for a vector of them,
-nothing is added up across lanes, and a tile of g heads has fewer positions that see different keys.
+#pragma once
 
-A product reads one operand a vector at a time and the other a unit at a time (`units_source`), in panels of as many
-rows or columns as a vector has lanes, so that both are read front to back.
-"""
+#include "attention_units.h"
 
-from .units_source import UNITS
+namespace te_models {
 
-TILES = (
-    UNITS
-    + r"""
 constexpr int kVectors = 3;               // of a tile
 constexpr int kTall = kWidth / 2;         // rows of a product whose sums are in registers, with three vectors each
 constexpr int kLanes = kVectors * kWidth;
@@ -20,7 +20,9 @@ constexpr int64_t kKeys = 128;            // of a block: a tile's scores with al
 
 inline int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-struct Free { void operator()(void* p) const { std::free(p); } };
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
 using Buffer = std::unique_ptr<float[], Free>;
 inline Buffer buffer(int64_t units) {
   return Buffer(static_cast<float*>(std::aligned_alloc(64, up_to(std::max<int64_t>(units, 1) * 4, 64))));
@@ -79,16 +81,18 @@ INLINE inline void add_rows(const float* keys, int64_t all_deep, const float* we
 }
 
 // Where rows [values] of one head lie, elements apart: of a batch, of a position, of a head.
-struct Strides { int64_t batch, position, head; };
+struct Strides {
+  int64_t batch, position, head;
+};
 
 // What scores are multiplied by, above zero. softcap: 0, or what they become softcap * tanh(score / softcap) of. Their
 // exponentials are powers of two of `of_power` times what `scores_of` computes.
 struct Scale {
   float scale, of_cap, of_power;
   Scale() = default;
-  Scale(float scale, float softcap)
-      : scale(scale), of_cap(softcap == 0.0f ? 0.0f : 2.0f * kLog2E * (scale / softcap)),
-        of_power(kLog2E * (softcap == 0.0f ? scale : softcap)) {}
+  Scale(float factor, float softcap)
+      : scale(factor), of_cap(softcap == 0.0f ? 0.0f : 2.0f * kLog2E * (factor / softcap)),
+        of_power(kLog2E * (softcap == 0.0f ? factor : softcap)) {}
 };
 
 struct Sizes {
@@ -104,7 +108,7 @@ struct Tile {
   int64_t first, end;            // the keys that some query sees, from a whole panel on
   int64_t all_from, all_before;  // the keys that all queries see
   float from[kLanes], to[kLanes];  // of each query the first key and the last one
-  Tile(const Sizes& s, int64_t begin, int64_t count) : begin(begin), count(count) {
+  Tile(const Sizes& s, int64_t first_row, int64_t rows) : begin(first_row), count(rows) {
     for (int64_t i = 0; i < kLanes; ++i) {
       const int64_t position = (begin + std::min(i, count - 1)) / s.shared();
       const int64_t last = s.causal ? s.keys - s.queries + position : s.keys - 1;
@@ -201,5 +205,5 @@ INLINE inline void by_vectors(int64_t lanes, const F& f) {
   else if (lanes <= 2 * kWidth) f(std::integral_constant<int, 2>{});
   else f(std::integral_constant<int, 3>{});
 }
-"""
-)
+
+}  // namespace te_models

@@ -1,11 +1,9 @@
-"""The C++ of SHA-256 of several messages at once (FIPS 180-4), by the x86 instructions for it.
+// SHA-256 of several messages at once (FIPS 180-4), by the x86 instructions for it.
+//
+// An instruction for two rounds takes four cycles, and a processor begins one every cycle or two: one message keeps it
+// waiting. Several messages of the same length, whose rounds take turns, do not: two are 1.8 times as fast as one,
+// four 2.7 times (Zen 4).
 
-An instruction for two rounds takes four cycles, and a processor begins one every cycle or two: one message keeps it
-waiting. Several messages of the same length, whose rounds take turns, do not: two are 1.8 times as fast as one, four
-2.7 times (Zen 4).
-"""
-
-SHA256 = r"""
 #if !defined(__SHA__) || !defined(__SSE4_1__)
 #error the processor has no instructions for SHA-256
 #endif
@@ -44,8 +42,10 @@ INLINE __m128i big_endian(__m128i words) {
 // The hash value's words as the instructions have them, from the highest to the lowest: a, b, e, f and c, d, g, h.
 struct Hash {
   __m128i abef, cdgh;
-  INLINE Hash first() { return {_mm_set_epi32(0x6a09e667, 0xbb67ae85, 0x510e527f, 0x9b05688c),
-                                _mm_set_epi32(0x3c6ef372, 0xa54ff53a, 0x1f83d9ab, 0x5be0cd19)}; }
+  INLINE Hash first() {
+    return {_mm_set_epi32(0x6a09e667, 0xbb67ae85, 0x510e527f, 0x9b05688c),
+            _mm_set_epi32(0x3c6ef372, 0xa54ff53a, 0x1f83d9ab, 0x5be0cd19)};
+  }
 };
 
 template <int messages>
@@ -114,4 +114,3 @@ extern "C" void te_sha256(const uint8_t* data, int64_t count, int64_t size, uint
   for (; i + 2 <= count; i += 2) digest<2>(data + size * i, size, out + kDigest * i);
   for (; i < count; ++i) digest<1>(data + size * i, size, out + kDigest * i);
 }
-"""

@@ -1,18 +1,18 @@
-"""The C++ of what a layer does to the rows of a matrix between its GEMMs: normalise, activate, rotate, add up.
+// What a layer does to the rows of a matrix between its GEMMs: normalise, activate, rotate, add up.
+//
+// Every operation is rounded as torch rounds it, one after the other, so that the results are those of the
+// definitions, bit for bit; what is saved is memory that each of them would write and the next one read. X is the
+// dtype of what is read and written.
 
-Every operation is rounded as torch rounds it, one after the other, so that the results are those of the definitions,
-bit for bit; what is saved is memory that each of them would write and the next one read. X is the dtype of what is read
-and written.
-"""
+#include "numbers.h"
 
-from ..cpp_numbers import NUMBERS
+namespace te_models {
 
-SOURCE = (
-    NUMBERS
-    + r"""
 // is_number: the value is no NaN, which need not be looked for
 template <bool is_number>
-inline float rounded(float f) { return X::read(X::template write<is_number>(f)); }
+inline float rounded(float f) {
+  return X::read(X::template write<is_number>(f));
+}
 
 constexpr int kLanes = 8, kSums = 4, kLevels = 4;
 
@@ -84,8 +84,7 @@ inline void scaled(const float* x, float scale, const float* gamma, bool weight_
   if (gamma == nullptr)
     for (int64_t k = 0; k < H; ++k) to[k] = X::template write<is_number>(x[k] * scale);
   else if (weight_last)
-    for (int64_t k = 0; k < H; ++k)
-      to[k] = X::template write<is_number>(gamma[k] * rounded<is_number>(x[k] * scale));
+    for (int64_t k = 0; k < H; ++k) to[k] = X::template write<is_number>(gamma[k] * rounded<is_number>(x[k] * scale));
   else
     for (int64_t k = 0; k < H; ++k) to[k] = X::template write<is_number>(gamma[k] * (x[k] * scale));
 }
@@ -194,5 +193,3 @@ extern "C" int te_sum_slots(const X* y, const int64_t* rows, const float* weight
   }
   return 0;
 }
-"""
-)

@@ -1,13 +1,14 @@
-"""The C++ of an AdamW step on a block of FP8 moments in vectors: the block stays in registers until it is rounded.
+// An AdamW step on a block of FP8 moments in vectors: the block stays in registers until it is rounded.
+//
+// For blocks of which nothing is special: moments are zero or normal numbers of E4M3 before the step, and normal ones
+// after it. The formula is that of `adamw_step.h`, the rounding that of `normal_code` in moments.h, with the same bits
+// in fewer instructions: what those two compare and add up is exact, so that it may be fused or added to the number.
+// The vectors are those of lanes.h.
 
-For blocks of which nothing is special: moments are zero or normal numbers of E4M3 before the step, and normal ones
-after it.
-The formula is that of `adamw_source`, the rounding that of `source.normal_code`, with the same bits in fewer
-instructions: what those two compare and add up is exact, so that it may be fused or added to the number. The vectors
-are those of `cpu_graph.lanes`.
-"""
+#pragma once
 
-LANES_OF_ADAMW = r"""
+#include "adamw_step.h"
+
 #if defined(__AVX2__) && defined(__FMA__)
 namespace te_models {
 
@@ -115,7 +116,8 @@ inline bool step_in_lanes(Y* weight, const X* gradient, const Stored& stored, ui
 #else
 namespace te_models {
 template <bool far>
-inline bool step_in_lanes(Y*, const X*, const Stored&, uint32_t, const Step&, uint32_t, uint32_t) { return false; }
+inline bool step_in_lanes(Y*, const X*, const Stored&, uint32_t, const Step&, uint32_t, uint32_t) {
+  return false;
+}
 }  // namespace te_models
 #endif
-"""

@@ -1,16 +1,14 @@
-"""The C++ of attention of one query of each head to cached keys: x86 with AVX2, twice as wide with AVX-512.
+// Attention of one query of each head to cached keys: x86 with AVX2, twice as wide with AVX-512.
+//
+// Keys and values are read once, in the order in which they lie in memory, all heads of a position after one another;
+// the heads that share a key use it while it is in registers. The softmax goes on as keys come (arXiv 1805.02867), 256
+// of them at a time, in float32; sums are float32, over the lanes of a vector, then over these, and rounded once. X is
+// the dtype of queries, keys, values and the result.
 
-Keys and values are read once, in the order in which they lie in memory, all heads of a position after one another; the
-heads that share a key use it while it is in registers. The softmax goes on as keys come (arXiv 1805.02867), 256 of them
-at a time, in float32; sums are float32, over the lanes of a vector, then over these, and rounded once. X is the dtype
-of queries, keys, values and the result.
-"""
+#include "vectors.h"
 
-from ..gemm.vectors import VECTORS
+namespace te_models {
 
-SOURCE = (
-    VECTORS
-    + r"""
 constexpr int64_t kKeys = 256;  // whose scores are there together
 constexpr int64_t kAhead = 8;  // positions that are read before they are needed
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
@@ -152,5 +150,3 @@ extern "C" void te_attend_one(const X* q, const X* key, int64_t k_row, int64_t k
            out + b * G * shared * Dv, std::min(first, G), std::min(first + share, G), sizes);
   }
 }
-"""
-)

@@ -1,9 +1,10 @@
-"""The C++ of the numbers that the libraries of `cpp_library` read and write: bfloat16 and float32, as torch rounds.
+// The numbers that libraries read and write: bfloat16 and float32, as torch rounds.
+//
+// INPUT is the dtype of what a library reads, `X`.
 
-INPUT is the dtype of what a library reads, `X`.
-"""
+#pragma once
 
-NUMBERS = r"""#include <algorithm>
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -13,8 +14,16 @@ NUMBERS = r"""#include <algorithm>
 
 namespace te_models {
 
-inline uint32_t bits_of(float f) { uint32_t b; std::memcpy(&b, &f, 4); return b; }
-inline float float_of(uint32_t b) { float f; std::memcpy(&f, &b, 4); return f; }
+inline uint32_t bits_of(float f) {
+  uint32_t b;
+  std::memcpy(&b, &f, 4);
+  return b;
+}
+inline float float_of(uint32_t b) {
+  float f;
+  std::memcpy(&f, &b, 4);
+  return f;
+}
 
 // is_number of what is written: it is no NaN, which then is not looked for
 struct BFloat16 {
@@ -35,8 +44,11 @@ struct Float32 {
   static uint32_t magnitude(Float32 x) { return bits_of(x.value) & 0x7FFFFFFF; }
   static float read(Float32 x) { return x.value; }
   template <bool is_number = false>
-  static Float32 write(float f) { return {f}; }
+  static Float32 write(float f) {
+    return {f};
+  }
 };
 
 using X = INPUT;
-"""
+
+}  // namespace te_models

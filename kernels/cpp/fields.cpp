@@ -1,50 +1,14 @@
-"""The C++ that writes stored fields: rounds as the operations of a CPU graph do (`cpu_graph.source`), and keeps codes.
+// What writes stored fields: rounds as the operations of a CPU graph do (`stripes.h`), and keeps codes.
+//
+// A function runs on as many threads as it is told; a caller with several bands calls from several threads, with one
+// each. `error`, unless it is null, gets the bits of the largest |decoded - x|, decoded in float32. A function returns
+// 1 where x holds a NaN: what it wrote is then of no meaning, for the definitions say which codes a NaN has.
 
-A function runs on as many threads as it is told; a caller with several bands calls from several threads, with one each.
-`error`, unless it is null, gets the bits of the largest |decoded - x|, decoded in float32. A function returns 1 where x
-holds a NaN: what it wrote is then of no meaning, for the definitions say which codes a NaN has.
-"""
+#include "fp8.h"
+#include "nvfp4.h"
+#include "e4m3.h"
 
-E4M3 = r"""namespace te_models {
-
-constexpr uint32_t kInfinity = 0x7F800000;
-
-inline uint32_t distance(float decoded, float x) { return bits_of(decoded - x) & 0x7FFFFFFF; }
-
-inline int32_t e4m3_byte(float v) {  // of a number that E4M3 has
-  const uint32_t u = bits_of(v), magnitude = u & 0x7FFFFFFF;
-  const int32_t normal = int32_t(magnitude >> 20) - 960, subnormal = int32_t(std::fabs(v) * 512.0f);
-  return (magnitude < 0x3C800000 ? subnormal : normal) | int32_t(u >> 24 & 0x80);
-}
-
-inline float e4m3_magnitude(uint32_t magnitude) {  // of a byte without its sign that is no NaN
-  const uint32_t small = magnitude < 8 ? 0xFFFFFFFF : 0;
-  // a subnormal number as the mantissa of one in [2^-6, 2^-5), from which 2^-6 is taken away again
-  return float_of((magnitude << 20) + 0x3C000000 + (small & 0x00800000)) - float_of(small & 0x3C800000);
-}
-
-inline float e4m3_value(int32_t byte) {
-  const uint32_t magnitude = byte & 0x7F, none = magnitude == 0x7F ? 0x7FC00000 : 0;
-  return float_of(bits_of(e4m3_magnitude(magnitude)) | none | uint32_t(byte & 0x80) << 24);
-}
-
-// whether one of these bytes is NaN
-inline bool has_nan(const uint8_t* bytes, int64_t size) {
-  uint8_t largest = 0;
-#pragma omp simd reduction(max : largest)
-  for (int64_t i = 0; i < size; ++i) {
-    const uint8_t magnitude = bytes[i] & 0x7F;
-    largest = magnitude > largest ? magnitude : largest;
-  }
-  return largest == 0x7F;
-}
-
-}  // namespace te_models
-"""
-
-FIELDS = (
-    E4M3
-    + r"""namespace te_models {
+namespace te_models {
 
 // Decode a row of E4M3 whose blocks of bc columns have these scales.
 inline void decode_row(const uint8_t* from, const float* scales, Y* to, int64_t C, int64_t bc) {
@@ -114,8 +78,7 @@ int quantize_blocks(const X* x, uint8_t* data, uint8_t* scale_bytes, float* scal
       for (int64_t b = 0; b < across; ++b) any = std::max(any, m[b]);
       if (kind == kE8m0)
         for (int64_t b = 0; b < across; ++b) scale_bytes[stripe * across + b] = uint8_t(bits_of(t[b]) >> 23);
-      else
-        std::copy(t, t + across, scales + stripe * across);
+      else std::copy(t, t + across, scales + stripe * across);
       for (int64_t r = begin; r < end; ++r) {
         const X* const row = x + r * C;
         uint8_t* const to = data + r * C;
@@ -291,5 +254,3 @@ extern "C" void te_decode_e4m3(const uint8_t* data, const float* scales, Y* out,
 
 // Whether one of `size` bytes of E4M3 is NaN.
 extern "C" int te_has_nan(const uint8_t* data, int64_t size) { return has_nan(data, size); }
-"""
-)

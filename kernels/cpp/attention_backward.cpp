@@ -1,23 +1,21 @@
-"""The C++ of flash attention's backward pass (arXiv 2205.14135, 2307.08691).
+// Flash attention's backward pass (arXiv 2205.14135, 2307.08691).
+//
+// Of a tile of queries and a block of keys the scores are computed again, and with the log of each query's sum of
+// exponentials they are probabilities P at once. With dP, the product of the result's gradient and the values, and
+// delta, each query's sum of its result times its gradient, the gradient of scores is dS = P (dP - delta), and
+//
+//     dV += P^T dO,    dK += dS^T Q,    dQ += dS K.
+//
+// Of soft-capped scores c tanh(s / c) (Gemma 2, arXiv 2408.00118) dS has one more factor, their derivative 1 - tanh^2.
+//
+// The gradients of keys and values are sums over all queries of all heads that share them. Tiles are dealt out to a
+// number of parts that follows from the shape alone. Each part adds up its own tiles one after the other, and then the
+// parts are added in their order, so that no bit depends on the number of threads.
 
-Of a tile of queries and a block of keys the scores are computed again, and with the log of each query's sum of
-exponentials they are probabilities P at once. With dP, the product of the result's gradient and the values, and
-delta, each query's sum of its result times its gradient, the gradient of scores is dS = P (dP - delta), and
+#include "attention_tiles.h"
 
-    dV += P^T dO,    dK += dS^T Q,    dQ += dS K.
+namespace te_models {
 
-Of soft-capped scores c tanh(s / c) (Gemma 2, arXiv 2408.00118) dS has one more factor, their derivative 1 - tanh^2.
-
-The gradients of keys and values are sums over all queries of all heads that share them. Tiles are dealt out to a number
-of parts that follows from the shape alone. Each part adds up its own tiles one after the other, and then the parts are
-added in their order, so that no bit depends on the number of threads.
-"""
-
-from .tiles_source import TILES
-
-BACKWARD = (
-    TILES
-    + r"""
 constexpr int kBroad = kWidth / 4;  // vectors of a product with four rows
 constexpr int64_t kParts = 16;      // of all key heads together, at least, where there are enough tiles
 
@@ -226,5 +224,3 @@ extern "C" void te_flash_backward(const X* grad, const X* q, const X* k, const X
   b.scale = Scale(scale, softcap);
   backward(b, threads);
 }
-"""
-)

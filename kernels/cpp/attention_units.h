@@ -1,18 +1,17 @@
-"""The C++ of what flash attention computes in vectors: products of units, powers of two, transposition, rounding.
+// What flash attention computes in vectors: products of units, powers of two, transposition, rounding.
+//
+// A unit is what one instruction multiplies in a lane and adds up: a float, or with AVX512_BF16 two neighbouring
+// bfloat16 values of the sum, whose products are added to a float32.
 
-A unit is what one instruction multiplies in a lane and adds up: a float, or with AVX512_BF16 two neighbouring bfloat16
-values of the sum, whose products are added to a float32.
-"""
+#pragma once
 
-from ..gemm.vectors import VECTORS
-
-UNITS = (
-    """#include <cstdlib>
+#include <cstdlib>
 #include <memory>
 
-"""
-    + VECTORS
-    + r"""
+#include "vectors.h"
+
+namespace te_models {
+
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && !defined(NARROW) && !defined(FLOATS)
 constexpr bool kPairs = X::rounds;
 inline V dot(V a, V b, V c) {
@@ -154,5 +153,5 @@ INLINE inline V units(const X* row, int64_t count) {
 }
 
 inline void write(Float32* to, V v) { store(&to->value, v); }
-"""
-)
+
+}  // namespace te_models

@@ -1,19 +1,19 @@
-"""The C++ of rounding in vectors: as many finite numbers at once as the processor's registers hold.
+// Rounding in vectors: as many finite numbers at once as the processor's registers hold.
+//
+// The arithmetic is in GCC's and Clang's vector types, which both compile for any processor; conversions between
+// widths, of which GCC 12 makes several instructions, are named for AVX-512 and AVX2. What is left over of a row, and
+// rows with a NaN, are rounded number by number.
 
-The arithmetic is in GCC's and Clang's vector types, which both compile for any processor; conversions between widths,
-of which GCC 12 makes several instructions, are named for AVX-512 and AVX2. What is left over of a row, and rows with
-a NaN, are rounded number by number.
-"""
+#pragma once
 
-from ... import cpp_numbers
-
-LANES = (
-    """#if defined(__AVX2__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
-"""
-    + cpp_numbers.NUMBERS
-    + r"""
+
+#include "numbers.h"
+
+namespace te_models {
+
 // of functions that take or return vectors, which a call would pass by way of memory
 #define INLINE __attribute__((always_inline)) inline
 
@@ -36,9 +36,15 @@ INLINE Floats float_of(Words x) { return Floats(x); }
 INLINE Words all(uint32_t word) { return Words{} + word; }
 INLINE Floats all(float f) { return float_of(all(te_models::bits_of(f))); }  // 0 + f has no sign where f is -0
 template <class V, class P>
-INLINE V load(const P* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
+INLINE V load(const P* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
 template <class V, class P>
-INLINE void store(P* p, V v) { std::memcpy(p, &v, sizeof v); }
+INLINE void store(P* p, V v) {
+  std::memcpy(p, &v, sizeof v);
+}
 
 INLINE Words larger(Words a, Words b) { return a > b ? a : b; }
 INLINE Words smaller(Words a, Words b) { return a < b ? a : b; }
@@ -76,7 +82,9 @@ INLINE __m128i packed_halves(Words x) {  // of words below 2^16
 
 // exact: numbers that the result's dtype has, or NaN; not exact: no NaN
 template <bool exact>
-INLINE void write(Float32* p, Floats v) { store(p, v); }
+INLINE void write(Float32* p, Floats v) {
+  store(p, v);
+}
 template <bool exact>
 INLINE void write(BFloat16* p, Floats v) {
   const Words u = bits_of(v), high = (exact ? u : u + 0x7FFF + ((u >> 16) & 1)) >> 16;
@@ -212,5 +220,5 @@ INLINE Floats drawn(Floats magnitude, Words random) {
 }
 
 INLINE Floats with_sign(Floats magnitude, Words sign) { return float_of(bits_of(magnitude) | (sign & 0x80000000)); }
-"""
-)
+
+}  // namespace te_models

@@ -1,15 +1,13 @@
-"""The C++ of flash attention's forward pass (arXiv 2205.14135, 2307.08691).
+// Flash attention's forward pass (arXiv 2205.14135, 2307.08691).
+//
+// Of a tile of queries, the scores with a block of keys are computed, become powers of two above the largest score so
+// far, and weigh the block's values; what was summed before is scaled to the new largest score. A block ends with the
+// last key that a query of the tile sees, and only keys that some of its queries do not see are masked.
 
-Of a tile of queries, the scores with a block of keys are computed, become powers of two above the largest score so far,
-and weigh the block's values; what was summed before is scaled to the new largest score. A block ends with the last key
-that a query of the tile sees, and only keys that some of its queries do not see are masked.
-"""
+#include "attention_tiles.h"
 
-from .tiles_source import TILES
+namespace te_models {
 
-FORWARD = (
-    TILES
-    + r"""
 struct Forward {
   Sizes s;
   const X *q, *k, *v;
@@ -114,5 +112,3 @@ extern "C" void te_flash_forward(const X* q, const X* k, const X* v, X* out, flo
   f.scale = Scale(scale, softcap);
   forward(f, threads);
 }
-"""
-)

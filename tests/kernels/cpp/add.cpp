@@ -1,0 +1,3 @@
+// The smallest library: a number is added.
+
+extern "C" void te_add(int* x) { *x += ADDED; }
