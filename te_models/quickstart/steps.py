@@ -9,6 +9,7 @@ import gc
 import math
 import shutil
 import statistics
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from ..compare_logits import agreement, load_theirs, relative_error
 from ..memory import return_freed_memory
 from ..training import TokenDataset, TrainConfig, Windows, read_metrics, train, write_dataset
 from ..training.log.curves import plot_gaps
-from .run import Run
+from .run import Run, steps_done
 from .text import windows_of
 
 
@@ -173,7 +174,8 @@ def train_experts(run: Run) -> Path:
     last: dict[str, float] = {}
     for name, folder in curves.items():
         report.say(f"  training in {name}: {sizes.train_batches} batches, each read {_times(sizes.epochs)}")
-        train(train_config(run, folder, "none" if name == "bf16" else name))
+        with report.working(partial(_progress, name, folder, sizes.train_batches * sizes.epochs)):
+            train(train_config(run, folder, "none" if name == "bf16" else name))
         _release()
         shutil.rmtree(folder / "checkpoints")  # gigabytes of optimizer state that nobody will continue from
         losses = [row["loss"] for row in read_metrics(folder / "metrics.jsonl")]
@@ -191,6 +193,10 @@ def train_experts(run: Run) -> Path:
     gap = abs(last[run.recipe] / last["bf16"] - 1)
     report.at_most(f"loss of {run.recipe} against bf16 on the last batches, relative", gap, 0.05)
     return curves[run.recipe] / "final"
+
+
+def _progress(name: str, folder: Path, steps: int) -> str:
+    return f"training in {name}: {steps_done(folder)} of {steps}"
 
 
 def _times(count: int) -> str:
