@@ -75,7 +75,7 @@ def run(piece: Piece, weight: Tensor, moments: Sequence[Tensor], group: dict[str
 def _has_the_bits() -> bool:
     """Whether one pass leaves the bits of torch's kernel between decoding and encoding, on this processor and with this
     torch: its compiler decides where it multiplies and adds in one instruction."""
-    return all(cpu_moments.updates(x, x) and _agree(beta1, x) for beta1 in (0.9, 0.4) for x in _DTYPES)
+    return all(cpu_moments.has_update(x, x) and _agree(beta1, x) for beta1 in (0.9, 0.4) for x in _DTYPES)
 
 
 def _agree(beta1: float, dtype: torch.dtype) -> bool:

@@ -203,6 +203,7 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
+@torch.no_grad()
 def _untrained_losses(run: Run, dataset: TokenDataset) -> list[float]:
     """Return the loss that the model has, before training, on the batch of each step: how much easier a batch is than
     another is no progress."""
@@ -212,7 +213,7 @@ def _untrained_losses(run: Run, dataset: TokenDataset) -> list[float]:
     losses = []
     for step in range(sizes.epochs * sizes.train_batches):
         batch = windows.batch(step * sizes.train_batch, sizes.train_batch)
-        losses.append(math.log(perplexity(logits(model, batch), batch)))
+        losses.append(math.log(perplexity(model(batch).logits.float(), batch)))
     del model
     return_freed_memory()
     return losses
