@@ -24,11 +24,10 @@ from .. import cpp_library
 from ..custom_op import takes
 from ..quantize.cpu_graph import library as shared
 from ..quantize.eager import eager_on_cpu, plain_on_cpu
+from ..threads import threads_for
 
 LEAST = 2**16
 """Elements of a call that make it worth to compile a library, on a machine that has none."""
-_SHARED = 2**15
-"""Elements of a call that threads share."""
 _ONE_ROW = 2**15
 """Channels from which torch's threads share the sum of a single row."""
 _P, _N, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -88,7 +87,7 @@ def _serves(x: Tensor, parameter: Tensor | None = None) -> bool:
 
 
 def _threads(x: Tensor) -> int:
-    return torch.get_num_threads() if x.numel() >= _SHARED else 1
+    return threads_for(x.numel())
 
 
 def _strides(x: Tensor) -> tuple[Tensor, int, int, int]:

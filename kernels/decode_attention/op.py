@@ -21,6 +21,7 @@ from ..custom_op import takes
 from ..gemm.gemv import has_instructions
 from ..quantize.cpu_graph import library as shared
 from ..quantize.eager import eager_on_cpu, plain_on_cpu
+from ..threads import threads_for
 
 LEAST = 2**13
 """Elements of the keys from which reading them is what takes the time."""
@@ -88,6 +89,6 @@ def attend_one(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None
         channels,
         width,
         scale,
-        torch.get_num_threads(),
+        threads_for((key.numel() + value.numel()) * (heads // groups) * 0.2),
     )
     return out

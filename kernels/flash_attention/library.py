@@ -18,6 +18,7 @@ from ..custom_op import takes
 from ..gemm.cpu import in_float32
 from ..gemm.gemv import has_instructions
 from ..quantize.cpu_graph import library as shared
+from ..threads import threads_for
 from ..torch_versions import constant_when_traced
 
 DTYPES = shared.DTYPES
@@ -94,7 +95,7 @@ def run_forward(
     FORWARD_TAKES.check_on_cpu("run_forward", *tensors, causal)
     function = _function("te_flash_forward", q.dtype, in_float32(q))
     sizes, strides = _sizes(q, k, v, causal, window), _strides(tensors)
-    function(*_addresses(tensors), sizes, strides, scale, softcap, torch.get_num_threads())
+    function(*_addresses(tensors), sizes, strides, scale, softcap, _threads(q, v, 1))
 
 
 def run_backward(
@@ -118,7 +119,12 @@ def run_backward(
     BACKWARD_TAKES.check_on_cpu("run_backward", *tensors, causal)
     function = _function("te_flash_backward", q.dtype, in_float32(q))
     sizes, strides = _sizes(q, k, v, causal, window), _strides(tensors)
-    function(*_addresses(tensors), sizes, strides, scale, softcap, torch.get_num_threads())
+    function(*_addresses(tensors), sizes, strides, scale, softcap, _threads(q, v, 3))
+
+
+def _threads(q: Tensor, v: Tensor, passes: int) -> int:
+    """Return on how many threads so many passes over scores run: one does 20 multiplications a nanosecond."""
+    return threads_for(q.shape[:3].numel() * v.shape[1] * (q.shape[3] + v.shape[3]) * passes * 0.05)
 
 
 def _with_rows(x: Tensor) -> Tensor:

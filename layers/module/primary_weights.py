@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[[Any], None])
 
 def default_init_method(weight: Tensor) -> Tensor:
     """Fill with N(0, 0.023^2), Transformer Engine's default."""
-    return nn.init.normal_(weight, mean=0.0, std=0.023)
+    return weight if weight.is_meta else nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
 def empty_parameter(*shape: int, params_dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Parameter:

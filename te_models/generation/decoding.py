@@ -6,12 +6,15 @@ token comes at the same column.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_models.kernels.gemm.gemv import FEW
+from te_models.kernels.threads import LEAST_NS, on_one_thread
 from te_models.layers.functional.gemm_operand import compute_dtype
 
 from ..eval_mode import in_eval_mode
@@ -133,6 +136,7 @@ def _steps(
         step = decode_step(model)
     else:
         cache = KVCache(model.config, batch, room, dtype=dtype, device=ids.device, tp_size=model.tp_size)
+    small = one_thread_suffices(model, batch)
     padded = not bool(mask.all())
     position_ids = positions_of(mask)
     running = torch.ones(batch, dtype=torch.bool, device=ids.device)
@@ -146,13 +150,14 @@ def _steps(
                 if step is not None and isinstance(cache, StaticKVCache) and cache.length:
                     logits = step(model, ids, position_ids, cache.step)
                 else:
-                    logits = model(
-                        ids,
-                        position_ids=position_ids,
-                        attention_mask=mask if padded else None,
-                        cache=cache,
-                        last_logits_only=True,
-                    ).logits[:, -1]
+                    with on_one_thread() if small and cache.length else contextlib.nullcontext():
+                        logits = model(
+                            ids,
+                            position_ids=position_ids,
+                            attention_mask=mask if padded else None,
+                            cache=cache,
+                            last_logits_only=True,
+                        ).logits[:, -1]
                 token = torch.where(running, sampler(logits), pad_token_id)
                 if model.tp_group is not None and sampler.temperature > 0:  # whose generators may stand elsewhere
                     dist.broadcast(token, group=model.tp_group, group_src=0)
@@ -168,6 +173,13 @@ def _steps(
                 if stage != before:
                     cache.reset()
                     ids, position_ids = written, positions_of(mask)
+
+
+def one_thread_suffices(model: GPTModel, batch: int) -> bool:
+    """Whether a step's operations on CPU are so short for `batch` rows that a second thread would mostly be waited for.
+    Products by large weights, as the output layer's, go through functions that choose their threads themselves."""
+    weights = [p for name, p in model.named_parameters() if p.device.type == "cpu" and name.startswith("decoder.")]
+    return bool(weights) and batch <= FEW and all(0.2 * p.numel() < LEAST_NS for p in weights)
 
 
 def positions_of(mask: Tensor) -> Tensor:

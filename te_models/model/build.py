@@ -3,8 +3,10 @@ what a configuration can say and the model does not compute."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -23,6 +25,19 @@ ExpertLayout = Literal["grouped", "per-gemm"]
 ExpertDispatch = Literal["all_to_all", "all_to_all_quantized", "all_gather", "deepep"]
 
 
+_draws_nothing: ContextVar[bool] = ContextVar("_draws_nothing", default=False)
+
+
+@contextlib.contextmanager
+def without_draws() -> Iterator[None]:
+    """Inside, initial weights are zeros: of a model that is about to be filled from files."""
+    token = _draws_nothing.set(True)
+    try:
+        yield
+    finally:
+        _draws_nothing.reset(token)
+
+
 @dataclass(frozen=True)
 class Normal:
     """Fills a weight with N(0, std^2). Stacks of experts are filled member by member, so that both layouts of the
@@ -31,6 +46,10 @@ class Normal:
     std: float
 
     def __call__(self, weight: Tensor) -> Tensor:
+        if weight.is_meta:  # without values, and the first draw there would import hundreds of modules
+            return weight
+        if _draws_nothing.get():
+            return weight.zero_()
         for member in weight.unbind(0) if weight.dim() == 3 else (weight,):
             nn.init.normal_(member, mean=0.0, std=self.std)
         return weight

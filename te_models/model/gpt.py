@@ -28,7 +28,7 @@ from te_models.layers.distributed.context_parallel import ContextShard, context_
 from te_models.layers.tensor.fsdp import sharded
 
 from ..config import ModelConfig
-from .build import Build, ExpertDispatch, ExpertLayout, check_supported, real_device
+from .build import Build, ExpertDispatch, ExpertLayout, check_supported, real_device, without_draws
 from .cache import Memory
 from .decoder import Decoder
 from .embedding import Embedding, check_words, config_of_words, input_size, resize_rows
@@ -443,7 +443,7 @@ class GPTModel(SharedModel):
                     parameter: Any = nn.Parameter(value)  # still quantized
                     setattr(model.get_submodule(owner), key, parameter.keep_attributes(model.get_parameter(name)))
             else:
-                with quantized_model_init(recipe=recipe):
+                with quantized_model_init(recipe=recipe), without_draws():
                     model = cls(checkpoint.config, dtype=dtype, device=target, **split)
                 keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
             checkpoint.load_into(dict(model.stored_tensors()), place=place_of(model))

@@ -13,7 +13,7 @@ from ..extras import require
 from ..training.one_run import LOCK, alone_in
 from . import steps
 from .report import Report, peak_rss_gib
-from .run import REAL, TINY, Run, Sizes
+from .run import REAL, TINY, Run, Sizes, steps_done
 from .smollm import smollm_folder
 from .text import library_files, windows_of
 from .tiny import tiny_folder
@@ -44,7 +44,9 @@ def run_quickstart(
     _check(out)
     with alone_in(out, "--out"):
         _fresh(out)
-        return _run(out, offline_tiny, epochs, recipe, Report(verbose=verbose))
+        report = Report(verbose=verbose)
+        with report.heartbeat():
+            return _run(out, offline_tiny, epochs, recipe, report)
 
 
 def _run(out: Path, offline_tiny: bool, epochs: int | None, recipe: str, report: Report) -> Report:
@@ -79,7 +81,8 @@ def _prepare(out: Path, scratch: Path, sizes: Sizes, recipe: str, offline_tiny: 
     report.say(f"  text: {len(training_files)} training files, {len(held_out)} held out, from the standard library")
     if offline_tiny:
         report.say("  training a small tokenizer and model")
-        hf = tiny_folder(scratch, training_files)
+        with report.working(lambda: f"training the small model: {steps_done(scratch / 'tiny')}"):
+            hf = tiny_folder(scratch, training_files)
     else:
         hf = smollm_folder(lambda message: report.say(f"  {message}"))
     report.say(f"  model: {hf}")

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+SILENCE = 10.0
+"""Seconds after which a line says that the run goes on."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,9 @@ class Report:
     peak_gib: dict[str, float] = field(default_factory=dict)
     _step: str = ""
     _started: float = field(default_factory=time.perf_counter)
-    _step_started: float = 0.0
+    _step_started: float = field(default_factory=time.perf_counter)
+    _said: float = field(default_factory=time.perf_counter)
+    _doing: Callable[[], str] | None = None
 
     def begin(self, step: str) -> None:
         """Start a step: its name heads the checks that follow."""
@@ -50,8 +58,44 @@ class Report:
 
     def say(self, text: str) -> None:
         """Tell the user, at once."""
+        self._said = time.perf_counter()
         if self.verbose:
             print(text, flush=True)
+
+    @contextlib.contextmanager
+    def heartbeat(self, silence: float = SILENCE) -> Iterator[None]:
+        """Inside, a thread says what is going on whenever nothing was said for so many seconds."""
+        if not self.verbose:
+            yield
+            return
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(silence / 10):
+                now = time.perf_counter()
+                if now - self._said >= silence:
+                    self.say(f"  ... {self.doing()}, {now - self._step_started:.0f} s")
+
+        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def doing(self) -> str:
+        """Return what is going on: the step, or what `working` says."""
+        return self._doing() if self._doing is not None else self._step or "starting"
+
+    @contextlib.contextmanager
+    def working(self, what: Callable[[], str]) -> Iterator[None]:
+        """Inside, `what` returns what is going on."""
+        before, self._doing = self._doing, what
+        try:
+            yield
+        finally:
+            self._doing = before
 
     def at_most(self, what: str, value: float, bound: float, digits: int = 3) -> None:
         """Check `value <= bound`; a NaN fails."""

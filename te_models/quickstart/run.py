@@ -100,3 +100,10 @@ class Run:
     def moe(self) -> Path:
         """The mixture of experts made from it."""
         return self.out / "moe"
+
+
+def steps_done(folder: Path) -> str:
+    """Return how far the training run of a folder is: "step 12", or "compiling" where no step has ended."""
+    file = folder / "metrics.jsonl"
+    steps = file.read_bytes().count(b"\n") if file.is_file() else 0
+    return f"step {steps}" if steps else "preparing and compiling"

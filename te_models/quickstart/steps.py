@@ -9,6 +9,7 @@ import gc
 import math
 import shutil
 import statistics
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from ..compare_logits import agreement, load_theirs, relative_error
 from ..memory import return_freed_memory
 from ..training import TokenDataset, TrainConfig, Windows, read_metrics, train, write_dataset
 from ..training.log.curves import plot_gaps
-from .run import Run
+from .run import Run, steps_done
 from .text import windows_of
 
 
@@ -173,7 +174,8 @@ def train_experts(run: Run) -> Path:
     last: dict[str, float] = {}
     for name, folder in curves.items():
         report.say(f"  training in {name}: {sizes.train_batches} batches, each read {_times(sizes.epochs)}")
-        train(train_config(run, folder, "none" if name == "bf16" else name))
+        with report.working(partial(_progress, name, folder, sizes.train_batches * sizes.epochs)):
+            train(train_config(run, folder, "none" if name == "bf16" else name))
         _release()
         shutil.rmtree(folder / "checkpoints")  # gigabytes of optimizer state that nobody will continue from
         losses = [row["loss"] for row in read_metrics(folder / "metrics.jsonl")]
@@ -193,10 +195,15 @@ def train_experts(run: Run) -> Path:
     return curves[run.recipe] / "final"
 
 
+def _progress(name: str, folder: Path, steps: int) -> str:
+    return f"training in {name}: {steps_done(folder)} of {steps}"
+
+
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
+@torch.no_grad()
 def _untrained_losses(run: Run, dataset: TokenDataset) -> list[float]:
     """Return the loss that the model has, before training, on the batch of each step: how much easier a batch is than
     another is no progress."""
@@ -206,7 +213,7 @@ def _untrained_losses(run: Run, dataset: TokenDataset) -> list[float]:
     losses = []
     for step in range(sizes.epochs * sizes.train_batches):
         batch = windows.batch(step * sizes.train_batch, sizes.train_batch)
-        losses.append(math.log(perplexity(logits(model, batch), batch)))
+        losses.append(math.log(perplexity(model(batch).logits.float(), batch)))
     del model
     return_freed_memory()
     return losses

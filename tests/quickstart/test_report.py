@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -48,3 +49,14 @@ def test_table_and_dictionary(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(values["seconds"]) == {"1 first", "2 second"}
     assert 0.01 < values["peak_rss_gib"] == pytest.approx(peak_rss_gib(), abs=0.01)
     assert "FAIL large" in capsys.readouterr().out
+
+
+def test_a_long_silence_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report()
+    report.begin("4 train")
+    with report.heartbeat(0.05), report.working(lambda: "training in bf16: step 12 of 32"):
+        time.sleep(0.4)
+    assert "  ... training in bf16: step 12 of 32, 0 s" in capsys.readouterr().out
+    with Report(verbose=False).heartbeat(0.01):
+        time.sleep(0.1)
+    assert capsys.readouterr().out == ""

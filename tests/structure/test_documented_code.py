@@ -197,7 +197,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main(["import", str(folder / "SmolLM2-135M"), str(folder / "models/smollm2")]) == 0
     shutil.copytree(folder / "models/smollm2", folder / "quickstart-out/model")
     (folder / "corpus").mkdir()
-    (folder / "corpus/a.py").write_text("def main():\n    return 1\n" * 200)
+    (folder / "corpus/a.py").write_text("def main():\n    return 1\n" * 2000)
     small_run(folder, "run")
     small_run(folder, "train")
     return folder

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import cpp_library
 from ...quantize.cpu_graph import library as shared
+from ...threads import threads_for
 from ..operand import ScaledOperand
 
 DTYPES = shared.DTYPES
@@ -68,7 +69,7 @@ def linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:
         *block,
         _KINDS.index(weight.kind),
         None if weight.amax is None else weight.amax.data_ptr(),
-        torch.get_num_threads(),
+        threads_for(data.numel() * (0.3 + 0.1 * rows)),
     )
     return out
 
@@ -95,5 +96,5 @@ def grouped(x: Tensor, weight: ScaledOperand, groups: Sequence[tuple[int, int, i
         _KINDS.index(weight.kind),
         None if amax is None else amax.data_ptr(),
         0 if amax is None or amax.numel() == 1 else amax.stride(0),
-        torch.get_num_threads(),
+        threads_for(weight.outer * weight.inner * min(len(groups), x.shape[0]) * 0.4),
     )

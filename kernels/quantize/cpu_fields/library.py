@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ... import cpp_library
 from ...custom_op import takes
+from ...threads import threads_for
 from ..cpu_graph import library as shared
 from ..eager import eager_on_cpu, plain_on_cpu
 from ..fp8 import reference
@@ -96,9 +97,9 @@ class _Error:
         return 0.0 if self._bits is None else ctypes.c_float.from_buffer(self._bits).value
 
 
-def _threads(measured: bool) -> int:
+def _threads(measured: bool, elements: int) -> int:
     """Return on how many threads a function runs: conversions, which measure errors, call it from several."""
-    return 1 if measured else torch.get_num_threads()
+    return 1 if measured else threads_for(2 * elements)
 
 
 def quantize_blocks(
@@ -116,7 +117,7 @@ def quantize_blocks(
     kind, overflow, error = _KINDS.index(scale_kind), torch.finfo(x.dtype).max, _Error(measured)
     sizes = (rows, columns, *block, kind, epsilon, overflow)
     run = _function("te_quantize_blocks", x.dtype)
-    if run(x.data_ptr(), data.data_ptr(), *pointers, *sizes, error.pointer(), _threads(measured)):
+    if run(x.data_ptr(), data.data_ptr(), *pointers, *sizes, error.pointer(), _threads(measured, x.numel())):
         return None
     return data, scales, error.value()
 
@@ -128,7 +129,7 @@ def quantize_scaled(x: Tensor, scale: float, inverse: float, *, measured: bool =
         return None
     data, error = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device="cpu"), _Error(measured)
     run = _function("te_quantize_scaled", x.dtype)
-    if run(x.data_ptr(), data.data_ptr(), x.numel(), scale, inverse, error.pointer(), _threads(measured)):
+    if run(x.data_ptr(), data.data_ptr(), x.numel(), scale, inverse, error.pointer(), _threads(measured, x.numel())):
         return None
     return data, error.value()
 
@@ -143,7 +144,7 @@ def quantize_nvfp4(x: Tensor, block_rows: int, amax: float, *, measured: bool = 
     scales, error = torch.empty((rows, columns // 16), dtype=torch.float8_e4m3fn, device="cpu"), _Error(measured)
     run = _function("te_quantize_nvfp4", x.dtype)
     sizes = rows, columns, block_rows, amax
-    if run(x.data_ptr(), packed.data_ptr(), scales.data_ptr(), *sizes, error.pointer(), _threads(measured)):
+    if run(x.data_ptr(), packed.data_ptr(), scales.data_ptr(), *sizes, error.pointer(), _threads(measured, x.numel())):
         return None
     return packed, scales, error.value()
 
@@ -156,7 +157,7 @@ def decode_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: t
     out = torch.empty(data.shape, dtype=dtype, device="cpu")
     pointers = (scales.data_ptr(), None) if scales.dtype == torch.uint8 else (None, scales.data_ptr())
     run = _function("te_decode_blocks", dtype)
-    run(data.data_ptr(), *pointers, out.data_ptr(), *data.shape, *block, torch.get_num_threads())
+    run(data.data_ptr(), *pointers, out.data_ptr(), *data.shape, *block, threads_for(data.numel()))
     return out
 
 
@@ -168,7 +169,7 @@ def decode_nvfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     rows, columns = packed.shape[0], 2 * packed.shape[1]
     out = torch.empty((rows, columns), dtype=dtype, device="cpu")
     run = _function("te_decode_nvfp4", dtype)
-    run(packed.data_ptr(), scales.data_ptr(), out.data_ptr(), rows, columns, torch.get_num_threads())
+    run(packed.data_ptr(), scales.data_ptr(), out.data_ptr(), rows, columns, threads_for(rows * columns))
     return out
 
 

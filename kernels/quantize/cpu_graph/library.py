@@ -19,6 +19,7 @@ from torch import Tensor
 from te_models.child_process import renew_in_forks
 
 from ... import cpp_library
+from ...threads import threads_for
 from .. import hadamard
 
 NAMES = {torch.bfloat16: "BFloat16", torch.float32: "Float32"}
@@ -123,7 +124,7 @@ def round_fp8(
     overflow = torch.finfo(x.dtype).max
     scales = (fp8_dtype is torch.float8_e5m2, KINDS.index(scale_kind), epsilon, overflow)
     run = _function("te_round_fp8", x.dtype, dtype)
-    run(x.data_ptr(), out.data_ptr(), *_sizes(x), *block, *scales, torch.get_num_threads())
+    run(x.data_ptr(), out.data_ptr(), *_sizes(x), *block, *scales, threads_for(x.numel()))
     return out
 
 
@@ -138,7 +139,7 @@ def round_current(
     pointers = x.data_ptr(), out.data_ptr(), scale_inv.data_ptr()
     scales = fp8_dtype is torch.float8_e5m2, int(pow2), epsilon
     run = _function("te_round_current", x.dtype, dtype)
-    run(*pointers, matrices, rows * columns, *scales, torch.get_num_threads())
+    run(*pointers, matrices, rows * columns, *scales, threads_for(x.numel()))
     return out, scale_inv
 
 
@@ -152,7 +153,7 @@ def round_scaled(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, dtype: torch.
         matrices, rows, columns = _sizes(x)
         sizes = matrices * rows, columns, scale.data_ptr(), by_row
         run = _function("te_round_scaled", x.dtype, dtype)
-        run(x.data_ptr(), out.data_ptr(), *sizes, fp8_dtype is torch.float8_e5m2, torch.get_num_threads())
+        run(x.data_ptr(), out.data_ptr(), *sizes, fp8_dtype is torch.float8_e5m2, threads_for(x.numel()))
     return out
 
 
@@ -175,7 +176,7 @@ def round_nvfp4(
     run = _function("te_round_nvfp4", x.dtype, dtype)
     pointers = (x.data_ptr(), out.data_ptr())
     drawing = None if key is None else key.data_ptr(), stream
-    run(*pointers, *_sizes(x), *block, amax.data_ptr(), *strides, *drawing, torch.get_num_threads())
+    run(*pointers, *_sizes(x), *block, amax.data_ptr(), *strides, *drawing, threads_for(x.numel()))
     return out
 
 
@@ -194,7 +195,7 @@ def amax(x: Tensor) -> Tensor:
         return x.new_zeros(x.shape[:-2], dtype=torch.float32)
     rows = torch.empty(x.shape[:-1], dtype=torch.float32, device="cpu")
     run = _function("te_row_amax", x.dtype)
-    run(x.data_ptr(), rows.data_ptr(), rows.numel(), x.shape[-1], torch.get_num_threads())
+    run(x.data_ptr(), rows.data_ptr(), rows.numel(), x.shape[-1], threads_for(x.numel()))
     return rows.amax(-1)
 
 
@@ -205,5 +206,5 @@ def random_hadamard(x: Tensor) -> Tensor:
     out = x.new_empty((*x.shape[:-2], rows, x.shape[-1]))
     if out.numel():
         run = _function("te_random_hadamard")
-        run(x.data_ptr(), out.data_ptr(), *_sizes(x), _SIGNS, torch.get_num_threads())
+        run(x.data_ptr(), out.data_ptr(), *_sizes(x), _SIGNS, threads_for(x.numel()))
     return out

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import cpp_library
 from ...custom_op import Takes, apart, takes
+from ...threads import threads_for
 from ..cpu_graph import library as shared
 from ..hashed import hash_words
 
@@ -114,7 +115,7 @@ def encode_moments(
     k0, k1 = hash_words(key, step).tolist()
     pointers = [t.data_ptr() for t in (first, second, *out)]
     run = _function(_ENCODE)
-    if run(*pointers, first.numel(), k0, k1, int(begin), torch.get_num_threads()):
+    if run(*pointers, first.numel(), k0, k1, int(begin), threads_for(first.numel())):
         return None
     return tuple(out)
 
@@ -131,7 +132,7 @@ def round_moments(
     k0, k1 = hash_words(key, step).tolist()
     pointers = [t.data_ptr() for t in (first, second, *out)]
     run = _function("te_round_moments")
-    return not run(*pointers, first.numel(), k0, k1, int(begin), torch.get_num_threads())
+    return not run(*pointers, first.numel(), k0, k1, int(begin), threads_for(first.numel()))
 
 
 def decode_moments(
@@ -144,7 +145,7 @@ def decode_moments(
     out = first.new_empty(tuple(shape), dtype=torch.float32), first.new_empty(tuple(shape), dtype=torch.float32)
     stored = first, first_scale_inv, second, second_scale_inv
     pointers = [t.data_ptr() for t in (*stored, *out)]
-    _function("te_decode_moments")(*pointers, out[0].numel(), torch.get_num_threads())
+    _function("te_decode_moments")(*pointers, out[0].numel(), threads_for(out[0].numel()))
     return out
 
 
@@ -195,9 +196,9 @@ def adamw_step(
     run = _function(f"te_adamw_{name}", gradient.dtype, weight.dtype)
     arguments = [*(t.data_ptr() for t in (weight, gradient, *moments)), n, scalars.data_ptr()]
     if name == "float32":  # of which nothing is rounded
-        run(*arguments, torch.get_num_threads())
+        run(*arguments, threads_for(n))
         return None
     left = torch.empty(-(-n // BLOCK), dtype=torch.bool, device="cpu")
     k0, k1 = hash_words(key, step).tolist()
-    found = run(*arguments, k0, k1, left.data_ptr(), torch.get_num_threads())
+    found = run(*arguments, k0, k1, left.data_ptr(), threads_for(n))
     return left if found else None

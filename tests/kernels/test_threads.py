@@ -1,0 +1,24 @@
+"""Short calls run on one thread; a decoding step's own operations too, and its long products as before."""
+
+from __future__ import annotations
+
+import torch
+
+from te_models.kernels.threads import LEAST_NS, on_one_thread, threads_for
+
+
+def test_short_calls_stay_on_one_thread() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert threads_for(LEAST_NS - 1) == 1
+        assert threads_for(LEAST_NS) == 3
+        with on_one_thread():
+            assert torch.get_num_threads() == 1
+            assert threads_for(LEAST_NS) == 3
+            with on_one_thread():
+                assert threads_for(LEAST_NS - 1) == 1
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
