@@ -68,3 +68,14 @@ def test_files_that_the_layout_page_names_exist() -> None:
     named = re.findall(r"`([\w/]+\.py)`", page)
     assert len(named) > 10
     assert [name for name in named if not (ROOT / name).exists() and "NAME" not in name] == []
+
+
+def test_no_line_of_a_document_is_longer_than_people_read() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    long = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in pages
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 200
+    ]
+    assert long == []

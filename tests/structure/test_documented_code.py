@@ -78,7 +78,11 @@ CHANGES = {
     "docs/training.md": [
         ('["--steps", "500"]', '["--steps", "2"]'),
         # the corpus here has too little text for the windows that fit
-        ("'train', 'lora.toml'])", "'train', 'lora.toml', '--data.validation-fraction', '0', '--data.sequence-length', '64'])"),
+        (
+            "'train', 'lora.toml'])",
+            "'train', 'lora.toml', '--steps', '2', '--schedule.warmup-steps', '1', '--data.validation-fraction', '0.3', "
+            "'--data.sequence-length', '64'])",
+        ),
         (
             "from te_models.lora import add_lora,",
             "mixture, model = model, GPTModel(config)\nfrom te_models.lora import add_lora,",
