@@ -80,8 +80,8 @@ CHANGES = {
         # the corpus here has too little text for the windows that fit
         (
             "'train', 'lora.toml'])",
-            "'train', 'lora.toml', '--steps', '2', '--schedule.warmup-steps', '1', '--data.validation-fraction', '0.3', "
-            "'--data.sequence-length', '64'])",
+            "'train', 'lora.toml', '--steps', '2', '--schedule.warmup-steps', '1', "
+            "'--data.validation-fraction', '0.3', '--data.sequence-length', '64'])",
         ),
         (
             "from te_models.lora import add_lora,",
