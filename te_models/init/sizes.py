@@ -21,7 +21,7 @@ WINDOWS = 16
 """Windows of a step: micro_batch_size times gradient_accumulation."""
 SHORTEST = 128
 """Tokens of the shortest window that is tried."""
-_MOST_TOKENS = {"cpu": 4096, "cuda": 16384}
+MOST_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Of a micro-batch: with more a device is no faster."""
 _BYTES = {"float32": 8.0, "bfloat16": 4.0, "float8": 2.07}
 """Of the two moments of a parameter, scales included."""
@@ -74,7 +74,15 @@ class Growth:
         return self.steady + _BYTES[sizes.moments] * self.moments + windows * self.window[sizes.checkpointing]
 
 
-def fitting(config_of: Callable[[Sizes], TrainConfig], length: int, trained: int, device: str, budget: int) -> Sizes:
+def fitting(
+    config_of: Callable[[Sizes], TrainConfig],
+    length: int,
+    trained: int,
+    device: str,
+    budget: int,
+    *,
+    largest: int = WINDOWS,
+) -> Sizes:
     """Return the first sizes that fit, of those that cost least first.
 
     Args:
@@ -82,6 +90,7 @@ def fitting(config_of: Callable[[Sizes], TrainConfig], length: int, trained: int
         length: Tokens of a window, where they fit.
         trained: Parameters that have moments.
         budget: Bytes that a run may take.
+        largest: Windows of the largest micro-batch, a power of two.
 
     Raises ConfigError where none fit.
     """
@@ -97,7 +106,7 @@ def fitting(config_of: Callable[[Sizes], TrainConfig], length: int, trained: int
     one, two, checkpointed = planned
     growth = Growth.of(one, two, checkpointed, length, trained)
     smallest = 0.0
-    for tried in _cheapest_first(length, _MOST_TOKENS[device], bool(trained)):
+    for tried in _cheapest_first(length, MOST_TOKENS[device], largest, bool(trained)):
         smallest = growth.memory(tried)
         if smallest > budget:
             continue
@@ -112,14 +121,14 @@ def fitting(config_of: Callable[[Sizes], TrainConfig], length: int, trained: int
     )
 
 
-def _cheapest_first(length: int, most_tokens: int, moments: bool) -> Iterator[Sizes]:
+def _cheapest_first(length: int, most_tokens: int, largest: int, moments: bool) -> Iterator[Sizes]:
     """Yield sizes: float32 moments before shorter ones, all activations before fewer, long windows before short ones,
     and of each the largest micro-batch first."""
     while length >= min(SHORTEST, length):
         for checkpointing, kind in ((False, "float32"), (False, "bfloat16"), (True, "bfloat16"), (True, "float8")):
             if not moments and kind != ("bfloat16" if checkpointing else "float32"):
                 continue  # adapters are small: their moments decide nothing
-            size = WINDOWS
+            size = largest
             while size >= 1:
                 if size == 1 or size * length <= most_tokens:
                     yield Sizes(length, size, checkpointing, kind if moments else "float32")

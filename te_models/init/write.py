@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,14 +12,14 @@ from te_models.checkpoints.io.atomic import replaced_file
 
 from ..config import ConfigError, ModelConfig
 from ..parallel.dims import ParallelDims
-from ..sizes import format_size
+from ..sizes import format_size, plural
 from ..training.config import TrainConfig
 from ..training.config.file import read_config
-from ..training.data.documents import matching_files
 from ..training.preflight import check_data, check_model, check_output
 from .base import Base, Machine
-from .sizes import WINDOWS, Sizes, fitting
+from .sizes import MOST_TOKENS, WINDOWS, Sizes, fitting
 from .tables import Tables, changed_keys
+from .text import HELD_OUT, Amount, amount_of, format_of
 
 Task = Literal["pretrain", "sft", "lora", "qlora"]
 TASKS: dict[str, str] = {
@@ -108,7 +107,6 @@ def first_config(
         tables.add("optimizer", "weight_decay", 0.0)
     tables.add("schedule", "warmup_steps", _WARMUP)
     _add_precision(tables, task, recipe, base, machine)
-    tables.add("evaluation", "every", 100)
 
     def planned(sizes: Sizes) -> TrainConfig:
         values = tables.merged(sizes.values())
@@ -117,11 +115,19 @@ def first_config(
         return TrainConfig.from_dict(values | {"compile": False})
 
     length = min(_LENGTHS[machine.device], base.config.max_position_embeddings)
+    amount = None
+    if data and (base.path is not None or tokenizer is not None):
+        enough = int(MOST_TOKENS[machine.device] / HELD_OUT)
+        amount = amount_of(planned(Sizes(length)).data, enough, base.config.vocab_size)
+    longest = length if amount is None else amount.length(length)
     trained = 0
     if task in ("pretrain", "sft"):
         trained = count_parameters(base.config)
-    sizes = fitting(planned, length, trained, machine.device, machine.memory)
-    _add_sizes(tables, sizes, length, base, machine, bool(trained))
+    largest = WINDOWS if amount is None else amount.micro_batch(longest, WINDOWS)
+    sizes = fitting(planned, longest, trained, machine.device, machine.memory, largest=largest)
+    why = f"the text has {plural(amount.tokens, 'token')}" if amount is not None and longest < length else ""
+    _add_sizes(tables, sizes, longest, base, machine, bool(trained), why)
+    _add_validation(tables, sizes, amount)
     return _heading(task, base, path, output) + tables.text(), sizes, base
 
 
@@ -148,27 +154,20 @@ def _add_data(tables: Tables, task: Task, data: Sequence[str], tokenizer: str, b
     if len(data) == 1 and (Path(data[0]) / "meta.json").is_file() and (Path(data[0]) / "tokens.bin").is_file():
         tables.add("data", "path", data[0])
         return
-    chats = task == "sft" or (bool(data) and _has_chats(data))
+    format = format_of(data) if data else "text"
+    if task == "sft" and format == "text":
+        format = "messages"
+    chats = format != "text"
     text = list(data) or (["chats.jsonl"] if chats else ["corpus/**/*.txt"])
     tables.add("data", "path", f"data/{base.name}-{'chats' if chats else 'text'}", "built from text on the first run")
     tables.add("data", "text", text, "" if data else "yours: files, folders or glob patterns")
-    if chats:
+    if format == "messages":
         tables.add("data", "messages_field", "messages", 'lines {"messages": [{"role": ..., "content": ...}, ...]}')
+    elif chats:
+        tables.add("data", "format", format, "what the fields of the first row are called")
     tables.add("data", "tokenizer", tokenizer)
     if chats:
         tables.add("data", "pack_documents", True, "rows of whole chats that do not see each other")
-
-
-def _has_chats(data: Sequence[str]) -> bool:
-    """Whether the first row of the first JSON lines among files has messages."""
-    for file in (file for file in matching_files(data) if file.suffix in (".jsonl", ".ndjson")):
-        with file.open(encoding="utf-8") as lines:
-            try:
-                row = json.loads(lines.readline())
-            except ValueError:
-                return False
-        return isinstance(row, dict) and "messages" in row
-    return False
 
 
 def _add_precision(tables: Tables, task: Task, recipe: str, base: Base, machine: Machine) -> None:
@@ -184,11 +183,16 @@ def _add_precision(tables: Tables, task: Task, recipe: str, base: Base, machine:
         tables.add("precision", "quantized_weights", True, "about a byte per weight of the base, in place of two")
 
 
-def _add_sizes(tables: Tables, sizes: Sizes, length: int, base: Base, machine: Machine, moments: bool) -> None:
+def _add_sizes(
+    tables: Tables, sizes: Sizes, length: int, base: Base, machine: Machine, moments: bool, shorter: str
+) -> None:
+    """Add what memory decided. shorter: why windows are no longer than `length`, where it is for another reason."""
     data, positions = sizes.values()["data"], base.config.max_position_embeddings
     budget = f"{format_size(sizes.memory)} planned of {format_size(machine.memory)} for this run"
     if sizes.sequence_length < length:
         why = f"longer windows do not fit into {format_size(machine.memory)}"
+    elif shorter:
+        why = shorter
     elif length == positions:
         why = "all positions of the model"
     else:
@@ -202,6 +206,16 @@ def _add_sizes(tables: Tables, sizes: Sizes, length: int, base: Base, machine: M
     if moments:
         why = "float32 moments fit" if sizes.moments == "float32" else "float32 moments do not fit"
         tables.add("optimizer", "moment_dtype", sizes.moments, why)
+
+
+def _add_validation(tables: Tables, sizes: Sizes, amount: Amount | None) -> None:
+    """Add what is held out and how often it is measured: nothing of text that is too short."""
+    part = None if amount is None else amount.held_out(sizes.sequence_length, sizes.micro_batch_size)
+    if amount is not None and part is not None:
+        why = f"a micro-batch; the text has {plural(amount.windows(sizes.sequence_length), 'window')}"
+        tables.add("data", "validation_fraction", part, why if part else why.replace("a micro-batch", "none"))
+    if part != 0:
+        tables.add("evaluation", "every", 100)
 
 
 def _check(config: TrainConfig, base: Base, machine: Machine, *, data_named: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from te_models.config import ConfigError
 from te_models.init import Machine, sizes, write_config
 from te_models.plan import Hardware, Plan
 from te_models.training import TrainConfig, load_config
+from te_models.training.ranks.data_parallel import Ranks
+from te_models.training.run_data import open_data, training_windows, validation_batches, validation_windows
 from tests.te_models.configs import tiny
 
 MIB = 2**20
@@ -186,3 +189,36 @@ def test_what_is_written_trains(task: Any, tmp_path: Path, monkeypatch: pytest.M
         file.write_text(file.read_text().replace('messages_field = "messages"', "").replace("chats.jsonl", "a.txt"))
     small = ["--steps", "2", "--no-compile", "--data.sequence-length", "16", "--schedule.warmup-steps", "1"]
     assert main(["train", str(file), *small, "--data.validation-fraction", "0.1"]) == 0
+
+
+@pytest.mark.parametrize("task", ["pretrain", "sft", "lora", "qlora"])
+def test_a_run_takes_what_is_written_for_little_text(task: Any, model: Path, tmp_path: Path) -> None:
+    """As many documents as there are: windows to train on, and full batches to validate with or none asked for."""
+    for count in (1, 3, 30, 300, 1500):
+        row = {"prompt": "how are you", "completion": "well"} if task == "sft" else {"text": "the sun shines and birds"}
+        (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * count)
+        shutil.rmtree(tmp_path / "data", ignore_errors=True)
+        write_config(
+            file := tmp_path / "run.toml",
+            str(model),
+            task,
+            data=["rows.jsonl"],
+            tokenizer="bytes",
+            machine=LAPTOP,
+            force=True,
+        )
+        config = load_config(file)
+        assert config.data.format == ("prompt_completion" if task == "sft" else None)
+        data = open_data(config, vocab_size=300, may_build=True)
+        assert training_windows(config, data).parts
+        windows = validation_windows(config, data)
+        assert bool(windows) == bool(config.evaluation.every)
+        for name, parts in windows.items():
+            assert validation_batches(config, parts, Ranks(), name)
+
+
+def test_a_row_that_a_run_would_refuse_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n{"text": 2}\n')
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 2: text is a int"):
+        write_config(tmp_path / "a.toml", str(model), "lora", data=["rows.jsonl"], tokenizer="bytes", machine=LAPTOP)
+    assert not (tmp_path / "a.toml").exists()

@@ -249,13 +249,18 @@ def _write_part(folder: Path, spans: list[Span], work: _Work, encoder: Encoder, 
 
 def _write_document(writer: TokenWriter, document: Document, pieces: Iterator[Piece], most: int | None) -> None:
     for ids, scored in pieces:
-        if most is not None and ids and max(ids) >= most:
-            raise DataError(
-                f"{document.where} has the token id {max(ids)}; allowed: below {most}, the size of the model's "
-                "vocabulary"
-            )
+        if most is not None:
+            check_ids(ids, document.where, most)
         writer.add(ids, scored)
     writer.end_document()
+
+
+def check_ids(ids: Sequence[int], where: str, vocab_size: int) -> None:
+    """Raise DataError for the ids of a document, which `where` names, that a model does not have."""
+    if ids and max(ids) >= vocab_size:
+        raise DataError(
+            f"{where} has the token id {max(ids)}; allowed: below {vocab_size}, the size of the model's vocabulary"
+        )
 
 
 def _join(out: Path, parts: list[Path], vocab_size: int, fields: Fields, source: dict[str, Any]) -> TokenDataset:
