@@ -124,10 +124,10 @@ def compare_logits(
     del model
     mine = GPTModel.from_pretrained(ours, dtype=dtype, verify=verify).eval()
     if mine.config.vocab_size != vocabulary:
-        raise ValueError(f"{theirs} has {vocabulary} tokens and {ours} {mine.config.vocab_size}")
+        raise ValueError(f"{theirs} has {plural(vocabulary, 'token')} and {ours} {mine.config.vocab_size}")
     got = [_our_stages(mine, window) for window in windows]
     if expected[0].keys() != got[0].keys():
-        raise ValueError(f"{theirs} has {len(expected[0]) - 2} layers and {ours} {len(got[0]) - 2}")
+        raise ValueError(f"{theirs} has {plural(len(expected[0]) - 2, 'layer')} and {ours} {len(got[0]) - 2}")
     widths = [stages[0]["final norm"].shape[-1] for stages in (expected, got)]
     if widths[0] != widths[1]:
         raise ValueError(f"{theirs} has the hidden size {widths[0]} and {ours} {widths[1]}")

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from te_models.file_lock import HeldError, locked
+from te_models.sizes import plural
 
 from .destination import check_destination, named, working_folder
 from .errors import CheckpointError
@@ -67,7 +68,7 @@ def new_folder(destination: Path, *, overwrite: bool, job: str | None = None) ->
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and (count := _finished(working)):
                 raise KeyboardInterrupt(
-                    f"{working} has {count} finished files: the same command goes on from there"
+                    f"{working} has {plural(count, 'finished file')}: the same command goes on from there"
                 ) from None
             with contextlib.suppress(OSError):
                 remove_locked(working)

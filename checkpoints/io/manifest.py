@@ -152,7 +152,8 @@ def note_edited(folder: Path, names: Iterable[str]) -> None:
 
 
 def check_manifest(folder: str | Path, *, progress: Callable[[int, int], None] | None = None) -> int:
-    """Check every file and tensor that manifest.json lists, and that there are no others; return how many files.
+    """Check every file and tensor that manifest.json lists, and that there are no others; return how many files are
+    as listed.
 
     Files whose names begin with a dot are no part of a folder. Of a Hugging Face folder, files that decide no number
     may have been added, edited or removed: an EditedFileWarning names each.
@@ -201,7 +202,7 @@ def check_manifest(folder: str | Path, *, progress: Callable[[int, int], None] |
                 found = FileRecord(file_digest(path), record.size)
             _check_record(name, record, found)
     note_edited(folder, edited)
-    return len(records)
+    return len(records.keys() - edited)
 
 
 def _like(record: FileRecord, path: Path, lane: Lane, moved: Callable[[int], None]) -> FileRecord:

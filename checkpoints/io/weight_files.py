@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from te_models.sizes import format_size
+from te_models.sizes import format_size, plural
 
 from .errors import CheckpointError, quote, shorten
 from .store import FileStore
@@ -60,7 +60,9 @@ def _check_numbers(folder: Path, files: list[str]) -> None:
             before, total, after = numbered[1], numbered[3], numbered[4]
             count = int(total.removeprefix("-of-"))
             if count > len(files):
-                raise CheckpointError(f"{folder} has {len(files)} weight files, and {name!r} is one of {count}")
+                raise CheckpointError(
+                    f"{folder} has {plural(len(files), 'weight file')}, and {name!r} is one of {count}"
+                )
             names = (f"{before}{number:0{len(numbered[2])}d}{total}{after}" for number in range(1, count + 1))
             missing = [name for name in names if name not in files]
             if missing:

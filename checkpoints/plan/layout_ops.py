@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from te_models.sizes import plural
+
 from ..io.boxes import Box, Range, Shape, full, shift
 from ..io.errors import CheckpointError
 
@@ -91,7 +93,7 @@ class Stack:
 
     def place(self, shape: Shape) -> Iterator[Placed]:
         if len(self.parts) != shape[0]:
-            raise CheckpointError(f"a stack of {len(self.parts)} tensors cannot fill {list(shape)}")
+            raise CheckpointError(f"a stack of {plural(len(self.parts), 'tensor')} cannot fill {list(shape)}")
         for number, part in enumerate(self.parts):
             for p in part.place(shape[1:]):
                 axes = tuple(None if axis is None else axis + 1 for axis in p.axes)
@@ -124,7 +126,7 @@ class Deinterleaved:
     def place(self, shape: Shape) -> Iterator[Placed]:
         d, n = self.dim, shape[self.dim]
         if n % self.parts:
-            raise CheckpointError(f"{self.name}: {n} is not a multiple of {self.parts} interleaved parts")
+            raise CheckpointError(f"{self.name}: {n} is not a multiple of {plural(self.parts, 'interleaved part')}")
         size, whole = n // self.parts, full(shape)
         for number in range(self.parts):
             box = (*whole[:d], Range(number * size, (number + 1) * size), *whole[d + 1 :])

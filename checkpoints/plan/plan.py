@@ -177,7 +177,7 @@ def match_tensors(
             allowed = " or ".join(sorted(stored.dtypes))
             problems.append(f"{name!r} has dtype {info.dtype} where {allowed} is expected")
     if problems:
-        more = f"; and {len(problems) - 4} more problems" if len(problems) > 4 else ""
+        more = f"; and {plural(len(problems) - 4, 'more problem')}" if len(problems) > 4 else ""
         raise CheckpointError(f"the tensors of {where} do not fit its configuration: {'; '.join(problems[:4])}{more}")
 
 

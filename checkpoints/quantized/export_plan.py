@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from te_models.layers.quantizer import Quantizer
+from te_models.sizes import plural
 
 from ..folder.checkpoint import Checkpoint
 from ..formats import (
@@ -254,7 +255,7 @@ def _check_columns(high_precision: Namespace, weights: set[str], weight_format: 
         columns = high_precision.stored[name].shape[-1]
         if columns % weight_format.columns:
             raise CheckpointError(
-                f"{name} has {columns} columns and cannot be written as {weight_format.name}, which needs a "
+                f"{name} has {plural(columns, 'column')} and cannot be written as {weight_format.name}, which needs a "
                 f"multiple of {weight_format.columns}"
             )
 

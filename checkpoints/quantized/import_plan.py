@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from te_models.layers.quantizer import Float8CurrentScalingQuantizer, Quantizer
+from te_models.sizes import plural
 
 from ..folder.checkpoint import Checkpoint
 from ..folder.te_plan import plan_te_folder
@@ -126,7 +127,7 @@ class _Reporter:
 
 def _check_refused(ckpt: Checkpoint, quantized: QuantizedFiles, refused: list[Route]) -> None:
     if refused:
-        more = f" ({len(refused)} such parameters)" if len(refused) > 1 else ""
+        more = f" ({plural(len(refused), 'such parameter')})" if len(refused) > 1 else ""
         raise CheckpointError(
             f"{refused[0].parameter} cannot take over the numbers of {ckpt.path} ({quantized.format.name}) exactly: "
             f"{refused[0].why}{more}; {_other_storage(ckpt, quantized)}--allow-requantize quantizes such weights anew, "

@@ -52,16 +52,16 @@ class Inspection:
         return values
 
     def __str__(self) -> str:
-        c = self.config
+        c, files = self.config, plural(len(self.files), "file")
         model = f"{plural(c['num_layers'], 'layer')}, hidden {c['hidden_size']}, vocabulary {c['vocab_size']}"
         if c["moe"] is not None:
-            model += f", {c['moe']['num_moe_experts']} experts, top {c['moe']['moe_router_topk']}"
+            model += f", {plural(c['moe']['num_moe_experts'], 'expert')}, top {c['moe']['moe_router_topk']}"
         lines = [
             f"{self.path}: {self.kind} folder" + (f" of family {self.family}" if self.family else ""),
             f"  model       {model}",
             f"  parameters  {self.parameters:,} ({self.active_parameters:,} active)",
             f"  of these    {', '.join(f'{part} {n:,}' for part, n in self.parts.items())}",
-            f"  tensors     {len(self.tensors)} in {len(self.files)} file(s), {format_size(self.total_bytes)}",
+            f"  tensors     {len(self.tensors)} in {files}, {format_size(self.total_bytes)}",
             f"  dtypes      {', '.join(f'{name}: {n}' for name, n in self.dtypes.items())}",
         ]
         if self.layout is not None:

@@ -134,7 +134,7 @@ def run_diff(args: argparse.Namespace) -> int:
         lines.append(Table(rows, heading=True))
     hidden = len(report.tensors) - len(shown)
     lines += [f"... and {plural(hidden, 'more parameter')} (--all shows them)"] if hidden else []
-    lines.append(f"{report.equal_tensors} parameters have equal values, {len(report.tensors)} differ")
+    lines.append(f"{plural(report.equal_tensors, 'parameter')} equal, {len(report.tensors)} different")
     emit(args, report.to_dict(), *lines)
     return 0 if report.equal else 1
 
@@ -161,16 +161,16 @@ def _check_one(args: argparse.Namespace) -> int:
     from te_models.checkpoints.io.manifest import MANIFEST, read_manifest
 
     folder = local_folder(args.a)
-    files, problem = 0, None
+    files, problem, held = 0, None, ""
     if not (folder / MANIFEST).exists():
         read_manifest(folder)  # raises: there is nothing that the folder could be checked against
     try:
         files = len(read_manifest(folder))
         with byte_progress("verify") as progress:
-            check_manifest(folder, progress=progress)
+            held = plural(check_manifest(folder, progress=progress), "file")
     except CheckpointError as error:
         problem = str(error)
-    text = f"{args.a}: {problem or f'{files} files are as manifest.json says'}"
+    text = f"{args.a}: {problem or f'{held} as manifest.json says'}"
     emit(args, {"intact": problem is None, "files": files, "problem": problem}, text)
     return 0 if problem is None else 1
 
@@ -186,6 +186,6 @@ def _check_training(args: argparse.Namespace) -> int:
     except TrainingCheckpointError as error:
         problem = str(error)
     held = plural(files, "file")
-    text = problem or f"{args.a}: {held} of a training checkpoint of step {step} are as manifest.json says"
+    text = problem or f"{args.a}: {held} of a training checkpoint of step {step} as manifest.json says"
     emit(args, {"intact": problem is None, "files": files, "problem": problem}, text)
     return 0 if problem is None else 1

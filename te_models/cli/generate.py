@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..sizes import plural
 from ..terminal import is_terminal, say, say_while_waiting
 from ..tokenizer import ends_of
 from .adapters import check_adapter, load_model, refuse_adapter
@@ -178,7 +179,7 @@ class Model:
         room = config.max_position_embeddings - longest
         if room < 1:
             raise ValueError(
-                f"the prompt has {longest} tokens; allowed: fewer than the model's "
+                f"the prompt has {plural(longest, 'token')}; allowed: fewer than the model's "
                 f"{config.max_position_embeddings} positions"
             )
         if count > room:
@@ -236,7 +237,7 @@ def _many(args: argparse.Namespace, model: Model, prompts: list[str], ids: list[
             finish = "stop" if text.finished else "length"
             lines.append({"prompt": prompt, "text": text.text, "tokens": text.tokens, "finish": finish})
         if is_terminal(sys.stderr):
-            say(f"{len(lines)} of {len(prompts)} prompts")
+            say(f"{len(lines)} of {plural(len(prompts), 'prompt')}")
     text_of_lines = "".join(json.dumps(line) + "\n" for line in lines)
     if args.output is None:
         print(text_of_lines, end="")
@@ -247,7 +248,7 @@ def _many(args: argparse.Namespace, model: Model, prompts: list[str], ids: list[
     count = sum(len(line["tokens"]) for line in lines)
     speed = count / (time.perf_counter() - begun)
     result = {"output": args.output, "prompts": len(lines), "tokens": count, "tokens_per_second": speed}
-    emit(args, result, f"{args.output}: {len(lines)} texts, {count:,} tokens, {speed:,.1f} tokens/s")
+    emit(args, result, f"{args.output}: {plural(len(lines), 'text')}, {plural(count, 'token')}, {speed:,.1f} tokens/s")
     return 0
 
 

@@ -165,7 +165,8 @@ def _devices() -> list[dict[str, Any]]:
     threads = torch.get_num_threads()
     capability = torch.backends.cpu.get_cpu_capability()
     gemm, why = automatic_choice()
-    detail = f"{platform.machine()}, {capability}, {threads} threads; 16-bit matrices are multiplied in {gemm}: {why}"
+    detail = f"{platform.machine()}, {capability}, {plural(threads, 'thread')}; "
+    detail += f"16-bit matrices are multiplied in {gemm}: {why}"
     found = [{"name": "cpu", "detail": detail, "threads": threads, "gemm": gemm}]
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)

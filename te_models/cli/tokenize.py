@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ..sizes import plural
 from ..training.data.formats import FORMATS
 from .parser import Verbs, count, emit, integer, verb
 from .progress import byte_progress
@@ -113,8 +114,8 @@ def run(args: argparse.Namespace) -> int:
     if "skipped_rows" in source:
         result |= {"skipped_rows": source["skipped_rows"], "first_skipped": source["first_skipped"]}
     counted = "" if scored is None else f", {scored:,} of them scored"
-    lines = [f"{len(dataset):,} tokens{counted} in {dataset.num_documents:,} documents: {dataset.path}"]
+    lines = [f"{plural(len(dataset), 'token')}{counted} in {plural(dataset.num_documents, 'document')}: {dataset.path}"]
     if "skipped_rows" in source:
-        lines.append(f"{source['skipped_rows']:,} rows were passed over, such as: {source['first_skipped'][0]}")
+        lines.append(f"passed over: {plural(source['skipped_rows'], 'row')}, such as: {source['first_skipped'][0]}")
     emit(args, result, *lines)
     return 0

@@ -19,6 +19,7 @@ from te_models.layers.functional.gemm_operand import compute_dtype
 
 from ..eval_mode import in_eval_mode
 from ..model import GPTModel, KVCache, StaticKVCache
+from ..sizes import plural
 from .compiled import decode_step, static_length
 from .sampling import Sampler
 from .speculative import Draft, DraftModel, speculative_steps
@@ -85,12 +86,13 @@ def stream(
         longest, positions = int(mask.sum(dim=1).max()), model.config.max_position_embeddings
         if longest > positions:
             raise ValueError(
-                f"a prompt has {longest} tokens; allowed: up to {positions}, as many positions are learned"
+                f"a prompt has {plural(longest, 'token')}; allowed: up to {positions}, as many positions are learned"
             )
         if longest + max_new_tokens - 1 > positions:  # the last token is not read
             raise ValueError(
-                f"max_new_tokens is {max_new_tokens} after {longest} tokens; allowed: up to {positions - longest + 1}, "
-                f"because the model has learned {positions} positions"
+                f"max_new_tokens is {max_new_tokens} after {plural(longest, 'token')}; "
+                f"allowed: up to {positions - longest + 1}, "
+                f"because the model has learned {plural(positions, 'position')}"
             )
     ends = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
     if pad_token_id is None:
@@ -106,7 +108,7 @@ def stream(
     if compile:
         raise ValueError("compile and draft_model are both given; allowed: one of them")
     if input_ids.shape[0] != 1:
-        raise ValueError(f"draft_model is given for {input_ids.shape[0]} prompts; allowed: one prompt")
+        raise ValueError(f"draft_model is given for {plural(input_ids.shape[0], 'prompt')}; allowed: one prompt")
     if num_draft_tokens < 1:
         raise ValueError(f"num_draft_tokens is {num_draft_tokens}; allowed: 1 or more")
     draft = DraftModel(draft_model) if isinstance(draft_model, GPTModel) else draft_model

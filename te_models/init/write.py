@@ -16,10 +16,9 @@ from ..sizes import format_size, plural
 from ..training.config import TrainConfig
 from ..training.config.file import read_config
 from ..training.preflight import check_data, check_model, check_output
-from .base import Base, Machine
+from .base import HELD_OUT, Amount, Base, Machine, amount_of, format_of
 from .sizes import MOST_TOKENS, WINDOWS, Sizes, fitting
 from .tables import Tables, changed_keys
-from .text import HELD_OUT, Amount, amount_of, format_of
 
 Task = Literal["pretrain", "sft", "lora", "qlora"]
 TASKS: dict[str, str] = {
@@ -196,11 +195,11 @@ def _add_sizes(
     elif length == positions:
         why = "all positions of the model"
     else:
-        why = f"the model has {positions:,} positions; longer windows take more memory and time"
+        why = f"the model has {plural(positions, 'position')}; longer windows take more memory and time"
     tables.add("data", "sequence_length", sizes.sequence_length, why)
     tables.add("data", "micro_batch_size", sizes.micro_batch_size, budget)
     tokens = WINDOWS * sizes.sequence_length
-    tables.add("data", "gradient_accumulation", data["gradient_accumulation"], f"{tokens:,} tokens make a step")
+    tables.add("data", "gradient_accumulation", data["gradient_accumulation"], f"{plural(tokens, 'token')} make a step")
     why = "layers run again: their activations do not fit" if sizes.checkpointing else "all activations fit"
     tables.add("model", "activation_checkpointing", sizes.checkpointing, why)
     if moments:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..extras import require
+from ..sizes import plural
 from ..training.one_run import LOCK, alone_in
 from . import steps
 from .report import Report, peak_rss_gib
@@ -143,9 +144,9 @@ def _summary(report: Report, out: Path) -> str:
     times = ", ".join(f"{step} {seconds:.0f} s" for step, seconds in report.seconds.items())
     failed = sum(not check.passed for check in report.checks)
     verdict = (
-        f"all {len(report.checks)} checks passed"
+        f"all {plural(len(report.checks), 'check')} passed"
         if report.passed
-        else f"{failed} of {len(report.checks)} checks FAILED"
+        else f"{failed} of {plural(len(report.checks), 'check')} FAILED"
     )
     return (
         f"\n{report.table()}\n\n{verdict} in {report.wall_seconds():.0f} s ({times}), "

@@ -21,6 +21,7 @@ from te_models.layers import recipe as recipe_by_name
 from .. import GPTModel, generate
 from ..compare_logits import agreement, load_theirs, relative_error
 from ..memory import return_freed_memory
+from ..sizes import plural
 from ..training import TokenDataset, TrainConfig, Windows, read_metrics, train, write_dataset
 from ..training.log.curves import plot_gaps
 from .run import Run, steps_done
@@ -140,7 +141,7 @@ def experts(run: Run) -> None:
     upcycle(run.model, run.moe, sizes.experts, sizes.topk)
     dense = ours(run.model, run.windows, torch.float32)
     report.at_most(
-        f"{sizes.experts} experts, top {sizes.topk}: float32 logits against the dense model, relative error",
+        f"{plural(sizes.experts, 'expert')}, top {sizes.topk}: float32 logits against the dense model, relative error",
         relative_error(ours(run.moe, run.windows, torch.float32), dense),
         1e-5,
     )
@@ -173,7 +174,7 @@ def train_experts(run: Run) -> Path:
     curves = {name: run.out / f"train-{name}" for name in ("bf16", run.recipe)}
     last: dict[str, float] = {}
     for name, folder in curves.items():
-        report.say(f"  training in {name}: {sizes.train_batches} batches, each read {_times(sizes.epochs)}")
+        report.say(f"  training in {name}: {plural(sizes.train_batches, 'batch')}, each read {_times(sizes.epochs)}")
         with report.working(partial(_progress, name, folder, sizes.train_batches * sizes.epochs)):
             train(train_config(run, folder, "none" if name == "bf16" else name))
         _release()
@@ -181,7 +182,7 @@ def train_experts(run: Run) -> Path:
         losses = [row["loss"] for row in read_metrics(folder / "metrics.jsonl")]
         last[name] = statistics.fmean(losses[-sizes.compared :])
         report.numbers[f"loss_{name}"] = losses
-        what = f"{name}: mean loss on the last {sizes.compared} batches, from {first:.4g} without training"
+        what = f"{name}: mean loss on the last {plural(sizes.compared, 'batch')}, from {first:.4g} without training"
         report.at_most(what, last[name], sizes.most_loss * first, 4)
         after = perplexity(ours(folder / "final", run.windows, torch.bfloat16), run.windows)
         report.numbers[f"perplexity_after_{name}"] = after

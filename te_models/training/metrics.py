@@ -15,6 +15,8 @@ from typing import Any, Self
 
 from te_models.checkpoints.io.atomic import replace_text
 
+from ..sizes import plural
+
 METRICS = "metrics.jsonl"
 """The file's name in a run's folder."""
 
@@ -71,7 +73,7 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, str]]:
     if not path.is_file():  # reading a pipe would wait for a writer
         raise MetricsError(f"{path} is not a file")
     if path.stat().st_size > _MOST_BYTES:
-        raise MetricsError(f"{path} has {path.stat().st_size} bytes; allowed: at most {_MOST_BYTES}")
+        raise MetricsError(f"{path} has {plural(path.stat().st_size, 'byte')}; allowed: at most {_MOST_BYTES}")
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         yield line, f"{path}, line {number}"
 

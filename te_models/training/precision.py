@@ -15,6 +15,7 @@ from te_models.kernels.gemm.cpu import CpuGemm, automatic_choice
 from te_models.layers import PerModuleRecipe, Recipe, first_last_layers_bf16, recipe
 
 from ..config import ConfigError, check
+from ..sizes import plural
 from .checkpoints.checkpoint import TrainingState
 from .config import PrecisionConfig, TrainConfig
 from .ranks.data_parallel import Ranks, gather_tensors
@@ -46,7 +47,7 @@ def build_recipe(precision: PrecisionConfig, num_layers: int) -> Recipe | None:
         first + last <= num_layers,
         "precision.first_layers_bf16 + last_layers_bf16",
         first + last,
-        f"at most the {num_layers} layers",
+        f"at most the {plural(num_layers, 'layer')}",
     )
     if first or last:
         rules += first_last_layers_bf16(chosen, num_layers, first=first, last=last).rules

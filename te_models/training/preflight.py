@@ -24,7 +24,7 @@ from ..model.parallel import (
     check_split_experts,
 )
 from ..parallel.dims import ParallelDims
-from ..sizes import format_size
+from ..sizes import format_size, plural
 from .build import DTYPES, read_model_config
 from .checkpoints.checkpoint import TrainingState
 from .checkpoints.checks import MODEL
@@ -161,7 +161,7 @@ def _check_reshard(config: TrainConfig, dims: ParallelDims) -> None:
     if config.precision.quantized_weights or dims.expert_model_parallel_size > 1:
         raise ConfigError(f"{what} with precision.quantized_weights or distributed experts: default, always, never")
     if over % ranks:
-        raise ConfigError(f"{what}: a divisor of the {over} ranks over which parameters are sharded")
+        raise ConfigError(f"{what}: a divisor of the {plural(over, 'rank')} over which parameters are sharded")
 
 
 def _check_optimizer(config: TrainConfig, dims: ParallelDims) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import ConfigError
+from ..sizes import plural
 from .config import DataConfig, TrainConfig
 from .data.blend import Blend, blend_digest
 from .data.dataset import TokenDataset, check_vocabulary, read_meta
@@ -121,9 +122,8 @@ def validation_batches(config: TrainConfig, parts: list[Windows], ranks: Ranks, 
     count = min(config.evaluation.batches, total // (B * ranks.world_size))
     if count == 0 and config.evaluation.every:
         split = f"validation set {name!r}" if name else "validation split"
-        raise ConfigError(
-            f"the {split} has {total} windows: less than one batch of {B} for each of the {ranks.world_size} ranks"
-        )
+        each = f" for each of the {ranks.world_size} ranks" if ranks.world_size > 1 else ""
+        raise ConfigError(f"the {split} has {plural(total, 'window')}: less than one batch of {B}{each}")
     where = [(part, i) for part in parts for i in range(len(part))]
     if len(parts) > 1:
         needed = count * B * ranks.world_size

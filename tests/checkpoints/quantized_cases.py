@@ -23,7 +23,7 @@ from tests.checkpoints.hf_cases import stored, transformers
 
 Tensors = dict[str, torch.Tensor]
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 256,
     "intermediate_size": 256,
@@ -371,7 +371,7 @@ def make(case: Case, root: Path, dtype: torch.dtype = torch.bfloat16) -> tuple[P
 
 def _make(case: Case, root: Path, dtype: torch.dtype) -> None:
     config_class, options = MODELS[case.model]
-    config = getattr(transformers, config_class)(**(_SIZES | options))
+    config = getattr(transformers, config_class)(**(SIZES | options))
     generator = torch.Generator().manual_seed(11)
     quantized, reference = root / "quantized", root / "reference"
     torch.manual_seed(5)

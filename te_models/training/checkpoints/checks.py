@@ -26,6 +26,7 @@ from te_models.checkpoints.io.strict_json import read_object
 from te_models.checkpoints.io.weight_files import TEMPLATES, plain_file
 
 from ...config import ModelConfig
+from ...sizes import plural
 from ..config import ParallelConfig, TrainConfig
 from ..data.batch_size import BatchSize
 from ..seeding import PYTHON_STATE, python_state
@@ -188,7 +189,8 @@ def check_values(values: Mapping[str, Any], metadata: Mapping[str, str], folder:
         reached = BatchSize(per_step, ramp=tuple(data["rampup_batch_size"])).position(step)
     if position != reached:
         raise CheckpointError(
-            f"{VALUES} says position {position}, but {step} steps of {per_step} windows reach {reached}"
+            f"{VALUES} says position {position}, but {plural(step, 'step')} of {plural(per_step, 'window')} reach "
+            f"{reached}"
         )
 
 
@@ -250,7 +252,7 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], step: int, ranks: int) ->
                 raise TrainingCheckpointError(f"{TENSORS} holds {quote(name)} as {_kind(value)}; allowed: float32 []")
             count = float(value)
             if not (0 <= count <= step and count == int(count)):
-                raise TrainingCheckpointError(f"{TENSORS} has {quote(name)} {count} after {step} steps")
+                raise TrainingCheckpointError(f"{TENSORS} has {quote(name)} {count} after {plural(step, 'step')}")
 
 
 def by_rank(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, dict[str, torch.Tensor]]:

@@ -34,6 +34,7 @@ from te_models.layers.optimizers.moments import (
 from te_models.layers.tensor.fsdp import local_part
 
 from ...parallel.parts import Box, LocalPart, ModelParts, cut_shape
+from ...sizes import plural
 from ..optimizer.adamw import Optimizer
 from .checks import PARTS, TrainingCheckpointError, check_ranges
 
@@ -86,7 +87,7 @@ def load_pieces(folder: Path, optimizer: Optimizer, own: ModelParts) -> None:
                 for theirs, mine in common:
                     moment.view(mine).copy_(source.view(theirs))
         if missing > 0:
-            raise TrainingCheckpointError(f"{folder} lacks FP8 moments of {missing} values of {name!r}")
+            raise TrainingCheckpointError(f"{folder} lacks FP8 moments of {plural(missing, 'value')} of {name!r}")
         if not tiles(boxes, part.shape):  # so that what is missing was counted right
             raise TrainingCheckpointError(f"{folder} does not hold FP8 moments of each value of {name!r} once")
         _encode(state, *(moment.tensor for moment in moments))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ...sizes import plural
 from .errors import DataError
 
 DTYPES: dict[str, torch.dtype] = {"uint16": torch.uint16, "uint32": torch.uint32}
@@ -39,7 +40,7 @@ class TokenFile:
         size = path.stat().st_size if path.is_file() else 0  # opening a pipe would wait for a writer
         needed = count * self._itemsize
         if size != needed:
-            raise DataError(f"{path} has {size} bytes, but {count} {self._unit} of {dtype} need {needed}")
+            raise DataError(f"{path} has {plural(size, 'byte')}, but {count} {self._unit} of {dtype} need {needed}")
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:

@@ -23,6 +23,7 @@ from typing import Any
 
 from te_models.checkpoints.io.atomic import LOCK, flush, locked_folder, new_folder, remove_locked, replace_text
 
+from ...sizes import plural
 from ...tokenizer import FILE
 from .dataset import TokenDataset
 from .documents import Span, documents_of, matching_files, spans_of
@@ -107,7 +108,7 @@ def build_dataset(
             if not done:
                 remove_locked(working)
             elif isinstance(error, (DataError, KeyboardInterrupt)):
-                rest = f"{working} has {done} of {len(parts)} parts: the same command goes on from there"
+                rest = f"{working} has {done} of {plural(len(parts), 'part')}: the same command goes on from there"
                 raise type(error)(f"{error}; {rest}" if str(error) else rest) from None
             raise
     return dataset
@@ -275,12 +276,15 @@ def _join(out: Path, parts: list[Path], vocab_size: int, fields: Fields, source:
             for part in parts:
                 writer.append(part)
         if writer.num_tokens == 0:
-            of_these = f"; {skipped} rows were passed over, the first: {source['first_skipped'][0]}" if skipped else ""
+            of_these = (
+                f"; passed over: {plural(skipped, 'row')}, the first: {source['first_skipped'][0]}" if skipped else ""
+            )
             raise DataError(f"nothing to write to {out}: the documents hold no token{of_these}")
         write_meta(folder, writer, source)
     if unended:
         warnings.warn(
-            f"the chat template ends {unended} answers in {out} with no token, so that a model learns no end of them; "
+            f"the chat template ends {plural(unended, 'answer')} in {out} with no token, so that a model learns no end "
+            "of them; "
             "data.add_eos_token = true (--add-eos-token) adds one to each",
             stacklevel=3,
         )

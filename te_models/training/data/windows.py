@@ -27,6 +27,7 @@ from torch import Tensor
 
 from te_models.kernels.cross_entropy import IGNORE_INDEX
 
+from ...sizes import plural
 from ..seeding import derive_seed
 from .dataset import TokenDataset
 from .errors import DataError
@@ -101,8 +102,8 @@ class Windows:
     def __post_init__(self) -> None:
         if len(self) == 0:
             raise DataError(
-                f"{self.dataset.path} has {len(self.dataset)} tokens: not one {self.split} window of "
-                f"{self.sequence_length} tokens with validation_fraction = {self.validation_fraction}"
+                f"{self.dataset.path} has {plural(len(self.dataset), 'token')}: not one {self.split} window of "
+                f"{plural(self.sequence_length, 'token')} with validation_fraction = {self.validation_fraction}"
             )
 
     @cached_property

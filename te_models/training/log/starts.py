@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ... import __version__
+from ...sizes import plural
 from ..config import TrainConfig
 from ..metrics import MetricsError, is_step, read_lines
 
@@ -29,7 +30,7 @@ def record_start(output_dir: Path, config: TrainConfig, step: int, device: str, 
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "device": accelerator or f"cpu ({platform.machine()}, {os.cpu_count()} cores)",
+        "device": accelerator or f"cpu ({platform.machine()}, {plural(os.cpu_count() or 1, 'core')})",
         "threads": torch.get_num_threads(),
         "ranks": ranks,
     }

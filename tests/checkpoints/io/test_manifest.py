@@ -180,7 +180,7 @@ def test_verify_of_one_folder_checks_its_manifest(
     import_hf(hf_folder("llama"), tmp_path / "ours")
     assert main(["verify", str(tmp_path / "ours")]) == 0
     files = len(list((tmp_path / "ours").iterdir())) - 1  # all but itself
-    assert capsys.readouterr().out == f"{tmp_path}/ours: {files} files are as manifest.json says\n"
+    assert capsys.readouterr().out == f"{tmp_path}/ours: {files} files as manifest.json says\n"
     (tmp_path / "ours/tokenizer.json").write_text('{"version": "2.0"}')
     assert main(["verify", str(tmp_path / "ours"), "--json"]) == 1
     result = json.loads(capsys.readouterr().out)

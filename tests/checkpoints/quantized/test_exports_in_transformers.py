@@ -12,19 +12,11 @@ import torch
 from te_models import GPTModel
 from te_models.checkpoints import export_hf, import_hf, quantize
 from te_models.checkpoints.formats import SEPARATE, WRITABLE
+from tests.checkpoints import quantized_cases
 from tests.checkpoints.families import test_text_part as images
 from tests.checkpoints.hf_cases import transformers
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 64,
-}
+SIZES = quantized_cases.SIZES | {"vocab_size": 128}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3_moe": {"num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 128},  # no choice to flip

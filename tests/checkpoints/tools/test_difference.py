@@ -92,13 +92,13 @@ def test_the_verb(hf_folder: HFFolder, tmp_path: Path, capsys: pytest.CaptureFix
     source = hf_folder("llama")
     quantize(source, tmp_path / "fp8", "mxfp8")
     assert main(["diff", str(source), str(source)]) == 0
-    assert capsys.readouterr().out == "15 parameters have equal values, 0 differ\n"
+    assert capsys.readouterr().out == "15 parameters equal, 0 different\n"
     assert main(["diff", str(source), str(tmp_path / "fp8"), "--json"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert result["equal"] is False and result["equal_tensors"] == 7 and len(result["tensors"]) == 8
     assert main(["diff", str(source), str(tmp_path / "fp8")]) == 1
     out = capsys.readouterr().out
-    assert "parameter" in out and NAME in out and out.endswith("7 parameters have equal values, 8 differ\n")
+    assert "parameter" in out and NAME in out and out.endswith("7 parameters equal, 8 different\n")
     assert main(["diff", str(source), str(tmp_path / "absent")]) == 2
 
 

@@ -209,7 +209,7 @@ def test_verify_checks_a_training_checkpoint(run: Run, capsys: pytest.CaptureFix
     """All of it: a manifest of the training state alone would call one intact whose weights are damaged."""
     _, folder = run.copy("verified")
     assert main(["verify", str(folder)]) == 0
-    assert "files of a training checkpoint of step 4 are as manifest.json says" in capsys.readouterr().out
+    assert "files of a training checkpoint of step 4 as manifest.json says" in capsys.readouterr().out
     weights = folder / "model" / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-3] ^= 1

@@ -166,9 +166,7 @@ def test_rows_that_cannot_be_used_are_passed_over_and_counted(tmp_path: Path) ->
     assert source["skipped_rows"] == len(bad) and source["options"] == {"skip_bad_rows": True}
     assert len(source["first_skipped"]) == 5 and "line 3" in source["first_skipped"][0]
     lines(tmp_path / "none.jsonl", b"{")
-    with pytest.raises(
-        DataError, match=r"hold no token; 1 rows were passed over, the first: .*none.jsonl, line 1 is not"
-    ):
+    with pytest.raises(DataError, match=r"hold no token; passed over: 1 row, the first: .*none.jsonl, line 1 is not"):
         build_dataset(tmp_path / "e", [tmp_path / "none.jsonl"], "bytes", options=options)
 
 
