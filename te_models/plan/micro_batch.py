@@ -1,7 +1,7 @@
 """One training step of a model of few layers, on ranks that do not exist, recorded.
 
 Layers of a kind are alike, so three of each and one more say what any number takes: what FSDP2 gathers ahead and
-reduces behind is whole with three. Experts are supposed to get equally many rows: what a router chooses is a value.
+reduces behind is whole with three, the last one among them, beside which most is held at the highest point. Experts are supposed to get equally many rows: what a router chooses is a value.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def record(config: TrainConfig, model: ModelConfig, layout: Layout) -> Recorded:
     Called inside `fake_ranks`.
     """
     places = by_kind(config, model, range(model.num_layers))
-    few = sorted(layer for layers in places for layer in layers[:3])
+    few = sorted({layer for layers in places for layer in (*layers[:2], layers[-1])})
     base = record_layers(config, model, layout, few)
     total = base
     for layers in places:
         if len(layers) > 3:
-            more = record_layers(config, model, layout, sorted([*few, layers[3]]))
+            more = record_layers(config, model, layout, sorted([*few, layers[2]]))
             total = total.plus(more.plus(base, -1.0), len(layers) - 3)
     return total
 
