@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from te_models.checkpoints.folder.special_tokens import hf_config, model_tokens, named_tokens
+
 from . import tokenizer_process
 from .child_process import exit_code, start_script
 from .extras import require
-from .special_tokens import hf_config, model_tokens, named_tokens
 from .tokenizer_process import BYTES_PER_TOKEN, FRAME, TOKENS_BESIDE, TOKENS_PER_BYTE
 
 if TYPE_CHECKING:

@@ -13,12 +13,11 @@ from te_models.config import ModelConfig
 
 from ..families import FAMILIES, family_of
 from ..formats import declares_quantization, without_quantization
-from ..io.errors import CheckpointError
 from ..io.header import TensorInfo
 from ..io.hub import local_folder
 from ..io.store import Store
 from ..io.strict_json import read_object
-from ..io.weight_files import open_weights, plain_file
+from ..io.weight_files import check_model_folder, open_weights, plain_file
 from ..plan.param_shapes import ExpertLayout, check_held, check_strangers, expected_tensors
 from ..plan.parameters import Parameters
 from ..plan.plan import match_tensors
@@ -67,8 +66,7 @@ class Checkpoint:
         mtp: bool = False,
         verify: bool = True,
     ) -> None:
-        if not path.is_dir():
-            raise CheckpointError(f"{path} is not a folder")
+        check_model_folder(path)
         values = read_object(plain_file(path, CONFIG), f"{path}/{CONFIG}")
         self.path = path
         self.kind: Literal["hf", "te_models"] = "te_models" if values.get("model_type") == MODEL_TYPE else "hf"

@@ -16,7 +16,6 @@ from typing import Literal, get_args
 
 from te_models.config import ModelConfig
 from te_models.config.model import MAX_LAYERS
-from te_models.sizes import plural
 
 from ..io.boxes import Shape
 from ..io.errors import CheckpointError, shorten
@@ -214,8 +213,7 @@ def check_counts(layers: object, experts: object = None) -> None:
         raise CheckpointError(f"the configuration claims {_short(layers)} layers; at most {MAX_LAYERS} are supported")
     if isinstance(layers, int) and isinstance(experts, int) and layers * experts > MAX_EXPERTS:
         raise CheckpointError(
-            f"the configuration claims {_short(experts)} experts in {plural(layers, 'layer')}; at most {MAX_EXPERTS} "
-            "in all"
+            f"the configuration claims {_short(experts)} experts in {layers} layers; at most {MAX_EXPERTS} in all"
         )
 
 
@@ -226,9 +224,8 @@ def check_held(config: ModelConfig, held: int, where: str, *, experts_apart: boo
     """
     if held < _PER_LAYER * config.num_layers:
         raise CheckpointError(
-            f"the tensors of {where} do not fit its configuration: it claims "
-            f"{plural(config.num_layers, 'layer')}, which have {_PER_LAYER} tensors each at "
-            f"least, and the files hold {held}"
+            f"the tensors of {where} do not fit its configuration: it claims {config.num_layers} layers, which have "
+            f"{_PER_LAYER} tensors each at least, and the files hold {held}"
         )
     if experts_apart and not holds_experts(config, held):
         assert config.moe is not None, "only experts can be missing here"

@@ -12,6 +12,7 @@ from ..folder.checkpoint import Checkpoint, open_checkpoint
 from ..folder.hf_config import choose_family, export_config, weight_dtype
 from ..folder.passthrough import names_in_export, our_names
 from ..folder.provenance import source_of
+from ..folder.special_tokens import GENERATION, generation_config, ids_to_add
 from ..folder.te_plan import plan_te_folder
 from ..folder.tied_weights import copies_in_export
 from ..formats import SEPARATE, VALUES
@@ -189,6 +190,13 @@ def export_hf(
                 f"transformers does not load the form {names.form!r} of {target.model_type}; it loads --form published"
             )
             plan = replace(plan, notes=(*plan.notes, note))
+        ids = ids_to_add(ckpt.path, ckpt.config.vocab_size)
+        if ids:
+            # a pad_token_id of config.json would take the gradient of that row of the embedding away
+            config |= {name: id for name, id in ids.items() if name != "pad_token_id"}
+            extra[GENERATION] = dump_object(generation_config(ckpt.path, ids))
+            written = ", ".join(f"{name} = {id}" for name, id in ids.items())
+            plan = replace(plan, notes=(*plan.notes, f"{GENERATION} gets what the tokenizer alone said: {written}"))
         return conversion.write(plan, dump_object(config), store=store, extra=extra)
 
 

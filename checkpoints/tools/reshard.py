@@ -14,7 +14,7 @@ from ..io.errors import CheckpointError, shorten
 from ..io.hub import local_folder
 from ..io.store import FileStore
 from ..io.strict_json import read_object
-from ..io.weight_files import open_weights, plain_file
+from ..io.weight_files import check_model_folder, open_weights, plain_file
 from ..plan.plan import Plan, copy_of
 from ..plan.quantized_format import METADATA_KEY, SUFFIXES, Description, quantizer_of, read_metadata
 from ..plan.report import moved_report
@@ -35,8 +35,7 @@ def reshard(
     """
     check, writing = split_options(options)
     folder = local_folder(src)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder")
+    check_model_folder(folder)
     config = plain_file(folder, CONFIG)
     values = read_object(config, f"{folder}/{CONFIG}")
     with open_weights(folder) as store:

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     out, begun = Path(args.out), time.perf_counter()
     check_replaceable(out, force=args.force)
     folder = local_folder(args.model)
-    refuse_adapter(folder, args.model)
+    check_model(folder, args.model)
     check_adapter(args.adapter)
     with open_checkpoint(folder, verify=False) as checkpoint:
         stored = torch_dtype(main_dtype(checkpoint))
@@ -99,10 +99,14 @@ def check_adapter(adapter: str | None) -> None:
         raise ValueError(f"{adapter} has no {CONFIG}; allowed: a folder that training wrote as adapter/")
 
 
-def refuse_adapter(folder: Path, named: str) -> None:
-    """Raise ValueError for a folder of an adapter alone, which has no model; `named` as the user named it."""
-    if not (folder / CONFIG).is_file() or (folder / "config.json").is_file():
+def check_model(folder: Path, named: str) -> None:
+    """Raise ValueError for what is no folder of a model, one of an adapter alone; `named` as the user named it."""
+    if (folder / "config.json").is_file():
         return
+    if not folder.is_dir():
+        raise ValueError(f"{named} is not a folder; allowed: a model folder, or a hub id as org/name")
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{named} is no model folder: it has no config.json; allowed: one that has, or a hub id")
     from te_models.checkpoints.io.strict_json import read_object
 
     base = read_object(folder / CONFIG).get("base_model_name_or_path") or "DIR"

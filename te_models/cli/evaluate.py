@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..terminal import Table, say_while_waiting
-from .adapters import check_adapter, load_model, refuse_adapter
+from .adapters import check_adapter, check_model, load_model
 from .codec import Codec, check_device, open_codec
 from .parser import Verbs, count, emit, integer, verb
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     result: dict[str, Any] = {}
     parts: list[str | Table] = []
     folder = local_folder(args.model)
-    refuse_adapter(folder, args.model)
+    check_model(folder, args.model)
     check_adapter(args.adapter)
     if args.text:
         result["text"] = _score_text(args, folder)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..sizes import plural
 from ..terminal import is_terminal, say, say_while_waiting
 from ..tokenizer import ends_of
-from .adapters import check_adapter, load_model, refuse_adapter
+from .adapters import check_adapter, check_model, load_model
 from .codec import Codec, check_device, open_codec
 from .parser import Verbs, emit, integer, number, read_text, verb
 
@@ -77,9 +77,7 @@ def run(args: argparse.Namespace) -> int:
     from te_models.checkpoints.io.hub import local_folder
 
     folder = local_folder(args.model)
-    if not folder.is_dir():
-        raise ValueError(f"{args.model} is not a folder; allowed: a model folder, or a hub id as org/name")
-    refuse_adapter(folder, args.model)
+    check_model(folder, args.model)
     check_adapter(args.adapter)
     with ThreadPoolExecutor(1) as beside:  # another process reads the tokenizer while this one imports torch
         opened = beside.submit(open_codec, folder, args.tokenizer, "generate")

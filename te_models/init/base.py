@@ -18,7 +18,7 @@ from te_models.checkpoints.folder.te_folder import CONFIG, MODEL_TYPE
 from te_models.checkpoints.formats import declares_quantization, without_quantization
 from te_models.checkpoints.io.hub import local_folder
 from te_models.checkpoints.io.strict_json import read_object
-from te_models.checkpoints.io.weight_files import plain_file
+from te_models.checkpoints.io.weight_files import check_model_folder, plain_file
 
 from ..config import ModelConfig
 from ..sizes import plural
@@ -61,6 +61,7 @@ class Base:
         folder = local_folder(name, allow_patterns=[CONFIG, "hf_quant_config.json"])
         if not folder.is_dir():
             raise CheckpointError(f"{name} is not a folder, nor a hub id (ORGANISATION/NAME)")
+        check_model_folder(folder)
         path = name if Path(name).exists() else None
         values = read_object(plain_file(folder, CONFIG), f"{folder}/{CONFIG}")
         if values.get("model_type") == MODEL_TYPE:

@@ -163,7 +163,8 @@ def _add_data(tables: Tables, task: Task, data: Sequence[str], tokenizer: str, b
     if format == "messages":
         tables.add("data", "messages_field", "messages", 'lines {"messages": [{"role": ..., "content": ...}, ...]}')
     elif chats:
-        tables.add("data", "format", format, "what the fields of the first row are called")
+        why = "the fields of the first row are its" + ("; chosen answers alone" if format == "preference" else "")
+        tables.add("data", "format", format, why)
     tables.add("data", "tokenizer", tokenizer)
     if chats:
         tables.add("data", "pack_documents", True, "rows of whole chats that do not see each other")

@@ -1,7 +1,8 @@
 """One training step of a model of few layers, on ranks that do not exist, recorded.
 
 Layers of a kind are alike, so three of each and one more say what any number takes: what FSDP2 gathers ahead and
-reduces behind is whole with three, the last one among them, beside which most is held at the highest point. Experts are supposed to get equally many rows: what a router chooses is a value.
+reduces behind is whole with three, the last one among them, beside which most is held at the highest point. Experts
+are supposed to get equally many rows: what a router chooses is a value.
 """
 
 from __future__ import annotations

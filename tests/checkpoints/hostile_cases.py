@@ -326,7 +326,7 @@ INDEX_DEFECTS: dict[str, tuple[Edit, str]] = {
     "shards swapped": (swap_shards, "and it does not"),
     "shard truncated": (lambda f: os.truncate(shard(f), shard(f).stat().st_size - 1), "is truncated"),
     "shard leads out": (shard_leads_out, "symbolic link that leaves the folder"),
-    "no index, a shard missing": (lambda f: ((f / INDEX).unlink(), shard(f).unlink()), r"weight files, and .* one of"),
+    "no index, a shard missing": (lambda f: ((f / INDEX).unlink(), shard(f).unlink()), r"weight file, and .* one of"),
     "no index, a shard renamed": (
         lambda f: ((f / INDEX).unlink(), shard(f).rename(f / "x.safetensors")),
         "lacks the weight files 'model-00002-of",

@@ -116,3 +116,22 @@ def test_generate_and_eval_with_an_adapter(folders: Folders, tmp_path: Path, cap
 def test_the_configuration_is_unchanged(folders: Folders, capsys: pytest.CaptureFixture) -> None:
     config: ModelConfig = merged(folders, capsys)[1].config
     assert config == folders[2].config
+
+
+def test_what_is_no_model_is_refused_by_its_kind(folders: Folders, capsys: pytest.CaptureFixture) -> None:
+    """Before a tokenizer is looked for: a folder without config.json, a file, and an adapter."""
+    empty, file = folders[0].parent / "empty", folders[0].parent / "a.txt"
+    empty.mkdir()
+    file.write_text("text")
+    for verb, *words in (("generate", "--prompt", "a"), ("eval", "--text", str(file))):
+        for named, sentence in (
+            (empty, "is no model folder: it has no config.json"),
+            (file, "is not a folder; allowed"),
+        ):
+            assert main([verb, str(named), *words]) == 2
+            assert sentence in capsys.readouterr().err
+    adapter, out = str(folders[1]), str(folders[0].parent / "out")
+    init = ["init", "--task", "lora", "--output", out, "--model", adapter]
+    for words in (["inspect", adapter], ["export", adapter, out], ["reshard", adapter, out], init):
+        assert main(words) == 2
+        assert f"adapter is an adapter, and has no model; te-models merge DIR {adapter} OUT" in capsys.readouterr().err

@@ -164,7 +164,7 @@ def test_the_verb_says_what_it_wrote_and_what_it_refuses(
         (["--task", "pretrain"], "pretrain.toml exists; --force replaces it"),
         (
             ["--task", "dpo"],
-            "--task is 'dpo', which te_models does not train; TRL's trainers run over TEModelForCausalLM",
+            "--task is 'dpo', which te_models does not train yet; meanwhile TRL's trainers run over TEModelForCausal",
         ),
         (["--task", "qlora", "--recipe", "none"], "allowed with --task qlora: the recipe whose format stores weights"),
         (["--task", "lora", "--output", "absent/a.toml"], "there is no folder absent"),

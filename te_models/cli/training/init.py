@@ -58,8 +58,9 @@ def run(args: argparse.Namespace) -> int:
     """Write the configuration, and say what it takes."""
     if args.task == "dpo":
         raise ValueError(
-            "--task is 'dpo', which te_models does not train; TRL's trainers run over TEModelForCausalLM (extra trl), "
-            f"as SFTTrainer does in examples/trainer_trl.py; allowed here: {', '.join(TASKS)}"
+            "--task is 'dpo', which te_models does not train yet; meanwhile TRL's trainers run over TEModelForCausalLM "
+            "(extra trl), as SFTTrainer does in examples/trainer_trl.py, and --task sft learns the chosen answers of "
+            f"preference pairs; allowed here: {', '.join(TASKS)}"
         )
     output = Path(args.output or f"{args.task}.toml")
     say_while_waiting("planning what fits into this machine's memory; this takes some ten seconds")

@@ -84,6 +84,13 @@ def build_dataset(
     out, fields = Path(out), options.reading(text_field, messages_field)
     if out.exists():
         raise DataError(f"{out} exists already")
+    if fields.format == "preference":
+        chosen, rejected = fields.name("chosen"), fields.name("rejected")
+        warnings.warn(
+            f"a run learns {chosen!r} of preference pairs, as answers (supervised fine-tuning), and nothing of "
+            f'{rejected!r}; data.format = "preference" (--format) says so',
+            stacklevel=2,
+        )
     load = partial(load_encoder, tokenizer, format=fields.format, options=options)
     encoder = load()
     files = matching_files(text)

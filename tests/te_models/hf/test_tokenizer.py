@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from te_models.checkpoints import CheckpointError
+from te_models.checkpoints.folder.special_tokens import named_tokens
 from te_models.cli.main import main
-from te_models.special_tokens import named_tokens
 from te_models.tokenizer import (
     MAX_FILE_BYTES,
     MAX_MEMORY_BYTES,

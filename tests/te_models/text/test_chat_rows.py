@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers", reason="chat templates are transformers'")
 
 from te_models.chat_rows import ChatError, ChatRows
-from te_models.special_tokens import model_tokens
+from te_models.checkpoints.folder.special_tokens import model_tokens
 from tests.te_models.text.chats import CHAT, KINDS, TEMPLATES, make_folder
 
 ANSWERS = {

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("transformers", reason="the other side of the comparison")
 import transformers
 
-from te_models.special_tokens import SpecialTokenError, model_tokens, named_tokens
+from te_models.checkpoints.folder.special_tokens import SpecialTokenError, model_tokens, named_tokens
 from te_models.tokenizer import document_end, ends_of, read_tokenizer
 from te_models.training import DataError, DocumentOptions, build_dataset
 from te_models.training.data import documents
@@ -171,3 +171,29 @@ def test_an_imported_folder_reads_texts_as_its_original(case: str, kind: str, tm
     for text in ("tell me <s> more", "12345 cafe\u0301  x"):
         for folder in (tmp_path / "m", tmp_path / "te"):
             assert read_tokenizer(folder, "this test").encode(text) == theirs(text)["input_ids"]
+
+
+def test_an_export_names_the_ids_that_the_tokenizer_alone_said(tmp_path: Path) -> None:
+    """Of a model that was trained from random weights: transformers ends its texts, and pads; said ids stay as said."""
+    from te_models import GPTModel
+    from te_models.checkpoints import export_hf, import_hf
+    from tests.te_models.configs import tiny
+
+    made = make_tokenizer("byte-level")
+    tokens = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "</s>"}
+    GPTModel(tiny(vocab_size=made.get_vocab_size())).save_pretrained(tmp_path / "te")
+    assert export_hf(tmp_path / "te", tmp_path / "none").notes == ()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **tokens).save_pretrained(tmp_path / "te")
+    plan = export_hf(tmp_path / "te", tmp_path / "hf")
+    end = made.token_to_id("<|im_end|>")
+    assert f"eos_token_id = {end}" in plan.notes[-1]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    generation = theirs.generation_config
+    assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (1, end, 2)
+    assert (theirs.config.eos_token_id, theirs.config.pad_token_id) == (end, None), "a row of the embedding is trained"
+    import_hf(tmp_path / "hf", tmp_path / "again")
+    edit(tmp_path / "again" / "generation_config.json", eos_token_id=[7, end])
+    assert export_hf(tmp_path / "again", tmp_path / "last", verify=False).notes == ()
+    assert json.loads((tmp_path / "last" / "generation_config.json").read_text())["eos_token_id"] == [7, end]
+    (tmp_path / "te" / "tokenizer_config.json").write_text("[")
+    assert export_hf(tmp_path / "te", tmp_path / "damaged", verify=False).notes == ()

@@ -187,3 +187,14 @@ def test_a_json_file_is_a_list_of_rows_where_rows_are_wanted(tmp_path: Path) -> 
             build_dataset(tmp_path / "e", [file], "bytes", options=options)
     file.write_text("[1]")
     assert documents(build_dataset(tmp_path / "f", [file], "bytes")) == ["[1]"], "text like any other"
+
+
+def test_that_pairs_are_learned_by_half_is_said_once(tmp_path: Path) -> None:
+    rows = tmp_path / "a.jsonl"
+    rows.write_text('{"prompt": "a", "good": "b", "rejected": "c"}\n' * 2)
+    options = DocumentOptions(format="preference", fields=("chosen=good",))
+    with pytest.warns(
+        UserWarning, match="learns 'good' of preference pairs, .* nothing of 'rejected'; data.format"
+    ) as told:
+        data = build_dataset(tmp_path / "d", [rows], "bytes", options=options)
+    assert len(told) == 1 and data.tokens.tolist() == [*b"ab", 256] * 2

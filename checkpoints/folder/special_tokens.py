@@ -8,11 +8,19 @@ order. Where the one says nothing, the other is asked.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..io.errors import CheckpointError
+from ..io.strict_json import read_object
+from ..io.weight_files import plain_file
+
+GENERATION = "generation_config.json"
+_BEGINNING = 4 << 20
+"""Bytes of a tokenizer.json in which its added tokens are looked for; they stand before the vocabulary."""
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -69,6 +77,41 @@ def model_tokens(folder: Path) -> ModelTokens:
     return ModelTokens(ends, one.get("bos_token_id"), one.get("pad_token_id"))
 
 
+def ids_to_add(folder: Path, vocab_size: int) -> dict[str, int]:
+    """Return the ids that the files of a model's folder should name and do not, by their keys, as its tokenizer has
+    them; none of a tokenizer that cannot be read: it travels along as it is."""
+    try:
+        model, names, added = model_tokens(folder), named_tokens(folder), _added_tokens(folder)
+    except (CheckpointError, SpecialTokenError, OSError):
+        return {}
+    known = {"bos": model.bos is not None, "eos": bool(model.ends), "pad": model.pad is not None}
+    found = {f"{kind}_token_id": added.get(names.get(f"{kind}_token", "")) for kind in known if not known[kind]}
+    return {name: id for name, id in found.items() if id is not None and id < vocab_size}
+
+
+def _added_tokens(folder: Path) -> dict[str, int]:
+    """Return the ids of the tokens that tokenizer.json adds to its vocabulary, special ones among them, by text."""
+    if not (folder / "tokenizer.json").exists():
+        return {}
+    with plain_file(folder, "tokenizer.json").open("rb") as file:
+        text = file.read(_BEGINNING).decode("utf-8", "ignore")
+    key = text.find('"added_tokens"')
+    begin = text.find("[", key)
+    if min(key, begin) < 0:
+        return {}
+    try:
+        tokens, _ = json.JSONDecoder().raw_decode(text, begin)
+    except (ValueError, RecursionError):
+        return {}
+    tokens = [token for token in tokens if isinstance(token, dict) and type(token.get("id")) is int]
+    return {token["content"]: token["id"] for token in tokens if isinstance(token.get("content"), str)}
+
+
+def generation_config(folder: Path, ids: dict[str, int]) -> dict[str, Any]:
+    """Return the content of a folder's generation_config.json with further ids."""
+    return _read(folder, GENERATION) | ids
+
+
 def hf_config(folder: Path) -> dict[str, Any]:
     """Return the Hugging Face configuration of a folder: its config.json, or the one that ours was imported with; empty
     where there is none."""
@@ -76,17 +119,17 @@ def hf_config(folder: Path) -> dict[str, Any]:
     if values.get("model_type") != "te_models":
         return values
     source = values.get("source")
-    origin = source.get("config") if isinstance(source, dict) else None
-    return origin if isinstance(origin, dict) else {}
+    original = source.get("config") if isinstance(source, dict) else None
+    return original if isinstance(original, dict) else {}
 
 
 def _configurations(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield what may name ids, the first to ask first."""
-    yield "generation_config.json", _read(folder, "generation_config.json")
+    yield GENERATION, _read(folder, GENERATION)
     yield "config.json", _read(folder, "config.json")
-    origin = hf_config(folder)
-    yield "config.json", origin
-    within = origin.get("text_config")
+    original = hf_config(folder)
+    yield "config.json", original
+    within = original.get("text_config")
     if isinstance(within, dict):
         yield "config.json", within
 
@@ -102,9 +145,6 @@ def _ids(folder: Path, file: str, name: str, value: Any) -> tuple[int, ...]:
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
-    from te_models.checkpoints.io.strict_json import read_object
-    from te_models.checkpoints.io.weight_files import plain_file
-
     if not ((folder / name).exists() or (folder / name).is_symlink()):
         return {}
     return read_object(plain_file(folder, name))
