@@ -15,7 +15,7 @@ from ..families import FAMILIES, family_of
 from ..formats import declares_quantization, without_quantization
 from ..io.header import TensorInfo
 from ..io.hub import local_folder
-from ..io.store import Store
+from ..io.store import FileStore, Store
 from ..io.strict_json import read_object
 from ..io.weight_files import check_model_folder, open_weights, plain_file
 from ..plan.param_shapes import ExpertLayout, check_held, check_strangers, expected_tensors
@@ -65,6 +65,7 @@ class Checkpoint:
         float32: bool = False,
         mtp: bool = False,
         verify: bool = True,
+        files: FileStore | None = None,
     ) -> None:
         check_model_folder(path)
         values = read_object(plain_file(path, CONFIG), f"{path}/{CONFIG}")
@@ -85,7 +86,7 @@ class Checkpoint:
                 declaration = declared(values, path)
             self.config: ModelConfig = family.read_config(without_quantization(values), mtp=mtp)
             self.source: Source | None = Source(family.model_type, values, None)
-        self.files = open_weights(path)
+        self.files = open_weights(path) if files is None else files
         self.store: Store = self.files
         self.quantized: QuantizedFiles | None = None
         try:
@@ -111,12 +112,14 @@ class Checkpoint:
         elif self.source is not None:
             family = FAMILIES[self.family or ""]
             suffix = "" if declaration is None else declaration.format.data.suffix
-            form = family.form_of(self.config, {name.removesuffix(suffix) for name in self.files.tensors})
+            found = {name.removesuffix(suffix) for name in self.files.tensors} if suffix else self.files.tensors.keys()
+            form, high_precision = family.best_form(self.config, found)
             self.source = replace(self.source, form=form)
+            if declaration is None:
+                self.namespace = high_precision
             if declaration is not None:
                 from ..formats.source import open_quantized
 
-                high_precision = family.namespace(self.config, form)
                 self.quantized = open_quantized(
                     self.files,
                     high_precision,
@@ -276,6 +279,7 @@ def open_checkpoint(
     float32: bool = False,
     mtp: bool = False,
     verify: bool = True,
+    files: FileStore | None = None,
 ) -> Checkpoint:
     """Open a checkpoint folder, or download the model of a hub id (`org/name`, `org/name@revision`) and open that.
 
@@ -287,6 +291,7 @@ def open_checkpoint(
     Face folder that predict further tokens are a part of the model (`ModelConfig.mtp_num_layers`). verify: where the
     folder has a manifest.json, check small files and headers against it now, and tensors while they are read:
     `load_into` and conversions raise CheckpointError for one that is damaged, and who reads otherwise calls
-    `files.finish_checks`.
+    `files.finish_checks`. files: the weights, where they are not in the folder.
     """
-    return Checkpoint(local_folder(path), storage, any_storage=any_storage, float32=float32, mtp=mtp, verify=verify)
+    options = {"any_storage": any_storage, "float32": float32, "mtp": mtp, "verify": verify}
+    return Checkpoint(local_folder(path), storage, files=files, **options)

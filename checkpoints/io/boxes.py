@@ -6,6 +6,7 @@ Boxes are how a conversion talks about parts of tensors without reading them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -36,7 +37,12 @@ Box = tuple[Range, ...]
 
 def full(shape: Sequence[int]) -> Box:
     """Return the box of a whole tensor."""
-    return tuple(Range(0, n) for n in shape)
+    return _full(tuple(shape))
+
+
+@functools.lru_cache(4096)
+def _full(shape: Shape) -> Box:
+    return tuple(Range(0, n) for n in shape)  # a mixture has few shapes, and each of them thousands of times
 
 
 def extents(box: Box) -> Shape:
@@ -46,7 +52,10 @@ def extents(box: Box) -> Shape:
 
 def count(box: Box) -> int:
     """Return the number of elements of the box."""
-    return math.prod(extents(box))
+    elements = 1
+    for start, stop, step in box:
+        elements *= (stop - start) // step
+    return elements
 
 
 def slices(box: Box) -> tuple[slice, ...]:
@@ -62,6 +71,8 @@ def shift(box: Box, dim: int, offset: int) -> Box:
 
 def intersect(a: Box, b: Box) -> Box | None:
     """Return the common part of two boxes with step 1, or None where they do not meet."""
+    if all(y.start <= x.start and x.stop <= y.stop for x, y in zip(a, b)) and all(r.stop > r.start for r in a):
+        return a
     common = tuple(Range(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b))
     return common if all(r.stop > r.start for r in common) else None
 
@@ -71,13 +82,13 @@ def flat_interval(box: Box, shape: Shape) -> tuple[int, int] | None:
     inner = len(shape)
     while inner > 0 and box[inner - 1] == (0, shape[inner - 1], 1):
         inner -= 1
-    outer = box[: max(inner - 1, 0)]
-    if any(r.size != 1 for r in outer) or (inner and box[inner - 1].size != 1 and box[inner - 1].step != 1):
-        return None
-    begin = 0
-    for r, n in zip(box, shape):
-        begin = begin * n + r.start
-    return begin, begin + count(box)
+    begin, elements = 0, 1
+    for d, ((start, stop, step), n) in enumerate(zip(box, shape)):
+        size = (stop - start) // step
+        if d < inner and size != 1 and (d < inner - 1 or step != 1):
+            return None
+        begin, elements = begin * n + start, elements * size
+    return begin, begin + elements
 
 
 def tiles(boxes: Iterable[Box], shape: Shape, copies: int = 1) -> bool:
@@ -87,6 +98,8 @@ def tiles(boxes: Iterable[Box], shape: Shape, copies: int = 1) -> bool:
     step 1 the corners are counted, and strided ones are compared in pairs.
     """
     boxes = list(boxes)
+    if len(boxes) == copies == 1 and boxes[0] == full(shape):
+        return True
     if sum(map(count, boxes)) != copies * math.prod(shape):
         return False
     if any(r.start < 0 or r.stop > n + r.step - 1 for box in boxes for r, n in zip(box, shape, strict=True)):

@@ -142,7 +142,7 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
     entries, metadata = _entries(raw, where)
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"the __metadata__ of {where} is not a map from strings to strings")
-    with _no_collections():
+    with without_collections():
         for name, dtype, shape, offsets in entries:
             if name in tensors:
                 raise CheckpointError(f"the header of {where} has the key {quote(name)} twice in one object")
@@ -164,7 +164,7 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
 
 
 @contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
+def without_collections() -> Iterator[None]:
     """Pause the collector of cycles, which would look at all objects again and again while ours, without any, grow in
     number."""
     enabled = gc.isenabled()

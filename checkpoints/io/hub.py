@@ -22,7 +22,7 @@ ALLOWED = (*_TYPES, "*.jinja", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*")
 IGNORED = (*(f"*/{name}" for name in _TYPES), "consolidated*")
 """Files in subfolders, chat templates aside, and the same weights once more under other names."""
 
-_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?")
+HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?")
 
 
 def local_folder(name: str | os.PathLike[str], revision: str | None = None, **options: Any) -> Path:
@@ -43,7 +43,7 @@ def local_folder(name: str | os.PathLike[str], revision: str | None = None, **op
         there = folder.exists()
     except OSError as error:
         raise CheckpointError(f"{quote(str(name))} cannot be read: {error.strerror}") from None
-    match = _HUB_ID.fullmatch(name) if isinstance(name, str) else None
+    match = HUB_ID.fullmatch(name) if isinstance(name, str) else None
     if match is None or there:
         return folder.resolve() if folder.name in ("", "..") else folder  # "." would say nothing in a message
     if revision is not None and match["revision"] is not None:

@@ -22,7 +22,7 @@ from .box_reads import read_box
 from .boxes import Box, full, slices
 from .dtypes import bits_of, dtype_name, torch_dtype
 from .errors import CheckpointError, quote
-from .header import TensorInfo, read_header
+from .header import Header, TensorInfo, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -92,24 +92,26 @@ class FileStore:
     def __init__(self, paths: Mapping[str, Path], weight_map: Mapping[str, str] | None = None) -> None:
         """Read the headers of `paths` (file name -> path). weight_map: which file counts for a tensor (name -> file
         name), as an index says it: copies of the tensor in other files are passed over."""
-        self.tensors: dict[str, TensorInfo] = {}
-        self.metadata: dict[str, dict[str, str]] = {}
-        self.header_digests: dict[str, str] = {}
-        self.file_of: dict[str, str] = {}
+        self._hold({file: read_header(path, file) for file, path in paths.items()}, weight_map)
         self.paths = dict(paths)
-        self._data_start: dict[str, int] = {}
         self._fds: dict[str, int] = {}
         weakref.finalize(self, _close_all, self._fds)
         self._guard: Guard | None = None
         self._elements: Callable[[str, memoryview], None] | None = None
         self._opening = threading.Lock()
-        for file, path in paths.items():
-            header = read_header(path, file)
+
+    def _hold(self, headers: Mapping[str, Header], weight_map: Mapping[str, str] | None) -> None:
+        self.tensors: dict[str, TensorInfo] = {}
+        self.metadata: dict[str, dict[str, str]] = {}
+        self.header_digests: dict[str, str] = {}
+        self.file_of: dict[str, str] = {}
+        self._data_start: dict[str, int] = {}
+        for file, header in headers.items():
             self._data_start[file] = header.data_start
             self.metadata[file], self.header_digests[file] = header.metadata, header.sha256
             for name, info in header.tensors.items():
                 counts = None if weight_map is None else weight_map.get(name)
-                if counts in paths and counts != file:
+                if counts in headers and counts != file:
                     continue
                 if name in self.file_of:
                     raise CheckpointError(f"tensor {quote(name)} is in two files, {self.file_of[name]} and {file}")

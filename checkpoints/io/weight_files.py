@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from te_models.sizes import format_size, plural
@@ -40,7 +40,7 @@ def open_weights(folder: Path) -> FileStore:
         return FileStore({SINGLE: plain_file(folder, SINGLE)})
     files = sorted(p.name for p in folder.glob("*.safetensors"))
     if files:
-        _check_numbers(folder, files)
+        check_numbers(folder, files)
         return FileStore({name: plain_file(folder, name) for name in files})
     pickles = sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern))
     if pickles:
@@ -52,7 +52,7 @@ def open_weights(folder: Path) -> FileStore:
     raise CheckpointError(f"{folder} has no weights: neither {SINGLE}, nor {INDEX}, nor other *.safetensors files")
 
 
-def _check_numbers(folder: Path, files: list[str]) -> None:
+def check_numbers(folder: object, files: list[str]) -> None:
     """Raise CheckpointError where the names of numbered shards say that some are missing."""
     for name in files:
         numbered = _NUMBERED.fullmatch(name)
@@ -70,23 +70,33 @@ def _check_numbers(folder: Path, files: list[str]) -> None:
             return
 
 
-def _open_sharded(folder: Path) -> FileStore:
-    index = read_object(plain_file(folder, INDEX), INDEX)
-    weight_map = index.get("weight_map")
+def read_index(path: Path) -> dict[str, str]:
+    """Return which file holds each tensor, as an index says it; CheckpointError for one that does not."""
+    weight_map = read_object(path, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{INDEX} has no weight_map from tensor names to file names")
     for name, file in weight_map.items():
         if not isinstance(file, str):
             raise CheckpointError(f"{INDEX} maps {quote(name)} to something that is not a file name")
+    return weight_map
+
+
+def check_index(store: FileStore, weight_map: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless the files hold exactly the tensors of an index, each where it says."""
+    for name, file in weight_map.items():
+        if store.file_of.get(name) != file:
+            raise CheckpointError(f"{INDEX} says that {file} holds {quote(name)}, and it does not")
+    unlisted = [name for name in store.tensors if name not in weight_map]
+    if unlisted:
+        raise CheckpointError(f"the shards hold tensors that {INDEX} does not list: {shorten(unlisted)}")
+
+
+def _open_sharded(folder: Path) -> FileStore:
+    weight_map = read_index(plain_file(folder, INDEX))
     files = sorted(set(weight_map.values()))
     store = FileStore({file: plain_file(folder, file, INDEX) for file in files}, weight_map)
     try:
-        for name, file in weight_map.items():
-            if store.file_of.get(name) != file:
-                raise CheckpointError(f"{INDEX} says that {file} holds {quote(name)}, and it does not")
-        unlisted = [name for name in store.tensors if name not in weight_map]
-        if unlisted:
-            raise CheckpointError(f"the shards hold tensors that {INDEX} does not list: {shorten(unlisted)}")
+        check_index(store, weight_map)
     except CheckpointError:
         store.close()
         raise
@@ -103,11 +113,12 @@ def check_model_folder(folder: Path) -> None:
         )
 
 
-def plain_file(folder: Path, name: str, named_by: str | None = None) -> Path:
+def plain_file(folder: Path, name: str, named_by: str | None = None, *, sparse: bool = False) -> Path:
     """Return the path of a regular file directly inside `folder`, refusing anything that leads elsewhere.
 
     A symbolic link must end in the folder itself, or in the `blobs` folder of a Hugging Face hub cache when the folder
-    is a `snapshots/<revision>` of that cache, which is how the hub client stores every download.
+    is a `snapshots/<revision>` of that cache, which is how the hub client stores every download. sparse: whether a
+    file may consist of holes, of which the reader reads little.
     """
     source = f"{named_by} names the file {quote(name)}, which" if named_by else f"{name} of {folder}"
     if not is_file_name(name):
@@ -124,7 +135,8 @@ def plain_file(folder: Path, name: str, named_by: str | None = None) -> Path:
         raise CheckpointError(f"{source} is a symbolic link that leaves the folder")
     if not stat.S_ISREG(info.st_mode):
         raise CheckpointError(f"{source} is not a regular file")
-    if info.st_size > _MOST_SPARSE and info.st_size > _MOST_HOLES * 512 * info.st_blocks and _has_hole(real):
+    most = max(_MOST_SPARSE, _MOST_HOLES * 512 * info.st_blocks)
+    if not sparse and info.st_size > most and _has_hole(real):
         size, stored = format_size(info.st_size), format_size(512 * info.st_blocks)
         raise CheckpointError(f"{source} has {size}, of which {stored} are stored: one of holes is not read")
     return path

@@ -17,6 +17,7 @@ the declared sizes; orientation is declared, never guessed from shapes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,7 +30,7 @@ from ..io.errors import CheckpointError
 Axes = tuple[int | None, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Placed:
     """A part of the canonical tensor and its place, `stored[stored_box]`, in a tensor of shape `stored_shape`."""
 
@@ -55,7 +56,8 @@ class At:
     name: str
 
     def place(self, shape: Shape) -> Iterator[Placed]:
-        yield Placed(full(shape), self.name, full(shape), shape, tuple(range(len(shape))))
+        whole = full(shape)
+        yield Placed(whole, self.name, whole, shape, tuple(range(len(shape))))
 
 
 @dataclass(frozen=True, init=False)
@@ -96,8 +98,19 @@ class Stack:
             raise CheckpointError(f"a stack of {plural(len(self.parts), 'tensor')} cannot fill {list(shape)}")
         for number, part in enumerate(self.parts):
             for p in part.place(shape[1:]):
-                axes = tuple(None if axis is None else axis + 1 for axis in p.axes)
-                yield Placed((Range(number, number + 1), *p.box), p.stored, p.stored_box, p.stored_shape, axes)
+                yield Placed(_member(number, p.box), p.stored, p.stored_box, p.stored_shape, _behind(p.axes))
+
+
+@functools.lru_cache(1 << 14)
+def _member(number: int, box: Box) -> Box:
+    """Return the box in a stack of one in its member: layers have the same ones, which need be in memory once."""
+    return (Range(number, number + 1), *box)
+
+
+@functools.lru_cache
+def _behind(axes: Axes) -> Axes:
+    """Return the axes of a tensor that has a dimension before its own."""
+    return tuple(None if axis is None else axis + 1 for axis in axes)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ construction and total by a check: the links of each namespace must tile both it
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from ..io.dtypes import FLOATS
 from ..io.errors import CheckpointError, shorten
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Link:
     """One correspondence. `axes[d]` is the canonical dimension of stored dimension d, None for an extra one of size 1.
 
@@ -37,6 +38,10 @@ class Link:
 
     def stored_part(self, part: Box) -> Box:
         """Map a part of `box` to the stored tensor."""
+        if part is self.box:
+            return self.stored_box
+        if self.box is self.stored_box and None not in self.axes and self.axes == tuple(range(len(part))):
+            return part
         ranges = []
         for d, axis in enumerate(self.axes):
             if axis is None:
@@ -47,7 +52,7 @@ class Link:
         return tuple(ranges)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stored:
     """What a stored tensor must be: its shape, the dtypes it may have, and whether dtype conversion applies to it."""
 
@@ -86,7 +91,7 @@ class Namespace:
             raise CheckpointError(f"the weight map does not cover these tensors exactly once: {shorten(bad)}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Move `source[source_box]` to `box` of the output; `axes[d]` is the source dimension of output dimension d."""
 
@@ -147,9 +152,15 @@ def _meeting(a: list[Link], b: list[Link]) -> Iterable[tuple[Link, Link]]:
 
 
 def _piece(source: Link, target: Link, part: Box) -> Piece:
-    where = {axis: d for d, axis in enumerate(source.axes) if axis is not None}
-    axes = tuple(where.get(axis) if axis is not None else None for axis in target.axes)
+    axes = _axes(source.axes, target.axes)
     return Piece(source.stored, source.stored_part(part), target.stored_part(part), axes)
+
+
+@functools.lru_cache
+def _axes(source: tuple[int | None, ...], target: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """Return the source dimension of each dimension of the target."""
+    where = {axis: d for d, axis in enumerate(source) if axis is not None}
+    return tuple(where.get(axis) if axis is not None else None for axis in target)
 
 
 def identity_namespace(canonical: Mapping[str, Shape], stored: Mapping[str, Stored] | None = None) -> Namespace:

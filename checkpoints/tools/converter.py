@@ -106,7 +106,7 @@ class AutoConverter:
 
         Raises CheckpointError where the tensors are not exactly the model's.
         """
-        form = self.family.form_of(self.config, tensors)
+        form, _ = self.family.best_form(self.config, tensors)
         namespace = self.family.namespace(self.config, form)
         extra = [name for name in tensors if name not in namespace.stored]
         unused = passthrough_tensors(extra, self.family.model_type, self._hf, in_our_folder=False)

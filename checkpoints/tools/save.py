@@ -54,16 +54,16 @@ def save_model(
     layout = layout_of(params, config, "the names of the parameters to save")
     check_shapes(params, expected_tensors(config, layout))
     entries: dict[str, torch.Tensor] = {}
-    stored_formats: dict[str, Description] = {}
+    best_formats: dict[str, Description] = {}
     for name, param in params.items():
         if isinstance(param, QuantizedTensor):
-            stored_formats[name] = describe(param.quantizer, param.dtype)
+            best_formats[name] = describe(param.quantizer, param.dtype)
             entries.update(stored_fields(name, param))
         elif not param.is_floating_point():
             raise CheckpointError(f"{name} has dtype {param.dtype}; parameters are floating-point or quantized")
         else:
             entries[name] = param
-    formats = grouped_formats(config, layout, stored_formats)
+    formats = grouped_formats(config, layout, best_formats)
     namespace = te_namespace(config, layout, formats)
     store = MemoryStore(entries)
     owners: dict[str, Store] = dict.fromkeys(entries, store)
@@ -83,7 +83,7 @@ def save_model(
         outputs, in_files = moved.outputs, set(passthrough.values())
         if fetch is not None:
             outputs = tuple(_fetched(output, fetch, in_files) for output in outputs)
-        plan = replace(moved, outputs=outputs, formats=stored_formats)
+        plan = replace(moved, outputs=outputs, formats=best_formats)
         return write_folder(
             Path(out_dir),
             plan,

@@ -27,6 +27,7 @@ from ..suggestions import did_you_mean
 from ..terminal import complain, one_line, say
 from . import (
     adapters,
+    certify,
     completion,
     convert,
     evaluate,
@@ -41,7 +42,7 @@ from .training import init, plan, report, train
 
 GROUPS: dict[str, tuple[Any, ...]] = {
     "convert": (convert, adapters),
-    "inspect": (examine, info),
+    "inspect": (examine, certify, info),
     "train": (init, tokenize, train, report, plan, quickstart),
     "generate": (generate, evaluate),
     "shell": (completion,),

@@ -98,7 +98,7 @@ def export_adapter(model: GPTModel, folder: str | Path, *, base_model: str = "",
     values = AutoConverter(model.config, chosen, model.origin).hf_config(dict(model.stored_tensors()))
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**values))
-    namespace = chosen.namespace(model.config, chosen.form_of(model.config, theirs.state_dict()))
+    _, namespace = chosen.best_form(model.config, theirs.state_dict())
     adapters = {f"{name}.weight": adapter for name, adapter in adapters_of(model)}
     links: dict[str, list[Link]] = defaultdict(list)
     for link in namespace.links:

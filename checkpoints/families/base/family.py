@@ -11,6 +11,7 @@ from typing import Any
 
 from te_models.config import ConfigError, ModelConfig
 
+from ...io.boxes import Shape
 from ...io.errors import CheckpointError, shorten
 from ...plan.param_shapes import check_counts, expected_tensors, holds_experts
 from ...plan.tensor_map import Link, Namespace, Stored
@@ -188,15 +189,19 @@ class Family:
         """The forms in which files of this family exist, by name; the first is the published one."""
         return {names.form: names for names in (self.names, *self.other_names)}
 
-    def form_of(self, config: ModelConfig, found: Collection[str]) -> str:
-        """Return the form that has most of the tensor names in `found`."""
-        if not self.other_names:
-            return self.names.form
-        forms = [
-            form for form, names in self.forms.items() if not names.experts_apart or holds_experts(config, len(found))
-        ]
-        namespaces = {form: self.namespace(config, form).stored for form in forms}
-        return max(namespaces, key=lambda form: sum(name in namespaces[form] for name in found))
+    def best_form(self, config: ModelConfig, found: Collection[str]) -> tuple[str, Namespace]:
+        """Return the form that has most of the tensor names in `found`, and how it stores the model."""
+        best, most = None, -1
+        for form, names in self.forms.items():
+            if not self.other_names or not names.experts_apart or holds_experts(config, len(found)):
+                namespace = self.namespace(config, form)
+                count = sum(name in namespace.stored for name in found)
+                if count > most:
+                    best, most = (form, namespace), count
+                if count == len(found):  # no other form can have more, and a mixture has many names
+                    break
+        assert best is not None, "the first form has each expert's weights, or needs none"
+        return best
 
     def namespace(self, config: ModelConfig, form: str | None = None) -> Namespace:
         """Return how files of this family store the model; None means the published form."""
@@ -208,13 +213,15 @@ class Family:
     def _namespace(self, config: ModelConfig, names: Names) -> Namespace:
         canonical = expected_tensors(config)
         stored: dict[str, Stored] = {}
+        specs: dict[tuple[Shape, bool], Stored] = {}
         links: list[Link] = []
         for name, layout in names.weights(config):
             if name not in canonical:
                 raise CheckpointError(f"the family {self.model_type!r} has {name}, which this model does not have")
             convertible = not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.keeps_dtype)
             for p in layout.place(canonical[name]):
-                stored[p.stored] = Stored(p.stored_shape, convertible=convertible)
+                key = p.stored_shape, convertible
+                stored[p.stored] = specs.setdefault(key, Stored(p.stored_shape, convertible=convertible))
                 links.append(Link(name, p.box, p.stored, p.stored_box, p.axes))
         absent = set(canonical) - {link.name for link in links}
         if absent:

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     plans = plan_layouts(config, args.ranks, hardware)
     fitting = [plan for plan in plans if not isinstance(plan, Refused) and plan.fits]
     values = [{"sizes": p.sizes, "refused": p.reason} if isinstance(p, Refused) else p.to_dict() for p in plans]
-    emit(args, {"layouts": values}, _layouts(plans, args.ranks, hardware))
+    emit(args, {"layouts": values}, layouts_table(plans, args.ranks, hardware))
     return 0 if fitting else 1
 
 
@@ -124,7 +124,8 @@ def _differs(name: str, plans: list[Plan | Refused]) -> bool:
     return any(plan.sizes[name] != (False if name == "sequence_parallel" else 1) for plan in plans)
 
 
-def _layouts(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -> Table:
+def layouts_table(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -> Table:
+    """Return the plans of several layouts, one in a row."""
     from ...plan import Refused
 
     names = [name for name in _SHORT if not name.startswith("data_") and _differs(name, plans)]

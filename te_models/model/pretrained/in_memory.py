@@ -59,7 +59,7 @@ def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformer
     attention = {} if gpt.config.attention.softcap is None else {"attn_implementation": "eager"}
     with torch.device(next(iter(tensors.values())).device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
-    form = chosen.form_of(gpt.config, model.state_dict())
+    form, _ = chosen.best_form(gpt.config, model.state_dict())
     converted = converter.to_hf(tensors, form=form, dequantize=dequantize)
     for name, stored in chosen.namespace(gpt.config, form).stored.items():
         if not stored.convertible and name in converted:  # such a tensor has a precision of its own
