@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
-from te_models.config import ModelConfig
+from te_models.config import AttentionConfig, ModelConfig
 from te_models.config.model import MAX_LAYERS
 
 from ..io.boxes import Shape
@@ -60,9 +60,8 @@ def is_linear_weight(name: str) -> bool:
     return ".linear_" in name and name.rpartition(".")[2].startswith("weight")
 
 
-def head_sizes(config: ModelConfig) -> tuple[int, int, int]:
+def head_sizes(a: AttentionConfig) -> tuple[int, int, int]:
     """Return (N, G, D): query heads, key/value heads, head dimension."""
-    a = config.attention
     assert a.num_query_groups is not None and a.kv_channels is not None, "a valid configuration has them filled in"
     return a.num_attention_heads, a.num_query_groups, a.kv_channels
 
@@ -90,19 +89,21 @@ def _tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 def _layer(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]:
     """A layer of the kind of number `i`, whose names begin with `p`."""
-    if config.block == "parallel_shared_norm":
+    attention, mixer, after = config.attention_of(i), config.mixer_of(i), config.block in ("sandwich", "post")
+    apart = config.has_input_layernorm(i)
+    if apart:
         yield from _norm(config, f"{p}input_layernorm.", "")
-    yield from (_attention if config.attention.mla is None else _latent_attention)(config, p)
-    if config.block == "sandwich" or config.block == "post":
+    if attention is not None:
+        shapes = _attention if attention.mla is None else _latent_attention
+        yield from shapes(config, attention, p, config.norms_before and not apart)
+    for its in () if mixer is None else mixer.parameters(config.hidden_size):
+        yield f"{p}mixer.{its.name}", its.shape
+    if after and (attention or mixer):
         yield from _norm(config, f"{p}post_self_attn_layernorm.", "")
-    yield from _experts(config, p) if config.is_moe_layer(i) else _dense(config, p)
-    if config.block == "sandwich" or config.block == "post":
-        yield from _norm(config, f"{p}post_mlp_layernorm.", "")
-
-
-def _normed(config: ModelConfig) -> bool:
-    """Whether the first projection of a sublayer has a norm of its own before it."""
-    return config.block not in ("post", "parallel_shared_norm")
+    if config.has_mlp(i):
+        yield from _experts(config, p) if config.is_moe_layer(i) else _dense(config, p)
+        if after:
+            yield from _norm(config, f"{p}post_mlp_layernorm.", "")
 
 
 def _norm(config: ModelConfig, owner: str, prefix: str) -> Iterator[tuple[str, Shape]]:
@@ -112,12 +113,10 @@ def _norm(config: ModelConfig, owner: str, prefix: str) -> Iterator[tuple[str, S
         yield f"{owner}{prefix}bias", (config.hidden_size,)
 
 
-def _attention(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
-    a, H = config.attention, config.hidden_size
-    N, G, D = head_sizes(config)
-    Dv = a.v_head_dim or D
-    rows = (N + G) * D + G * Dv
-    if _normed(config):
+def _attention(config: ModelConfig, a: AttentionConfig, p: str, normed: bool) -> Iterator[tuple[str, Shape]]:
+    H, (N, G, D) = config.hidden_size, head_sizes(a)
+    Dv, rows = a.value_channels, sum(qkv_rows(a))
+    if normed:
         yield from _norm(config, f"{p}self_attention.linear_qkv.", "layer_norm_")
     yield f"{p}self_attention.linear_qkv.weight", (rows, H)
     if a.add_qkv_bias:
@@ -133,13 +132,18 @@ def _attention(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
         yield f"{p}self_attention.linear_proj.bias", (H,)
 
 
-def _latent_attention(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
-    a, H = config.attention, config.hidden_size
-    mla, N = a.mla, a.num_attention_heads
+def qkv_rows(a: AttentionConfig) -> tuple[int, ...]:
+    """Return the rows of what `linear_qkv` joins: q, k and v."""
+    N, G, D = head_sizes(a)
+    return N * D, G * D, G * a.value_channels
+
+
+def _latent_attention(config: ModelConfig, a: AttentionConfig, p: str, normed: bool) -> Iterator[tuple[str, Shape]]:
+    mla, N, H = a.mla, a.num_attention_heads, config.hidden_size
     assert mla is not None, "called for latent attention only"
     ours, qk = f"{p}self_attention.", mla.qk_head_dim + mla.qk_pos_emb_head_dim
     rows = (mla.q_lora_rank or N * qk) + mla.kv_lora_rank + mla.qk_pos_emb_head_dim
-    if _normed(config):
+    if normed:
         yield from _norm(config, f"{ours}linear_qkv_down.", "layer_norm_")
     yield f"{ours}linear_qkv_down.weight", (rows, H)
     if a.add_qkv_bias and mla.q_lora_rank is not None:
@@ -159,7 +163,7 @@ def _latent_attention(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]
 def _dense(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
     m, H = config.mlp, config.hidden_size
     rows = m.ffn_hidden_size * (2 if m.gated else 1)
-    if _normed(config):
+    if config.norms_before:
         yield from _norm(config, f"{p}mlp.linear_fc1.", "layer_norm_")
     yield f"{p}mlp.linear_fc1.weight", (rows, H)
     if m.bias:
@@ -173,7 +177,7 @@ def _experts(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
     moe, H = config.moe, config.hidden_size
     assert moe is not None, "called for MoE layers only"
     E, I, gates = moe.num_moe_experts, moe.moe_ffn_hidden_size, 2 if config.mlp.gated else 1
-    if _normed(config):
+    if config.norms_before:
         yield from _norm(config, f"{p}pre_mlp_layernorm.", "")
     yield f"{p}mlp.router.weight", (E, H)
     if moe.router.linear_bias:
@@ -200,8 +204,8 @@ def _experts(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
 
 MAX_EXPERTS = 100_000
 """Experts in all layers; 384 in 60 layers are 23,040."""
-_PER_LAYER = 4
-"""Tensors that every layer has, in any form: two of its attention, two of its MLP or experts."""
+_PER_SUBLAYER = 2
+"""Tensors that every sublayer has, in any form."""
 _PER_EXPERT = 2
 MAX_STRANGERS = 20_000
 """Tensors that a model does not use, such as layers that predict further tokens: 256 experts with scales are 1,536."""
@@ -222,10 +226,12 @@ def check_held(config: ModelConfig, held: int, where: str, *, experts_apart: boo
 
     held: how many. experts_apart: every expert has tensors of its own.
     """
-    if held < _PER_LAYER * config.num_layers:
+    layers = range(config.num_layers)
+    least = _PER_SUBLAYER * sum(bool(config.mixer_names(i)) + config.has_mlp(i) for i in layers)
+    if held < least:
         raise CheckpointError(
             f"the tensors of {where} do not fit its configuration: it claims {config.num_layers} layers, which have "
-            f"{_PER_LAYER} tensors each at least, and the files hold {held}"
+            f"{least / config.num_layers:g} tensors each at least, and the files hold {held}"
         )
     if experts_apart and not holds_experts(config, held):
         assert config.moe is not None, "only experts can be missing here"

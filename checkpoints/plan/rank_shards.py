@@ -19,7 +19,7 @@ from te_models.lazy import later
 
 from ..io.boxes import Shape
 from ..io.errors import CheckpointError
-from .param_shapes import head_sizes, is_expert_stack
+from .param_shapes import is_expert_stack, qkv_rows
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,7 @@ Ranges = tuple[tuple[int, int], ...]
 Cuts = Mapping[int, Ranges]
 """Dimension -> the ranges (begin, end) of it that are meant, one after the other; all of the others."""
 
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _ATTENTION = re.compile(
     r".*\.self_attention\.(linear_qkv\.(weight|bias)|linear_(q|kv)_up\.weight|linear_proj\.weight|"
     r"(q|k)_layernorm\.weight|core_attention\..*)"
@@ -174,17 +175,24 @@ def _split(config: ModelConfig, name: str, shape: Shape) -> tuple[int, tuple[int
     """Return the dimension that is split and the blocks along it; None for what every rank has."""
     if name in _VOCABULARY:
         return 0, (shape[0],)
-    match = _ATTENTION.fullmatch(name)
-    if match is not None:
-        if "_layernorm" in match[1] and config.attention.qk_layernorm != "full":
+    match = _LAYER.match(name)  # layers that predict further tokens are of the last one's kind
+    layer = config.num_layers - 1 if match is None else int(match[1])
+    _, found, within = name.partition(".mixer.")
+    if found:
+        mixer = config.mixer_of(layer)
+        assert mixer is not None, "the layer has its parameters"
+        its = next(p for p in mixer.parameters(config.hidden_size) if p.name == within)
+        return (its.dim, its.blocks) if its.blocks else None
+    match, attention = _ATTENTION.fullmatch(name), config.attention_of(layer)
+    if match is not None and attention is not None:
+        if "_layernorm" in match[1] and attention.qk_layernorm != "full":
             return None  # one norm for every head
         if "_up" in match[1]:
             return 0, (shape[0],)
         if not match[1].startswith("linear_qkv"):
             dim = len(shape) - 1
             return dim, (shape[dim],)
-        heads, groups, size = head_sizes(config)
-        return 0, (heads * size, groups * size, groups * (config.attention.v_head_dim or size))
+        return 0, qkv_rows(attention)
     match = _MLP.fullmatch(name)
     if match is None:
         return None

@@ -83,6 +83,7 @@ def _small_config(config: ModelConfig, chosen: Sequence[int], experts: int | Non
     values = config.to_dict()
     values["num_layers"] = len(chosen)
     values["layer_types"] = [config.layer_type(i) for i in chosen]
+    values |= config.mixers_of(chosen)
     moe = values["moe"]
     if experts is not None:
         if config.moe is None:

@@ -8,20 +8,23 @@ apart), a flat class (60 fields whose dependencies nobody can check).
 A leaf: it imports nothing else of the project, so every folder may read it.
 """
 
-from .attention import AttentionConfig, MLAConfig, TemperatureConfig
+from .mixers import KINDS, AttentionConfig, GatedDeltaConfig, MixerConfig, MLAConfig, TemperatureConfig
 from .mlp import MLPConfig, MoEConfig, RouterConfig
 from .model import EmbeddingConfig, LayerType, ModelConfig, NormConfig
 from .part import ConfigError, ConfigPart, check
 from .rope import RopeConfig
 
 __all__ = [
+    "KINDS",
     "AttentionConfig",
     "ConfigError",
     "ConfigPart",
     "EmbeddingConfig",
+    "GatedDeltaConfig",
     "LayerType",
     "MLAConfig",
     "MLPConfig",
+    "MixerConfig",
     "MoEConfig",
     "ModelConfig",
     "NormConfig",

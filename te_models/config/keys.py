@@ -13,7 +13,7 @@ import json
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -105,6 +105,8 @@ def type_words(hint: Any) -> str:
     for member in alternatives(hint):
         if typing.get_origin(member) is Literal:
             words += [json.dumps(value) for value in typing.get_args(member)]
+        elif typing.get_origin(member) is Mapping:
+            words.append("tables by name")
         elif typing.get_origin(member) is tuple:
             of = typing.get_args(member)[0]
             words.append("list of " + (f"{WORDS[of]}s" if of in WORDS else type_words(of)))

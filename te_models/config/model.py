@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
-from .attention import AttentionConfig
+from .mixers import AttentionConfig, MixerConfig
 from .mlp import MLPConfig, MoEConfig
 from .part import ConfigError, ConfigPart, check
 from .rope import RopeConfig
@@ -79,6 +80,10 @@ class EmbeddingConfig(ConfigPart):
         check(p is None or 0 <= p < 1, "embedding.embedding_dropout", p, "0 <= p < 1, or null")
 
 
+_NO_ATTENTION = AttentionConfig(num_attention_heads=1, kv_channels=2)
+"""Stands where no layer has `attention`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ConfigPart):
     """A GPT or MoE language model.
@@ -100,8 +105,8 @@ class ModelConfig(ConfigPart):
     """Number of layers."""
     max_position_embeddings: int
     """Longest sequence, in tokens."""
-    attention: AttentionConfig
-    """Self attention of every layer."""
+    attention: AttentionConfig = _NO_ATTENTION
+    """Self attention of every layer, or of those that name it; left out where layer_mixers names it nowhere."""
     mlp: MLPConfig
     """MLP of the dense layers."""
     norm: NormConfig = field(default_factory=NormConfig)
@@ -119,6 +124,13 @@ class ModelConfig(ConfigPart):
     by side with two norms (parallel) or one (parallel_shared_norm)."""
     layer_types: tuple[LayerType, ...] | None = None
     """What the queries of each layer see; unset means all full, or all sliding where attention.window_size is set."""
+    mixers: Mapping[str, MixerConfig] | None = None
+    """Further token mixers by name: other attentions, and other kinds, which `kind` tells."""
+    layer_mixers: tuple[str, ...] | None = None
+    """The mixer of each layer: "attention", a name in `mixers`, two side by side ("attention+NAME"), or "none"; unset
+    means attention."""
+    mlp_layers: tuple[int, ...] | None = None
+    """Indices of the layers that have an MLP or experts, from 0; unset means all layers."""
     residual_multiplier: float = 1.0
     """Factor of what each sublayer adds to the residual stream."""
     hidden_dropout: float = 0.0
@@ -130,20 +142,24 @@ class ModelConfig(ConfigPart):
     mtp_loss_scaling_factor: float = 0.1
     """Factor of the mean loss of these layers in the loss that training minimises."""
 
+    _LATER: ClassVar[frozenset[str]] = frozenset({"attention", "mixers", "layer_mixers", "mlp_layers"})
+
     def _derivations(self) -> dict[str, Any]:
-        kind: LayerType = "sliding" if self.attention.window_size is not None else "full"
-        values: dict[str, Any] = {"layer_types": (kind,) * self.num_layers}
+        attentions = [self.attention_of(i) for i in range(self.num_layers)]
+        kinds = ("full" if a is None or a.window_size is None else "sliding" for a in attentions)
+        values: dict[str, Any] = {"layer_types": tuple(kinds)}
         if self.attention.mla is None:
             size, rest = divmod(self.hidden_size, self.attention.num_attention_heads)
             values["attention.kv_channels"] = None if rest else size
         if self.moe is not None:
-            values["moe.layers"] = tuple(range(self.num_layers))
+            values["moe.layers"] = tuple(filter(self.has_mlp, range(self.num_layers)))
         return values
 
     def _validate(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "max_position_embeddings"):
             check(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
         check(self.num_layers <= MAX_LAYERS, "num_layers", self.num_layers, f"at most {MAX_LAYERS}")
+        self._check_mixers()
         heads = self.attention.num_attention_heads
         self._fill()
         check(
@@ -152,32 +168,19 @@ class ModelConfig(ConfigPart):
             None,
             f"a number, because hidden_size = {self.hidden_size} is not a multiple of {heads} heads",
         )
-        bias = self.attention.qk_layernorm_bias and self.norm.normalization == "RMSNorm"
-        check(not bias, "attention.qk_layernorm_bias", True, "false with RMSNorm")
-        channels = self.rope_channels
-        for name, rope in (("rope", self.rope), ("rope_sliding", self.rope_sliding)):
-            if self.embedding.position_embedding_type == "rope" and rope is not None:
-                rotated = int(channels * rope.rotary_percent)
-                check(
-                    rotated > 0 and rotated % 2 == 0,
-                    f"{name}.rotary_percent",
-                    rope.rotary_percent,
-                    f"a fraction that rotates an even number of the {channels} head channels",
-                )
-                for factors in ("short_factor", "long_factor"):
-                    number = len(getattr(rope, factors) or ()) or None
-                    allowed = f"{rotated // 2}, one for each pair of the {rotated} channels that are rotated"
-                    check(number in (None, rotated // 2), f"the number of {name}.{factors}", number, allowed)
+        for where, mixer in self.named_mixers().items():
+            if isinstance(mixer, AttentionConfig):
+                self._check_attention(where, mixer)
         kinds = self.layer_types or ()
         check(
             len(kinds) == self.num_layers, "layer_types", kinds, f"one entry for each of the {self.num_layers} layers"
         )
-        for seen, name in (("sliding", "window_size"), ("chunked", "chunk_size")):
-            of_kind = [kind for kind in kinds if kind.startswith(seen)]
-            has_size = not of_kind or getattr(self.attention, name) is not None
-            check(
-                has_size, f"attention.{name}", None, f"a size, because layer_types has {''.join(of_kind[:1])!r} layers"
-            )
+        for layer, kind in enumerate(kinds):
+            for seen, name in (("sliding", "window_size"), ("chunked", "chunk_size")):
+                attention = self.attention_of(layer) if kind.startswith(seen) else None
+                has_size = attention is None or getattr(attention, name) is not None
+                where = f"{'.'.join(self._place(layer))}.{name}"
+                check(has_size, where, None, f"a size, because layer_types has {kind!r} layers")
         check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
         pad, last = self.embedding.padding_idx, self.vocab_size - 1
         check(pad is None or 0 <= pad <= last, "embedding.padding_idx", pad, f"0 to {last}, or null")
@@ -190,8 +193,142 @@ class ModelConfig(ConfigPart):
         check(self.mtp_loss_scaling_factor > 0, "mtp_loss_scaling_factor", self.mtp_loss_scaling_factor, "above 0")
         if self.moe is not None:
             layers = self.moe.layers or ()
-            ordered = list(layers) == sorted(set(layers)) and all(0 <= i < self.num_layers for i in layers)
-            check(ordered, "moe.layers", layers, f"increasing layer indices below num_layers = {self.num_layers}")
+            check(self._ordered(layers), "moe.layers", layers, self._increasing)
+            within = all(map(self.has_mlp, layers))
+            check(within, "moe.layers", layers, f"some of mlp_layers = {self.mlp_layers}")
+
+    def _check_mixers(self) -> None:
+        """Check that layers name mixers that there are, and sublayers at all."""
+        if (self.mixers, self.layer_mixers, self.mlp_layers) == (None, None, None) and self.attention != _NO_ATTENTION:
+            return
+        for name, mixer in (self.mixers or {}).items():
+            free = name.isidentifier() and name not in ("attention", "none")
+            check(free, "the name of a mixer", name, "a word of letters, digits and _, but attention and none")
+            channels = not isinstance(mixer, AttentionConfig) or mixer.kv_channels is not None
+            check(channels, f"mixers.{name}.kv_channels", None, "a number")
+        known = ("attention", *(self.mixers or ()))
+        if self.layer_mixers is not None:
+            number = len(self.layer_mixers)
+            check(number == self.num_layers, "the number of layer_mixers", number, f"num_layers = {self.num_layers}")
+            for entry in dict.fromkeys(self.layer_mixers):
+                names = self._names(entry)
+                check(
+                    all(name in known for name in names), "layer_mixers", entry, f"{', '.join(known)}, none, or a + b"
+                )
+                softmax = [isinstance(self._mixer(name), AttentionConfig) for name in names]
+                pair = len(names) <= 1 or sorted(softmax) == [False, True]
+                check(pair, "layer_mixers", entry, "one mixer, or an attention and a mixer of another kind")
+        used = {name for layer in range(self.num_layers) for name in self.mixer_names(layer)}
+        if self.attention == _NO_ATTENTION and "attention" in used:
+            raise ConfigError("ModelConfig needs the field 'attention'")
+        unused = [name for name in known[1:] if name not in used]
+        check(not unused, "mixers", unused, "mixers that layer_mixers names")
+        check(self._ordered(self.mlp_layers or ()), "mlp_layers", self.mlp_layers, self._increasing)
+        for layer in range(self.num_layers):
+            check(
+                bool(self.mixer_names(layer)) or self.has_mlp(layer),
+                "layer_mixers",
+                self.layer_mixers,
+                f"a mixer in layer {layer}, which has no MLP",
+            )
+
+    def _check_attention(self, where: str, attention: AttentionConfig) -> None:
+        bias = attention.qk_layernorm_bias and self.norm.normalization == "RMSNorm"
+        check(not bias, f"{where}.qk_layernorm_bias", True, "false with RMSNorm")
+        channels = attention.rotated_channels
+        ropes = {"rope": self.rope, "rope_sliding": self.rope_sliding}
+        if attention.rope is not None:
+            ropes = {f"{where}.rope": attention.rope}
+        for name, rope in ropes.items():
+            if self.embedding.position_embedding_type == "rope" and rope is not None:
+                rotated = int(channels * rope.rotary_percent)
+                check(
+                    rotated > 0 and rotated % 2 == 0,
+                    f"{name}.rotary_percent",
+                    rope.rotary_percent,
+                    f"a fraction that rotates an even number of the {channels} head channels",
+                )
+                for factors in ("short_factor", "long_factor"):
+                    number = len(getattr(rope, factors) or ()) or None
+                    allowed = f"{rotated // 2}, one for each pair of the {rotated} channels that are rotated"
+                    check(number in (None, rotated // 2), f"the number of {name}.{factors}", number, allowed)
+
+    def named_mixers(self) -> dict[str, MixerConfig]:
+        """The mixers that layers name, by the name of their table: "attention", "mixers.NAME"."""
+        own: dict[str, MixerConfig] = {} if self.attention == _NO_ATTENTION else {"attention": self.attention}
+        return own | {f"mixers.{name}": mixer for name, mixer in (self.mixers or {}).items()}
+
+    def _ordered(self, layers: tuple[int, ...]) -> bool:
+        return list(layers) == sorted(set(layers)) and all(0 <= i < self.num_layers for i in layers)
+
+    @property
+    def _increasing(self) -> str:
+        return f"increasing layer indices below num_layers = {self.num_layers}"
+
+    @staticmethod
+    def _names(entry: str) -> tuple[str, ...]:
+        return () if entry == "none" else tuple(entry.split("+"))
+
+    def _mixer(self, name: str) -> MixerConfig:
+        return self.attention if name == "attention" else (self.mixers or {})[name]
+
+    def _place(self, layer: int) -> tuple[str, ...]:
+        """Return the table of the attention of a layer."""
+        names = [n for n in self.mixer_names(layer) if n == "attention" or isinstance(self._mixer(n), AttentionConfig)]
+        return ("attention",) if names in ([], ["attention"]) else ("mixers", names[0])
+
+    def mixer_names(self, layer: int) -> tuple[str, ...]:
+        """The names of the mixers of layer number `layer` (from 0): one, two side by side, or none."""
+        return ("attention",) if self.layer_mixers is None else self._names(self.layer_mixers[layer])
+
+    def attention_of(self, layer: int) -> AttentionConfig | None:
+        """The attention of layer number `layer`; None where it has none."""
+        found = (self._mixer(name) for name in self.mixer_names(layer))
+        return next((mixer for mixer in found if isinstance(mixer, AttentionConfig)), None)
+
+    def mixer_of(self, layer: int) -> MixerConfig | None:
+        """The mixer of layer number `layer` that is no attention; None where it has none."""
+        found = (self._mixer(name) for name in self.mixer_names(layer))
+        return next((mixer for mixer in found if not isinstance(mixer, AttentionConfig)), None)
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether layer number `layer` has an MLP or experts."""
+        return self.mlp_layers is None or layer in self.mlp_layers
+
+    def mixers_of(self, layers: Sequence[int]) -> dict[str, Any]:
+        """The fields that name mixers and MLPs of a model with these layers of this one alone, in their order."""
+        fields: dict[str, Any] = {}
+        if self.layer_mixers is not None:
+            names = tuple(self.layer_mixers[layer] for layer in layers)
+            used = {name for entry in names for name in self._names(entry)}
+            some = {name: mixer for name, mixer in (self.mixers or {}).items() if name in used}
+            fields = {"layer_mixers": names, "mixers": some or None}
+        if self.mlp_layers is not None:
+            fields["mlp_layers"] = tuple(i for i, layer in enumerate(layers) if layer in self.mlp_layers)
+        return fields
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether a layer has an MLP without experts."""
+        return any(self.has_mlp(i) and not self.is_moe_layer(i) for i in range(self.num_layers))
+
+    @property
+    def norms_before(self) -> bool:
+        """Whether sublayers have norms of their own before them."""
+        return self.block not in ("post", "parallel_shared_norm")
+
+    def has_input_layernorm(self, layer: int) -> bool:
+        """Whether the norm before the mixers of layer number `layer` is a module of its own, because more than one
+        projection reads what it gives."""
+        attention = self.attention_of(layer)
+        gated = attention is not None and attention.output_gate and attention.output_gate_by == "head"
+        several = self.mixer_of(layer) is not None or gated
+        return self.block == "parallel_shared_norm" or (several and self.norms_before)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer carries a state from token to token, beside or in place of keys and values."""
+        return any(mixer.recurrent for mixer in (self.mixers or {}).values())
 
     @property
     def embedding_dropout(self) -> float:
@@ -206,11 +343,13 @@ class ModelConfig(ConfigPart):
 
     def window_size(self, layer: int) -> int | None:
         """Positions that a query of layer number `layer` sees, its own included; None: all before it."""
-        return self.attention.window_size if self.layer_type(layer).startswith("sliding") else None
+        attention = self.attention_of(layer) if self.layer_type(layer).startswith("sliding") else None
+        return None if attention is None else attention.window_size
 
     def chunk_size(self, layer: int) -> int | None:
         """Positions of the chunks that hide each other in layer number `layer`; None: there are no chunks."""
-        return self.attention.chunk_size if self.layer_type(layer).startswith("chunked") else None
+        attention = self.attention_of(layer) if self.layer_type(layer).startswith("chunked") else None
+        return None if attention is None else attention.chunk_size
 
     def rotates(self, layer: int) -> bool:
         """Whether layer number `layer` has position encoding, if layers have."""
@@ -220,17 +359,13 @@ class ModelConfig(ConfigPart):
         """Whether layer number `layer` (from 0) has experts."""
         return self.moe is not None and layer in (self.moe.layers or ())
 
-    @property
-    def rope_channels(self) -> int:
-        """Channels per head that `rope.rotary_percent` counts: all of them, with `attention.mla` the rotated part."""
-        mla = self.attention.mla
-        assert self.attention.kv_channels is not None, "filled in by validation"
-        return self.attention.kv_channels if mla is None else mla.qk_pos_emb_head_dim
-
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The rotary embedding of layer number `layer`; None where the layer has no position encoding."""
-        if self.embedding.position_embedding_type != "rope" or not self.rotates(layer):
+        attention = self.attention_of(layer)
+        if self.embedding.position_embedding_type != "rope" or not self.rotates(layer) or attention is None:
             return None
+        if attention.rope is not None:
+            return attention.rope
         sliding = self.layer_type(layer) == "sliding"
         return self.rope_sliding if sliding and self.rope_sliding is not None else self.rope
 

@@ -12,9 +12,9 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
 
 class ConfigError(ValueError):
@@ -41,8 +41,8 @@ class ConfigPart:
     _derived: ClassVar[frozenset[str]] = frozenset()
     """The fields that were left at None and filled in; instances with such fields have a set of their own."""
     _LATER: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are left out of dictionaries while they are None: a folder that does not use them has the bytes that
-    it had before they existed."""
+    """Fields that are left out of dictionaries while they have their default: a folder that does not use them has the
+    bytes that it had before they existed."""
     __replace__: ClassVar[Callable[..., Any]]
 
     def __init_subclass__(cls) -> None:
@@ -82,8 +82,12 @@ class ConfigPart:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: dict, list, str, int, float, bool, None."""
-        values = {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if value is not None or name not in self._LATER}
+        values = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self)}
+        return {name: _plain(v) for name, (v, default) in values.items() if name not in self._LATER or v != default}
+
+    def tagged(self) -> dict[str, Any]:
+        """Return `to_dict` of a part that stands among others by name, with what tells its kind."""
+        return self.to_dict()
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -112,6 +116,21 @@ class ConfigPart:
         return type(self)(**current | changes)
 
 
+class NamedParts(dict[str, Any]):
+    """Parts by name that nothing changes, as all values of a configuration."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NamedParts, (dict(self),)
+
+    def _unchangeable(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("a configuration's parts cannot be changed; allowed: `replace`, which returns another one")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _unchangeable  # type: ignore
+
+
 @functools.cache
 def _hints(cls: type[ConfigPart]) -> dict[str, Any]:
     return typing.get_type_hints(cls)  # compiles each annotation anew: half of the time of making a configuration
@@ -130,6 +149,8 @@ def _plain(value: Any) -> Any:
         return value.to_dict()
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
+    if isinstance(value, NamedParts):
+        return {name: part.tagged() for name, part in value.items()}
     return value
 
 
@@ -152,6 +173,9 @@ def coerce(where: str, value: Any, hint: Any) -> Any:
     if origin is tuple:
         check(isinstance(value, (list, tuple)), where, value, "a list")
         return tuple(coerce(f"{where}[{i}]", v, args[0]) for i, v in enumerate(value))
+    if origin is Mapping:
+        check(isinstance(value, Mapping) and all(isinstance(n, str) for n in value), where, value, "parts by name")
+        return NamedParts({name: coerce(f"{where}.{name}", part, args[1]) for name, part in value.items()})
     if isinstance(hint, type) and issubclass(hint, ConfigPart):
         return hint.from_dict(value) if isinstance(value, dict) else _expect(where, value, hint)
     if hint is float:

@@ -21,9 +21,11 @@ from .speculative import Draft, shared_length
 class _Depth:
     """What one depth has read: keys and values, and the results at positions that no later token changes."""
 
-    def __init__(self, layer: MultiTokenPredictionLayer, cache: KVCache, width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layer: MultiTokenPredictionLayer, cache: KVCache, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.layer, self.cache = layer, cache
-        self.results = torch.empty(1, 0, width, dtype=dtype, device=cache.layers[0].key.device)
+        self.results = torch.empty(1, 0, width, dtype=dtype, device=device)
 
 
 class MTPDraft(Draft):
@@ -60,7 +62,8 @@ class MTPDraft(Draft):
         self._depths = []
         for layer in model.mtp.layers:
             cache = KVCache(config, 1, max_length, dtype=dtype, device=weight.device, rollback=max_length, layers=last)
-            self._depths.append(_Depth(cast(MultiTokenPredictionLayer, layer), cache, config.hidden_size, dtype))
+            depth = cast(MultiTokenPredictionLayer, layer)
+            self._depths.append(_Depth(depth, cache, config.hidden_size, dtype, weight.device))
         self.most = None if len(self._depths) == 1 else len(self._depths)
 
     def propose(

@@ -91,7 +91,7 @@ class DraftModel(Draft):
         assert self._cache is not None, "begin"
         same = min(shared_length(self._read, tokens[0]), tokens.shape[1] - 1)
         self._cache.crop(same)
-        ids = tokens[:, same:]
+        ids = tokens[:, self._cache.length :]
         chosen, distributions = [], []
         for _ in range(count):
             logits = self.model(ids, cache=self._cache, last_logits_only=True).logits
@@ -145,7 +145,10 @@ def _steps(
 ) -> Iterator[Tensor]:
     dtype = compute_dtype(model.embedding.word_embeddings.weight)
     room = ids.shape[1] + max_new_tokens
-    cache = KVCache(model.config, 1, room, dtype=dtype, device=ids.device, rollback=num_draft_tokens)
+    # a recurrent model goes back to the states before a call, which the next call begins with
+    recurrent = model.config.is_recurrent
+    rollback = 2 * num_draft_tokens + 1 if recurrent else num_draft_tokens
+    cache = KVCache(model.config, 1, room, dtype=dtype, device=ids.device, rollback=rollback)
     tokens, hidden, new = ids, None, 0
     models = [model, *([draft.model] if isinstance(draft, DraftModel) else [])]
     with in_eval_mode(*models):
@@ -154,12 +157,12 @@ def _steps(
                 # the call itself gives one token, and before the prompt is read there are no hidden states
                 count = min(num_draft_tokens, max_new_tokens - new - 1)
                 count = count if draft.most is None else min(count, draft.most)
-                count = 0 if draft.needs_hidden_states and hidden is None else count
+                count = 0 if (draft.needs_hidden_states or recurrent) and not cache.length else count
                 proposed, guessed = ids[0, :0], None
                 if count:
                     proposed, guessed = draft.propose(tokens, hidden, count, sampler)
                 unread = torch.cat((tokens[:, cache.length :], proposed[None]), dim=1)
-                read = tokens.shape[1]
+                begin, read = cache.length, tokens.shape[1]
                 output = model(unread, cache=cache, return_hidden_states=draft.needs_hidden_states)
                 assert output.logits is not None
                 wanted = sampler.probabilities(output.logits[0, unread.shape[1] - count - 1 :])
@@ -167,7 +170,7 @@ def _steps(
                 cache.crop(read + accepted)
                 if draft.needs_hidden_states:
                     states = output.hidden_states[-1][:, : unread.shape[1] - count + accepted]
-                    hidden = states if hidden is None else torch.cat((hidden, states), dim=1)
+                    hidden = states if hidden is None else torch.cat((hidden[:, :begin], states), dim=1)
             draft.proposed += count
             draft.accepted += accepted
             for token in torch.cat((proposed[:accepted], last)).split(1):

@@ -71,6 +71,11 @@ class TransformersCache:
             raise ValueError(
                 f"{type(past).__name__} has a fixed size; allowed: caches that grow, as cache_implementation='dynamic'"
             )
+        if config.is_recurrent:
+            raise ValueError(
+                "the model has recurrent mixers, whose states caches of transformers do not hold; allowed: "
+                "use_cache=False, or GPTModel.generate"
+            )
         self.past = past
         self.length = int(past.get_seq_length())
         self.layers = [TransformersLayer(past, i, self.length, config.window_size(i)) for i in range(config.num_layers)]

@@ -19,7 +19,7 @@ from te_models.layers.distributed.sequence_parallel import SequenceShard
 from te_models.layers.distributed.vocab_parallel import VocabShard, vocab_range
 from te_models.layers.module.recipe_state import real_default_device
 
-from ..config import ConfigError, ModelConfig, NormConfig
+from ..config import AttentionConfig, ConfigError, ModelConfig, NormConfig
 
 ExpertLayout = Literal["grouped", "per-gemm"]
 ExpertDispatch = Literal["all_to_all", "all_to_all_quantized", "all_gather", "deepep"]
@@ -233,11 +233,10 @@ def make_norm(norm: NormConfig, size: int, build: Build) -> RMSNorm | LayerNorm:
 
 
 def make_core_attention(
-    config: ModelConfig, layer: int, heads: int, channels: int, groups: int, build: Build
+    config: ModelConfig, a: AttentionConfig, layer: int, heads: int, channels: int, groups: int, build: Build
 ) -> DotProductAttention:
     """Return softmax attention of this layer, of a rank's own heads and key/value heads; the last query sees all keys,
     as with a cache. channels: of a head of q and k."""
-    a = config.attention
     attention = DotProductAttention(
         heads,
         channels,
@@ -289,10 +288,15 @@ def make_input_linear(
 
 def unsupported(config: ModelConfig) -> list[tuple[str, object]]:
     """Return the fields (name, value) of `config` that ask for something the model does not implement."""
-    a, m, layers = config.attention, config.mlp, range(config.num_layers)
+    m, attentions = config.mlp, [config.attention_of(layer) for layer in range(config.num_layers)]
+    latent_chunks = any(a is not None and a.mla and config.chunk_size(i) for i, a in enumerate(attentions))
+    temperatures = {a.temperature_tuning for a in attentions if a is not None} - {None}
+    bare = not all(config.mixer_names(i) and config.has_mlp(i) for i in range(config.num_layers))
     asked = {
-        "attention.output_gate": (a.output_gate, a.output_gate),
-        "layer_types": (a.mla is not None and any(map(config.chunk_size, layers)), config.layer_types),
+        "attention.output_gate": (any(a is not None and a.output_gate for a in attentions), True),
+        "layer_types": (latent_chunks, config.layer_types),
+        "attention.temperature_tuning": (len(temperatures) > 1, temperatures),
+        "block": (bare and config.block.startswith("parallel"), f"{config.block} with layers of one sublayer"),
         # Only the clamped activation reads these two; elsewhere they would be ignored silently.
         "mlp.alpha": (m.clamp is None and m.alpha != 1.0, m.alpha),
         "mlp.up_offset": (m.clamp is None and m.up_offset != 0.0, m.up_offset),

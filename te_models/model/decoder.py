@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_models.kernels.asserted import asserted
 from te_models.kernels.packed_attention import sees_own_document
 from te_models.layers.distributed.context_parallel import ContextShard, own_positions
 from te_models.layers.distributed.sequence_parallel import norm_own_tokens
@@ -27,7 +29,8 @@ class LayerInputs(NamedTuple):
     """What all layers read beside the hidden states. tables: of each rotary embedding; query_scale: of the layers whose
     temperature is tuned; hidden_keys: bool, True where a query does not see a key; token_mask: [B, S] bool, False for
     padding; cache: what layers keep; batch_size: see `Decoder.forward`; documents: int64 [B, S], which layers that
-    attend within documents without a mask get in place of `hidden_keys`, None where all are such layers."""
+    attend within documents without a mask get in place of `hidden_keys`, None where all are such layers; texts: the
+    same numbers for recurrent mixers, also where a mask says them."""
 
     tables: list[Rotary]
     query_scale: Tensor | None
@@ -36,6 +39,7 @@ class LayerInputs(NamedTuple):
     cache: Memory | None = None
     batch_size: int | None = None
     documents: Tensor | None = None
+    texts: Tensor | None = None
 
 
 class Decoder(nn.Module):
@@ -51,20 +55,22 @@ class Decoder(nn.Module):
         self.context_shard: ContextShard | None = None
         self.layers = nn.ModuleList(TransformerLayer(config, i, build) for i in range(config.num_layers))
         self.final_layernorm = make_norm(config.norm, config.hidden_size, build)
-        ropes: list[RopeConfig] = []
+        self.recurrent = config.is_recurrent
+        ropes: list[tuple[RopeConfig, int]] = []
         self.rotary_of_layer: list[int | None] = []
+        self.temperature: TemperatureConfig | None = None
+        self.tuned_layers: list[bool] = []
         for i in range(config.num_layers):
-            rope = config.rope_of(i)
-            if rope is not None and rope not in ropes:
-                ropes.append(rope)
-            self.rotary_of_layer.append(None if rope is None else ropes.index(rope))
-        self.temperature = config.attention.temperature_tuning
-        self.tuned_layers = [
-            self.temperature is not None and (self.temperature.layers == "all" or not config.rotates(i))
-            for i in range(config.num_layers)
-        ]
+            attention, rope = config.attention_of(i), config.rope_of(i)
+            its = None if rope is None or attention is None else (rope, attention.rotated_channels)
+            if its is not None and its not in ropes:
+                ropes.append(its)
+            self.rotary_of_layer.append(None if its is None else ropes.index(its))
+            tuning = None if attention is None else attention.temperature_tuning
+            self.temperature = self.temperature or tuning
+            self.tuned_layers.append(tuning is not None and (tuning.layers == "all" or not config.rotates(i)))
         self.rotary_embeddings = nn.ModuleList(
-            RotaryEmbedding(rope, config.rope_channels, config.max_position_embeddings, build.device) for rope in ropes
+            RotaryEmbedding(rope, channels, config.max_position_embeddings, build.device) for rope, channels in ropes
         )
 
     @property
@@ -82,8 +88,8 @@ class Decoder(nn.Module):
 
     def _all_pack(self, device: torch.device) -> bool:
         """Whether every layer attends within documents without a mask."""
-        layers = (cast(TransformerLayer, layer) for layer in self.layers)
-        return all(layer.self_attention.packs(device) for layer in layers)
+        attentions = (cast(TransformerLayer, layer).self_attention for layer in self.layers)
+        return all(attention.packs(device) for attention in attentions if attention is not None)
 
     def _own_tables(self, tables: Rotary) -> Rotary:
         cos, sin = tables
@@ -104,27 +110,31 @@ class Decoder(nn.Module):
         shard, length = self.context_shard, position_ids.shape[1]
         position_ids = own_positions(position_ids, shard)
         query_scale = None if self.temperature is None else temperature_of(position_ids, self.temperature)
-        hidden_keys = token_mask = documents = None
+        hidden_keys = token_mask = documents = texts = None
         if attention_mask is not None and attention_mask.dim() == 3:
             hidden_keys = ~own_positions(attention_mask, shard)[:, None]
             if length == attention_mask.shape[2]:  # a token that does not even see itself is padding
                 token_mask = own_positions(attention_mask.diagonal(dim1=1, dim2=2), shard)
+            if self.recurrent:
+                texts = texts_of_mask(attention_mask)
         elif attention_mask is not None:
             hidden_keys = ~attention_mask[:, None, None, :]
             token_mask = own_positions(attention_mask[:, -length:], shard)
         elif document_ids is not None:
             own = own_positions(document_ids, shard)
             token_mask, documents = own >= 0, document_ids
+            texts = document_ids if self.recurrent else None
             if not self._all_pack(x.device):
                 hidden_keys = ~sees_own_document(document_ids, own)[:, None]
-        return LayerInputs(tables, query_scale, hidden_keys, token_mask, cache, batch_size, documents)
+        return LayerInputs(tables, query_scale, hidden_keys, token_mask, cache, batch_size, documents, texts)
 
     def run_layer(
         self, layer: TransformerLayer, number: int, x: Tensor, inputs: LayerInputs, *, recompute: bool
     ) -> tuple[Tensor, RouterOutput | None]:
         """Call a layer as number `number` of this decoder is called, which may be another one than that."""
         table, documents = self.rotary_of_layer[number], inputs.documents
-        packs = documents is not None and layer.self_attention.packs(x.device)
+        attention = layer.self_attention
+        packs = documents is not None and (attention is None or attention.packs(x.device))
         assert packs or documents is None or inputs.hidden_keys is not None, "a mask is there for layers that need it"
         return layer(
             x,
@@ -135,6 +145,7 @@ class Decoder(nn.Module):
             inputs.query_scale if self.tuned_layers[number] else None,
             recompute,
             inputs.batch_size,
+            inputs.texts,
         )
 
     def forward(
@@ -170,6 +181,25 @@ class Decoder(nn.Module):
         if states is not None:
             states.append(x)
         return x, routed
+
+
+def texts_of_mask(attention_mask: Tensor) -> Tensor:
+    """Return document numbers, int64 [B, S], of a mask [B, S, S] that shows each token its own text alone: a text
+    begins where a token does not see the one before it; -1 for a token that does not even see itself. Raises ValueError
+    for cached keys, RuntimeError where the device finds another mask: a recurrent mixer reads all of a text."""
+    length = attention_mask.shape[1]
+    if attention_mask.shape[2] != length:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)} for a model with recurrent mixers and a cache; "
+            f"allowed: [{attention_mask.shape[0]}, {attention_mask.shape[2]}]"
+        )
+    sees = attention_mask.diagonal(offset=-1, dim1=1, dim2=2)
+    texts = F.pad(~sees, (1, 0), value=True).long().cumsum(dim=-1)
+    texts = texts.masked_fill(~attention_mask.diagonal(dim1=1, dim2=2), -1)
+    other = (texts[:, :, None] == texts[:, None]) != attention_mask
+    wrong = (other & (texts >= 0)[:, :, None]).tril().any()
+    asserted(~wrong, "attention_mask hides a part of a text from a recurrent mixer, which reads all of it")
+    return texts
 
 
 def temperature_of(position_ids: Tensor, temperature: TemperatureConfig) -> Tensor:

@@ -23,7 +23,7 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
 
     sequence_length: of the texts, which begin without a cache.
     """
-    return 2.0 * _active_weights(config) + _attention_flops(config, sequence_length)
+    return 2.0 * _active_weights(config) + _mixer_flops(config, sequence_length)
 
 
 def training_flops_per_token(
@@ -68,16 +68,14 @@ def _share(config: ModelConfig, name: str) -> float:
     return config.moe.moe_router_topk / config.moe.num_moe_experts
 
 
-def _attention_flops(config: ModelConfig, length: int) -> float:
-    """Return the FLOPs of scores and of their sum of values, per token."""
-    a = config.attention
-    assert a.kv_channels is not None, "filled in by validation"
-    keys = a.kv_channels if a.mla is None else a.mla.qk_head_dim + a.mla.qk_pos_emb_head_dim
-    values = (a.v_head_dim or a.kv_channels) if a.mla is None else a.mla.v_head_dim
+def _mixer_flops(config: ModelConfig, length: int) -> float:
+    """Return the FLOPs of mixers beside their weights' GEMMs, as of scores and of their sum of values, per token."""
     total = 0.0
     for layer in range(config.num_layers):
         window = config.window_size(layer) or config.chunk_size(layer)
-        total += 2.0 * a.num_attention_heads * (keys + values) * _keys_seen(length, window)
+        attention, mixer = config.attention_of(layer), config.mixer_of(layer)
+        total += 0.0 if attention is None else attention.flops(_keys_seen(length, window))
+        total += 0.0 if mixer is None else mixer.flops(length)
     return total
 
 

@@ -1,9 +1,11 @@
-"""One transformer layer: attention and MLP or experts, around the residual stream.
+"""One transformer layer: token mixers and MLP or experts, around the residual stream.
 
 B batch, S sequence, H hidden.
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,10 +14,9 @@ from te_models.layers.distributed.sequence_parallel import gather_tokens_of_rank
 from te_models.layers.recipe.activation_checkpoint import checkpointed
 
 from ..config import ModelConfig
-from .attention import SelfAttention
 from .build import Build, check_supported, make_norm
-from .cache import LayerMemory
-from .latent_attention import LatentAttention
+from .cache import LayerMemory, PairMemory
+from .mixers import Mixer, MixerInputs, attention_class, recurrent_class
 from .mlp import MLP
 from .moe import MoELayer
 from .rotary import Rotary
@@ -31,8 +32,10 @@ class TransformerLayer(nn.Module):
     sandwich              x = x + m1(attention(n1(x)));  x = x + m2(mlp(n2(x)))
     parallel              x = x + attention(n1(x)) + mlp(n2(x))
     parallel_shared_norm  x = x + attention(n1(x)) + mlp(n1(x))
-    n1 and n2 live in the linear layer that reads them, n2 of an MoE layer in `pre_mlp_layernorm`, a shared n1 in
-    `input_layernorm`.
+    n1 and n2 live in the linear layer that reads them, n2 of an MoE layer in `pre_mlp_layernorm`, an n1 that several
+    modules read in `input_layernorm`. What the configuration names as the layer's mixers stands for attention: softmax
+    attention is `self_attention`, another kind `mixer`; two side by side read the same n1, and are added up. A layer
+    without mixer, or without MLP, has the other sublayer alone.
     """
 
     def __init__(self, config: ModelConfig, layer: int = 0, build: Build | None = None) -> None:
@@ -49,19 +52,28 @@ class TransformerLayer(nn.Module):
         self.residual_multiplier = config.residual_multiplier
         self.hidden_dropout = config.hidden_dropout
         self.is_moe = config.is_moe_layer(layer)
-        shared = config.block == "parallel_shared_norm"
-        normed = config.block != "post" and not shared
-        after = config.block in ("post", "sandwich")
-        self.input_layernorm = make_norm(config.norm, config.hidden_size, build) if shared else None
-        attention = SelfAttention if config.attention.mla is None else LatentAttention
-        self.self_attention = attention(config, layer, build, normed=normed)
-        self.post_self_attn_layernorm = make_norm(config.norm, config.hidden_size, build) if after else None
+        attention, mixer = config.attention_of(layer), config.mixer_of(layer)
+        self.has_mixer, has_mlp = bool(attention or mixer), config.has_mlp(layer)
+        normed, after = config.norms_before, config.block in ("post", "sandwich")
+        apart = config.has_input_layernorm(layer)
+        self.input_layernorm = make_norm(config.norm, config.hidden_size, build) if apart else None
+        self.self_attention = self.mixer = None
+        if attention is not None:
+            self.self_attention = attention_class(attention)(
+                config, attention, layer, build, normed=normed and not apart
+            )
+        if mixer is not None:
+            self.mixer = recurrent_class(mixer)(config, mixer, layer, build)
+        mixes = after and self.has_mixer
+        self.post_self_attn_layernorm = make_norm(config.norm, config.hidden_size, build) if mixes else None
         separate = normed and self.is_moe
         self.pre_mlp_layernorm = make_norm(config.norm, config.hidden_size, build) if separate else None
+        self.mlp: nn.Module | None = None
         if self.is_moe:
             self.mlp = MoELayer(config, build.of_all_tokens)
-        else:
+        elif has_mlp:
             self.mlp = MLP(config, config.mlp.ffn_hidden_size, config.mlp.bias, build, normed=normed)
+        after = after and has_mlp
         self.post_mlp_layernorm = make_norm(config.norm, config.hidden_size, build) if after else None
 
     def forward(
@@ -74,12 +86,13 @@ class TransformerLayer(nn.Module):
         query_scale: Tensor | None = None,
         recompute: bool = False,
         batch_size: int | None = None,
+        documents: Tensor | None = None,
     ) -> tuple[Tensor, RouterOutput | None]:
         """x: [B, S, H] -> ([B, S, H], what the router decided; None in a dense layer). Arguments as for
-        `SelfAttention` and `MoELayer`. recompute: keep only them for the backward pass and compute the rest again
+        `MixerInputs` and `MoELayer`. recompute: keep only them for the backward pass and compute the rest again
         there (activation checkpointing); here, not around the call, so that it is part of a graph of one layer.
         batch_size: B, where x and the result are this rank's part of the tokens, [B S / ranks, H]."""
-        arguments = (x, rotary, hidden_keys, token_mask, cache, query_scale, batch_size)
+        arguments = (x, rotary, hidden_keys, token_mask, cache, query_scale, batch_size, documents)
         return checkpointed(self._run, *arguments) if recompute else self._run(*arguments)
 
     def _run(
@@ -91,26 +104,43 @@ class TransformerLayer(nn.Module):
         cache: LayerMemory | None,
         query_scale: Tensor | None,
         batch_size: int | None,
+        documents: Tensor | None,
     ) -> tuple[Tensor, RouterOutput | None]:
+        inputs = MixerInputs(rotary, hidden_keys, query_scale, batch_size, token_mask, documents)
         if self.block in ("parallel", "parallel_shared_norm"):
             normed = x if self.input_layernorm is None else self._normed(self.input_layernorm, x)
-            attended = self.self_attention(normed, rotary, hidden_keys, cache, query_scale, batch_size)
+            attended = self._mixed(normed, inputs, cache)
+            normed = x if self.block == "parallel" else normed
             y, routed = self._mlp(normed, token_mask, batch_size)
             if self.hidden_dropout > 0 and self.training:  # each sublayer's output has a mask of its own
                 attended, y = (F.dropout(part, self.hidden_dropout) for part in (attended, y))
             return self._scaled_sum(x, attended + y), routed
-        attended = self.self_attention(x, rotary, hidden_keys, cache, query_scale, batch_size)
-        if self.post_self_attn_layernorm is not None:
-            attended = self._normed(self.post_self_attn_layernorm, attended)
-        x = self._add(x, attended)
+        if self.has_mixer:
+            normed = x if self.input_layernorm is None else self._normed(self.input_layernorm, x)
+            attended = self._mixed(normed, inputs, cache)
+            if self.post_self_attn_layernorm is not None:
+                attended = self._normed(self.post_self_attn_layernorm, attended)
+            x = self._add(x, attended)
+        if self.mlp is None:
+            return x, None
         y, routed = self._mlp(x, token_mask, batch_size)
         if self.post_mlp_layernorm is not None:
             y = self._normed(self.post_mlp_layernorm, y)
         return self._add(x, y), routed
 
+    def _mixed(self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None) -> Tensor:
+        """x: [B, S, H], normed where the mixers do not norm it themselves."""
+        if self.mixer is None:
+            return cast(Mixer, self.self_attention)(x, inputs, cache)
+        if self.self_attention is None:
+            return self.mixer(x, inputs, cache)
+        memories = (None, None) if cache is None else cast(PairMemory, cache)
+        return self.self_attention(x, inputs, memories[0]) + self.mixer(x, inputs, memories[1])
+
     def _mlp(self, x: Tensor, token_mask: Tensor | None, batch_size: int | None) -> tuple[Tensor, RouterOutput | None]:
         if self.pre_mlp_layernorm is not None:
             x = self._normed(self.pre_mlp_layernorm, x)
+        assert self.mlp is not None, "called in layers that have it"
         if not self.is_moe:
             return self.mlp(x), None
         if self.sequence_shard is None:

@@ -14,7 +14,7 @@ from te_models.layers.collectives import check_member, resolve_group
 from te_models.layers.distributed.expert_parallel import check_same_tokens
 from te_models.layers.tensor.fsdp import unsharded
 
-from ..config import ConfigError, ModelConfig
+from ..config import AttentionConfig, ConfigError, ModelConfig
 from .build import Build, ExpertDispatch
 
 if TYPE_CHECKING:
@@ -187,21 +187,16 @@ def check_layers(config: ModelConfig, ranks: int, expert_ranks: int) -> None:
         return
     if config.vocab_size < ranks:
         raise ConfigError(f"vocab_size is {config.vocab_size}; allowed: a word or more for each of {ranks} ranks")
-    a, moe = config.attention, config.moe
-    moe_layers = (moe.layers or ()) if moe is not None else ()
-    refused = {
-        "attention.qk_layernorm": (
-            a.qk_layernorm == "full" and config.norm.normalization != "RMSNorm",
-            "a LayerNorm over all heads",
-        ),
-    }
-    for name, (asked, what) in refused.items():
-        if asked:
-            raise ConfigError(f"{name}: a model with {what} cannot be split over {ranks} ranks")
-    sizes = {
-        "attention.num_attention_heads": a.num_attention_heads,
-        "attention.num_query_groups": a.num_query_groups or a.num_attention_heads,
-        "mlp.ffn_hidden_size": 0 if len(moe_layers) == config.num_layers else config.mlp.ffn_hidden_size,
+    moe = config.moe
+    sizes: dict[str, int] = {}
+    for name, mixer in config.named_mixers().items():
+        full = isinstance(mixer, AttentionConfig) and mixer.qk_layernorm == "full"
+        if full and config.norm.normalization != "RMSNorm":
+            what = "a LayerNorm over all heads"
+            raise ConfigError(f"{name}.qk_layernorm: a model with {what} cannot be split over {ranks} ranks")
+        sizes |= {f"{name}.{field}": size for field, size in mixer.shared_sizes().items()}
+    sizes |= {
+        "mlp.ffn_hidden_size": config.mlp.ffn_hidden_size if config.has_dense_layers else 0,
         "moe.moe_ffn_hidden_size": moe.moe_ffn_hidden_size if moe is not None and expert_ranks == ranks else 0,
         "moe.shared_expert_intermediate_size": (moe.shared_expert_intermediate_size or 0) if moe is not None else 0,
     }

@@ -107,6 +107,7 @@ def of_layers(model: ModelConfig, layers: list[int]) -> ModelConfig:
     changes: dict = {"num_layers": len(layers)}
     if model.layer_types is not None:
         changes["layer_types"] = tuple(model.layer_types[layer] for layer in layers)
+    changes |= model.mixers_of(layers)
     if model.moe is not None:
         with_experts = tuple(i for i, layer in enumerate(layers) if model.is_moe_layer(layer))
         changes["moe"] = model.moe.replace(layers=with_experts) if with_experts else None
@@ -155,10 +156,11 @@ def divided(gpt: GPTModel, config: TrainConfig, layout: Layout) -> GPTModel:
 def by_kind(config: TrainConfig, model: ModelConfig, layers: Iterable[int]) -> list[list[int]]:
     """Return layers in lists of those that are alike: with experts or without, attending in the same way, and trained
     in the same parts."""
-    places: dict[tuple[bool, str, frozenset[str]], list[int]] = {}
+    places: dict[tuple[object, ...], list[int]] = {}
     trained = trained_by_layer(config, model)
     for layer in layers:
-        kind = model.is_moe_layer(layer), model.layer_type(layer), trained[layer]
+        sublayers = model.mixer_names(layer), model.has_mlp(layer), model.is_moe_layer(layer)
+        kind = *sublayers, model.layer_type(layer), trained[layer]
         places.setdefault(kind, []).append(layer)
     return list(places.values())
 

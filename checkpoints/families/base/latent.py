@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from te_models.config import ModelConfig
+from te_models.config import AttentionConfig, ModelConfig
 
 from ...io.errors import CheckpointError
 from ...plan.layout_ops import At, Concat, Layout
@@ -15,9 +15,9 @@ from .fields import Entry, Field, Values, read_typed
 from .rope import Rope
 
 
-def latent_attention(config: ModelConfig, at: str, ours: str) -> Iterator[tuple[str, Layout]]:
+def latent_attention(a: AttentionConfig, at: str, ours: str) -> Iterator[tuple[str, Layout]]:
     """Yield the weight map of one layer's attention, without the norm before it."""
-    a, mla = config.attention, config.attention.mla
+    mla = a.mla
     assert mla is not None, "called for latent attention only"
     at = f"{at}self_attn."
     q = "q_proj" if mla.q_lora_rank is None else "q_a_proj"

@@ -6,13 +6,15 @@ A name may hold `{i}`, the number of the layer, and in experts `{e}`, the number
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-from te_models.config import ModelConfig
+from te_models.config import AttentionConfig, ModelConfig
 
+from ...io.errors import CheckpointError
 from ...plan.layout_ops import At, Concat, Deinterleaved, Layout, Rows, Stack, Transpose, Unsqueezed
-from ...plan.param_shapes import head_sizes
+from ...plan.param_shapes import head_sizes, qkv_rows
 from .latent import latent_attention
 
 Weights = Iterator[tuple[str, Layout]]
@@ -72,6 +74,15 @@ class Fused:
             yield f"{ours}linear_fc2.bias", At(f"{fc2}_bias")
 
 
+class MixerNames(Protocol):
+    """How files store a mixer of one kind."""
+
+    def weights(self, config: ModelConfig, mixer: Any, at: str, ours: str) -> Weights:
+        """Yield canonical parameter name -> where its parts are stored, of one layer, without the norm before it: `at`
+        begins the names of files, `ours` those of parameters. mixer: the configuration of the layer's mixer."""
+        ...
+
+
 @dataclass(frozen=True)
 class MTPNames:
     """What layers that predict further tokens (multi-token prediction) have beside the parts of a layer: two norms, the
@@ -100,6 +111,7 @@ class Names:
         selection_bias: the bias that only selects experts; None: the family has none.
         selection_bias_unsqueezed: it is stored as [1, E].
         mtp: of the layers behind the last one that predict further tokens; None: they cannot be parameters.
+        mixers: how they store mixers that are no attention, by kind.
     """
 
     form: str = "published"
@@ -126,6 +138,7 @@ class Names:
     shared_fc2: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
     mtp: MTPNames | None = None
+    mixers: Mapping[str, MixerNames] = field(default_factory=dict)
 
     @property
     def experts_apart(self) -> bool:
@@ -175,29 +188,37 @@ class Names:
 
     def _layer(self, config: ModelConfig, i: int, at: str, ours: str) -> Weights:
         """A layer of the kind of number `i`: `at` begins the names of files, `ours` those of parameters."""
-        yield from self._norms(config, at, ours, moe=config.is_moe_layer(i))
-        attention = self._attention if config.attention.mla is None else latent_attention
-        yield from attention(config, at, f"{ours}self_attention.")
-        yield from (self._moe if config.is_moe_layer(i) else self._mlp)(config, at, f"{ours}mlp.")
+        yield from self._norms(config, i, at, ours)
+        attention, mixer = config.attention_of(i), config.mixer_of(i)
+        if attention is not None and attention.mla is not None:
+            yield from latent_attention(attention, at, f"{ours}self_attention.")
+        elif attention is not None:
+            yield from self._attention(config, attention, at, f"{ours}self_attention.")
+        if mixer is not None:
+            if mixer.kind not in self.mixers:
+                raise CheckpointError(f"these files have no names for the parameters of a {mixer.kind!r} mixer")
+            yield from self.mixers[mixer.kind].weights(config, mixer, at, f"{ours}mixer.")
+        if config.has_mlp(i):
+            yield from (self._moe if config.is_moe_layer(i) else self._mlp)(config, at, f"{ours}mlp.")
 
-    def _norms(self, config: ModelConfig, at: str, ours: str, *, moe: bool) -> Weights:
-        shared = config.block == "parallel_shared_norm"
-        qkv = "linear_qkv_down" if config.attention.mla is not None else "linear_qkv"
+    def _norms(self, config: ModelConfig, i: int, at: str, ours: str) -> Weights:
+        attention, mixes, mlp = config.attention_of(i), bool(config.mixer_names(i)), config.has_mlp(i)
+        qkv = "linear_qkv_down" if attention is not None and attention.mla is not None else "linear_qkv"
+        apart = config.has_input_layernorm(i)
         places = (
-            "input_layernorm." if shared else f"self_attention.{qkv}.layer_norm_",
-            "post_self_attn_layernorm.",
-            "pre_mlp_layernorm." if moe else "mlp.linear_fc1.layer_norm_",
-            "post_mlp_layernorm.",
+            (mixes, "input_layernorm." if apart else f"self_attention.{qkv}.layer_norm_"),
+            (mixes, "post_self_attn_layernorm."),
+            (mlp, "pre_mlp_layernorm." if config.is_moe_layer(i) else "mlp.linear_fc1.layer_norm_"),
+            (mlp, "post_mlp_layernorm."),
         )
-        for place, name in zip(places, self.norms):
-            if name is not None:
+        for (there, place), name in zip(places, self.norms):
+            if name is not None and there:
                 yield from _norm(config, ours + place, at + name)
 
-    def _attention(self, config: ModelConfig, at: str, ours: str) -> Weights:
-        a = config.attention
-        heads, groups, size = head_sizes(config)
+    def _attention(self, config: ModelConfig, a: AttentionConfig, at: str, ours: str) -> Weights:
+        heads, _, size = head_sizes(a)
         for kind in ("weight", "bias") if a.add_qkv_bias else ("weight",):
-            sizes = (heads * size, groups * size, groups * (a.v_head_dim or size))
+            sizes = qkv_rows(a)
             layout = self._joined([at + name for name in self.qkv], kind, sizes)
             if self.heads_in_turn:
                 name, total = f"{at}{self.qkv[0]}.{kind}", sum(sizes)

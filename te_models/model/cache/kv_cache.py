@@ -1,4 +1,4 @@
-"""The key-value cache of generation: one preallocated pair of tensors per layer.
+"""The cache of generation: one preallocated pair of tensors per layer with attention, states per recurrent mixer.
 
 Layout [B, capacity, G, D], the layout attention computes in, so a step writes its own rows and copies nothing else.
 The capacity of a layer is the cache's max_length, or what a sliding window or a chunk reaches and `SLACK` more: when
@@ -9,21 +9,22 @@ latent and its shared key part instead of keys and values, with G = 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from te_models.layers.functional.gemm_operand import autocast_dtype
 
-from ...config import ModelConfig
+from ...config import AttentionConfig, ModelConfig
+from .states import PairMemory, StateMemory
 
 SLACK = 128
 """Positions of a bounded layer beside those in reach: how many tokens are written before a buffer is moved."""
 
 
 class LayerMemory(Protocol):
-    """What a layer needs of a cache. length: the number of positions before this call's."""
+    """What attention needs of a cache. length: the number of positions before this call's."""
 
     length: int
 
@@ -43,8 +44,8 @@ class Memory(Protocol):
     length: int
 
     @property
-    def layers(self) -> Sequence[LayerMemory]:
-        """One per layer of the model."""
+    def layers(self) -> Sequence[Any]:
+        """One per layer of the model: a LayerMemory, a StateMemory, a PairMemory of both, or None without a mixer."""
         ...
 
     def check_room(self, batch_size: int, tokens: int) -> None:
@@ -117,13 +118,18 @@ def check_dtype(stored: Tensor, key: Tensor) -> None:
         )
 
 
-def cached_sizes(config: ModelConfig, tp_size: int) -> tuple[int, tuple[int, int]]:
-    """Return the heads of what layers cache, G of a rank, and the channels of the two tensors."""
-    a = config.attention
+def cached_sizes(a: AttentionConfig, tp_size: int) -> tuple[int, tuple[int, int]]:
+    """Return the heads of what an attention caches, G of a rank, and the channels of the two tensors."""
     if a.mla is not None:
         return 1, (a.mla.kv_lora_rank, a.mla.qk_pos_emb_head_dim)
-    channels = a.kv_channels or config.hidden_size // a.num_attention_heads
-    return (a.num_query_groups or a.num_attention_heads) // tp_size, (channels, a.v_head_dim or channels)
+    return (a.num_query_groups or a.num_attention_heads) // tp_size, (a.key_channels, a.value_channels)
+
+
+def joined(attention: Any, states: StateMemory | None) -> Any:
+    """Return the memory of a layer from those of its attention and of its other mixer, None where it has none."""
+    if states is None:
+        return attention
+    return states if attention is None else PairMemory(attention, states)
 
 
 def reach_of(config: ModelConfig, layer: int) -> int | None:
@@ -133,12 +139,13 @@ def reach_of(config: ModelConfig, layer: int) -> int | None:
 
 
 class KVCache:
-    """Keys and values of all layers of a model for a batch of sequences of up to max_length tokens.
+    """What all layers of a model remember of a batch of sequences of up to max_length tokens: keys and values, or the
+    states of recurrent mixers.
 
     Layers with a sliding window or with chunks keep what these reach, whatever max_length is. dtype: the model's
     compute dtype (None: torch's default). tp_size: `GPTModel.tp_size`; each rank caches the keys and values of its own
-    heads. rollback: how many positions `crop` may take away from layers that are bounded.
-    layers: the numbers of the layers whose keys and values are kept; None: all.
+    heads. rollback: how many positions `crop` may take away from layers that are bounded; above 0, the states behind
+    the last calls are kept, too. layers: the numbers of the layers whose memory is kept; None: all.
 
     Example:
         cache = KVCache(model.config, batch_size=1, max_length=256, dtype=torch.bfloat16)
@@ -162,22 +169,32 @@ class KVCache:
     ) -> None:
         if batch_size < 1 or max_length < 1:
             raise ValueError(f"a cache of {batch_size} sequences of {max_length} tokens; allowed: at least 1 of each")
-        groups, sizes = cached_sizes(config, tp_size)
         self.batch_size = batch_size
         self.max_length = max_length
         self.length = 0
-        self.layers: list[LayerCache] = []
+        self.layers: list[Any] = []
+        self._keys: dict[int, LayerCache] = {}
+        self._states: list[StateMemory] = []
         for i in range(config.num_layers) if layers is None else layers:
-            reach = reach_of(config, i)
-            capacity = max_length if reach is None else min(max_length, reach + rollback + SLACK)
-            # empty: `update` returns no position that was not written
-            key, value = (torch.empty(batch_size, capacity, groups, size, dtype=dtype, device=device) for size in sizes)
-            self.layers.append(LayerCache(key, value, reach, rollback))
+            attention, mixer, states = config.attention_of(i), config.mixer_of(i), None
+            if attention is not None:
+                groups, sizes = cached_sizes(attention, tp_size)
+                reach = reach_of(config, i)
+                capacity = max_length if reach is None else min(max_length, reach + rollback + SLACK)
+                shapes = ((batch_size, capacity, groups, size) for size in sizes)
+                # empty: `update` returns no position that was not written
+                key, value = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+                self._keys[len(self.layers)] = LayerCache(key, value, reach, rollback)
+            if mixer is not None:
+                states = StateMemory(mixer, batch_size, tp_size, dtype, device, rollback=rollback)
+                self._states.append(states)
+            self.layers.append(joined(self._keys.get(len(self.layers)), states))
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all keys and values."""
-        return sum(t.nbytes for layer in self.layers for t in (layer.key, layer.value))
+        """The bytes of all keys, values and states."""
+        keys = sum(t.nbytes for layer in self._keys.values() for t in (layer.key, layer.value))
+        return keys + sum(states.nbytes for states in self._states)
 
     def check_room(self, batch_size: int, tokens: int) -> None:
         """Raise ValueError unless `tokens` more positions of `batch_size` sequences fit."""
@@ -191,24 +208,31 @@ class KVCache:
     def advance(self, tokens: int) -> None:
         """Count `tokens` more positions as valid, after all layers have stored them."""
         self.length += tokens
-        for layer in self.layers:
+        for layer in self._keys.values():
             layer.length = self.length
+        for states in self._states:
+            states.advance(self.length)
 
     def crop(self, length: int) -> None:
-        """Forget the positions from `length` on. Raises ValueError for more than there are, and where a bounded layer
-        has dropped positions that would be in reach again."""
+        """Forget the positions from `length` on. The states of recurrent mixers are known behind the calls before
+        alone: with them more may be forgotten, up to `length` of the cache, from which the text is to be read again.
+        Raises ValueError for more than there are, and where a bounded layer has dropped positions that would be in
+        reach again."""
         if not 0 <= length <= self.length:
             raise ValueError(f"length is {length}; allowed: 0 to the {self.length} tokens of the cache")
-        for i, layer in enumerate(self.layers):
+        for states in self._states:
+            length = states.nearest(length)
+        for i, layer in self._keys.items():
             if layer.reach is not None and length and layer.first > max(0, length - layer.reach):
                 raise ValueError(
                     f"layer {i} has dropped positions that are in reach of position {length}; allowed: to take away up "
                     f"to {layer.rollback} positions, the cache's rollback"
                 )
-        self.advance(length - self.length)
-        if length == 0:
-            for layer in self.layers:
-                layer.first = 0
+        self.length = length
+        for layer in self._keys.values():
+            layer.length, layer.first = length, layer.first if length else 0
+        for states in self._states:
+            states.crop(length)
 
     def reset(self) -> None:
         """Forget everything stored."""

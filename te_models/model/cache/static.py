@@ -9,13 +9,16 @@ B batch, L slots, G key/value heads, D channels.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from te_models.kernels.asserted import asserted
 
 from ...config import ModelConfig
-from .kv_cache import cached_sizes, check_dtype, reach_of
+from .kv_cache import cached_sizes, check_dtype, joined, reach_of
+from .states import StateMemory
 
 
 class StaticLayerCache:
@@ -83,7 +86,7 @@ class StaticStep:
 
     length = 0
 
-    def __init__(self, position: Tensor, layers: list[StaticLayerStep], max_length: int) -> None:
+    def __init__(self, position: Tensor, layers: list[Any], max_length: int) -> None:
         self.position = position
         self.layers = layers
         self.max_length = max_length
@@ -127,20 +130,30 @@ class StaticKVCache:
     ) -> None:
         if batch_size < 1 or max_length < 1:
             raise ValueError(f"a cache of {batch_size} sequences of {max_length} tokens; allowed: at least 1 of each")
-        groups, sizes = cached_sizes(config, tp_size)
         self.batch_size = batch_size
         self.max_length = max_length
         self.length = 0
         position = torch.zeros((), dtype=torch.int64, device=device)
         self.padding = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self.layers: list[StaticLayerCache] = []
+        self.layers: list[Any] = []
+        self._states: list[StateMemory] = []
+        steps: list[Any] = []
         for i in range(config.num_layers):
-            reach = reach_of(config, i)
-            slots = max_length if reach is None else min(max_length, reach + 1)
-            key, value = (torch.zeros(batch_size, slots, groups, size, dtype=dtype, device=device) for size in sizes)
-            bounds = config.window_size(i), config.chunk_size(i)
-            self.layers.append(StaticLayerCache(key, value, position, self.padding, *bounds))
-        self.step = StaticStep(position, [StaticLayerStep(layer) for layer in self.layers], max_length)
+            attention, mixer, prompt, states = config.attention_of(i), config.mixer_of(i), None, None
+            if attention is not None:
+                groups, sizes = cached_sizes(attention, tp_size)
+                reach = reach_of(config, i)
+                slots = max_length if reach is None else min(max_length, reach + 1)
+                shapes = ((batch_size, slots, groups, size) for size in sizes)
+                key, value = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+                bounds = config.window_size(i), config.chunk_size(i)
+                prompt = StaticLayerCache(key, value, position, self.padding, *bounds)
+            if mixer is not None:
+                states = StateMemory(mixer, batch_size, tp_size, dtype, device, in_place=True)
+                self._states.append(states)
+            self.layers.append(joined(prompt, states))
+            steps.append(joined(None if prompt is None else StaticLayerStep(prompt), states))
+        self.step = StaticStep(position, steps, max_length)
 
     def check_room(self, batch_size: int, tokens: int) -> None:
         """Raise ValueError unless a prompt of `tokens` for `batch_size` sequences fits, and is the first."""
@@ -164,3 +177,5 @@ class StaticKVCache:
         """Forget everything stored; what slots hold is hidden, or overwritten, from now on."""
         self.length = 0
         self.step.position.zero_()
+        for states in self._states:
+            states.reset()

@@ -21,7 +21,7 @@ from te_models.layers import (
     autocast,
     quantized_model_init,
 )
-from te_models.model.attention import SelfAttention
+from te_models.model.mixers.attention import SelfAttention
 from tests.te_models.configs import VARIANTS, tiny, tiny_moe, token_ids
 
 
@@ -367,5 +367,5 @@ def test_chunks_are_attended_to_one_by_one(monkeypatch: pytest.MonkeyPatch) -> N
     found = model(ids).logits
     monkeypatch.setattr(SelfAttention, "packs", lambda *_: False)
     torch.testing.assert_close(found, model(ids).logits, rtol=1e-4, atol=1e-5)
-    monkeypatch.setattr("te_models.model.attention.other_chunks", None)  # not called
+    monkeypatch.setattr("te_models.model.mixers.attention.other_chunks", None)  # not called
     torch.testing.assert_close(model(ids[:, :3]).logits, found[:, :3], rtol=1e-4, atol=1e-5)

@@ -19,11 +19,12 @@ from te_models.layers import LayerNormLinear
 from te_models.layers.distributed.context_parallel import ContextShard, attention_of_chunks, gather_positions
 from te_models.layers.distributed.sequence_parallel import gather_tokens_of_ranks
 
-from ..config import ModelConfig
+from ...config import AttentionConfig, ModelConfig
+from ..build import Build, init_method, make_core_attention, make_input_linear, make_output_linear
+from ..cache import LayerMemory
+from ..rotary import Rotary
 from .attention import apart, attention_of, packs
-from .build import Build, init_method, make_core_attention, make_input_linear, make_output_linear
-from .cache import LayerMemory
-from .rotary import Rotary
+from .base import MixerInputs
 
 
 class LatentAttention(nn.Module):
@@ -33,9 +34,9 @@ class LatentAttention(nn.Module):
 
     Where layers are split, each rank computes its own heads; `linear_qkv_down` is on every rank, of all tokens."""
 
-    def __init__(self, config: ModelConfig, layer: int, build: Build, *, normed: bool) -> None:
+    def __init__(self, config: ModelConfig, a: AttentionConfig, layer: int, build: Build, *, normed: bool) -> None:
         super().__init__()
-        a, mla = config.attention, config.attention.mla
+        mla = a.mla
         assert mla is not None
         self.mla = mla
         self.sequence_shard = build.sequence_shard
@@ -54,7 +55,7 @@ class LatentAttention(nn.Module):
         self.linear_kv_up = self._up(config, mla.kv_lora_rank, heads * (mla.qk_head_dim + mla.v_head_dim), build)
         channels = mla.qk_head_dim + mla.qk_pos_emb_head_dim
         own_heads = heads // build.tp_size
-        self.core_attention = make_core_attention(config, layer, own_heads, channels, own_heads, build)
+        self.core_attention = make_core_attention(config, a, layer, own_heads, channels, own_heads, build)
         self.linear_proj = make_output_linear(config, heads * mla.v_head_dim, a.add_output_bias, build)
         self.reset_parameters()
 
@@ -77,16 +78,9 @@ class LatentAttention(nn.Module):
             **build.of_all_tokens.split("column"),
         )
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: Rotary | None = None,
-        hidden_keys: Tensor | None = None,
-        cache: LayerMemory | None = None,
-        query_scale: Tensor | None = None,
-        batch_size: int | None = None,
-    ) -> Tensor:
-        """x: [B, S, H] -> [B, S, H]. Arguments as for `SelfAttention`."""
+    def forward(self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None = None) -> Tensor:
+        """As `SelfAttention.forward`."""
+        rotary, hidden_keys, query_scale, batch_size = inputs[:4]
         mla = self.mla
         if self.sequence_shard is not None:
             x = gather_tokens_of_ranks(x, self.sequence_shard).unflatten(0, (batch_size or 1, -1))

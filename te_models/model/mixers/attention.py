@@ -16,10 +16,11 @@ from te_models.kernels.torch_versions import exporting
 from te_models.layers import DotProductAttention, RMSNorm
 from te_models.layers.distributed.context_parallel import ContextShard, attention_of_chunks, gather_positions
 
-from ..config import ModelConfig
-from .build import Build, make_core_attention, make_input_linear, make_norm, make_output_linear
-from .cache import LayerMemory
-from .rotary import Rotary
+from ...config import AttentionConfig, ModelConfig
+from ..build import Build, make_core_attention, make_input_linear, make_norm, make_output_linear
+from ..cache import LayerMemory
+from ..rotary import Rotary
+from .base import MixerInputs
 
 
 class SelfAttention(nn.Module):
@@ -28,9 +29,8 @@ class SelfAttention(nn.Module):
     `linear_qkv` holds the rows of q, then k, then v, and the norm before them when `normed`.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, build: Build, *, normed: bool) -> None:
+    def __init__(self, config: ModelConfig, a: AttentionConfig, layer: int, build: Build, *, normed: bool) -> None:
         super().__init__()
-        a = config.attention
         all_heads, all_groups = a.num_attention_heads, a.num_query_groups or a.num_attention_heads
         self.num_heads, self.num_groups = all_heads // build.tp_size, all_groups // build.tp_size
         self.head_dim = a.kv_channels or config.hidden_size // all_heads
@@ -52,23 +52,14 @@ class SelfAttention(nn.Module):
             norm = config.norm.replace(has_weight=True, bias=a.qk_layernorm_bias)
             self.q_layernorm = make_norm(norm, self.q_size if full else self.head_dim, build)
             self.k_layernorm = make_norm(norm, self.k_size if full else self.head_dim, build)
-        self.core_attention = make_core_attention(config, layer, self.num_heads, self.head_dim, self.num_groups, build)
+        self.core_attention = make_core_attention(
+            config, a, layer, self.num_heads, self.head_dim, self.num_groups, build
+        )
         self.linear_proj = make_output_linear(config, all_heads * self.v_head_dim, a.add_output_bias, build)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: Rotary | None = None,
-        hidden_keys: Tensor | None = None,
-        cache: LayerMemory | None = None,
-        query_scale: Tensor | None = None,
-        batch_size: int | None = None,
-    ) -> Tensor:
-        """x: [B, S, H] -> [B, S, H]. rotary: tables of the positions; None: no rotation. hidden_keys: [B, 1, 1 or S, L]
-        bool, True where a key is padding, or hidden from a query; or, where the layer `packs`, the document numbers
-        [B, S] int64. cache: takes this call's keys and values, gives all.
-        query_scale: [B or 1, S, 1, 1] float32, what the queries are multiplied by. batch_size: B,
-        where x and the result are this rank's part of the tokens, [B S / ranks, H]; None: they are all."""
+    def forward(self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None = None) -> Tensor:
+        """x: [B, S, H] -> [B, S, H]. cache: takes this call's keys and values, gives all."""
+        rotary, hidden_keys, query_scale, batch_size = inputs[:4]
         qkv = self.linear_qkv(x)
         qkv = qkv if batch_size is None else qkv.unflatten(0, (batch_size, -1))
         q, k = self._queries_and_keys(qkv, rotary)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from .part import ConfigPart, check
+from ..part import ConfigPart, check
+from ..rope import RopeConfig
+from .base import MixerConfig, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +53,14 @@ class TemperatureConfig(ConfigPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig(ConfigPart):
+class AttentionConfig(MixerConfig):
     """Self attention. With `mla`, `kv_channels` and `v_head_dim` follow from it; other values of them are refused."""
+
+    kind: ClassVar[str] = "attention"
+    recurrent: ClassVar[bool] = False
+    _LATER: ClassVar[frozenset[str]] = frozenset(
+        {"output_gate_by", "output_gate_activation", "value_scale", "key_is_value", "rope"}
+    )
 
     num_attention_heads: int
     """Number of query heads."""
@@ -82,7 +90,17 @@ class AttentionConfig(ConfigPart):
     sinks: bool = False
     """Whether each head has a learned sink that takes part in the softmax."""
     output_gate: bool = False
-    """Whether the attention output is multiplied by the sigmoid of a projection of the input (GPTModel refuses it)."""
+    """Whether the attention output is multiplied by a gate, an activated projection of the input (arXiv 2505.06708)."""
+    output_gate_by: Literal["channel", "head"] = "channel"
+    """Whether each channel of the attention output has a gate, or each head."""
+    output_gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    """Activation of the output gate; softplus is computed in float32."""
+    value_scale: float | None = None
+    """Factor of v; unset means 1."""
+    key_is_value: bool = False
+    """Whether one projection gives k and v: v is k before its norm and its rotation."""
+    rope: RopeConfig | None = None
+    """Rotary position embedding of layers with this attention; unset means the model's."""
     clip_qkv: float | None = None
     """Bound to which q, k and v are clamped; unset means none."""
     window_size: int | None = None
@@ -113,7 +131,7 @@ class AttentionConfig(ConfigPart):
         for name in ("kv_channels", "v_head_dim", "window_size", "chunk_size"):
             value = getattr(self, name)
             check(value is None or value > 0, f"attention.{name}", value, "a positive integer or null")
-        for name in ("softmax_scale", "softcap", "clip_qkv"):
+        for name in ("softmax_scale", "softcap", "clip_qkv", "value_scale"):
             value = getattr(self, name)
             check(value is None or value > 0, f"attention.{name}", value, "a positive number or null")
         allowed_here = self.qk_layernorm_bias and self.qk_layernorm not in ("head", "full")
@@ -125,4 +143,41 @@ class AttentionConfig(ConfigPart):
                     check(getattr(self, name) == value, f"attention.{name}", getattr(self, name), allowed)
             allowed_here = self.qk_layernorm == "none" and groups == heads and not self.sinks and self.clip_qkv is None
             check(allowed_here, "attention.mla", self.mla, "null with grouped queries, qk_layernorm, sinks or clip_qkv")
+        check(
+            self.output_gate or (self.output_gate_by, self.output_gate_activation) == ("channel", "sigmoid"),
+            "attention.output_gate",
+            False,
+            "true where output_gate_by or output_gate_activation is set",
+        )
+        same = self.v_head_dim in (None, self.kv_channels) and self.mla is None
+        check(not self.key_is_value or same, "attention.key_is_value", True, "false with mla, or v_head_dim of its own")
         check(0 <= self.attention_dropout < 1, "attention.attention_dropout", self.attention_dropout, "0 <= p < 1")
+
+    @property
+    def key_channels(self) -> int:
+        """Channels of each head of q and k."""
+        assert self.kv_channels is not None, "filled in by validation"
+        return self.kv_channels
+
+    @property
+    def value_channels(self) -> int:
+        """Channels of each head of v."""
+        return self.v_head_dim or self.key_channels
+
+    @property
+    def rotated_channels(self) -> int:
+        """Channels of a head that `rope.rotary_percent` counts: all of them, with `mla` the rotated part."""
+        return self.key_channels if self.mla is None else self.mla.qk_pos_emb_head_dim
+
+    def states(self) -> tuple[State, ...]:
+        """As `MixerConfig.states`: none, keys and values grow."""
+        return ()
+
+    def flops(self, length: float) -> float:
+        """As `MixerConfig.flops`: of scores, and of the sum of values, for a query that sees `length` keys."""
+        return 2.0 * self.num_attention_heads * (self.key_channels + self.value_channels) * length
+
+    def shared_sizes(self) -> dict[str, int]:
+        """As `MixerConfig.shared_sizes`."""
+        groups = self.num_query_groups or self.num_attention_heads
+        return {"num_attention_heads": self.num_attention_heads, "num_query_groups": groups}

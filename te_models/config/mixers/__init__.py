@@ -1,0 +1,23 @@
+"""Token mixers: what a layer's configuration can name, one file a kind (`ModelConfig.mixers`).
+
+A kind says the shapes of its parameters and of what it carries while it decodes, and its FLOPs: everything that is
+known before a model exists. `te_models/model/mixers/` computes.
+"""
+
+from .attention import AttentionConfig, MLAConfig, TemperatureConfig
+from .base import MixerConfig, Parameter, State
+from .gated_delta import GatedDeltaConfig
+
+KINDS: dict[str, type[MixerConfig]] = {kind.kind: kind for kind in (AttentionConfig, GatedDeltaConfig)}
+"""The kinds of mixers by the word that a configuration's `kind` has."""
+
+__all__ = [
+    "KINDS",
+    "AttentionConfig",
+    "GatedDeltaConfig",
+    "MLAConfig",
+    "MixerConfig",
+    "Parameter",
+    "State",
+    "TemperatureConfig",
+]

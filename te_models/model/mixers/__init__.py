@@ -1,0 +1,34 @@
+"""Token mixers: what mixes the tokens of a layer, one file a kind.
+
+attention         softmax attention                    latent_attention  softmax attention over a latent
+base              what a layer and a mixer agree on
+
+`mixer_class` says which module computes a kind. To add a kind: its configuration in `te_models/config/mixers/`, its
+module here, and an entry below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...config import AttentionConfig, ConfigError, MixerConfig
+from .attention import SelfAttention
+from .base import Mixer, MixerInputs, RecurrentMixer
+from .latent_attention import LatentAttention
+
+RECURRENT: dict[str, Callable[..., RecurrentMixer]] = {}
+"""Kind -> the module that computes it."""
+
+__all__ = ["RECURRENT", "Mixer", "MixerInputs", "RecurrentMixer", "attention_class", "recurrent_class"]
+
+
+def attention_class(attention: AttentionConfig) -> type[SelfAttention] | type[LatentAttention]:
+    """Return the module that computes an attention."""
+    return SelfAttention if attention.mla is None else LatentAttention
+
+
+def recurrent_class(mixer: MixerConfig) -> Callable[..., RecurrentMixer]:
+    """Return the module that computes a mixer that is no attention; ConfigError where there is none."""
+    if mixer.kind not in RECURRENT:
+        raise ConfigError(f"mixers has the kind {mixer.kind!r}, which GPTModel does not implement")
+    return RECURRENT[mixer.kind]

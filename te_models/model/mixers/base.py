@@ -1,0 +1,64 @@
+"""What a layer and a mixer agree on: what a mixer is built from, what it reads, and what it remembers.
+
+B batch, S sequence, L keys (cached ones included), H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from te_models.layers.distributed.context_parallel import ContextShard
+
+from ..rotary import Rotary
+
+
+class MixerInputs(NamedTuple):
+    """What a mixer reads beside the hidden states.
+
+    rotary: tables of the positions; None: no rotation. hidden_keys: [B, 1, 1 or S, L] bool, True where a key is
+    padding, or hidden from a query; or, where an attention `packs`, the document numbers [B, S] int64. query_scale: [B
+    or 1, S, 1, 1] float32, what queries are multiplied by. batch_size: B, where x and the result are this rank's part
+    of the tokens, [B S / ranks, H]; None: they are all. token_mask: [B, S] bool, False for padding; None: there is
+    none. documents: [B, S] int64, of the whole sequences: neighbours with the same number are a document, at whose
+    beginning a recurrent mixer starts anew; negative for padding; None: every row is one document.
+    """
+
+    rotary: Rotary | None = None
+    hidden_keys: Tensor | None = None
+    query_scale: Tensor | None = None
+    batch_size: int | None = None
+    token_mask: Tensor | None = None
+    documents: Tensor | None = None
+
+
+class Mixer(Protocol):
+    """A token mixer, as a layer calls it."""
+
+    context_shard: ContextShard | None
+
+    def __call__(self, x: Tensor, inputs: MixerInputs, cache: Any = None) -> Tensor:
+        """x: [B, S, H] -> [B, S, H], without residual connection. cache: this layer's memory."""
+        ...
+
+
+class RecurrentMixer(nn.Module):
+    """Base of the mixers that carry a state of fixed size from token to token.
+
+    A module is built as `Module(config, mixer, layer, build)`, mixer being its configuration. A subclass builds its
+    projections of `make_input_linear` and `make_output_linear`, so that recipes, stored weights, LoRA and tensor
+    parallelism apply. The names of its parameters are those of its configuration's `parameters`, whose `blocks` say
+    what a rank has. Its input is normed already: the layer's `input_layernorm` does it. `forward` reads `cache.read()`,
+    one tensor [B, *shape] for each of the configuration's `states`, goes on from there, and gives the states behind its
+    last token to `cache.write`; it changes nothing in place that it read. Tokens that `inputs.token_mask` calls padding
+    change no state, and documents begin with a state of zeros.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context_shard: ContextShard | None = None
+
+    def forward(self, x: Tensor, inputs: MixerInputs, cache: Any = None) -> Tensor:
+        """As `Mixer`."""
+        raise NotImplementedError(type(self).__name__)

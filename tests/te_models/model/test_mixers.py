@@ -1,0 +1,228 @@
+"""Layers that name their mixers: what all recurrent ones have in common, by the smallest of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models import AttentionConfig, DraftModel, GPTModel, KVCache, ModelConfig, StaticKVCache, generate
+from te_models.checkpoints import expected_tensors
+from te_models.checkpoints.plan.rank_shards import Place, parts
+from te_models.config import ConfigError, RopeConfig
+from te_models.model.flops import forward_flops_per_token
+from te_models.model.parallel import check_layers
+from tests.te_models.configs import tiny, tiny_moe, token_ids
+from tests.te_models.model.decaying_mixer import DecayingConfig, register
+
+DECAYING = DecayingConfig(heads=2)
+FOUR = AttentionConfig(num_attention_heads=4)
+SLIDING = AttentionConfig(
+    num_attention_heads=8,
+    num_query_groups=1,
+    kv_channels=6,
+    v_head_dim=10,
+    window_size=5,
+    sinks=True,
+    rope=RopeConfig(rotary_base=100.0),
+)
+
+
+def hybrid(**changes: object) -> ModelConfig:
+    """Attention, a recurrent mixer, both side by side, a mixer alone, an MLP alone."""
+    fields = {
+        "num_layers": 5,
+        "mixers": {"sum": DECAYING},
+        "layer_mixers": ("attention", "sum", "attention+sum", "sum", "none"),
+        "mlp_layers": (0, 1, 2, 4),
+    }
+    return tiny(**fields | changes)
+
+
+def model_of(config: ModelConfig, seed: int = 0) -> GPTModel:
+    torch.manual_seed(seed)
+    return GPTModel(config).eval()
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch)
+
+
+def close(a: torch.Tensor | None, b: torch.Tensor | None) -> None:
+    assert a is not None and b is not None
+    assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+def test_layers_are_what_the_configuration_names() -> None:
+    config = hybrid()
+    model, shapes = model_of(config), expected_tensors(config)
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == shapes
+    layers = [{n.split(".")[3] for n in shapes if n.startswith(f"decoder.layers.{i}.")} for i in range(5)]
+    assert layers == [
+        {"self_attention", "mlp"},
+        {"input_layernorm", "mixer", "mlp"},
+        {"input_layernorm", "self_attention", "mixer", "mlp"},
+        {"input_layernorm", "mixer"},
+        {"mlp"},
+    ]
+    assert ModelConfig.from_json(config.to_json()) == config
+    assert hash(ModelConfig.from_json(config.to_json())) == hash(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_mixers": ("attention",) * 4}, "the number of layer_mixers is 4; allowed: num_layers = 5"),
+        (
+            {"layer_mixers": ("attention", "sum", "ssm", "sum", "none")},
+            "layer_mixers is 'ssm'; allowed: attention, sum",
+        ),
+        ({"layer_mixers": ("sum+sum", *("sum",) * 4)}, r"layer_mixers is 'sum\+sum'; allowed: one mixer, or"),
+        ({"layer_mixers": ("attention",) * 5}, r"mixers is \['sum'\]; allowed: mixers that layer_mixers names"),
+        ({"mlp_layers": (0, 1, 2)}, "allowed: a mixer in layer 4, which has no MLP"),
+        ({"mixers": {"none": DECAYING}}, "the name of a mixer is 'none'"),
+        ({"mixers": {"sum": {"kind": "summing"}}}, "the kind of a mixer is 'summing'; allowed: 'attention', "),
+        ({"mixers": {"sum": AttentionConfig(num_attention_heads=3)}}, "mixers.sum.kv_channels is None; allowed: a num"),
+    ],
+)
+def test_what_cannot_be_is_named(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hybrid(**changes)
+
+
+def test_a_model_without_attention_needs_none() -> None:
+    fields = {name: getattr(hybrid(), name) for name in ("vocab_size", "hidden_size", "max_position_embeddings", "mlp")}
+    config = ModelConfig(**fields, num_layers=2, mixers={"sum": DECAYING}, layer_mixers=("sum", "sum"))
+    assert "attention" not in config.to_dict() and ModelConfig.from_json(config.to_json()) == config
+    assert generate(model_of(config), token_ids(1, 5), 4).shape == (1, 9)
+    with pytest.raises(ConfigError, match="ModelConfig needs the field 'attention'"):
+        ModelConfig(**fields, num_layers=2)
+
+
+@torch.no_grad()
+def test_decoding_goes_on_from_the_states() -> None:
+    model, ids = model_of(hybrid()), token_ids(2, 17)
+    cache = KVCache(model.config, 2, 17)
+    steps = [model(part, cache=cache).logits for part in ids.split([9, 1, 1, 6], dim=1)]
+    close(torch.cat(steps, dim=1), model(ids).logits)
+    assert cache.nbytes > 0
+    cache.reset()
+    close(model(ids, cache=cache).logits, model(ids).logits)
+    static = StaticKVCache(model.config, 2, 32)
+    for _ in range(2):
+        close(model(ids[:, :9], cache=static).logits, model(ids[:, :9]).logits)
+        for t in range(9, 17):
+            logits = model(ids[:, t : t + 1], position_ids=torch.full((2, 1), t), cache=static.step).logits
+            close(logits[:, -1], model(ids[:, : t + 1]).logits[:, -1])
+            static.step.position.add_(1)
+        static.reset()
+
+
+@torch.no_grad()
+def test_padding_on_the_left_changes_no_state() -> None:
+    model, ids = model_of(hybrid()), token_ids(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[0, :5] = False
+    both = generate(model, ids, 6, attention_mask=mask)
+    assert torch.equal(both[:1, 5:], generate(model, ids[:1, 5:], 6))
+    assert torch.equal(both[1:], generate(model, ids[1:], 6))
+    assert torch.equal(generate(model, ids, 6, attention_mask=mask, compile=True), both)
+
+
+@torch.no_grad()
+def test_documents_of_a_row_are_apart() -> None:
+    model, ids = model_of(hybrid()), token_ids(1, 11)
+    texts = torch.tensor([[0] * 4 + [1] * 6 + [-1]])
+    positions = torch.tensor([[*range(4), *range(6), 0]])
+    packed = model(ids, document_ids=texts, position_ids=positions).logits
+    close(packed[:, :4], model(ids[:, :4]).logits)
+    close(packed[:, 4:10], model(ids[:, 4:10]).logits)
+    mask = (texts[:, :, None] == texts[:, None]) & (texts >= 0)[:, None]
+    close(model(ids, attention_mask=mask, position_ids=positions).logits[:, :10], packed[:, :10])
+    mask[:, 8, 5] = False
+    with pytest.raises(RuntimeError, match="hides a part of a text from a recurrent mixer"):
+        model(ids, attention_mask=mask)
+    cache = KVCache(model.config, 1, 11)
+    model(ids[:, :10], cache=cache)
+    with pytest.raises(ValueError, match="for a model with recurrent mixers and a cache"):
+        model(ids[:, 10:], attention_mask=mask[:, 10:], cache=cache)
+
+
+def test_a_rejected_draft_takes_the_states_back() -> None:
+    model, other = model_of(hybrid()), model_of(hybrid(), seed=1)
+    plain = generate(model, token_ids(1, 7), 24)
+    for draft, least in ((DraftModel(other), 0.0), (DraftModel(model), 1.0), (DraftModel(model_of(tiny())), 0.0)):
+        assert torch.equal(generate(model, token_ids(1, 7), 24, draft_model=draft, num_draft_tokens=3), plain)
+        assert draft.proposed > 5 and draft.acceptance_rate >= least
+    attention = model_of(tiny())
+    drafted = generate(attention, token_ids(1, 7), 24, draft_model=DraftModel(model), num_draft_tokens=3)
+    assert torch.equal(drafted, generate(attention, token_ids(1, 7), 24))
+
+
+@torch.no_grad()
+def test_a_cache_goes_back_to_states_that_it_knows() -> None:
+    model, ids = model_of(hybrid()), token_ids(1, 12)
+    cache = KVCache(model.config, 1, 12, rollback=8)
+    for part in ids.split([5, 3, 4], dim=1):
+        model(part, cache=cache)
+    cache.crop(11)
+    assert cache.length == 8  # of the states behind 11 tokens nothing is known
+    close(model(ids[:, 8:], cache=cache).logits, model(ids).logits[:, 8:])
+    cache.crop(4)
+    assert cache.length == 0
+    close(model(ids, cache=cache).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_attentions_of_several_kinds_in_one_model(tmp_path: Path) -> None:
+    kinds = ("attention", "sliding", "sliding", "attention")
+    config = tiny(num_layers=4, mixers={"sliding": SLIDING}, layer_mixers=kinds)
+    assert config.layer_types == ("full", "sliding", "sliding", "full")
+    assert [config.window_size(i) for i in range(4)] == [None, 5, 5, None]
+    model, ids = model_of(config), token_ids(2, 14)
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == expected_tensors(config)
+    cache = KVCache(config, 2, 14)
+    assert [tuple(layer.key.shape[2:]) for layer in cache.layers] == [(2, 8), (1, 6), (1, 6), (2, 8)]
+    steps = [model(part, cache=cache).logits for part in ids.split([9, 1, 4], dim=1)]
+    close(torch.cat(steps, dim=1), model(ids).logits)
+    assert torch.equal(generate(model, ids, 8, compile=True), generate(model, ids, 8))
+    model.save_pretrained(tmp_path)
+    again = GPTModel.from_pretrained(tmp_path).eval()
+    assert again.config == config and torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_every_rank_has_its_part_of_a_mixer() -> None:
+    config = hybrid()
+    shapes = expected_tensors(config)
+    owned = parts(config, shapes, Place(tp_rank=1, tp_size=2))
+    assert owned["decoder.layers.1.mixer.linear_in.weight"].ranges == ((4, 8), (12, 16))
+    assert owned["decoder.layers.3.mixer.linear_proj.weight"].dim == 1
+    assert owned["decoder.layers.1.input_layernorm.weight"].dim is None
+    with pytest.raises(ConfigError, match=r"mixers.sum.heads is 2, which 4 ranks cannot share equally"):
+        check_layers(tiny(attention=FOUR, mixers={"sum": DECAYING}, layer_mixers=("attention", "sum")), 4, 1)
+
+
+def test_flops_are_of_what_a_layer_has() -> None:
+    flops = {
+        kind: forward_flops_per_token(tiny(**fields), 9)
+        for kind, fields in {
+            "attention": {},
+            "sum": {"mixers": {"sum": DECAYING}, "layer_mixers": ("attention", "sum")},
+            "none": {"layer_mixers": ("attention", "none")},
+        }.items()
+    }
+    attention = 2 * 4 * (8 + 8) * 5  # five keys on average
+    weights = 2 * ((32 + 2 * 16) * 32 + 32 * 32)
+    assert flops["attention"] - flops["none"] == attention + weights
+    assert flops["sum"] - flops["none"] == 2 * 8 + 2 * (16 * 32 + 32 * 8)
+
+
+def test_experts_beside_layers_of_one_sublayer() -> None:
+    config = tiny_moe().replace(num_layers=3, layer_mixers=("attention", "none", "attention"), mlp_layers=(1,))
+    assert config.moe is not None and config.moe.layers == (1,)
+    model = model_of(config).train()
+    output = model(token_ids(2, 9), labels=token_ids(2, 9))
+    output.loss.backward()
+    assert output.tokens_per_expert.shape == (1, 4) and all(p.grad is not None for p in model.parameters())
