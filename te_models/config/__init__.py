@@ -8,7 +8,16 @@ apart), a flat class (60 fields whose dependencies nobody can check).
 A leaf: it imports nothing else of the project, so every folder may read it.
 """
 
-from .mixers import KINDS, AttentionConfig, GatedDeltaConfig, MixerConfig, MLAConfig, TemperatureConfig
+from .mixers import (
+    KINDS,
+    AttentionConfig,
+    GatedDeltaConfig,
+    Mamba2Config,
+    MixerConfig,
+    MLAConfig,
+    ShortConvolutionConfig,
+    TemperatureConfig,
+)
 from .mlp import MLPConfig, MoEConfig, RouterConfig
 from .model import EmbeddingConfig, LayerType, ModelConfig, NormConfig
 from .part import ConfigError, ConfigPart, check
@@ -24,12 +33,14 @@ __all__ = [
     "LayerType",
     "MLAConfig",
     "MLPConfig",
+    "Mamba2Config",
     "MixerConfig",
     "MoEConfig",
     "ModelConfig",
     "NormConfig",
     "RopeConfig",
     "RouterConfig",
+    "ShortConvolutionConfig",
     "TemperatureConfig",
     "check",
 ]

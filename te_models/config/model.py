@@ -321,8 +321,7 @@ class ModelConfig(ConfigPart):
         """Whether the norm before the mixers of layer number `layer` is a module of its own, because more than one
         projection reads what it gives."""
         attention = self.attention_of(layer)
-        gated = attention is not None and attention.output_gate and attention.output_gate_by == "head"
-        several = self.mixer_of(layer) is not None or gated
+        several = self.mixer_of(layer) is not None or (attention is not None and attention.has_head_gate)
         return self.block == "parallel_shared_norm" or (several and self.norms_before)
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tests.checkpoints.hf_cases import transformers
+from tests.checkpoints.mixer_cases import MIXERS
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -384,7 +385,7 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hy_v3": ("hy_v3", {**ROUTED, "head_dim": 16, "num_shared_experts": 2, "attention_bias": True}),
     "hy_v3-biases": ("hy_v3", {**ROUTED, "head_dim": 8, "mlp_bias": True}),
 }
-CASES = {**DENSE, **MIXTURES, **LATENTS}
+CASES = {**DENSE, **MIXTURES, **LATENTS, **MIXERS}
 
 
 def family_of(case: str) -> str:

@@ -7,8 +7,12 @@ known before a model exists. `te_models/model/mixers/` computes.
 from .attention import AttentionConfig, MLAConfig, TemperatureConfig
 from .base import MixerConfig, Parameter, State
 from .gated_delta import GatedDeltaConfig
+from .mamba2 import Mamba2Config
+from .short_convolution import ShortConvolutionConfig
 
-KINDS: dict[str, type[MixerConfig]] = {kind.kind: kind for kind in (AttentionConfig, GatedDeltaConfig)}
+KINDS: dict[str, type[MixerConfig]] = {
+    kind.kind: kind for kind in (AttentionConfig, GatedDeltaConfig, Mamba2Config, ShortConvolutionConfig)
+}
 """The kinds of mixers by the word that a configuration's `kind` has."""
 
 __all__ = [
@@ -16,8 +20,10 @@ __all__ = [
     "AttentionConfig",
     "GatedDeltaConfig",
     "MLAConfig",
+    "Mamba2Config",
     "MixerConfig",
     "Parameter",
+    "ShortConvolutionConfig",
     "State",
     "TemperatureConfig",
 ]

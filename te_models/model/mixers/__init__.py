@@ -1,7 +1,9 @@
 """Token mixers: what mixes the tokens of a layer, one file a kind.
 
 attention         softmax attention                    latent_attention  softmax attention over a latent
-base              what a layer and a mixer agree on
+gated_delta       the gated delta rule                 mamba2            a state space with scalar decays
+short_convolution a gated convolution
+base              what a layer and a mixer agree on    convolved         what recurrent mixers share
 
 `mixer_class` says which module computes a kind. To add a kind: its configuration in `te_models/config/mixers/`, its
 module here, and an entry below.
@@ -14,9 +16,16 @@ from collections.abc import Callable
 from ...config import AttentionConfig, ConfigError, MixerConfig
 from .attention import SelfAttention
 from .base import Mixer, MixerInputs, RecurrentMixer
+from .gated_delta import GatedDelta
 from .latent_attention import LatentAttention
+from .mamba2 import Mamba2
+from .short_convolution import ShortConvolution
 
-RECURRENT: dict[str, Callable[..., RecurrentMixer]] = {}
+RECURRENT: dict[str, Callable[..., RecurrentMixer]] = {
+    "gated_delta": GatedDelta,
+    "mamba2": Mamba2,
+    "short_convolution": ShortConvolution,
+}
 """Kind -> the module that computes it."""
 
 __all__ = ["RECURRENT", "Mixer", "MixerInputs", "RecurrentMixer", "attention_class", "recurrent_class"]

@@ -25,6 +25,7 @@ from ..cache import LayerMemory
 from ..rotary import Rotary
 from .attention import apart, attention_of, packs
 from .base import MixerInputs
+from .output_gate import HeadGate, gated
 
 
 class LatentAttention(nn.Module):
@@ -56,6 +57,8 @@ class LatentAttention(nn.Module):
         channels = mla.qk_head_dim + mla.qk_pos_emb_head_dim
         own_heads = heads // build.tp_size
         self.core_attention = make_core_attention(config, a, layer, own_heads, channels, own_heads, build)
+        self.attention = a
+        self.head_gate = HeadGate(config, heads, build) if a.has_head_gate else None
         self.linear_proj = make_output_linear(config, heads * mla.v_head_dim, a.add_output_bias, build)
         self.reset_parameters()
 
@@ -81,7 +84,7 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None = None) -> Tensor:
         """As `SelfAttention.forward`."""
         rotary, hidden_keys, query_scale, batch_size = inputs[:4]
-        mla = self.mla
+        mla, normed = self.mla, x
         if self.sequence_shard is not None:
             x = gather_tokens_of_ranks(x, self.sequence_shard).unflatten(0, (batch_size or 1, -1))
         q, latent, shared = self.linear_qkv_down(x).split(self.sizes, dim=-1)
@@ -121,6 +124,8 @@ class LatentAttention(nn.Module):
         else:
             attention = functools.partial(attention_of, self.core_attention)
             y = attention_of_chunks(attention, q, k, v, hidden_keys, self.context_shard)
+        if self.head_gate is not None:
+            y = gated(y, self.head_gate(normed, batch_size, split), self.attention)
         return self.linear_proj(y if batch_size is None else y.flatten(0, 1))
 
     def packs(self, device: torch.device) -> bool:

@@ -254,7 +254,6 @@ def test_fp8_recipes_run_the_whole_model(name: str, recipe) -> None:
 @pytest.mark.parametrize(
     ("config", "field"),
     [
-        (tiny(attention=AttentionConfig(num_attention_heads=4, output_gate=True)), "attention.output_gate is True"),
         (
             tiny(
                 attention=AttentionConfig(num_attention_heads=4, chunk_size=4, mla=MLAConfig()),

@@ -1,0 +1,39 @@
+"""Kernels of other packages for CUDA: whether they are installed and serve a tensor, with the reason where not."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .gemm.backends import first_possible, record
+
+
+@functools.cache
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def served_by(operation: str, module: str, package: str, x: Tensor) -> bool:
+    """Whether the package computes the operation for x, on CUDA alone. Where it is missing, or is not for x's dtype,
+    the chunked form runs, counted as a fallback (`te_models.kernels.gemm.gemm_counts`), with one warning."""
+    if x.device.type != "cuda":
+        return False
+    reason = None if _installed(module) else f"{package} is not installed (the extra te_models[linear])"
+    if x.dtype == torch.float64:
+        reason = f"it has no kernel for {x.dtype}"
+    choice = first_possible(operation, ((package, reason),), last="chunked", fallback=True)
+    record(choice, strict=False)
+    return reason is None
+
+
+def offsets_of(documents: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where documents begin, rows one after the other, and where the last one ends, [M + 1] int32; and the
+    number of the first document of each row, and of all, [B + 1]. documents: [B, T] numbers. Waits for the device."""
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    place = begins.flatten().nonzero().flatten()
+    own = F.pad(begins.sum(1).cumsum(0), (1, 0))
+    return F.pad(place, (0, 1), value=documents.numel()).int(), own

@@ -1,0 +1,130 @@
+"""The gated delta rule on CUDA by the kernels of `fla-core`, as an operation; nothing of it is imported before a call.
+
+The backward pass runs the forward pass of the library again, and then its backward pass.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..chunks import wide
+from ..custom_op import Output, gradient_of, like, operation
+from ..field import offsets_of, served_by
+
+
+def serves(v: Tensor, g: Tensor) -> bool:
+    """Whether the library computes the rule of these tensors; counts why not, on CUDA."""
+    return served_by("gated_delta_rule", "fla", "fla-core", v)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    documents: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """As the public function."""
+    if initial_state is None:
+        rows = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        initial_state = v.new_zeros(rows, v.shape[2], k.shape[3], v.shape[3], dtype=wide(v))
+    return delta_rule_fwd(q, k, v, g, beta, initial_state, cu_seqlens, documents, scale)
+
+
+def _results(v: Tensor, initial_state: Tensor) -> tuple[Output, Output]:
+    return like(v), like(initial_state, dtype=torch.float32)
+
+
+@operation("gated_delta_rule", _results)
+def delta_rule_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    documents: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """As `gated_delta_rule`."""
+    with torch.no_grad():
+        out, state = _run(q, k, v, g, beta, initial_state, cu_seqlens, documents, scale)
+    return out.contiguous(), state.contiguous()
+
+
+@operation(
+    "gated_delta_rule_bwd",
+    lambda q, k, v, g, beta, initial_state: tuple(like(x, x.shape) for x in (q, k, v, g, beta, initial_state)),
+)
+def delta_rule_bwd(
+    grad: Tensor,
+    grad_state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    documents: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the first six arguments of the forward pass."""
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (q, k, v, g, beta, initial_state)]
+        results = _run(*inputs, cu_seqlens, documents, scale)
+        found = torch.autograd.grad(results, inputs, (grad, grad_state.to(results[1].dtype)), allow_unused=True)
+    gradients = [
+        torch.zeros_like(x) if y is None else y.to(x.dtype).contiguous() for x, y in zip(inputs, found, strict=True)
+    ]
+    return tuple(gradients)  # type: ignore[return-value]
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    documents: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+    from fla.ops.kda import chunk_kda  # pyright: ignore[reportMissingImports]
+
+    rule: Any = chunk_gated_delta_rule if g.dim() == 3 else chunk_kda
+    repeats, rows = v.shape[2] // k.shape[2], initial_state.shape[0]
+    q, k = (x.repeat_interleave(repeats, 2) for x in (q, k))
+    state = initial_state.float()
+    if documents is not None:  # of all rows, one after the other
+        cu_seqlens, own = offsets_of(documents)
+        state = state.new_zeros(len(cu_seqlens) - 1, *state.shape[1:]).index_copy(0, own[:-1], state)
+        q, k, v, g, beta = (x.flatten(0, 1)[None] for x in (q, k, v, g, beta))
+    dtype = torch.float32 if v.dtype == torch.float64 else v.dtype
+    q, k, v, beta = (x.to(dtype) for x in (q, k, v, beta))
+    out, state = rule(
+        q, k, v, g.float(), beta, scale=scale, initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens
+    )
+    if documents is not None:
+        out, state = out[0].unflatten(0, documents.shape), state[own[1:] - 1]
+    assert state.shape[0] == rows, "one state of each row or document"
+    return out, state
+
+
+@gradient_of(delta_rule_fwd, saves=("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "documents", "scale"))
+def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor, grad_state: Tensor) -> dict[str, Tensor]:
+    names = ("q", "k", "v", "g", "beta", "initial_state")
+    constants = saved.cu_seqlens, saved.documents, saved.scale
+    found = delta_rule_bwd(grad, grad_state, *(getattr(saved, name) for name in names), *constants)
+    return dict(zip(names, found, strict=True))

@@ -1,0 +1,96 @@
+"""Public gated delta rule: on CUDA the kernels of `fla-core` where they are installed, else the chunked form.
+
+B batch, T tokens, Hk heads of q and k, H heads of v, K and V channels, M documents.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..chunks import aligned, check_documents, starts_of, wide
+from . import chunked, library, reference
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what queries read of a state that keys write, forgetting by exp(g), correcting by beta (arXiv 2412.06464).
+
+    q, k: [B, T, Hk, K], a head serves H / Hk consecutive heads of v: [B, T, H, V]. g: log of the decay, 0 or less, [B,
+    T, H], or [B, T, H, K] for one of each channel (arXiv 2510.26692). beta: [B, T, H]. scale: of q; None: K^-1/2.
+    initial_state: [B, H, K, V]; None: zeros. cu_seqlens: [M + 1] int, where documents of the only row begin, and where
+    the last one ends: states are then [M, H, K, V]. documents: [B, T] int, in whose place neighbours with the same
+    number are a document; the first goes on from initial_state, the others from zeros.
+
+    Returns out [B, T, H, V] in v's dtype and the states behind the last token, or behind each document of cu_seqlens,
+    in float32 (float64 for float64), which the sums are in, too. Differentiable once in all tensors. Raises ValueError
+    for shapes that do not fit, and for both cu_seqlens and documents.
+    """
+    _check(q, k, v, g, beta)
+    check_documents(cu_seqlens, v.shape[0], initial_state, (*v.shape[2:3], k.shape[3], v.shape[3]))
+    if cu_seqlens is not None and documents is not None:
+        raise ValueError("cu_seqlens and documents are both given; allowed: one of them")
+    scale = k.shape[3] ** -0.5 if scale is None else scale
+    if v.shape[1] == 0 or (v.shape[1] == 1 and cu_seqlens is None):
+        return reference.gated_delta_rule(q, k, v, g, beta, scale, initial_state)
+    if library.serves(v, g):
+        return library.gated_delta_rule(q, k, v, g, beta, scale, initial_state, cu_seqlens, documents)
+    if cu_seqlens is None:
+        given = (scale, initial_state, starts_of(documents))
+        out, states = chunked.gated_delta_rule(q, k, v, g, beta, *given)
+        return out.to(v.dtype), states[-1]
+    return _of_documents(q, k, v, g, beta, scale, initial_state, cu_seqlens)
+
+
+def _of_documents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Each document from the beginning of a chunk on. K tokens with unit vectors as keys write its initial state."""
+    dtype, K = wide(q), k.shape[3]
+    layout = aligned(cu_seqlens, v.shape[1], 0 if initial_state is None else K)
+    leads: list[Tensor | None] = [None] * 5
+    if initial_state is not None:
+        unit = torch.eye(K, dtype=dtype, device=k.device)[None, :, None].expand(len(initial_state), K, k.shape[2], K)
+        none = torch.zeros_like(unit)
+        ones = beta.new_ones(len(initial_state), K, v.shape[2], dtype=dtype)
+        zeros = torch.zeros_like(ones) if g.dim() == 3 else torch.zeros_like(ones)[..., None].expand(*ones.shape, K)
+        leads = [none, unit, initial_state.to(dtype).transpose(1, 2), zeros, ones]
+    parts = [layout.scattered(x.to(dtype), lead) for x, lead in zip((q, k, v, g, beta), leads, strict=True)]
+    out, states = chunked.gated_delta_rule(*parts, scale, None, layout.starts())
+    return out[:, layout.place].to(v.dtype), states[layout.last, 0]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    rows = v.shape[:3]
+    fits = v.dim() == 4 and k.dim() == 4 and q.shape == k.shape and k.shape[:2] == rows[:2] and beta.shape == rows
+    if not fits or k.shape[2] == 0 or rows[2] % k.shape[2] or g.shape not in (rows, (*rows, k.shape[3])):
+        shapes = ", ".join(
+            f"{name} {list(x.shape)}" for name, x in zip(("q", "k", "v", "g", "beta"), (q, k, v, g, beta))
+        )
+        raise ValueError(
+            f"the gated delta rule has {shapes}; allowed: q and k [B, T, Hk, K], v [B, T, H, V] with H a multiple of "
+            "Hk, g [B, T, H] or [B, T, H, K], beta [B, T, H]"
+        )
+
+
+def l2_normed(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Return x [..., D] divided by its L2 norm, with eps under the root, in float32 (float64 for float64)."""
+    x = x.to(wide(x))
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)

@@ -1,0 +1,89 @@
+"""Public linear attention: on CUDA the kernels of `fla-core` where they are installed, else the chunked form.
+
+B batch, T tokens, Hk heads of q and k, H heads of v, K and V channels, M documents.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..chunks import aligned, check_documents, starts_of, wide
+from . import chunked, reference
+
+
+def lightning_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return linear attention whose decay is fixed by head, exp(-slopes) (arXiv 2401.04658). slopes: [H], 0 or more.
+
+    The other arguments, the results and the errors are those of `linear_attention`.
+    """
+    g = -slopes.to(wide(v)).expand(v.shape[:3])
+    return linear_attention(
+        q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, documents=documents
+    )
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what queries read of a state that sums k v^T up and forgets by exp(g).
+
+    q, k: [B, T, Hk, K], a head serves H / Hk consecutive heads of v: [B, T, H, V]. g: log of the decay, 0 or less, [B,
+    T, H]. scale: of q. initial_state: [B, H, K, V]; None: zeros. cu_seqlens: [M + 1] int, where documents of the only
+    row begin, and where the last one ends: states are then [M, H, K, V]. documents: [B, T] int, in whose place
+    neighbours with the same number are a document; the first goes on from initial_state, the others from zeros.
+
+    Returns out [B, T, H, V] in v's dtype and the states behind the last token, or behind each document of cu_seqlens,
+    in float32 (float64 for float64), which the sums are in, too. Raises ValueError for shapes that do not fit, and for
+    both cu_seqlens and documents.
+    """
+    fits = v.dim() == 4 and k.dim() == 4 and q.shape == k.shape and k.shape[:2] == v.shape[:2] == g.shape[:2]
+    if not fits or g.shape != v.shape[:3] or k.shape[2] == 0 or v.shape[2] % k.shape[2]:
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(("q", "k", "v", "g"), (q, k, v, g)))
+        raise ValueError(
+            f"linear attention has {shapes}; allowed: q and k [B, T, Hk, K], v [B, T, H, V] with H a multiple of Hk, "
+            "g [B, T, H]"
+        )
+    check_documents(cu_seqlens, v.shape[0], initial_state, (v.shape[2], k.shape[3], v.shape[3]))
+    if cu_seqlens is not None and documents is not None:
+        raise ValueError("cu_seqlens and documents are both given; allowed: one of them")
+    if v.shape[1] == 0 or (v.shape[1] == 1 and cu_seqlens is None):
+        return reference.linear_attention(q, k, v, g, scale, initial_state)
+    if cu_seqlens is None:
+        out, states = chunked.linear_attention(q, k, v, g, scale, initial_state, starts_of(documents))
+        return out.to(v.dtype), states[-1]
+    return _of_documents(q, k, v, g, scale, initial_state, cu_seqlens)
+
+
+def _of_documents(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Each document from the beginning of a chunk on. K tokens with unit vectors as keys write its initial state."""
+    dtype, K = wide(v), k.shape[3]
+    layout = aligned(cu_seqlens, v.shape[1], 0 if initial_state is None else K)
+    leads: list[Tensor | None] = [None] * 4
+    if initial_state is not None:
+        unit = torch.eye(K, dtype=dtype, device=k.device)[None, :, None].expand(len(initial_state), K, k.shape[2], K)
+        zeros = g.new_zeros(len(initial_state), K, v.shape[2], dtype=dtype)
+        leads = [torch.zeros_like(unit), unit, initial_state.to(dtype).transpose(1, 2), zeros]
+    parts = [layout.scattered(x.to(dtype), lead) for x, lead in zip((q, k, v, g), leads, strict=True)]
+    out, states = chunked.linear_attention(*parts, scale, None, layout.starts())
+    return out[:, layout.place].to(v.dtype), states[layout.last, 0]

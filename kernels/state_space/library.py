@@ -1,0 +1,136 @@
+"""The scan of Mamba-2 on CUDA by the kernels of `mamba-ssm`, as an operation; nothing of it is imported before a call.
+
+The backward pass runs the forward pass of the library again, and then its backward pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from ..chunks import wide
+from ..custom_op import Output, gradient_of, like, operation
+from ..field import offsets_of, served_by
+
+_CHUNK = 256
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the library computes the scan of x; counts why not, on CUDA."""
+    return served_by("state_space_scan", "mamba_ssm", "mamba-ssm", x)
+
+
+def state_space_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    documents: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """As the public function."""
+    if initial_state is None:
+        rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        initial_state = x.new_zeros(rows, *x.shape[2:], B.shape[3], dtype=wide(x))
+    D = A.new_zeros(A.shape) if D is None else D
+    return state_space_fwd(x, dt, A, B, C, D, initial_state, cu_seqlens, documents)
+
+
+def _results(x: Tensor, initial_state: Tensor) -> tuple[Output, Output]:
+    return like(x, x.shape), like(initial_state, initial_state.shape, torch.float32)
+
+
+@operation("state_space_scan", _results)
+def state_space_fwd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    documents: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """As `state_space_scan`."""
+    with torch.no_grad():
+        y, state = _run(x, dt, A, B, C, D, initial_state, cu_seqlens, documents)
+    return y.contiguous(), state.contiguous()
+
+
+@operation(
+    "state_space_scan_bwd",
+    lambda x, dt, A, B, C, D, initial_state: tuple(like(z, z.shape) for z in (x, dt, A, B, C, D, initial_state)),
+)
+def state_space_bwd(
+    grad: Tensor,
+    grad_state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    documents: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the first seven arguments of the forward pass."""
+    with torch.enable_grad():
+        inputs = [z.detach().requires_grad_() for z in (x, dt, A, B, C, D, initial_state)]
+        results = _run(*inputs, cu_seqlens, documents)
+        found = torch.autograd.grad(results, inputs, (grad, grad_state.to(results[1].dtype)), allow_unused=True)
+    gradients = [
+        torch.zeros_like(z) if y is None else y.to(z.dtype).contiguous() for z, y in zip(inputs, found, strict=True)
+    ]
+    return tuple(gradients)  # type: ignore[return-value]
+
+
+def _run(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    documents: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    from mamba_ssm.ops.triton.ssd_combined import (  # pyright: ignore[reportMissingImports]
+        mamba_chunk_scan_combined as scan,
+    )
+
+    B, C, state = B.to(x.dtype), C.to(x.dtype), initial_state.float()
+    if documents is None and cu_seqlens is None:
+        return scan(x, dt, A, B, C, _CHUNK, D=D, initial_states=state, return_final_states=True)
+    own = None
+    if documents is not None:  # of all rows, one after the other
+        cu_seqlens, own = offsets_of(documents)
+        state = state.new_zeros(len(cu_seqlens) - 1, *state.shape[1:]).index_copy(0, own[:-1], state)
+    assert cu_seqlens is not None, "asked above"
+    ends, y, states = cu_seqlens.tolist(), [], []
+    x, dt, B, C = (z.flatten(0, 1)[None] for z in (x, dt, B, C))
+    for n, (begin, end) in enumerate(itertools.pairwise(ends)):
+        one, of_one = (z[:, begin:end] for z in (x, dt, B, C)), state[n : n + 1]
+        its, its_dt, its_b, its_c = one
+        found, after = scan(its, its_dt, A, its_b, its_c, _CHUNK, D=D, initial_states=of_one, return_final_states=True)
+        y.append(found)
+        states.append(after)
+    out, after = torch.cat(y, 1), torch.cat(states)
+    if documents is None or own is None:
+        return out, after
+    return out[0].unflatten(0, documents.shape), after[own[1:] - 1]
+
+
+@gradient_of(state_space_fwd, saves=("x", "dt", "A", "B", "C", "D", "initial_state", "cu_seqlens", "documents"))
+def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor, grad_state: Tensor) -> dict[str, Tensor]:
+    names = ("x", "dt", "A", "B", "C", "D", "initial_state")
+    given = (*(getattr(saved, name) for name in names), saved.cu_seqlens, saved.documents)
+    return dict(zip(names, state_space_bwd(grad, grad_state, *given), strict=True))

@@ -1,0 +1,92 @@
+"""The mixer of Mamba-2 (arXiv 2405.21060): a state space whose decay is a scalar for each head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ..part import check
+from .base import MixerConfig, Parameter, State
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Config(MixerConfig):
+    """Mamba-2: x, B and C by a short convolution with SiLU, the scan, a gated norm, the output projection."""
+
+    kind: ClassVar[str] = "mamba2"
+
+    num_heads: int
+    """Number of heads; each has a state."""
+    head_dim: int
+    """Channels of each head."""
+    state_size: int = 128
+    """Columns of the state of each channel."""
+    num_groups: int = 1
+    """Groups of heads that share B and C; a group is also what the norm is over."""
+    conv_kernel_size: int = 4
+    """Tokens that the convolution reads, its own included."""
+    use_bias: bool = False
+    """Whether the projections have a bias."""
+    use_conv_bias: bool = True
+    """Whether the convolution has a bias."""
+    time_step_limit: tuple[float, ...] = (0.0, math.inf)
+    """Bounds of the time step, low and high."""
+    gate: Literal["before_norm", "after_norm", "no_norm"] = "before_norm"
+    """Whether the output is multiplied by SiLU(z) before its norm, after it, or without one."""
+    norm_epsilon: float | None = None
+    """Epsilon of the norm of the output; unset means the model's."""
+
+    def _validate(self) -> None:
+        for name in ("num_heads", "head_dim", "state_size", "num_groups", "conv_kernel_size"):
+            check(getattr(self, name) > 0, f"mamba2.{name}", getattr(self, name), "a positive integer")
+        divides = self.num_heads % self.num_groups == 0
+        check(divides, "mamba2.num_groups", self.num_groups, f"a divisor of num_heads = {self.num_heads}")
+        limit = self.time_step_limit
+        ordered = len(limit) == 2 and 0 <= limit[0] <= limit[1]
+        check(ordered, "mamba2.time_step_limit", limit, "two numbers of 0 or more, in order")
+        epsilon = self.norm_epsilon
+        check(epsilon is None or epsilon > 0, "mamba2.norm_epsilon", epsilon, "a positive number or null")
+
+    @property
+    def size(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def convolved(self) -> tuple[int, int, int]:
+        """The channels that are convolved: x, B and C."""
+        return self.size, self.num_groups * self.state_size, self.num_groups * self.state_size
+
+    def parameters(self, hidden_size: int) -> Iterator[Parameter]:
+        """As `MixerConfig.parameters`: the rows of `linear_in` are z, x, B, C and the time step."""
+        rows, N = (self.size, *self.convolved, self.num_heads), self.num_heads
+        yield Parameter("conv_weight", (sum(self.convolved), self.conv_kernel_size), self.convolved)
+        if self.use_conv_bias:
+            yield Parameter("conv_bias", (sum(self.convolved),), self.convolved)
+        for name in ("A_log", "D", "dt_bias"):
+            yield Parameter(name, (N,), (N,))
+        if self.gate != "no_norm":
+            yield Parameter("norm_weight", (self.size,), (self.size,))
+        yield Parameter("linear_in.weight", (sum(rows), hidden_size), rows)
+        if self.use_bias:
+            yield Parameter("linear_in.bias", (sum(rows),), rows)
+        yield Parameter("linear_proj.weight", (hidden_size, self.size), (self.size,), 1)
+        if self.use_bias:
+            yield Parameter("linear_proj.bias", (hidden_size,))
+
+    def states(self) -> tuple[State, ...]:
+        """As `MixerConfig.states`."""
+        return (
+            State("recurrent", (self.num_heads, self.head_dim, self.state_size)),
+            State("convolution", (sum(self.convolved), self.conv_kernel_size - 1), dtype="cache"),
+        )
+
+    def flops(self, length: float) -> float:
+        """As `MixerConfig.flops`: of the recurrence, which writes to the state and reads it."""
+        return 4.0 * self.size * self.state_size + 2.0 * self.conv_kernel_size * sum(self.convolved)
+
+    def shared_sizes(self) -> dict[str, int]:
+        """As `MixerConfig.shared_sizes`."""
+        return {"num_heads": self.num_heads, "num_groups": self.num_groups}

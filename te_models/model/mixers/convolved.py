@@ -1,0 +1,90 @@
+"""What recurrent mixers share: rows of projections by rank, a short convolution before the rule, parameters by head.
+
+B batch, S sequence, H hidden, D channels, W width of the convolution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_models.kernels.gemm import linear
+from te_models.kernels.short_convolution import short_convolution
+from te_models.kernels.without_autocast import without_autocast
+from te_models.layers.distributed.sequence_parallel import SequenceShard, gather_tokens_of_ranks
+from te_models.layers.distributed.tensor_parallel import TensorParallelModule
+from te_models.layers.functional.gemm_operand import compute_dtype
+
+from ...config import ModelConfig
+from ..build import Build, init_method
+from .base import MixerInputs
+
+
+class Rows(nn.Module):
+    """A projection in high precision under every recipe, as a router: its rows are fewer than a block of most formats.
+
+    weight: [rows of a rank, in]; whole: every rank has all rows.
+    """
+
+    def __init__(self, config: ModelConfig, rows: int, columns: int, build: Build, *, whole: bool = False) -> None:
+        super().__init__()
+        own = rows if whole else rows // build.tp_size
+        self.init_method = init_method(config) if whole else build.starting_rows(init_method(config), rows)
+        self.sequence_shard = build.sequence_shard
+        self.weight = build.parameter(own, columns)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise the projection anew."""
+        self.init_method(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, S, in] -> [B, S, rows]."""
+        dtype = compute_dtype(x)
+        with without_autocast(x):
+            return linear(x.to(dtype), self.weight.to(dtype), None)
+
+
+def own_input(x: Tensor, inputs: MixerInputs, split: TensorParallelModule, shard: SequenceShard | None) -> Tensor:
+    """Return x [B, S, H] of all tokens, whose gradient ranks that split a layer add up. split: a layer that they share;
+    shard: how they share tokens, where inputs.batch_size says so."""
+    if inputs.batch_size is not None and shard is not None:
+        x = gather_tokens_of_ranks(x, shard).unflatten(0, (inputs.batch_size, -1))
+    return split.for_own_features(x.to(compute_dtype(x)))
+
+
+def start_convolution(weight: Tensor, bias: Tensor | None, blocks: tuple[int, ...], build: Build) -> None:
+    """Fill the taps of a rank, blocks being the channels of the whole convolution, as torch fills convolutions."""
+    bound = 1 / math.sqrt(weight.shape[1])
+    for x in (weight, bias):
+        if x is not None:
+            start_rows(x, lambda whole: whole.uniform_(-bound, bound), blocks, build)
+
+
+def start_rows(x: Tensor, start: Callable[[Tensor], Tensor], blocks: tuple[int, ...], build: Build) -> None:
+    """Fill a rank's share of a parameter whose rows are these blocks with what `start` gives it in the whole one."""
+    if x.is_meta:
+        return
+    rows = x if x.dim() == 2 else x[:, None]
+    with torch.no_grad():
+        build.starting_rows(build.starting(start, blocks), sum(blocks))(rows)
+
+
+def convolved(
+    x: Tensor, inputs: MixerInputs, weight: Tensor, bias: Tensor | None, activation: str | None, rows: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the convolution of x [B, S, D], padding as zeros, and the rows that the next call begins with."""
+    if inputs.token_mask is not None:
+        x = x * inputs.token_mask[..., None].to(x.dtype)
+    return short_convolution(x, weight, bias, activation=activation, initial_state=rows, documents=inputs.documents)
+
+
+def silu_gated(y: Tensor, gate: Tensor, activation: str = "silu") -> Tensor:
+    """Return y times the activated gate, computed in float32, in y's dtype."""
+    wide = gate.float()
+    return (y * (F.silu(wide) if activation == "silu" else wide.sigmoid())).to(y.dtype)

@@ -1,0 +1,96 @@
+"""Mamba-2 as a mixer (arXiv 2405.21060).
+
+B batch, S sequence, H hidden, N heads of a rank, P channels of a head, G groups of a rank.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_models.kernels.norm import rms_norm
+from te_models.kernels.state_space import state_space_scan
+
+from ...config import Mamba2Config, ModelConfig
+from ..build import Build, make_input_linear, make_output_linear
+from .base import MixerInputs, RecurrentMixer
+from .convolved import convolved, silu_gated, start_convolution, start_rows
+
+
+class Mamba2(RecurrentMixer):
+    """x, B and C through a short convolution with SiLU; the scan, whose steps are projected from the input; a norm of
+    each group's output, and a gate."""
+
+    def __init__(self, config: ModelConfig, mixer: Mamba2Config, layer: int, build: Build) -> None:
+        super().__init__()
+        ranks = build.tp_size
+        self.mixer, self.build = mixer, build
+        self.size, self.heads, self.groups = mixer.size // ranks, mixer.num_heads // ranks, mixer.num_groups // ranks
+        self.sizes = [n // ranks for n in mixer.convolved]
+        self.epsilon = mixer.norm_epsilon or config.norm.layernorm_epsilon
+        self.conv_weight = build.parameter(sum(self.sizes), mixer.conv_kernel_size)
+        self.conv_bias = build.parameter(sum(self.sizes)) if mixer.use_conv_bias else None
+        self.A_log, self.D, self.dt_bias = (build.parameter(self.heads) for _ in range(3))
+        self.norm_weight = build.parameter(self.size) if mixer.gate != "no_norm" else None
+        rows = (mixer.size, *mixer.convolved, mixer.num_heads)
+        self.linear_in = make_input_linear(config, rows, mixer.use_bias, build, normed=False)
+        self.linear_proj = make_output_linear(config, mixer.size, mixer.use_bias, build)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start with decays and steps of many lengths; the projections have their own."""
+        heads = (self.mixer.num_heads,)
+        start_convolution(self.conv_weight, self.conv_bias, self.mixer.convolved, self.build)
+        start_rows(self.A_log, lambda x: x.copy_(_numbers(x).log()), heads, self.build)
+        start_rows(self.dt_bias, _start_steps, heads, self.build)
+        self.D.fill_(1.0)
+        if self.norm_weight is not None:
+            self.norm_weight.fill_(1.0)
+
+    def forward(self, x: Tensor, inputs: MixerInputs, cache: Any = None) -> Tensor:
+        """As `Mixer`."""
+        state, taps = (None, None) if cache is None else cache.read()
+        rows = self.linear_in(x)
+        rows = rows if inputs.batch_size is None else rows.unflatten(0, (inputs.batch_size, -1))
+        gate, mixed, dt = rows.split([self.size, sum(self.sizes), self.heads], -1)
+        mixed, taps = convolved(mixed, inputs, self.conv_weight, self.conv_bias, "silu", taps)
+        if inputs.token_mask is not None:
+            mixed = mixed * inputs.token_mask[..., None].to(mixed.dtype)
+        value, B, C = mixed.split(self.sizes, -1)
+        value = value.unflatten(-1, (self.heads, -1))
+        B, C = (t.unflatten(-1, (self.groups, -1)) for t in (B, C))
+        dt = F.softplus(dt.float() + self.dt_bias.float()).clamp(*self.mixer.time_step_limit)
+        if inputs.token_mask is not None:
+            dt = dt * inputs.token_mask[..., None]
+        A = -self.A_log.float().exp()
+        y, state = state_space_scan(value, dt, A, B, C, self.D.float(), initial_state=state, documents=inputs.documents)
+        if cache is not None:
+            cache.write(state, taps)
+        y = self._gated(y.flatten(2), gate)
+        return self.linear_proj(y if inputs.batch_size is None else y.flatten(0, 1))
+
+    def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
+        """y, gate: [B, S, N P]. The norm is over each group's channels."""
+        if self.norm_weight is None:
+            return silu_gated(y, gate)
+        before = self.mixer.gate == "before_norm"
+        wide = y.float() * F.silu(gate.float()) if before else y.float()
+        normed = rms_norm(wide.unflatten(-1, (self.groups, -1)), None, self.epsilon).flatten(-2)
+        y = self.norm_weight * normed.to(y.dtype)
+        return y if before else silu_gated(y, gate)
+
+
+def _numbers(x: Tensor) -> Tensor:
+    return torch.arange(1, x.shape[0] + 1, device=x.device, dtype=torch.float32).view_as(x)
+
+
+def _start_steps(x: Tensor, low: float = 1e-3, high: float = 0.1) -> Tensor:
+    """Fill the bias of steps so that softplus gives steps between two numbers, evenly in their logarithms."""
+    steps = torch.rand(x.shape, device=x.device, dtype=torch.float32)
+    steps = (steps * (math.log(high) - math.log(low)) + math.log(low)).exp().clamp_(min=1e-4)
+    return x.copy_(steps + (-torch.expm1(-steps)).log())

@@ -1,0 +1,164 @@
+"""The rules that carry a state: the chunked form is the definition, whatever the length, states and documents."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_models.kernels.gated_delta import gated_delta_rule
+from te_models.kernels.linear_attention import linear_attention
+from te_models.kernels.short_convolution import short_convolution
+from te_models.kernels.state_space import selective_scan, state_space_scan
+
+from .cases import LENGTHS, RULES, Rule, Tensors, cast, part
+
+EPS = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+
+
+def close(found: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dtype, tokens: int) -> None:
+    """Compare to what sums in float32 (float64) differ by in another order, and one rounding to the dtype of a result.
+
+    A sum of n products errs by up to about sqrt(n) u of its size; sums are nested twice (system and output), of up to
+    T + K terms, and the solution of the system multiplies errors by its condition, for which 64 stands.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for x, y in zip(found, wanted, strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        rounding = 2 * EPS[x.dtype] if x.dtype in EPS else 0.0
+        size = max(y.abs().max().item(), 1.0) if y.numel() else 1.0
+        bound = (64 * EPS[wide] * (tokens + 16) ** 0.5 + rounding) * size
+        assert (x.double() - y.double()).abs().max().item() <= bound if y.numel() else True
+
+
+def both(rule: Rule, tensors: Tensors, state: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Return results and gradients of the rule, and of the definition."""
+    leaves = [*tensors.values(), *([] if state is None else [state])]
+    found = []
+    for results in (rule.run(tensors, initial_state=state), rule.define(tensors, state)):
+        torch.manual_seed(1)
+        grads = [torch.randn(x.shape).to(x.dtype) for x in results]
+        gradients = torch.autograd.grad(results, leaves, grads, materialize_grads=True)
+        found.append([*results, *gradients])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize("name", RULES)
+def test_chunks_are_the_definition(name: str, tokens: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rule = RULES[name]
+    tensors = cast(rule.make(2, tokens), rule.rows, dtype)
+    close(*both(rule, tensors, None), dtype, tokens)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    state = torch.randn(2, *rule.state, dtype=dtype if name == "short_convolution" else wide, requires_grad=True)
+    close(*both(rule, tensors, state), dtype, tokens)
+
+
+@pytest.mark.parametrize("with_states", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_packed_documents_are_rows(name: str, with_states: bool) -> None:
+    """An empty document, one of a token, those that begin within a chunk and at its border."""
+    torch.manual_seed(0)
+    rule, ends = RULES[name], [0, 5, 5, 6, 64, 150, 193]
+    tensors = cast(rule.make(1, 193), rule.rows, torch.float64)
+    state = torch.randn(6, *rule.state, dtype=torch.float64, requires_grad=True) if with_states else None
+    leaves = [*tensors.values(), *([] if state is None else [state])]
+    rows = [
+        rule.define(part(rule, tensors, b, e), None if state is None else state[i : i + 1])
+        for i, (b, e) in enumerate(itertools.pairwise(ends))
+    ]
+    wanted = [torch.cat([y for y, _ in rows], 1), torch.cat([s for _, s in rows])]
+    found = list(rule.run(tensors, initial_state=state, cu_seqlens=torch.tensor(ends, dtype=torch.int32)))
+    grads = [torch.randn_like(x) for x in wanted]
+    wanted += torch.autograd.grad(wanted, leaves, grads, materialize_grads=True)
+    found += torch.autograd.grad(found, leaves, grads, materialize_grads=True)
+    close(found, wanted, torch.float64, 193)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_numbered_documents_are_rows(name: str) -> None:
+    """The first document of a row goes on from its initial state, the others begin with zeros."""
+    torch.manual_seed(0)
+    rule, tokens = RULES[name], 150
+    tensors = cast(rule.make(2, tokens), rule.rows, torch.float64)
+    state = torch.randn(2, *rule.state, dtype=torch.float64, requires_grad=True)
+    leaves = [*tensors.values(), state]
+    ends = [[0, 64, 65, 130, tokens], [0, 3, 64, 149, tokens]]
+    documents = torch.stack([torch.bucketize(torch.arange(tokens), torch.tensor(e[1:]), right=True) for e in ends])
+    whole = []
+    for row, bounds in enumerate(ends):
+        own = {name: x[row : row + 1] if name in rule.rows else x for name, x in tensors.items()}
+        pieces = [
+            rule.define(part(rule, own, b, e), state[row : row + 1] if b == 0 else None)
+            for b, e in itertools.pairwise(bounds)
+        ]
+        whole.append((torch.cat([y for y, _ in pieces], 1), pieces[-1][1]))
+    wanted = [torch.cat([y for y, _ in whole]), torch.cat([s for _, s in whole])]
+    found = list(rule.run(tensors, initial_state=state, documents=documents))
+    grads = [torch.randn_like(x) for x in wanted]
+    wanted += torch.autograd.grad(wanted, leaves, grads, materialize_grads=True)
+    found += torch.autograd.grad(found, leaves, grads, materialize_grads=True)
+    close(found, wanted, torch.float64, tokens)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_prefill_and_steps_are_the_whole(name: str) -> None:
+    """Relative 1e-5 in float32: a prompt, then a token at a time, then several."""
+    torch.manual_seed(0)
+    rule, tokens = RULES[name], 80
+    tensors = {n: x.float() for n, x in rule.make(2, tokens).items()}
+    whole, last = rule.run(tensors)
+    y, state = rule.run(part(rule, tensors, 0, 66))
+    pieces = [y]
+    for begin, end in ((66, 67), (67, 68), (68, 69), (69, 80)):
+        y, state = rule.run(part(rule, tensors, begin, end), initial_state=state)
+        pieces.append(y)
+    for found, wanted in ((torch.cat(pieces, 1), whole), (state, last)):
+        assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_no_tokens(name: str) -> None:
+    rule = RULES[name]
+    tensors, state = rule.make(2, 0), torch.randn(2, *rule.state, dtype=torch.float64)
+    y, after = rule.run(tensors, initial_state=state)
+    assert y.shape[1] == 0 and torch.equal(after, state)
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_decays_do_not_overflow(by_channel: bool) -> None:
+    """exp(-G) of a chunk alone is more than float32 holds; only the quotients that the rule needs are computed."""
+    rule = RULES["gated_delta_by_channel" if by_channel else "gated_delta"]
+    torch.manual_seed(0)
+    tensors = cast({n: 10 * x if n == "g" else x for n, x in rule.make(1, 130).items()}, rule.rows, torch.float32)
+    found, wanted = both(rule, tensors, None)
+    assert all(x.isfinite().all() for x in found)
+    close(found, wanted, torch.float32, 130)
+
+
+def test_refused() -> None:
+    def sentence(function, *arguments: Tensor, **options: Tensor) -> str:
+        with pytest.raises(ValueError) as caught:
+            function(*arguments, **options)
+        assert "allowed: " in str(caught.value)
+        return str(caught.value)
+
+    q, v, g = torch.randn(1, 6, 2, 4), torch.randn(1, 6, 4, 4), torch.zeros(1, 6, 4)
+    ends, numbers = torch.tensor([0, 6]), torch.zeros(1, 6, dtype=torch.int64)
+    assert "g [1, 6, 2]" in sentence(gated_delta_rule, q, q, v, g[..., :2], g)
+    assert "g [1, 6, 2]" in sentence(linear_attention, q, q, v, g[..., :2])
+    assert "x [1, 6, 4, 4]" in sentence(state_space_scan, v, g, torch.ones(3), q, q)
+    assert "A [3, 2]" in sentence(selective_scan, g, g, torch.ones(3, 2), g[..., :2], g[..., :2])
+    assert "[3, 2]" in sentence(short_convolution, g, torch.ones(3, 2))
+    assert "'relu'" in sentence(short_convolution, g, torch.ones(4, 2), activation="relu")  # type: ignore[arg-type]
+    state = torch.zeros(2, 4, 4, 4)
+    for function, given in ((gated_delta_rule, (q, q, v, g, g)), (linear_attention, (q, q, v, g))):
+        assert "[2, 4, 4, 4]" in sentence(function, *given, initial_state=state)
+        assert re.search("one of them", sentence(function, *given, cu_seqlens=ends, documents=numbers))
+        assert "with 2 rows" in sentence(function, *(torch.cat([x, x]) for x in given), cu_seqlens=ends)
