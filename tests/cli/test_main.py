@@ -265,8 +265,6 @@ def test_usage_errors_are_one_sentence_and_exit_2(
         ["export", "missing", "out"],
         ["relayout", "missing", "out", "--layout", "grouped"],
         ["quantize", "missing", "out", "--recipe", "mxfp8"],
-        ["quantize", "missing", "out", "--recipe", "int3"],
-        ["quantize", "missing", "out", "--recipe", "custom"],
         ["upcycle", "missing", "out", "--experts", "4", "--topk", "2"],
         ["inspect", "missing"],
         ["verify", "missing"],
@@ -365,3 +363,15 @@ def test_one_thing_is_singular() -> None:
         "1,204 keys",
     ]
     assert (format_size(1), format_size(512)) == ("1 byte", "512 bytes")
+
+
+def test_recipes_and_dtypes_are_words_of_the_field(capsys: pytest.CaptureFixture[str]) -> None:
+    """Recipes are refused before torch is imported, and are those that there are; short names of dtypes are taken."""
+    from te_models.cli.convert import RECIPES
+    from te_models.cli.parser import dtype
+    from te_models.layers import RECIPES as KNOWN
+
+    assert set(RECIPES) == {name for name, found in KNOWN.items() if not found.by_name}
+    assert "--recipe is 'mxpf8'; allowed: delayed, " in said("quantize", "a", "b", "--recipe", "mxpf8", capsys=capsys)
+    assert [dtype(text) for text in ("bf16", "fp32", "float16", "x")] == ["bfloat16", "float32", "float16", "x"]
+    assert "missing" in said("export", "missing", "out", "--dtype", "bf16", capsys=capsys)
