@@ -333,7 +333,7 @@ def test_values_and_words_that_nothing_can_use(
     ],
     ids=["none", "old"],
 )
-def test_a_torch_that_cannot_be_used_is_one_sentence(old: bool, sentence: str) -> None:
+def test_a_torch_that_cannot_be_used_is_one_sentence(old: bool, sentence: str, tmp_path: Path) -> None:
     """A verb that computes, in a process without torch, or whose torch says that it is old."""
     script = """
 import sys
@@ -349,7 +349,8 @@ else:
     sys.meta_path.insert(0, Absent())
 sys.exit(cli.main(["generate", sys.argv[1], "--prompt", "a", "--tokenizer", "bytes"]))
 """
-    command = [sys.executable, "-c", f"OLD = {old}\n{script}", str(Path(__file__).parent)]
+    (tmp_path / "config.json").write_text("{}")
+    command = [sys.executable, "-c", f"OLD = {old}\n{script}", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 2 and sentence in run.stderr and "\n" not in run.stderr.strip(), run.stderr
 
