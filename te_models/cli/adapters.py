@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..terminal import say_while_waiting
-from .parser import Verbs, emit, integer, verb
+from .parser import Verbs, dtype, emit, integer, verb
 
 if TYPE_CHECKING:
     from ..model import GPTModel
@@ -38,7 +38,9 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("model", metavar="DIR", help="the model folder")
     parser.add_argument("adapter", metavar="ADAPTER", help="the adapter's folder")
     parser.add_argument("out", metavar="OUT", help="the folder to write")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the weights (default: as stored)")
+    parser.add_argument(
+        "--dtype", type=dtype, choices=("float32", "bfloat16"), help="of the weights (default: as stored)"
+    )
     parser.add_argument("--rounding", choices=("nearest", "stochastic"), default="nearest", help="(nearest)")
     parser.add_argument("--seed", type=integer, default=0, help="with --rounding stochastic (0)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from .parser import Verbs, count, integer, number, verb
+from .parser import Verbs, count, dtype, integer, number, verb
 from .run_conversion import (
     run_dequantize,
     run_export,
@@ -20,6 +20,8 @@ from .run_conversion import (
 
 LAYOUTS = ("grouped", "per-gemm")
 DTYPES = ("float32", "bfloat16", "float16")
+RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
+"""Those that a word says; `te_models.layers`, which knows them, imports torch."""
 
 
 def add(verbs: Verbs) -> None:
@@ -38,7 +40,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--layout", choices=LAYOUTS, default="grouped", help="experts as one tensor, or one each (grouped)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: keep)")
+    parser.add_argument("--dtype", type=dtype, choices=DTYPES, help="convert the weights (default: keep)")
     parser.add_argument("--storage", help="form of quantized weights, e.g. mxfp8 (default: the format's own)")
     parser.add_argument(
         "--allow-requantize", action="store_true", help="quantize anew what no exact form holds, and columnwise copies"
@@ -64,7 +66,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("--dequantize", action="store_true", help="write the values of quantized weights")
     parser.add_argument("--form", help="kind of file to write, e.g. fused experts (default: as in the original)")
-    parser.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: keep)")
+    parser.add_argument("--dtype", type=dtype, choices=DTYPES, help="convert the weights (default: keep)")
 
     parser = _converter(
         verbs,
@@ -112,7 +114,9 @@ def add(verbs: Verbs) -> None:
         "scales the rows and the columns separately and keeps both.",
         "te-models quantize ./moe ./moe-fp8 --recipe mxfp8",
     )
-    parser.add_argument("--recipe", required=True, help="delayed, current, block, mxfp8 or nvfp4")
+    parser.add_argument(
+        "--recipe", choices=RECIPES, required=True, metavar="RECIPE", help="delayed, current, block, mxfp8 or nvfp4"
+    )
 
     parser = _converter(
         verbs,
@@ -123,7 +127,7 @@ def add(verbs: Verbs) -> None:
         "Write the values that the quantized weights of a folder stand for.",
         "te-models dequantize ./moe-fp8 ./moe-bf16",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: what they were before)")
+    parser.add_argument("--dtype", type=dtype, choices=DTYPES, help="of the weights (default: what they were before)")
 
     parser = _converter(
         verbs,

@@ -10,7 +10,7 @@ from typing import Any
 from ..terminal import Table, say_while_waiting
 from .adapters import check_adapter, check_model, load_model
 from .codec import Codec, check_device, open_codec
-from .parser import Verbs, count, emit, integer, verb
+from .parser import Verbs, count, dtype, emit, integer, verb
 
 DESCRIPTION = """\
 Measure a model folder (ours or Hugging Face's). --text: perplexity, nats per token and bits per
@@ -40,7 +40,9 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--task-folder", metavar="DIR", help="folder of YAML files with further tasks")
     parser.add_argument("--num-fewshot", type=integer, metavar="N", help="examples before a question (the task's)")
     parser.add_argument("--limit", type=count, metavar="N", help="documents of each task (all)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and compute")
+    parser.add_argument(
+        "--dtype", type=dtype, choices=("bfloat16", "float32"), default="bfloat16", help="weights and compute"
+    )
     parser.add_argument("--adapter", metavar="DIR", help="a LoRA or DoRA adapter to put over the model")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
     parser.add_argument("--no-verify", action="store_true", help="do not check the weights against manifest.json")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..sizes import plural
 from ..terminal import Table, say_while_waiting
-from .parser import Verbs, count, emit, number, read_text, verb
+from .parser import Verbs, count, dtype, emit, number, read_text, verb
 from .progress import byte_progress, loading_bars
 
 
@@ -49,7 +49,9 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--logits", action="store_true", help="compare what the models compute")
     parser.add_argument("--tokens", type=count, metavar="N", help="with --logits: how many tokens (256)")
     parser.add_argument("--text", metavar="FILE", help="with --logits: a UTF-8 file to read (random tokens)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="with --logits: to compute in (float32)")
+    parser.add_argument(
+        "--dtype", type=dtype, choices=("float32", "bfloat16"), help="with --logits: to compute in (float32)"
+    )
     parser.add_argument(
         "--tolerance", type=number, metavar="X", help="with --logits: part of the largest logit (1e-4; bfloat16: 0.05)"
     )

@@ -17,7 +17,7 @@ from ..terminal import is_terminal, say, say_while_waiting
 from ..tokenizer import ends_of
 from .adapters import check_adapter, check_model, load_model
 from .codec import Codec, check_device, open_codec
-from .parser import Verbs, emit, integer, number, read_text, verb
+from .parser import Verbs, dtype, emit, integer, number, read_text, verb
 
 if TYPE_CHECKING:
     from ..generation import Draft, TextStream
@@ -62,7 +62,9 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--draft-model", metavar="DIR", help="a smaller model that proposes tokens")
     parser.add_argument("--draft-mtp", action="store_true", help="the model's layers of further tokens propose them")
     parser.add_argument("--num-draft-tokens", type=integer, default=4, metavar="N", help="it proposes at a time (4)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and compute")
+    parser.add_argument(
+        "--dtype", type=dtype, choices=("bfloat16", "float32"), default="bfloat16", help="weights and compute"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
     parser.add_argument(
         "--dequantize", action="store_true", help="compute with the values of quantized weights, faster"

@@ -95,6 +95,11 @@ def count(text: str) -> int:
     return found
 
 
+def dtype(text: str) -> str:
+    """The value of an option that takes a dtype: torch's name, or one of the short ones of the field."""
+    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(text, text)
+
+
 def number(text: str) -> float:
     """The value of an option that takes a number."""
     try:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ..sizes import format_size, plural
-from ..suggestions import did_you_mean
 from ..terminal import show
 from .parser import emit
 from .progress import byte_progress
@@ -72,11 +71,8 @@ def run_reshard(args: argparse.Namespace) -> int:
 def run_quantize(args: argparse.Namespace) -> int:
     """Linear weights stored as a recipe quantizes them."""
     from te_models.checkpoints import quantize
-    from te_models.layers import RECIPES, recipe
+    from te_models.layers import recipe
 
-    names = [name for name, found in RECIPES.items() if not found.by_name]  # the others take what a word cannot say
-    if args.recipe not in names:
-        raise ValueError(f"recipe is {args.recipe!r}; allowed: {', '.join(names)}{did_you_mean(args.recipe, names)}")
     return _convert(args, quantize, recipe=recipe(args.recipe))
 
 

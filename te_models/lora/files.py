@@ -70,6 +70,13 @@ def load_adapter(model: GPTModel, folder: str | Path) -> None:
         raise CheckpointError(
             f"{folder / CONFIG} has no {error.args[0]!r}; allowed: a folder of save_adapter"
         ) from None
+    listed = options["targets"] if isinstance(options["targets"], list) else []
+    theirs = next((name for name in listed if str(name).startswith("model.")), None)
+    if theirs is not None:
+        raise CheckpointError(
+            f"{folder} has the layers of transformers' model ({theirs}), for peft; allowed: an adapter with te_models' "
+            "names, which training writes as adapter/ beside adapter-hf/"
+        )
     add_lora(model, **options)
     shapes = expected_tensors(model.config, model.expert_layout)
     wholes = adapter_parameters(model.whole or model, shapes)

@@ -265,8 +265,6 @@ def test_usage_errors_are_one_sentence_and_exit_2(
         ["export", "missing", "out"],
         ["relayout", "missing", "out", "--layout", "grouped"],
         ["quantize", "missing", "out", "--recipe", "mxfp8"],
-        ["quantize", "missing", "out", "--recipe", "int3"],
-        ["quantize", "missing", "out", "--recipe", "custom"],
         ["upcycle", "missing", "out", "--experts", "4", "--topk", "2"],
         ["inspect", "missing"],
         ["verify", "missing"],
@@ -335,7 +333,7 @@ def test_values_and_words_that_nothing_can_use(
     ],
     ids=["none", "old"],
 )
-def test_a_torch_that_cannot_be_used_is_one_sentence(old: bool, sentence: str) -> None:
+def test_a_torch_that_cannot_be_used_is_one_sentence(old: bool, sentence: str, tmp_path: Path) -> None:
     """A verb that computes, in a process without torch, or whose torch says that it is old."""
     script = """
 import sys
@@ -351,7 +349,8 @@ else:
     sys.meta_path.insert(0, Absent())
 sys.exit(cli.main(["generate", sys.argv[1], "--prompt", "a", "--tokenizer", "bytes"]))
 """
-    command = [sys.executable, "-c", f"OLD = {old}\n{script}", str(Path(__file__).parent)]
+    (tmp_path / "config.json").write_text("{}")
+    command = [sys.executable, "-c", f"OLD = {old}\n{script}", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 2 and sentence in run.stderr and "\n" not in run.stderr.strip(), run.stderr
 
@@ -365,3 +364,15 @@ def test_one_thing_is_singular() -> None:
         "1,204 keys",
     ]
     assert (format_size(1), format_size(512)) == ("1 byte", "512 bytes")
+
+
+def test_recipes_and_dtypes_are_words_of_the_field(capsys: pytest.CaptureFixture[str]) -> None:
+    """Recipes are refused before torch is imported, and are those that there are; short names of dtypes are taken."""
+    from te_models.cli.convert import RECIPES
+    from te_models.cli.parser import dtype
+    from te_models.layers import RECIPES as KNOWN
+
+    assert set(RECIPES) == {name for name, found in KNOWN.items() if not found.by_name}
+    assert "--recipe is 'mxpf8'; allowed: delayed, " in said("quantize", "a", "b", "--recipe", "mxpf8", capsys=capsys)
+    assert [dtype(text) for text in ("bf16", "fp32", "float16", "x")] == ["bfloat16", "float32", "float16", "x"]
+    assert "missing" in said("export", "missing", "out", "--dtype", "bf16", capsys=capsys)
