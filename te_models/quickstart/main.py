@@ -13,6 +13,7 @@ from ..extras import require
 from ..sizes import plural
 from ..training.one_run import LOCK, alone_in
 from . import steps
+from .pace import gemm_gflops, pace_line, paced
 from .report import Report, peak_rss_gib
 from .run import REAL, TINY, Run, Sizes, steps_done
 from .smollm import smollm_folder
@@ -58,11 +59,12 @@ def _run(out: Path, offline_tiny: bool, epochs: int | None, recipe: str, report:
         sizes = sizes if epochs is None else replace(sizes, epochs=epochs)
         run = _prepare(out, scratch, sizes, recipe, offline_tiny, report)
         report.begin("1 import")
-        steps.import_model(run)
+        dense = steps.import_model(run)
         report.begin("2 quantize")
         steps.quantized(run)
         report.begin("3 experts")
-        steps.experts(run)
+        steps.experts(run, dense)
+        del dense
         report.begin("4 train")
         trained = steps.train_experts(run)
         report.begin("5 export")
@@ -78,6 +80,10 @@ def _run(out: Path, offline_tiny: bool, epochs: int | None, recipe: str, report:
 
 def _prepare(out: Path, scratch: Path, sizes: Sizes, recipe: str, offline_tiny: bool, report: Report) -> Run:
     report.begin("0 prepare")
+    full, gflops = sizes, gemm_gflops()
+    sizes = paced(full, gflops)
+    report.numbers |= {"gemm_gflops": gflops, "train_batches": sizes.train_batches}
+    report.say(f"  {pace_line(full, sizes, gflops)}")
     training_files, held_out = library_files()
     report.say(f"  text: {len(training_files)} training files, {len(held_out)} held out, from the standard library")
     if offline_tiny:

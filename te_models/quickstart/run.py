@@ -14,19 +14,22 @@ from .report import Report
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much of everything, chosen so that the whole ends within twelve minutes on two cores, in 6 GiB.
+    """How much of everything, chosen so that the whole ends within six or seven minutes on two cores, in 6 GiB.
 
     The compared text is `windows` held-out files of `length` tokens each. `most_perplexity` is what a sane model stays
     below there. Training reads `train_batches` batches `epochs` times, `windows_per_file` windows from each text file;
-    its loss on the last `compared` batches is compared with the untrained model's loss on the very same batches, so
-    that the difference between batches does not hide what is learned; it must be below `most_loss` times as much. Each
-    batch is read once: read again, it would be known.
+    a machine that multiplies at less than `full_gflops` reads fewer, down to `fewest_batches` (pace.py). The loss on
+    the last `compared` batches is compared with the untrained model's loss on the very same batches, so that the
+    difference between batches does not hide what is learned; it must be below `most_loss` times as much. Each batch is
+    read once: read again, it would be known. `compile`: whether training is compiled.
     """
 
     windows: int
     length: int
     most_perplexity: float
     train_batches: int
+    fewest_batches: int
+    full_gflops: float
     windows_per_file: int
     epochs: int
     compared: int
@@ -37,6 +40,7 @@ class Sizes:
     new_tokens: int = 40
     experts: int = 4
     topk: int = 2
+    compile: bool = True
 
 
 REAL = Sizes(
@@ -44,6 +48,8 @@ REAL = Sizes(
     length=256,
     most_perplexity=30.0,
     train_batches=32,
+    fewest_batches=16,
+    full_gflops=500.0,
     windows_per_file=1,
     epochs=1,
     compared=8,
@@ -57,6 +63,8 @@ TINY = Sizes(
     length=128,
     most_perplexity=300.0,
     train_batches=64,
+    fewest_batches=64,
+    full_gflops=500.0,
     windows_per_file=4,
     epochs=1,
     compared=16,
@@ -103,7 +111,7 @@ class Run:
 
 
 def steps_done(folder: Path) -> str:
-    """Return how far the training run of a folder is: "step 12", or "compiling" where no step has ended."""
+    """Return how far the training run of a folder is: "step 12", or "before the first step"."""
     file = folder / "metrics.jsonl"
     steps = file.read_bytes().count(b"\n") if file.is_file() else 0
-    return f"step {steps}" if steps else "preparing and compiling"
+    return f"step {steps}" if steps else "before the first step"

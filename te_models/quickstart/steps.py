@@ -78,15 +78,18 @@ def file_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def import_model(run: Run) -> None:
-    """Import, and check logits in float32, perplexity in bfloat16, and the way back bit for bit."""
+def import_model(run: Run) -> torch.Tensor:
+    """Import, and check logits in float32, perplexity in bfloat16, and the way back bit for bit.
+
+    Returned are our float32 logits.
+    """
     report, windows = run.report, run.windows
     import_hf(run.hf, run.model)
 
-    reference = theirs(run.hf, windows, torch.float32)
+    reference, dense = theirs(run.hf, windows, torch.float32), ours(run.model, windows, torch.float32)
     report.at_most(
         "float32 logits against transformers, relative error",
-        relative_error(ours(run.model, windows, torch.float32), reference),
+        relative_error(dense, reference),
         1e-5,
     )
     reference = theirs(run.hf, windows, torch.bfloat16)
@@ -104,19 +107,21 @@ def import_model(run: Run) -> None:
     export_hf(run.model, back)
     source = stored(run.hf)
     report.same("import and export again", differing(source, stored(back)), len(source), "tensors")
+    return dense
 
 
 def quantized(run: Run) -> None:
     """Store the weights under each recipe; what is read back is what quantizing in memory gives, bit for bit."""
     report = run.report
     weights = GPTModel.from_pretrained(run.model, dtype=torch.bfloat16).state_dict()
-    unquantized = perplexity(ours(run.model, run.windows, torch.bfloat16), run.windows)
+    unquantized = report.numbers["perplexity"]
     for name in ("current", "block", "mxfp8"):
         folder = run.scratch / f"model-{name}"
         quantize(run.model, folder, name)
         with open_checkpoint(folder) as checkpoint:
             stored_quantized = list(checkpoint.formats)
-        read = GPTModel.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+        model = GPTModel.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        read = model.state_dict()
         quantizer = recipe_by_name(name).weight_quantizer()
         wrong = sum(
             not same_bits(field, quantizer.quantize(weights[fqn]).fields[kind])
@@ -124,8 +129,9 @@ def quantized(run: Run) -> None:
             for kind, field in read[fqn].fields.items()
         )
         report.same(f"{name}: stored weights against quantizing in memory", wrong, len(stored_quantized), "matrices")
-        del read
-        value = perplexity(ours(folder, run.windows, torch.bfloat16), run.windows)
+        value = perplexity(logits(model, run.windows), run.windows)
+        del model, read
+        return_freed_memory()
         report.numbers[f"perplexity_{name}"] = value
         report.numbers[f"size_ratio_{name}"] = file_bytes(folder) / file_bytes(run.model)
         change = abs(value / unquantized - 1)
@@ -135,17 +141,18 @@ def quantized(run: Run) -> None:
         shutil.rmtree(folder)
 
 
-def experts(run: Run) -> None:
-    """Upcycle; then move the experts, plain and quantized, to the per-GEMM layout and back."""
+def experts(run: Run, dense: torch.Tensor) -> None:
+    """Upcycle; then move the experts, plain and quantized, to the per-GEMM layout and back.
+
+    dense: the float32 logits of the model that is upcycled.
+    """
     report, sizes = run.report, run.sizes
     upcycle(run.model, run.moe, sizes.experts, sizes.topk)
-    dense = ours(run.model, run.windows, torch.float32)
     report.at_most(
         f"{plural(sizes.experts, 'expert')}, top {sizes.topk}: float32 logits against the dense model, relative error",
         relative_error(ours(run.moe, run.windows, torch.float32), dense),
         1e-5,
     )
-    del dense
     quantize(run.moe, run.scratch / "moe-fp8", run.recipe)
     for what, source in (("bf16 experts", run.moe), (f"{run.recipe} experts", run.scratch / "moe-fp8")):
         there, back = run.scratch / "per-gemm", run.scratch / "grouped"
@@ -167,8 +174,8 @@ def train_experts(run: Run) -> Path:
     count, per_file = sizes.train_batches * sizes.train_batch, sizes.windows_per_file
     text = windows_of(run.tokenizer, run.training_files, count // per_file, per_file * sizes.train_length)
     dataset = write_dataset(run.scratch / "tokens", [[text.flatten().tolist()]], run.vocab_size)
-    before = perplexity(ours(run.moe, run.windows, torch.bfloat16), run.windows)
-    untrained = _untrained_losses(run, dataset)
+    with report.working(lambda: "measuring the untrained model"):
+        before, untrained = _untrained(run, dataset)
     first = statistics.fmean(untrained[-sizes.compared :])
     report.numbers |= {"perplexity_before_training": before, "loss_before_training": untrained}
     curves = {name: run.out / f"train-{name}" for name in ("bf16", run.recipe)}
@@ -205,19 +212,19 @@ def _times(count: int) -> str:
 
 
 @torch.no_grad()
-def _untrained_losses(run: Run, dataset: TokenDataset) -> list[float]:
-    """Return the loss that the model has, before training, on the batch of each step: how much easier a batch is than
-    another is no progress."""
+def _untrained(run: Run, dataset: TokenDataset) -> tuple[float, list[float]]:
+    """Return the perplexity that the model has before training, on held-out text, and its loss on the batch of each
+    step: how much easier a batch is than another is no progress."""
     sizes, seed = run.sizes, train_config(run, run.out, "none").seed
     windows = Windows(dataset, sizes.train_length, "train", 0.0, seed)
     model = GPTModel.from_pretrained(run.moe, dtype=torch.bfloat16).eval()
-    losses = []
+    before, losses = perplexity(logits(model, run.windows), run.windows), []
     for step in range(sizes.epochs * sizes.train_batches):
         batch = windows.batch(step * sizes.train_batch, sizes.train_batch)
         losses.append(math.log(perplexity(model(batch).logits.float(), batch)))
     del model
     return_freed_memory()
-    return losses
+    return before, losses
 
 
 def _release() -> None:
@@ -247,6 +254,7 @@ def train_config(run: Run, folder: Path, recipe: str) -> TrainConfig:
             "schedule": {"kind": "wsd", "warmup_steps": min(4, steps // 4), "decay_steps": steps // 3},
             "precision": {"dtype": "bf16", "recipe": recipe},
             # A few dozen steps do not earn back the minutes that a graph of thirty layers takes to compile.
+            "compile": sizes.compile,
             "compile_mode": "block",
             "checkpoint": {"every_minutes": 0.0},  # nobody continues from one
             "log": {"progress": run.progress},

@@ -92,6 +92,7 @@ def check(queries: int, case: str, device: str = "cpu", **tolerance: float) -> N
     torch.testing.assert_close(found, torch.autograd.grad(expected, wanted, dy), **tolerance)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", OPTIONS)
 @pytest.mark.parametrize("queries", [S, 170])
 @pytest.mark.usefixtures("differentiable")
