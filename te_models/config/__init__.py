@@ -8,6 +8,7 @@ apart), a flat class (60 fields whose dependencies nobody can check).
 A leaf: it imports nothing else of the project, so every folder may read it.
 """
 
+from .describe import mixer_words
 from .mixers import KINDS, AttentionConfig, GatedDeltaConfig, MixerConfig, MLAConfig, TemperatureConfig
 from .mlp import MLPConfig, MoEConfig, RouterConfig
 from .model import EmbeddingConfig, LayerType, ModelConfig, NormConfig
@@ -32,4 +33,5 @@ __all__ = [
     "RouterConfig",
     "TemperatureConfig",
     "check",
+    "mixer_words",
 ]
