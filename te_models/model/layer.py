@@ -112,17 +112,17 @@ class TransformerLayer(nn.Module):
         inputs = MixerInputs(rotary, hidden_keys, query_scale, batch_size, token_mask, documents, keys_values)
         if self.block in ("parallel", "parallel_shared_norm"):
             normed = x if self.input_layernorm is None else self._normed(self.input_layernorm, x)
-            attended, given = self._mixed(normed, inputs, cache)
+            attended, shared_kv = self._mixed(normed, inputs, cache)
             normed = x if self.block == "parallel" else normed
             y, routed = self._mlp(normed, token_mask, batch_size)
             if self.hidden_dropout > 0 and self.training:  # each sublayer's output has a mask of its own
                 attended, y = (F.dropout(part, self.hidden_dropout) for part in (attended, y))
             x = self._scaled_sum(x, attended + y)
-            return (x, routed) if given is None else (x, routed, given)
-        given = routed = None
+            return (x, routed) if shared_kv is None else (x, routed, shared_kv)
+        shared_kv = routed = None
         if self.has_mixer:
             normed = x if self.input_layernorm is None else self._normed(self.input_layernorm, x)
-            attended, given = self._mixed(normed, inputs, cache)
+            attended, shared_kv = self._mixed(normed, inputs, cache)
             if self.post_self_attn_layernorm is not None:
                 attended = self._normed(self.post_self_attn_layernorm, attended)
             x = self._add(x, attended)
@@ -131,7 +131,7 @@ class TransformerLayer(nn.Module):
             if self.post_mlp_layernorm is not None:
                 y = self._normed(self.post_mlp_layernorm, y)
             x = self._add(x, y)
-        return (x, routed) if given is None else (x, routed, given)
+        return (x, routed) if shared_kv is None else (x, routed, shared_kv)
 
     def _mixed(self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None) -> tuple[Tensor, KeysValues | None]:
         """x: [B, S, H], normed where the mixers do not norm it themselves. Return their sum, and the keys and values
@@ -140,10 +140,10 @@ class TransformerLayer(nn.Module):
             assert self.mixer is not None, "called in layers that have a mixer"
             return self.mixer(x, inputs, cache), None
         memories = (cache, None) if self.mixer is None or cache is None else cast(PairMemory, cache)
-        attended, given = self.self_attention(x, inputs, cast(LayerMemory | None, memories[0])), None
+        attended, shared_kv = self.self_attention(x, inputs, cast(LayerMemory | None, memories[0])), None
         if isinstance(attended, tuple):
-            attended, given = attended
-        return attended if self.mixer is None else attended + self.mixer(x, inputs, memories[1]), given
+            attended, shared_kv = attended
+        return attended if self.mixer is None else attended + self.mixer(x, inputs, memories[1]), shared_kv
 
     def _mlp(self, x: Tensor, token_mask: Tensor | None, batch_size: int | None) -> tuple[Tensor, RouterOutput | None]:
         if self.pre_mlp_layernorm is not None:
