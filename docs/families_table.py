@@ -48,7 +48,7 @@ def refused(family: Any) -> list[str]:
 def table() -> str:
     """The families as a Markdown table."""
     from te_models.checkpoints import FAMILIES
-    from te_models.config.describe import mixer_words
+    from te_models.config import mixer_words
 
     rows = ["| model type | mixers | MLPs | forms of files | refused |", "|---|---|---|---|---|"]
     for name, family in sorted(FAMILIES.items()):

@@ -94,8 +94,11 @@ def _layer(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]:
     if apart:
         yield from _norm(config, f"{p}input_layernorm.", "")
     if attention is not None:
-        shapes = _attention if attention.mla is None else _latent_attention
-        yield from shapes(config, attention, p, config.norms_before and not apart)
+        normed = config.norms_before and not apart
+        if attention.mla is None:
+            yield from _attention(config, attention, p, normed, own_keys=config.kv_source(i) is None)
+        else:
+            yield from _latent_attention(config, attention, p, normed)
     for its in () if mixer is None else mixer.parameters(config.hidden_size):
         yield f"{p}mixer.{its.name}", its.shape
     if after and (attention or mixer):
@@ -113,9 +116,11 @@ def _norm(config: ModelConfig, owner: str, prefix: str) -> Iterator[tuple[str, S
         yield f"{owner}{prefix}bias", (config.hidden_size,)
 
 
-def _attention(config: ModelConfig, a: AttentionConfig, p: str, normed: bool) -> Iterator[tuple[str, Shape]]:
+def _attention(
+    config: ModelConfig, a: AttentionConfig, p: str, normed: bool, *, own_keys: bool
+) -> Iterator[tuple[str, Shape]]:
     H, (N, G, D) = config.hidden_size, head_sizes(a)
-    Dv, rows = a.value_channels, sum(a.qkv_rows)
+    Dv, rows = a.value_channels, sum(a.qkv_rows(own_keys=own_keys))
     if normed:
         yield from _norm(config, f"{p}self_attention.linear_qkv.", "layer_norm_")
     yield f"{p}self_attention.linear_qkv.weight", (rows, H)
@@ -124,7 +129,7 @@ def _attention(config: ModelConfig, a: AttentionConfig, p: str, normed: bool) ->
     elif a.add_qkv_bias:
         yield f"{p}self_attention.linear_qkv.bias", (rows,)
     if a.qk_layernorm in ("head", "full"):
-        for norm, heads in (("q_layernorm", N), ("k_layernorm", G)):
+        for norm, heads in (("q_layernorm", N), ("k_layernorm", G))[: 1 + own_keys]:
             for kind in ("weight", "bias") if a.qk_layernorm_bias else ("weight",):
                 yield f"{p}self_attention.{norm}.{kind}", (D if a.qk_layernorm == "head" else heads * D,)
     if a.sinks:

@@ -185,16 +185,17 @@ def _split(config: ModelConfig, name: str, shape: Shape) -> tuple[int, tuple[int
         return (its.dim, its.blocks) if its.blocks else None
     match, attention = _ATTENTION.fullmatch(name), config.attention_of(layer)
     if match is not None and attention is not None:
+        rows = attention.qkv_rows(own_keys=config.kv_source(layer) is None)
         if "_layernorm" in match[1] and attention.qk_layernorm != "full":
             return None  # one norm for every head
         if "_up" in match[1] or "head_gate" in match[1]:
             return 0, (shape[0],)
         if match[1] == "qkv_bias":
-            return 0, attention.qkv_rows[:-1]
+            return 0, rows[:-1]
         if not match[1].startswith("linear_qkv"):
             dim = len(shape) - 1
             return dim, (shape[dim],)
-        return 0, attention.qkv_rows
+        return 0, rows
     match = _MLP.fullmatch(name)
     if match is None:
         return None

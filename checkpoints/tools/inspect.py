@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from te_models.config.describe import mixer_words
+from te_models.config import mixer_words
 from te_models.sizes import format_size, plural
 
 from ..folder.checkpoint import open_checkpoint

@@ -71,7 +71,8 @@ def _part(name: str) -> str:
         return "norms"
     if is_expert_stack(name):
         return "experts"
-    for marker, part in ((".shared_experts.", "shared experts"), (".router.", "router"), (".mlp.", "mlp")):
+    named = {".shared_experts.": "shared experts", ".router.": "router", ".mlp.": "mlp", ".mixer.": "mixers"}
+    for marker, part in named.items():
         if marker in name:
             return part
     return "attention"

@@ -8,6 +8,7 @@ apart), a flat class (60 fields whose dependencies nobody can check).
 A leaf: it imports nothing else of the project, so every folder may read it.
 """
 
+from .describe import mixer_words
 from .mixers import (
     KINDS,
     AttentionConfig,
@@ -43,4 +44,5 @@ __all__ = [
     "ShortConvolutionConfig",
     "TemperatureConfig",
     "check",
+    "mixer_words",
 ]

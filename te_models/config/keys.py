@@ -119,6 +119,10 @@ def toml_words(value: Any) -> str:
     """Return a value as TOML writes it; "unset" for None."""
     if value is None:
         return "unset"
+    if isinstance(value, Mapping):
+        values = {name: part.tagged() if isinstance(part, ConfigPart) else part for name, part in value.items()}
+        words = [f"{name} = {toml_words(inner)}" for name, inner in values.items() if inner is not None]
+        return f"{{ {', '.join(words)} }}"
     return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 

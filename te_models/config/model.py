@@ -80,8 +80,8 @@ class EmbeddingConfig(ConfigPart):
         check(p is None or 0 <= p < 1, "embedding.embedding_dropout", p, "0 <= p < 1, or null")
 
 
-_NO_ATTENTION = AttentionConfig(num_attention_heads=1, kv_channels=2)
-"""Stands where no layer has `attention`."""
+_NO_ATTENTION = AttentionConfig(num_attention_heads=1, kv_channels=1 << 40)
+"""Stands where no layer has `attention`: no model has so many channels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +131,8 @@ class ModelConfig(ConfigPart):
     means attention."""
     mlp_layers: tuple[int, ...] | None = None
     """Indices of the layers that have an MLP or experts, from 0; unset means all layers."""
+    kv_source_layers: tuple[int, ...] | None = None
+    """For each layer the one whose keys and values its attention reads, an earlier one or itself; unset: itself."""
     residual_multiplier: float = 1.0
     """Factor of what each sublayer adds to the residual stream."""
     hidden_dropout: float = 0.0
@@ -142,7 +144,9 @@ class ModelConfig(ConfigPart):
     mtp_loss_scaling_factor: float = 0.1
     """Factor of the mean loss of these layers in the loss that training minimises."""
 
-    _LATER: ClassVar[frozenset[str]] = frozenset({"attention", "mixers", "layer_mixers", "mlp_layers"})
+    _LATER: ClassVar[frozenset[str]] = frozenset(
+        {"attention", "mixers", "layer_mixers", "mlp_layers", "kv_source_layers"}
+    )
 
     def _derivations(self) -> dict[str, Any]:
         attentions = [self.attention_of(i) for i in range(self.num_layers)]
@@ -175,6 +179,8 @@ class ModelConfig(ConfigPart):
         check(
             len(kinds) == self.num_layers, "layer_types", kinds, f"one entry for each of the {self.num_layers} layers"
         )
+        for layer, source in enumerate(self.kv_source_layers or ()):
+            self._check_source(layer, source)
         for layer, kind in enumerate(kinds):
             for seen, name in (("sliding", "window_size"), ("chunked", "chunk_size")):
                 attention = self.attention_of(layer) if kind.startswith(seen) else None
@@ -220,7 +226,7 @@ class ModelConfig(ConfigPart):
                 check(pair, "layer_mixers", entry, "one mixer, or an attention and a mixer of another kind")
         used = {name for layer in range(self.num_layers) for name in self.mixer_names(layer)}
         if self.attention == _NO_ATTENTION and "attention" in used:
-            raise ConfigError("ModelConfig needs the field 'attention'")
+            raise ConfigError("attention is None; allowed: an attention, which layers name", "attention")
         unused = [name for name in known[1:] if name not in used]
         check(not unused, "mixers", unused, "mixers that layer_mixers names")
         check(self._ordered(self.mlp_layers or ()), "mlp_layers", self.mlp_layers, self._increasing)
@@ -231,6 +237,32 @@ class ModelConfig(ConfigPart):
                 self.layer_mixers,
                 f"a mixer in layer {layer}, which has no MLP",
             )
+
+    def _check_source(self, layer: int, source: int) -> None:
+        """Check that a layer can read the keys and values of another one."""
+        sources = self.kv_source_layers or ()
+        where, fits = f"kv_source_layers[{layer}]", len(sources) == self.num_layers
+        check(fits, "the number of kv_source_layers", len(sources), f"num_layers = {self.num_layers}")
+        check(self.mtp_num_layers == 0, "mtp_num_layers", self.mtp_num_layers, "0 with kv_source_layers")
+        if source == layer:
+            return
+        own = 0 <= source < layer and sources[source] == source
+        check(own, where, source, f"{layer}, or an earlier layer with its own keys")
+        its, reads = self.attention_of(source), self.attention_of(layer)
+        alike = its is not None and reads is not None and its.key_value_sizes == reads.key_value_sizes
+        alike = alike and its is not None and reads is not None and its.mla is None and reads.mla is None
+        for seen in (self.window_size, self.chunk_size):
+            alike = alike and seen(source) == seen(layer)
+        check(alike, where, source, "a layer whose attention has the same key heads, channels and window")
+
+    def kv_source(self, layer: int) -> int | None:
+        """The layer whose keys and values layer number `layer` reads; None where it has its own."""
+        source = layer if self.kv_source_layers is None else self.kv_source_layers[layer]
+        return None if source == layer else source
+
+    def is_kv_source(self, layer: int) -> bool:
+        """Whether later layers read the keys and values of layer number `layer`."""
+        return any(source == layer for reader, source in enumerate(self.kv_source_layers or ()) if reader != layer)
 
     def _check_attention(self, where: str, attention: AttentionConfig) -> None:
         bias = attention.qk_layernorm_bias and self.norm.normalization == "RMSNorm"
@@ -255,7 +287,8 @@ class ModelConfig(ConfigPart):
 
     def named_mixers(self) -> dict[str, MixerConfig]:
         """The mixers that layers name, by the name of their table: "attention", "mixers.NAME"."""
-        own: dict[str, MixerConfig] = {} if self.attention == _NO_ATTENTION else {"attention": self.attention}
+        used = self.layer_mixers is None or any("attention" in self._names(entry) for entry in self.layer_mixers)
+        own: dict[str, MixerConfig] = {"attention": self.attention} if used else {}
         return own | {f"mixers.{name}": mixer for name, mixer in (self.mixers or {}).items()}
 
     def _ordered(self, layers: tuple[int, ...]) -> bool:
@@ -305,6 +338,10 @@ class ModelConfig(ConfigPart):
             fields = {"layer_mixers": names, "mixers": some or None}
         if self.mlp_layers is not None:
             fields["mlp_layers"] = tuple(i for i, layer in enumerate(layers) if layer in self.mlp_layers)
+        if self.kv_source_layers is not None:
+            places = {layer: place for place, layer in enumerate(layers)}
+            sources = (places.get(self.kv_source_layers[layer], place) for layer, place in places.items())
+            fields["kv_source_layers"] = tuple(sources)
         return fields
 
     @property

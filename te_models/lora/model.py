@@ -20,7 +20,9 @@ from .rounding import Rounding, round_stochastically
 
 ALL_LINEAR = "all-linear"
 TRANSFORMERS_NAMES = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv"), "linear_qkv"),
+    **dict.fromkeys(
+        ("q_proj", "k_proj", "v_proj", "g_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv"), "linear_qkv"
+    ),
     **dict.fromkeys(("o_proj", "out_proj"), "linear_proj"),
     **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"), "linear_*_*"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "c_fc", "w1", "w3"), "linear_fc1"),

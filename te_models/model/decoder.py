@@ -20,6 +20,7 @@ from ..config import ModelConfig, RopeConfig, TemperatureConfig
 from .build import Build, make_norm
 from .cache import Memory
 from .layer import TransformerLayer
+from .mixers import KeysValues
 from .moe import MoELayer
 from .rotary import Rotary, RotaryEmbedding
 from .router import RouterOutput
@@ -30,7 +31,8 @@ class LayerInputs(NamedTuple):
     temperature is tuned; hidden_keys: bool, True where a query does not see a key; token_mask: [B, S] bool, False for
     padding; cache: what layers keep; batch_size: see `Decoder.forward`; documents: int64 [B, S], which layers that
     attend within documents without a mask get in place of `hidden_keys`, None where all are such layers; texts: the
-    same numbers for recurrent mixers, also where a mask says them."""
+    same numbers for recurrent mixers, also where a mask says them; shared: the keys and values that later layers read,
+    by the number of the layer that has them, as layers run."""
 
     tables: list[Rotary]
     query_scale: Tensor | None
@@ -40,6 +42,7 @@ class LayerInputs(NamedTuple):
     batch_size: int | None = None
     documents: Tensor | None = None
     texts: Tensor | None = None
+    shared: dict[int, KeysValues] | None = None
 
 
 class Decoder(nn.Module):
@@ -56,6 +59,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(TransformerLayer(config, i, build) for i in range(config.num_layers))
         self.final_layernorm = make_norm(config.norm, config.hidden_size, build)
         self.recurrent = config.is_recurrent
+        self.kv_sources = [config.kv_source(i) for i in range(config.num_layers)]
         ropes: list[tuple[RopeConfig, int]] = []
         self.rotary_of_layer: list[int | None] = []
         self.temperature: TemperatureConfig | None = None
@@ -126,7 +130,8 @@ class Decoder(nn.Module):
             texts = document_ids if self.recurrent else None
             if not self._all_pack(x.device):
                 hidden_keys = ~sees_own_document(document_ids, own)[:, None]
-        return LayerInputs(tables, query_scale, hidden_keys, token_mask, cache, batch_size, documents, texts)
+        shared: dict[int, KeysValues] = {}
+        return LayerInputs(tables, query_scale, hidden_keys, token_mask, cache, batch_size, documents, texts, shared)
 
     def run_layer(
         self, layer: TransformerLayer, number: int, x: Tensor, inputs: LayerInputs, *, recompute: bool
@@ -136,17 +141,23 @@ class Decoder(nn.Module):
         attention = layer.self_attention
         packs = documents is not None and (attention is None or attention.packs(x.device))
         assert packs or documents is None or inputs.hidden_keys is not None, "a mask is there for layers that need it"
-        return layer(
+        source, shared = self.kv_sources[number], inputs.shared
+        memory = number if source is None else source
+        found = layer(
             x,
             None if table is None else inputs.tables[table],
             documents if packs else inputs.hidden_keys,
             inputs.token_mask,
-            None if inputs.cache is None else inputs.cache.layers[number],
+            None if inputs.cache is None else inputs.cache.layers[memory],
             inputs.query_scale if self.tuned_layers[number] else None,
             recompute,
             inputs.batch_size,
             inputs.texts,
+            None if source is None or shared is None else shared[source],
         )
+        if len(found) == 3 and shared is not None:
+            shared[number] = found[2]
+        return found[0], found[1]
 
     def forward(
         self,

@@ -5,7 +5,7 @@ B batch, S sequence, H hidden.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from te_models.layers.recipe.activation_checkpoint import checkpointed
 from ..config import ModelConfig
 from .build import Build, check_supported, make_norm
 from .cache import LayerMemory, PairMemory
-from .mixers import Mixer, MixerInputs, attention_class, recurrent_class
+from .mixers import KeysValues, MixerInputs, attention_class, recurrent_class
 from .mlp import MLP
 from .moe import MoELayer
 from .rotary import Rotary
@@ -87,12 +87,14 @@ class TransformerLayer(nn.Module):
         recompute: bool = False,
         batch_size: int | None = None,
         documents: Tensor | None = None,
-    ) -> tuple[Tensor, RouterOutput | None]:
+        keys_values: KeysValues | None = None,
+    ) -> tuple[Any, ...]:
         """x: [B, S, H] -> ([B, S, H], what the router decided; None in a dense layer). Arguments as for
         `MixerInputs` and `MoELayer`. recompute: keep only them for the backward pass and compute the rest again
         there (activation checkpointing); here, not around the call, so that it is part of a graph of one layer.
-        batch_size: B, where x and the result are this rank's part of the tokens, [B S / ranks, H]."""
-        arguments = (x, rotary, hidden_keys, token_mask, cache, query_scale, batch_size, documents)
+        batch_size: B, where x and the result are this rank's part of the tokens, [B S / ranks, H]. A layer whose keys
+        and values later ones read returns them as a third value."""
+        arguments = (x, rotary, hidden_keys, token_mask, cache, query_scale, batch_size, documents, keys_values)
         return checkpointed(self._run, *arguments) if recompute else self._run(*arguments)
 
     def _run(
@@ -105,37 +107,43 @@ class TransformerLayer(nn.Module):
         query_scale: Tensor | None,
         batch_size: int | None,
         documents: Tensor | None,
-    ) -> tuple[Tensor, RouterOutput | None]:
-        inputs = MixerInputs(rotary, hidden_keys, query_scale, batch_size, token_mask, documents)
+        keys_values: KeysValues | None,
+    ) -> tuple[Any, ...]:
+        inputs = MixerInputs(rotary, hidden_keys, query_scale, batch_size, token_mask, documents, keys_values)
         if self.block in ("parallel", "parallel_shared_norm"):
             normed = x if self.input_layernorm is None else self._normed(self.input_layernorm, x)
-            attended = self._mixed(normed, inputs, cache)
+            attended, shared_kv = self._mixed(normed, inputs, cache)
             normed = x if self.block == "parallel" else normed
             y, routed = self._mlp(normed, token_mask, batch_size)
             if self.hidden_dropout > 0 and self.training:  # each sublayer's output has a mask of its own
                 attended, y = (F.dropout(part, self.hidden_dropout) for part in (attended, y))
-            return self._scaled_sum(x, attended + y), routed
+            x = self._scaled_sum(x, attended + y)
+            return (x, routed) if shared_kv is None else (x, routed, shared_kv)
+        shared_kv = routed = None
         if self.has_mixer:
             normed = x if self.input_layernorm is None else self._normed(self.input_layernorm, x)
-            attended = self._mixed(normed, inputs, cache)
+            attended, shared_kv = self._mixed(normed, inputs, cache)
             if self.post_self_attn_layernorm is not None:
                 attended = self._normed(self.post_self_attn_layernorm, attended)
             x = self._add(x, attended)
-        if self.mlp is None:
-            return x, None
-        y, routed = self._mlp(x, token_mask, batch_size)
-        if self.post_mlp_layernorm is not None:
-            y = self._normed(self.post_mlp_layernorm, y)
-        return self._add(x, y), routed
+        if self.mlp is not None:
+            y, routed = self._mlp(x, token_mask, batch_size)
+            if self.post_mlp_layernorm is not None:
+                y = self._normed(self.post_mlp_layernorm, y)
+            x = self._add(x, y)
+        return (x, routed) if shared_kv is None else (x, routed, shared_kv)
 
-    def _mixed(self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None) -> Tensor:
-        """x: [B, S, H], normed where the mixers do not norm it themselves."""
-        if self.mixer is None:
-            return cast(Mixer, self.self_attention)(x, inputs, cache)
+    def _mixed(self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None) -> tuple[Tensor, KeysValues | None]:
+        """x: [B, S, H], normed where the mixers do not norm it themselves. Return their sum, and the keys and values
+        that later layers read."""
         if self.self_attention is None:
-            return self.mixer(x, inputs, cache)
-        memories = (None, None) if cache is None else cast(PairMemory, cache)
-        return self.self_attention(x, inputs, memories[0]) + self.mixer(x, inputs, memories[1])
+            assert self.mixer is not None, "called in layers that have a mixer"
+            return self.mixer(x, inputs, cache), None
+        memories = (cache, None) if self.mixer is None or cache is None else cast(PairMemory, cache)
+        attended, shared_kv = self.self_attention(x, inputs, cast(LayerMemory | None, memories[0])), None
+        if isinstance(attended, tuple):
+            attended, shared_kv = attended
+        return attended if self.mixer is None else attended + self.mixer(x, inputs, memories[1]), shared_kv
 
     def _mlp(self, x: Tensor, token_mask: Tensor | None, batch_size: int | None) -> tuple[Tensor, RouterOutput | None]:
         if self.pre_mlp_layernorm is not None:

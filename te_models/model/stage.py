@@ -61,6 +61,14 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
     places = [list(own).index(layer) for layer in layers]
     decoder.layers = some
     decoder.rotary_of_layer = [model.decoder.rotary_of_layer[place] for place in places]
+    sources = [model.decoder.kv_sources[place] for place in places]
+    missing = [source for source in sources if source is not None and source not in places]
+    if missing:
+        raise ConfigError(
+            f"kv_source_layers has {missing[0]}, which is in another stage than a layer that reads its keys; allowed: "
+            "stages with both"
+        )
+    decoder.kv_sources = [None if source is None else places.index(source) for source in sources]
     decoder.tuned_layers = [model.decoder.tuned_layers[place] for place in places]
     stage.decoder = decoder
     return stage

@@ -158,6 +158,12 @@ VARIANTS: dict[str, ModelConfig] = {
     "keys_are_values": tiny(
         attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, qk_layernorm="head", key_is_value=True)
     ),
+    "keys_of_earlier_layers": tiny(
+        num_layers=4,
+        attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, qk_layernorm="head", window_size=5),
+        layer_types=("sliding", "full", "sliding", "full"),
+        kv_source_layers=(0, 1, 0, 1),
+    ),
     "several_attentions": tiny(
         num_layers=3,
         mixers={

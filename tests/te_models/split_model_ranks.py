@@ -46,6 +46,9 @@ CASES = (
     "deepseek_v3",
     "phi-qk-norms",
     "deepseek_v2-biases-plain-q",
+    "laguna",
+    "laguna-channels",
+    "mimo_v2_flash",
 )
 QUANTIZED_CASES = ("current", "block", "mxfp8", "nvfp4")
 LARGE = ModelConfig(

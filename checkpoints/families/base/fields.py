@@ -40,7 +40,10 @@ class Entry(Protocol):
 def get_path(config: Any, path: str) -> Any:
     """Return the value at a dotted path of a configuration, None below an absent part."""
     for name in path.split("."):
-        config = getattr(config, name) if config is not None else None
+        if isinstance(config, Mapping):
+            config = config.get(name)
+        else:
+            config = getattr(config, name) if config is not None else None
     return config
 
 

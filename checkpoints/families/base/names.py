@@ -197,7 +197,8 @@ class Names:
         if attention is not None and attention.mla is not None:
             yield from latent_attention(attention, at, f"{ours}self_attention.", self.gate)
         elif attention is not None:
-            yield from self._attention(config, attention, at, f"{ours}self_attention.")
+            own_keys = config.kv_source(i) is None
+            yield from self._attention(config, attention, at, f"{ours}self_attention.", own_keys=own_keys)
         if mixer is not None:
             if mixer.kind not in self.mixers:
                 raise CheckpointError(f"these files have no names for the parameters of a {mixer.kind!r} mixer")
@@ -219,11 +220,11 @@ class Names:
             if name is not None and there:
                 yield from _norm(config, ours + place, at + name)
 
-    def _attention(self, config: ModelConfig, a: AttentionConfig, at: str, ours: str) -> Weights:
+    def _attention(self, config: ModelConfig, a: AttentionConfig, at: str, ours: str, *, own_keys: bool) -> Weights:
         heads, _, size = head_sizes(a)
         for kind in ("weight", "bias") if a.add_qkv_bias else ("weight",):
-            sizes, names = a.qkv_rows, [at + name for name in self.qkv]
-            names = names[: 2 if a.key_is_value else 3]
+            sizes, names = a.qkv_rows(own_keys=own_keys), [at + name for name in self.qkv]
+            names = names[: 1 if not own_keys else 2 if a.key_is_value else 3]
             if kind == "bias" and a.has_bias_apart:
                 yield f"{ours}qkv_bias", self._joined(names, kind, sizes[:-1])
                 continue
@@ -241,7 +242,7 @@ class Names:
                 layout = Concat(*((Rows(name, place * size, total), size) for place in order))
             yield f"{ours}linear_qkv.{kind}", layout
         if a.qk_layernorm in ("head", "full"):
-            for ours_name, name in zip(("q_layernorm", "k_layernorm"), self.qk_norms):
+            for ours_name, name in list(zip(("q_layernorm", "k_layernorm"), self.qk_norms))[: 1 + own_keys]:
                 for kind in ("weight", "bias") if a.qk_layernorm_bias else ("weight",):
                     yield f"{ours}{ours_name}.{kind}", At(f"{at}{name}.{kind}")
         if a.sinks:

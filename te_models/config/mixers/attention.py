@@ -182,12 +182,16 @@ class AttentionConfig(MixerConfig):
         return self.num_attention_heads * self.value_channels if by_channel else 0
 
     @property
-    def qkv_rows(self) -> tuple[int, ...]:
-        """Rows of what `linear_qkv` joins: q, k, v where it is not k, and the gate where each channel has one."""
-        groups = self.num_query_groups or self.num_attention_heads
-        keys, values = groups * self.key_channels, groups * self.value_channels
-        rows = (self.num_attention_heads * self.key_channels, keys, 0 if self.key_is_value else values, self.gate_rows)
-        return tuple(size for size in rows if size)
+    def key_value_sizes(self) -> tuple[int, int, int]:
+        """Key and value heads, and channels of each head of k and of v."""
+        return self.num_query_groups or self.num_attention_heads, self.key_channels, self.value_channels
+
+    def qkv_rows(self, *, own_keys: bool = True) -> tuple[int, ...]:
+        """Rows of what `linear_qkv` joins: q, k, v where it is not k, and the gate where each channel has one; without
+        own_keys k and v are another layer's."""
+        groups, keys, values = self.key_value_sizes
+        both = (groups * keys, 0 if self.key_is_value else groups * values) if own_keys else ()
+        return tuple(n for n in (self.num_attention_heads * keys, *both, self.gate_rows) if n)
 
     @property
     def has_bias_apart(self) -> bool:

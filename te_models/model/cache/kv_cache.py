@@ -177,7 +177,7 @@ class KVCache:
         self._states: list[StateMemory] = []
         for i in range(config.num_layers) if layers is None else layers:
             attention, mixer, states = config.attention_of(i), config.mixer_of(i), None
-            if attention is not None:
+            if attention is not None and config.kv_source(i) is None:
                 groups, sizes = cached_sizes(attention, tp_size)
                 reach = reach_of(config, i)
                 capacity = max_length if reach is None else min(max_length, reach + rollback + SLACK)

@@ -140,7 +140,7 @@ class StaticKVCache:
         steps: list[Any] = []
         for i in range(config.num_layers):
             attention, mixer, prompt, states = config.attention_of(i), config.mixer_of(i), None, None
-            if attention is not None:
+            if attention is not None and config.kv_source(i) is None:
                 groups, sizes = cached_sizes(attention, tp_size)
                 reach = reach_of(config, i)
                 slots = max_length if reach is None else min(max_length, reach + 1)

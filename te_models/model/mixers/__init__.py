@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from ...config import AttentionConfig, ConfigError, MixerConfig
 from .attention import SelfAttention
-from .base import Mixer, MixerInputs, RecurrentMixer
+from .base import KeysValues, Mixer, MixerInputs, RecurrentMixer
 from .gated_delta import GatedDelta
 from .latent_attention import LatentAttention
 from .mamba2 import Mamba2
@@ -28,7 +28,7 @@ RECURRENT: dict[str, Callable[..., RecurrentMixer]] = {
 }
 """Kind -> the module that computes it."""
 
-__all__ = ["RECURRENT", "Mixer", "MixerInputs", "RecurrentMixer", "attention_class", "recurrent_class"]
+__all__ = ["RECURRENT", "KeysValues", "Mixer", "MixerInputs", "RecurrentMixer", "attention_class", "recurrent_class"]
 
 
 def attention_class(attention: AttentionConfig) -> type[SelfAttention] | type[LatentAttention]:

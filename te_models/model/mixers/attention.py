@@ -20,7 +20,7 @@ from ...config import AttentionConfig, ModelConfig
 from ..build import Build, make_core_attention, make_input_linear, make_norm, make_output_linear
 from ..cache import LayerMemory
 from ..rotary import Rotary
-from .base import MixerInputs
+from .base import KeysValues, MixerInputs
 from .output_gate import HeadGate, gated
 
 
@@ -46,18 +46,22 @@ class SelfAttention(nn.Module):
         self.context_shard: ContextShard | None = None
         self.epsilon = config.norm.layernorm_epsilon
         self.q_size, self.k_size = self.num_heads * self.head_dim, self.num_groups * self.head_dim
+        self.own_keys = config.kv_source(layer) is None
+        self.gives_keys = config.is_kv_source(layer)
         self.v_begin = self.q_size + (0 if a.key_is_value else self.k_size)
-        self.v_end = self.v_begin + self.num_groups * self.v_head_dim
+        self.v_end = self.v_begin + self.num_groups * self.v_head_dim if self.own_keys else self.q_size
         self.value_scale = a.value_scale
         self.attention = a
         joined_bias = a.add_qkv_bias and not a.has_bias_apart
-        self.linear_qkv = make_input_linear(config, a.qkv_rows, joined_bias, build, normed=normed)
+        rows = a.qkv_rows(own_keys=self.own_keys)
+        self.linear_qkv = make_input_linear(config, rows, joined_bias, build, normed=normed)
         self.qkv_bias = build.parameter(self.v_end) if a.has_bias_apart else None
         if self.norm_kind in ("head", "full"):
             full = self.norm_kind == "full"
             norm = config.norm.replace(has_weight=True, bias=a.qk_layernorm_bias)
             self.q_layernorm = make_norm(norm, self.q_size if full else self.head_dim, build)
-            self.k_layernorm = make_norm(norm, self.k_size if full else self.head_dim, build)
+            if self.own_keys:
+                self.k_layernorm = make_norm(norm, self.k_size if full else self.head_dim, build)
         self.core_attention = make_core_attention(
             config, a, layer, self.num_heads, self.head_dim, self.num_groups, build
         )
@@ -71,14 +75,22 @@ class SelfAttention(nn.Module):
         if self.qkv_bias is not None:
             self.qkv_bias.zero_()
 
-    def forward(self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None = None) -> Tensor:
-        """x: [B, S, H] -> [B, S, H]. cache: takes this call's keys and values, gives all."""
+    def forward(
+        self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None = None
+    ) -> Tensor | tuple[Tensor, KeysValues]:
+        """x: [B, S, H] -> [B, S, H], with what the layer attended with where later ones read it. cache: takes this
+        call's keys and values, gives all; of the layer that has them, where this one has none."""
         rotary, hidden_keys, query_scale, batch_size = inputs[:4]
         qkv = self.linear_qkv(x)
         qkv = qkv if batch_size is None else qkv.unflatten(0, (batch_size, -1))
         gate = qkv[..., self.v_end :] if self.attention.gate_rows else None
         if self.qkv_bias is not None:
             qkv = qkv[..., : self.v_end] + self.qkv_bias.to(qkv.dtype)
+        if inputs.keys_values is not None:
+            q, (k, v) = self._queries(qkv, rotary), inputs.keys_values
+            q = q if query_scale is None else q * query_scale.to(q.dtype)
+            y = self._attended(q, k, v, hidden_keys, cache)
+            return self._output(y, x, gate, batch_size)
         q, k = self._queries_and_keys(qkv, rotary)
         if query_scale is not None:
             q = q * query_scale.to(q.dtype)
@@ -88,19 +100,28 @@ class SelfAttention(nn.Module):
         v = torch.unflatten(v, -1, (self.num_groups, self.v_head_dim))
         if self.value_scale is not None:
             v = v * self.value_scale
-        first, slots = 0, None
         if cache is not None:
             k, v = cache.update(k, v)
-            slots = cache.hidden_slots()
-            first = cache.length + q.shape[1] - k.shape[1]
-        if slots is not None:
-            y = self.core_attention(q, k, v, slots, attn_mask_type="arbitrary", window_size=(-1, -1))
-        elif self.context_shard is None:
-            y = self._attention(q, k, v, hidden_keys, first)
-        else:
+        elif self.context_shard is not None:
             both = gather_positions(torch.cat((k, v), -1), self.context_shard)
             k, v = both.split((self.head_dim, self.v_head_dim), -1)
-            y = attention_of_chunks(self._attention, q, k, v, hidden_keys, self.context_shard)
+        y = self._output(self._attended(q, k, v, hidden_keys, cache), x, gate, batch_size)
+        return (y, (k, v)) if self.gives_keys else y
+
+    def _attended(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden_keys: Tensor | None, cache: LayerMemory | None
+    ) -> Tensor:
+        """Attend to all keys and values, those of a cache and of other ranks included."""
+        slots = None if cache is None else cache.hidden_slots()
+        first = 0 if cache is None else cache.length + q.shape[1] - k.shape[1]
+        if slots is not None:
+            return self.core_attention(q, k, v, slots, attn_mask_type="arbitrary", window_size=(-1, -1))
+        if self.context_shard is None:
+            return self._attention(q, k, v, hidden_keys, first)
+        return attention_of_chunks(self._attention, q, k, v, hidden_keys, self.context_shard)
+
+    def _output(self, y: Tensor, x: Tensor, gate: Tensor | None, batch_size: int | None) -> Tensor:
+        """y: [B, S, N Dv], gated and projected. x: the layer's normed input."""
         if self.head_gate is not None:
             y = gated(y, self.head_gate(x, batch_size, self.linear_proj), self.attention)
         elif gate is not None:
@@ -139,6 +160,18 @@ class SelfAttention(nn.Module):
             return self._normed(q, self.q_layernorm), self._normed(k, self.k_layernorm)
         q, k = self._normed(q, self.q_layernorm), self._normed(k, self.k_layernorm)
         return self._rotated(q, rotary), self._rotated(k, rotary)
+
+    def _queries(self, qkv: Tensor, rotary: Rotary | None) -> Tensor:
+        """As `_queries_and_keys`, of a layer without keys."""
+        q = qkv[..., : self.q_size]
+        if self.norm_kind in ("none", "l2"):
+            q = self._rotated(self._clipped(q).unflatten(-1, (-1, self.head_dim)), rotary)
+            return rms_norm(q, None, self.epsilon) if self.norm_kind == "l2" and rotary is not None else q
+        if self.norm_after_rope:
+            return self._normed(
+                self._rotated(q.unflatten(-1, (-1, self.head_dim)), rotary).flatten(2), self.q_layernorm
+            )
+        return self._rotated(self._normed(q, self.q_layernorm), rotary)
 
     def _normed(self, t: Tensor, norm: nn.Module) -> Tensor:
         """[B, S, heads * D] -> [B, S, heads, D], each head normalised on its own or all heads together."""

@@ -13,6 +13,9 @@ from te_models.layers.distributed.context_parallel import ContextShard
 
 from ..rotary import Rotary
 
+KeysValues = tuple[Tensor, Tensor]
+"""Keys [B, L, G, D] and values [B, L, G, Dv] that a layer attends with, those of a cache included."""
+
 
 class MixerInputs(NamedTuple):
     """What a mixer reads beside the hidden states.
@@ -22,7 +25,8 @@ class MixerInputs(NamedTuple):
     or 1, S, 1, 1] float32, what queries are multiplied by. batch_size: B, where x and the result are this rank's part
     of the tokens, [B S / ranks, H]; None: they are all. token_mask: [B, S] bool, False for padding; None: there is
     none. documents: [B, S] int64, of the whole sequences: neighbours with the same number are a document, at whose
-    beginning a recurrent mixer starts anew; negative for padding; None: every row is one document.
+    beginning a recurrent mixer starts anew; negative for padding; None: every row is one document. keys_values: what an
+    earlier layer attended with, where this one has no keys and values.
     """
 
     rotary: Rotary | None = None
@@ -31,6 +35,7 @@ class MixerInputs(NamedTuple):
     batch_size: int | None = None
     token_mask: Tensor | None = None
     documents: Tensor | None = None
+    keys_values: KeysValues | None = None
 
 
 class Mixer(Protocol):

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from te_models import GPTModel, generate
-from te_models.checkpoints import FAMILIES, CheckpointError, export_hf, import_hf, quantize, relayout
+from te_models.checkpoints import FAMILIES, CheckpointError, export_hf, import_hf, inspect, quantize, relayout
+from te_models.checkpoints.families import family_of
 from te_models.layers import Float8CurrentScaling, autocast
 from tests.checkpoints.families.test_families import save, tokens
-from tests.checkpoints.family_cases import make
+from tests.checkpoints.family_cases import SIZES, make
 from tests.checkpoints.hf_cases import assert_same_bits, stored
 from tests.checkpoints.mixer_cases import MIXERS
 
@@ -52,7 +53,7 @@ def test_bfloat16_is_as_near_as_rounding(family: str) -> None:
 def test_quantized_folders_in_both_layouts(tmp_path: Path, family: str) -> None:
     source = save(make(FIRST[family]), tmp_path / "hf")
     import_hf(source, tmp_path / "plain")
-    quantize(tmp_path / "plain", tmp_path / "fp8", "float8_current_scaling")
+    quantize(tmp_path / "plain", tmp_path / "fp8", "current")
     relayout(tmp_path / "fp8", tmp_path / "apart", "per-gemm")
     ids = tokens(9)
     models = [GPTModel.from_pretrained(tmp_path / name).eval() for name in ("fp8", "apart", "plain")]
@@ -63,7 +64,7 @@ def test_quantized_folders_in_both_layouts(tmp_path: Path, family: str) -> None:
     assert_same_bits(stored(tmp_path / "fp8"), stored(tmp_path / "together"))
 
 
-@pytest.mark.sentinels("mimo_v2_flash")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FIRST)
 def test_forward_and_backward_pass_in_one_graph(fresh_compiler: None, family: str) -> None:
     model = GPTModel.from_hf(make(FIRST[family])).train()
@@ -91,7 +92,8 @@ def test_forward_and_backward_pass_in_one_graph(fresh_compiler: None, family: st
     ],
 )
 def test_what_cannot_be_expressed_is_refused_by_name(family: str, changes: dict, message: str) -> None:
-    values = json.loads(make(FIRST.get(family, "granite_swa")).config.to_json_string()) | changes
+    plain = {**SIZES, "model_type": family}
+    values = (json.loads(make(FIRST[family]).config.to_json_string()) if family in FIRST else plain) | changes
     with pytest.raises(CheckpointError, match=message):
         FAMILIES[family].read_config(values)
 
@@ -115,3 +117,31 @@ def test_granite_s_names_are_read_too(tmp_path: Path) -> None:
     assert "model.layers.0.block_sparse_moe.input_linear.weight" in stored(tmp_path / "linear")
     import_hf(tmp_path / "linear", tmp_path / "again")
     assert_same_bits(stored(tmp_path / "again"), stored(tmp_path / "ours"))
+
+
+def test_a_family_says_which_mixers_it_cannot_express() -> None:
+    values = json.loads(make("laguna").config.to_json_string())
+    config = FAMILIES["laguna"].read_config(values)
+    with pytest.raises(CheckpointError, match=r"'llama' cannot express (attention|moe|mixers)"):
+        FAMILIES["llama"].write_config(config)
+    heads = config.mixers["heads_6"].replace(window_size=9)
+    other = config.replace(mixers={**config.mixers, "heads_6": heads})
+    with pytest.raises(CheckpointError, match=r"cannot express mixers.heads_6.window_size = 9"):
+        FAMILIES["laguna"].write_config(other)
+
+
+def test_a_model_type_that_is_not_supported_says_which_element_is_missing() -> None:
+    message = "'jamba' is not supported: its layers need an element that te_models lacks, Mamba"
+    with pytest.raises(CheckpointError, match=message):
+        family_of("jamba")
+    with pytest.raises(CheckpointError, match="'granite9' is not supported; near: granite, granitemoe"):
+        family_of("granite9")
+
+
+def test_inspect_names_the_mixers(tmp_path: Path) -> None:
+    found = inspect(save(make("mimo_v2_flash"), tmp_path / "hf"))
+    assert found.mixers == {
+        "sliding attention with sinks and scaled values": 2,
+        "full attention with scaled values": 1,
+    }
+    assert "mixers      2 x sliding attention with sinks and scaled values, 1 x full" in str(found)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from te_models import AttentionConfig, DraftModel, GPTModel, KVCache, ModelConfig, StaticKVCache, generate
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.plan.rank_shards import Place, parts
 from te_models.config import ConfigError, RopeConfig
+from te_models.config.keys import toml_words
 from te_models.model.flops import forward_flops_per_token
 from te_models.model.parallel import check_layers
-from tests.te_models.configs import tiny, tiny_moe, token_ids
+from tests.te_models.configs import VARIANTS, tiny, tiny_moe, token_ids
 from tests.te_models.model.decaying_mixer import DecayingConfig, register
 
 DECAYING = DecayingConfig(heads=2)
@@ -97,8 +100,16 @@ def test_a_model_without_attention_needs_none() -> None:
     config = ModelConfig(**fields, num_layers=2, mixers={"sum": DECAYING}, layer_mixers=("sum", "sum"))
     assert "attention" not in config.to_dict() and ModelConfig.from_json(config.to_json()) == config
     assert generate(model_of(config), token_ids(1, 5), 4).shape == (1, 9)
-    with pytest.raises(ConfigError, match="ModelConfig needs the field 'attention'"):
+    with pytest.raises(ConfigError, match="attention is None; allowed: an attention, which layers name"):
         ModelConfig(**fields, num_layers=2)
+
+
+def test_mixers_in_a_file_of_a_run() -> None:
+    for config in (hybrid(), VARIANTS["several_attentions"], VARIANTS["keys_of_earlier_layers"]):
+        names = ("mixers", "layer_mixers", "kv_source_layers")
+        lines = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+        read = tomllib.loads("\n".join(f"{name} = {toml_words(value)}" for name, value in lines.items()))
+        assert ModelConfig.from_dict({**config.to_dict(), **read}) == config
 
 
 @torch.no_grad()
@@ -128,7 +139,31 @@ def test_padding_on_the_left_changes_no_state() -> None:
     both = generate(model, ids, 6, attention_mask=mask)
     assert torch.equal(both[:1, 5:], generate(model, ids[:1, 5:], 6))
     assert torch.equal(both[1:], generate(model, ids[1:], 6))
-    assert torch.equal(generate(model, ids, 6, attention_mask=mask, compile=True), both)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [hybrid(), VARIANTS["several_attentions"], VARIANTS["keys_of_earlier_layers"]])
+def test_compiled_decoding(config: ModelConfig) -> None:
+    model, ids = model_of(config), token_ids(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[0, :5] = False
+    options = {"attention_mask": mask}
+    assert torch.equal(generate(model, ids, 6, compile=True, **options), generate(model, ids, 6, **options))
+
+
+@pytest.mark.sentinels("states")
+@pytest.mark.parametrize("config", [hybrid(), VARIANTS["keys_of_earlier_layers"]], ids=["states", "shared_keys"])
+@torch.no_grad()
+def test_one_graph_decodes_every_token(fresh_compiler: None, config: ModelConfig) -> None:
+    model, ids, counter = model_of(config), token_ids(2, 9), CompileCounterWithBackend("eager")
+    cache = StaticKVCache(config, 2, 16)
+    model(ids[:, :6], cache=cache)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=counter)
+    for t in range(6, 9):
+        logits = compiled(ids[:, t : t + 1], position_ids=torch.full((2, 1), t), cache=cache.step).logits
+        close(logits[:, -1], model(ids[:, : t + 1]).logits[:, -1])
+        cache.step.position.add_(1)
+    assert counter.frame_count == 1
 
 
 @torch.no_grad()
@@ -187,7 +222,6 @@ def test_attentions_of_several_kinds_in_one_model(tmp_path: Path) -> None:
     assert [tuple(layer.key.shape[2:]) for layer in cache.layers] == [(2, 8), (1, 6), (1, 6), (2, 8)]
     steps = [model(part, cache=cache).logits for part in ids.split([9, 1, 4], dim=1)]
     close(torch.cat(steps, dim=1), model(ids).logits)
-    assert torch.equal(generate(model, ids, 8, compile=True), generate(model, ids, 8))
     model.save_pretrained(tmp_path)
     again = GPTModel.from_pretrained(tmp_path).eval()
     assert again.config == config and torch.equal(again(ids).logits, model(ids).logits)
@@ -226,3 +260,50 @@ def test_experts_beside_layers_of_one_sublayer() -> None:
     output = model(token_ids(2, 9), labels=token_ids(2, 9))
     output.loss.backward()
     assert output.tokens_per_expert.shape == (1, 4) and all(p.grad is not None for p in model.parameters())
+
+
+@torch.no_grad()
+def test_layers_read_keys_and_values_of_earlier_ones() -> None:
+    """Equal to a model in which each layer has the projections of the one whose keys it reads, if its input were that
+    one's: here the layers before it add nothing."""
+    config = VARIANTS["keys_of_earlier_layers"]
+    model, ids = model_of(config), token_ids(2, 12)
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == expected_tensors(config)
+    own, state = model_of(config.replace(kv_source_layers=None)), model.state_dict()
+    for name, value in state.items():  # those of the model
+        if "linear_proj" in name or "fc2" in name:
+            value *= ".3." in name
+        if "layer_norm_weight" in name:
+            value.fill_(1.0)
+    for layer, source in ((2, 0), (3, 1)):
+        at, its = (f"decoder.layers.{i}.self_attention." for i in (layer, source))
+        state[f"{at}linear_qkv.weight"] = torch.cat(
+            (state[f"{at}linear_qkv.weight"], state[f"{its}linear_qkv.weight"][32:])
+        )
+        state[f"{at}k_layernorm.weight"] = state[f"{its}k_layernorm.weight"]
+    own.load_state_dict(state)
+    close(model(ids).logits, own(ids).logits)
+
+
+@torch.no_grad()
+def test_decoding_with_keys_of_earlier_layers() -> None:
+    model, ids = model_of(VARIANTS["keys_of_earlier_layers"]), token_ids(2, 17)
+    cache = KVCache(model.config, 2, 17)
+    assert [layer is None for layer in cache.layers] == [False, False, True, True]
+    steps = [model(part, cache=cache).logits for part in ids.split([9, 1, 1, 6], dim=1)]
+    close(torch.cat(steps, dim=1), model(ids).logits)
+    with pytest.raises(ConfigError, match="kv_source_layers has 0, which is in another stage"):
+        model.stage(2, 4)
+    with pytest.raises(ConfigError, match=r"kv_source_layers\[2\] is 1; allowed: a layer whose attention has the same"):
+        model.config.replace(kv_source_layers=(0, 1, 1, 3))
+
+
+def test_gradients_reach_keys_of_earlier_layers_through_checkpoints() -> None:
+    model, ids, found = model_of(VARIANTS["keys_of_earlier_layers"]).train(), token_ids(2, 12), []
+    for recompute in (False, True):
+        model.activation_checkpointing = recompute
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)

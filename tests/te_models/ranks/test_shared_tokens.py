@@ -18,7 +18,9 @@ if torch.distributed.is_available():
     from tests.ranks import outcomes_on_ranks
 
 SP = ("sandwich", "parallel_shared_norm", "biases", "learned_positions", "qk_full", "latent", "moe_shared")
+SP = (*SP, "gated_heads", "gated_latent", "gated_channels_biases", "keys_of_earlier_layers")
 CP = ("mixed_layers", "sinks_clip", "softcaps", "chunked_l2_temperature", "dynamic_rope", "latent", "moe")
+CP = (*CP, "gated_heads", "several_attentions", "keys_of_earlier_layers")
 CASES = [*(f"sp {name}" for name in (*SP, *FURTHER)), *(f"cp {name}" for name in (*CP, *FURTHER)), "refused"]
 MODULE = "tests.te_models.shared_tokens_ranks"
 
@@ -32,7 +34,15 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 
 
 @pytest.mark.sentinels(
-    "sp sandwich", "sp biases", "sp moe_shared", "cp mixed_layers", "cp latent", "cp moe_ahead", "refused"
+    "sp sandwich",
+    "sp biases",
+    "sp moe_shared",
+    "sp gated_heads",
+    "cp mixed_layers",
+    "cp latent",
+    "cp moe_ahead",
+    "cp keys_of_earlier_layers",
+    "refused",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
