@@ -13,7 +13,6 @@ Requantizing: the folder as DeepSeek stores it, E4M3 in 128x128 blocks with floa
 copies, with the largest error of every weight. Its peer is a copy of the folder in bfloat16, as for quantizing, and its
 processor time is given as a multiple of plain quantizing to NVFP4 (one copy), too (target: 3).
 
-A process that quantizes 2^27 elements goes on with a compiled library; here it does so from the first element on.
 
 Scaling: some of them on one core and on two, in turn; the speed of two as a multiple of that of one (target: 1.6).
 """
@@ -41,7 +40,6 @@ from te_models.checkpoints import FAMILIES, export_hf, import_hf, quantize, veri
 from te_models.checkpoints.io import sha256
 from te_models.checkpoints.plan.plan import Output, Plan
 from te_models.checkpoints.write.shards import header_bytes, split_shards
-from te_models.kernels.quantize import cpu_fields
 from te_models.layers import recipe
 
 RECIPES = ("block", "current", "mxfp8", "nvfp4")
@@ -180,8 +178,6 @@ def main() -> None:
     parser.add_argument("--dir", help="where to write (default: the system's temporary folder)")
     parser.add_argument("--print-only", action="store_true", help="write no result")
     args = parser.parse_args()
-    cpu_fields.library.LEAST = 0
-    sha256.library.compile()
     results: dict[str, Any] = {
         "versions": versions("torch", "safetensors"),
         "load_average_before": [round(x, 2) for x in os.getloadavg()],

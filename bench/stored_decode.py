@@ -22,7 +22,7 @@ from bench.common import versions, write_result
 from bench.generation import RECIPES, Side, Tokens, of_gpt, prompt, relative
 from bench.recipes import named
 from te_models import GPTModel
-from te_models.kernels.gemm.few_rows import library
+from te_models.kernels.backend import using_backend
 from te_models.layers import QuantizedTensor
 
 DECODED = 16
@@ -46,11 +46,8 @@ def _model(name: str, folder: Path) -> None:
 
 def _dequantizing(run: Side) -> Side:
     def without_library(new: int, tokens: Tokens) -> None:
-        kept, library.available = library.available, lambda: False
-        try:
+        with using_backend("definition"):
             run(new, tokens)
-        finally:
-            library.available = kept
 
     return without_library
 

@@ -17,7 +17,7 @@ def gradients_of(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dy
 
     For the backward pass of an autograd function, also under `create_graph` and inside of saved-tensor hooks.
     """
-    if compiling():
+    if torch.compiler.is_compiling() and compiling():
         from torch._functorch.eager_transforms import _vjp_with_argnums
 
         # torch.func.vjp without its refusal of saved-tensor hooks: those around a call of the graph see what the
@@ -40,7 +40,7 @@ def keeping_inputs(function: Callable[..., Tensor], *inputs: Tensor | None) -> T
     the function itself.
     """
     if (
-        compiling()
+        (torch.compiler.is_compiling() and compiling())
         or not torch.is_grad_enabled()
         or not any(t is not None and t.requires_grad for t in inputs)
         or torch._C._are_functorch_transforms_active()

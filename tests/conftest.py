@@ -40,22 +40,42 @@ def pytest_configure(config: pytest.Config) -> None:
     os.fsync = lambda descriptor: None
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _definitions_in_eager_code() -> None:
-    """Eager code runs the definitions however many values the session quantizes, and whatever libraries the machine
-    has: what it does with them is tested by itself."""
-    from te_models.kernels.quantize.cpu_graph import library
-
-    library._machine_has_one = lambda: False
-    library.LEAST = 1 << 62
-
-
 @pytest.fixture(autouse=True)
 def _default_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where the option asks for it, a default device that the package has to do without."""
     device = request.config.option.default_device
     with package_default(device) if device else contextlib.nullcontext():
         yield
+
+
+@pytest.fixture(params=["definition", "compiled"])
+def each_backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The test runs twice: by the definitions alone, and with the C++ libraries."""
+    from te_models.kernels.backend import using_backend
+
+    with using_backend(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def definitions() -> Iterator[None]:
+    """The definitions compute, for tests that look on what they call."""
+    from te_models.kernels.backend import using_backend
+
+    with using_backend("definition"):
+        yield
+
+
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """The answer to whether there is a library is not that of other tests, nor theirs this one's."""
+    from te_models.kernels.backend import fallbacks, forget
+
+    forget()
+    fallbacks.clear()
+    yield
+    forget()
+    fallbacks.clear()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from te_models.kernels.backend import has_library
 from te_models.kernels.quantize import cpu_fields, fp8_to_float
 from te_models.kernels.quantize.fp8.blocks import times_blocks
 from te_models.layers.quantizer import Quantizer
@@ -128,7 +129,7 @@ def _decoded_in_one_pass(
     (scale,), data, columns = weight_format.scales, weight_format.data, box[-1]
     if scale.block is None or scale.meaning == "divisor" or columns.step != 1 or columns.start % scale.block[1]:
         return None
-    if not cpu_fields.worthwhile(math.prod(extents(box)), dtype):
+    if not (math.prod(extents(box)) and has_library(cpu_fields.FIELDS, dtype)):
         return None
     found = region(files, weight + data.suffix, data, box, (1, 1), torch.Tensor.contiguous)
     width = scale.block[1]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from te_models.suggestions import shown
 
-from ..compiling import compiling
 from ..cpu_rows import activate
 from ..custom_op import FLOATS, Output, absent, gradient_of, like, operation, takes
 from ..derivative import keeping_inputs
@@ -135,7 +134,7 @@ _ARITHMETIC = ("relu", "squared_relu")
 
 def eager_activation(x: Tensor, name: str, *, probabilities: Tensor | None) -> Tensor:
     """Return the definition's `activation`, in one pass where no gradient is wanted and nothing traced."""
-    if not compiling() and name not in _ARITHMETIC:
+    if name not in _ARITHMETIC:
         found = activate(x, ACTIVATIONS[name], False, probabilities)
         if found is not None:
             return found
@@ -146,7 +145,7 @@ def eager_gated_activation(
     x: Tensor, name: str, *, clamp: float | None, alpha: float, up_offset: float, probabilities: Tensor | None
 ) -> Tensor:
     """Return the definition's `gated_activation`, in one pass where no gradient is wanted and nothing traced."""
-    if not compiling() and clamp is None and name not in _ARITHMETIC:
+    if clamp is None and name not in _ARITHMETIC:
         found = activate(x, ACTIVATIONS[name], True, probabilities)
         if found is not None:
             return found

@@ -4,7 +4,7 @@ rotations, activations, and the sums of what experts return.
 Written in torch, each is five to eight operations that read and write memory in turn and take microseconds to call: of
 a prompt's forward pass in bfloat16 they are a tenth, of one token's a third. Here x is read once. Every function
 returns None where its definition has to run: where a gradient is wanted, where something is traced, for other dtypes,
-and on a machine without a library until it is worth to compile one.
+and on a machine without a library.
 
 D channels of a row, which lie side by side.
 """
@@ -21,13 +21,11 @@ import torch
 from torch import Tensor
 
 from .. import cpp_library
+from ..backend import Backend, Compiled, choose, fallbacks, has_library
 from ..custom_op import takes
 from ..quantize.cpu_graph import library as shared
-from ..quantize.eager import eager_on_cpu, plain_on_cpu
 from ..threads import threads_for
 
-LEAST = 2**16
-"""Elements of a call that make it worth to compile a library, on a machine that has none."""
 _ONE_ROW = 2**15
 """Channels from which torch's threads share the sum of a single row."""
 _P, _N, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -50,40 +48,11 @@ _SLOTS = takes(
 @functools.cache
 def _function(name: str, dtype: torch.dtype) -> Any:
     """Return a function of the library of a dtype."""
-    return cpp_library.function(*_code(dtype), name, _ARGUMENTS[name], _INT if name == "te_sum_slots" else None)
+    result = _INT if name == "te_sum_slots" else None
+    return cpp_library.function("rows.cpp", {"INPUT": shared.NAMES[dtype]}, name, _ARGUMENTS[name], result)
 
 
-def _code(dtype: torch.dtype) -> tuple[str, dict[str, str]]:
-    return "rows.cpp", {"INPUT": shared.NAMES[dtype]}
-
-
-_loaded: set[torch.dtype] = set()
-"""The dtypes whose library this process has."""
-
-
-@functools.cache
-def _machine_has_one(dtype: torch.dtype) -> bool:
-    """Whether a process of this machine has compiled the library of a dtype before."""
-    return cpp_library.is_cached(*_code(dtype))
-
-
-def _is_there(dtype: torch.dtype, elements: int) -> bool:
-    """Whether there is a library for a call of so many elements."""
-    if dtype in _loaded:
-        return True
-    if (elements < LEAST and not _machine_has_one(dtype)) or not shared.available(_function, "te_rotate", dtype):
-        return False
-    _loaded.add(dtype)
-    return True
-
-
-def _serves(x: Tensor, parameter: Tensor | None = None) -> bool:
-    """Whether x is computed with now, on CPU, without a gradient of it or the parameter, and there is a library."""
-    if x.dtype not in shared.DTYPES or not eager_on_cpu(x):  # what the arguments look like is asked elsewhere
-        return False
-    if parameter is not None and not plain_on_cpu(parameter):
-        return False
-    return x.numel() > 0 and _is_there(x.dtype, x.numel())
+ROWS = Compiled("arithmetic of rows", lambda dtype: _function("te_rotate", dtype), shared.DTYPES)
 
 
 def _threads(x: Tensor) -> int:
@@ -110,7 +79,9 @@ def _strides(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, weight_last: bool) -> Tensor | None:
     """Return `kernels.norm.reference.rms_norm` of x [..., D], or None. weight: [D] or None."""
-    if not _serves(x, weight) or _NORM.misfit_on_cpu(x, weight) or not _sums_as_torch():
+    if choose(ROWS, x) is not Backend.COMPILED or _NORM.misfit_on_cpu(x, weight) or not _sums_as_torch():
+        return None
+    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
         return None
     channels = x.shape[-1]
     if (x.stride(-1) != 1 and channels > 1) or x.numel() == channels >= _ONE_ROW:
@@ -142,7 +113,7 @@ def _sums_as_torch() -> bool:
     """Whether torch adds the numbers of a row up in the order that the library follows: how is not part of what torch
     promises, so that each process compares."""
     lengths, eps = (7, 100, 576, 5000), 1e-5
-    if not shared.available(_function, "te_rms_norm", torch.float32):
+    if not has_library(ROWS, torch.float32):
         return False
     for length in lengths:
         x = torch.randn(4, length, generator=torch.Generator().manual_seed(length), dtype=torch.float32, device="cpu")
@@ -150,14 +121,16 @@ def _sums_as_torch() -> bool:
         sizes = 4, length, 1, length, 0
         _function("te_rms_norm", x.dtype)(x.data_ptr(), None, found.data_ptr(), *sizes, eps, 0, 1, 1)
         if not torch.equal(found, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)):
-            shared.fallbacks["torch adds rows up in another order"] += 1
+            fallbacks["torch adds rows up in another order"] += 1
             return False
     return True
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | None:
     """Return `kernels.rope.reference.apply_rope` of x [B, S, N, D], or None. cos, sin: float32 [B or 1, S, R/2]."""
-    if not _serves(x, cos) or _ROPE.misfit_on_cpu(x, cos, sin) or not plain_on_cpu(sin):
+    if choose(ROWS, x) is not Backend.COMPILED or _ROPE.misfit_on_cpu(x, cos, sin):
+        return None
+    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
         return None
     batch, length, heads, channels = x.shape
     cos, sin = cos.contiguous(), sin.contiguous()
@@ -197,7 +170,9 @@ def activate(
 ) -> Tensor | None:
     """Return `function(x)`, or of x = [gate | up] `function(gate) * up`, times probabilities [...] by row, or None: of
     x [..., D] in bfloat16, whose activations are looked up, or with gates alone in float32."""
-    if x.dim() == 0 or (x.dtype != torch.bfloat16 and not gated) or not _serves(x, probabilities):
+    if x.dim() == 0 or (x.dtype != torch.bfloat16 and not gated) or choose(ROWS, x) is not Backend.COMPILED:
+        return None
+    if probabilities is not None and probabilities.requires_grad and torch.is_grad_enabled():
         return None
     if x.dtype != torch.bfloat16:
         gate, up = x.chunk(2, dim=-1)
@@ -227,7 +202,9 @@ def activate(
 
 def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return `kernels.permute.reference.sum_slots` of y [R, D], or None. row_of_slot: int64 [T, K]; weights: [T, K]."""
-    if dtype != y.dtype or not _serves(y, weights) or _SLOTS.misfit_on_cpu(y, row_of_slot, weights):
+    if dtype != y.dtype or choose(ROWS, y) is not Backend.COMPILED or _SLOTS.misfit_on_cpu(y, row_of_slot, weights):
+        return None
+    if weights is not None and weights.requires_grad and torch.is_grad_enabled():
         return None
     tokens, slots = row_of_slot.shape
     y, row_of_slot = y.contiguous(), row_of_slot.contiguous()

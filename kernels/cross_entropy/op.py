@@ -217,7 +217,7 @@ def linear_cross_entropy(
             return _AccumulatingLoss.apply(hidden, weight, bias, main_grad, labels, factor, cap, chunk, wanted)
         return linear_cross_entropy_op(hidden, weight, labels, bias, factor, cap, chunk, wanted)[0]
     options: dict[str, Any] = {"multiplier": multiplier, "softcap": softcap, "main_grad": main_grad}
-    if compiling():
+    if torch.compiler.is_compiling() and compiling():
         return reference.linear_cross_entropy(hidden, weight, labels, bias, **options)
     logits = output_logits(hidden, weight, bias, **options)
     return _WholeLoss.apply(logits, labels) / reference.valid_count(labels)

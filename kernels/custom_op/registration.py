@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._library.custom_ops import CustomOpDef
 
 from .. import launch
+from ..backend import Backend, Compiled, backend, choose, has_library
 from ..compiling import unobserved
 from ..launch import on_gpu_of_arguments
 from .results import Output, allocate_results, filled_up, flatten_results, make_results
@@ -95,6 +96,7 @@ def operation(
     mutates: Iterable[str] = (),
     places: int = 8,
     reference: F,
+    compiled: Compiled | None = None,
     serves: Callable[[Tensor], bool] | None = None,
     takes: Takes | None = None,
     cpu_only: bool = False,
@@ -106,6 +108,7 @@ def operation(  # pyright: ignore[reportInconsistentOverload]
     mutates: Iterable[str] = (),
     places: int = 8,
     reference: Callable | None = None,
+    compiled: Compiled | None = None,
     serves: Callable[[Tensor], bool] | None = None,
     takes: Takes | None = None,
     cpu_only: bool = False,
@@ -124,6 +127,11 @@ def operation(  # pyright: ignore[reportInconsistentOverload]
     whether it is on an accelerator. A parameter by keyword only is positional in
     the schema, without its default.
 
+    compiled: the C++ library that the implementation calls. What is returned is then the one function of eager code and
+    of graphs: `choose` answers which of the library, the operation and the reference computes a call, and the operation
+    asks again where a graph runs it. The library is loaded for the dtype of the first argument, and where a parameter
+    is named `dtype`, for that.
+
     takes: what the kernel reads as it is given; of other arguments the operation, and its fake where that is known
     without sizes, is a ValueError, and what calls it goes to the definition.
 
@@ -137,6 +145,9 @@ def operation(  # pyright: ignore[reportInconsistentOverload]
         if reference is not None and _in_words(function) != _in_words(reference):
             both = f"{_in_words(function)} and its reference {_in_words(reference)}"
             raise TypeError(f"{name} takes {both}; both have the same parameters")
+        written_function = function
+        if compiled is not None and reference is not None:
+            function = _where_it_runs(function, reference, compiled)
         parameters, depends_on = parameters_of(function), tuple(inspect.signature(results).parameters)
         unknown = {*depends_on} - {p.name for p in parameters}
         unknown |= {*mutates} - {p.name for p in parameters} - {s.name for p in parameters for s in p.slots}
@@ -171,6 +182,8 @@ def operation(  # pyright: ignore[reportInconsistentOverload]
         elif any(slot.holds_tensor for p in parameters for slot in p.slots):
             op.register_kernel("cuda", on_gpu_of_arguments(flat))
         _REGISTERED[name] = entry
+        if compiled is not None and reference is not None:
+            return _chosen(op, written_function, reference, compiled)
         return op if reference is None else _with_reference(op, function, reference, serves)
 
     return register
@@ -196,8 +209,51 @@ def _with_reference(op: CustomOpDef, function: F, reference: Callable, serves: C
 
     @functools.wraps(function)
     def call(x: Tensor, /, *args: Any, **keywords: Any) -> Any:
-        served = serves(x) if serves is not None else x.is_cuda or launch.as_accelerator
+        served = serves(x) if serves is not None else (x.is_cuda or launch.as_accelerator) and backend() != "definition"
         if served and (fits is None or fits(x, *args, **keywords)):
+            return as_operation(x, *args, **keywords)
+        return reference(x, *args, **keywords)
+
+    return call  # type: ignore[return-value]
+
+
+def _dtype_among(function: Callable) -> tuple[int, Any]:
+    """Return the place of the argument `dtype` behind the first one, and its default; -1 for a function without it."""
+    parameters = inspect.signature(function).parameters
+    return ([*parameters].index("dtype") - 1, parameters["dtype"].default) if "dtype" in parameters else (-1, None)
+
+
+def _where_it_runs(function: F, reference: Callable, compiled: Compiled) -> F:
+    """Return the implementation of an operation in a graph: of the library where there is one."""
+    parameters = inspect.signature(function).parameters
+    defaults = {name: p.default for name, p in parameters.items() if name == "dtype" and p.default is not p.empty}
+    first, *_ = parameters
+
+    @functools.wraps(function)
+    def run(*args: Any, **keywords: Any) -> Any:
+        values = {**defaults, **dict(zip(parameters, args)), **keywords}
+        key = values[first].dtype, *([values["dtype"]] if "dtype" in parameters else [])
+        return (function if has_library(compiled, *key) else reference)(*args, **keywords)
+
+    return run  # type: ignore[return-value]
+
+
+def _chosen(op: CustomOpDef, function: F, reference: Callable, compiled: Compiled) -> F:
+    """Return the function that asks once what computes its arguments: the library, the operation or the reference."""
+    as_operation, takes = caller(op), entry_of(op).takes
+    assert takes is not None, "a library is only given what it takes"
+    fits, fits_in_graph = takes.fitting(function, on_cpu=True), takes.fitting(function)
+    place, default = _dtype_among(function)
+
+    @functools.wraps(function)
+    def call(x: Tensor, /, *args: Any, **keywords: Any) -> Any:
+        if place < 0:
+            chosen = choose(compiled, x)
+        else:
+            chosen = choose(compiled, x, x.dtype, args[place] if len(args) > place else keywords.get("dtype", default))
+        if chosen is Backend.COMPILED and fits(x, *args, **keywords):
+            return function(x, *args, **keywords)
+        if chosen is Backend.OPERATION and fits_in_graph(x, *args, **keywords):
             return as_operation(x, *args, **keywords)
         return reference(x, *args, **keywords)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,26 +56,31 @@ class Takes:
         parsed = [(item, _ARGUMENT.match(item)) for item in items]
         self.names = tuple(dict.fromkeys(found["name"].partition(".")[0] for _, found in parsed if found))
         self._texts = {found["name"]: item for item, found in parsed if found}
+        self._tensors = [found["name"] for _, found in parsed if found and found["dtype"] != "value"]
         self.misfit, self.misfit_on_cpu, self.misfit_of_fakes = (
             _compiled(parsed, self.names, names, where) for where in ("anywhere", "cpu", "fake")
         )
 
     def fitting(self, function: Callable, *, on_cpu: bool = False) -> Callable[..., bool]:
-        """Return a function of the arguments of another one, which says whether they fit."""
-        parameters = inspect.signature(function).parameters
-        names, misfit = tuple(parameters), self.misfit_on_cpu if on_cpu else self.misfit
-        defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-        places = tuple(names.index(name) for name in self.names)
+        """Return a function of the arguments of another one, with its name and defaults, which says whether they fit.
 
-        def fits(*arguments: Any, **keywords: Any) -> bool:
-            if keywords or len(arguments) != len(names):
-                values = {**defaults, **dict(zip(names, arguments)), **keywords}
-                if len(arguments) > len(names) or not values.keys() >= set(names):
-                    return False  # which the function itself says
-                arguments = tuple(values[name] for name in names)
-            return not misfit(*[arguments[place] for place in places])
-
-        return fits
+        on_cpu: and whether no gradient is wanted of a tensor behind the first. Made of text, so that a call is one
+        call, and the compiler traces one line.
+        """
+        parameters = inspect.signature(function).parameters.values()
+        constants = {f"_{p.name}": p.default for p in parameters if p.default is not p.empty}
+        constants |= {"misfit": self.misfit_on_cpu if on_cpu else self.misfit, "gradients": torch.is_grad_enabled}
+        written = [p.name if p.default is p.empty else f"{p.name}=_{p.name}" for p in parameters]
+        keyword_only = [i for i, p in enumerate(parameters) if p.kind is p.KEYWORD_ONLY]
+        if keyword_only:
+            written.insert(keyword_only[0], "*")
+        wanted = [f"({x} is not None and {x}.requires_grad)" for x in self._tensors[1:] if on_cpu]
+        plain = f" and not (gradients() and ({' or '.join(wanted)}))" if wanted else ""
+        body = f"return not misfit({', '.join(self.names)}){plain}"
+        text = (
+            f"def make({', '.join(constants)}):\n    def fits({', '.join(written)}):\n        {body}\n    return fits\n"
+        )
+        return _made(text, constants, f"takes of {function.__name__}")
 
     def check(self, operation: str, *arguments: Any) -> None:
         """Raise ValueError, in one sentence, where an argument does not fit."""
@@ -120,17 +125,22 @@ def expands(x: Tensor, shape: Sequence[int]) -> bool:
 
 def apart(written: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Whether no memory of contiguous tensors that are written to is another's, or one of the others'."""
-    spans = sorted(_span(x) for x in written)
-    if any(end > begin for (_, end), (begin, _) in itertools.pairwise(spans)):
-        return False
-    return all(end <= begin or start >= stop for begin, stop in map(_span, others) for start, end in spans)
+    spans = sorted(map(_span, written))
+    for (_, end), (begin, _) in itertools.pairwise(spans):
+        if end > begin:
+            return False
+    for begin, stop in map(_span, others):
+        for start, end in spans:
+            if end > begin and start < stop:
+                return False
+    return True
 
 
 def _span(x: Tensor) -> tuple[int, int]:
     """Return where the memory of a tensor begins and ends."""
     begin = x.data_ptr()
-    if x.numel() == 0:
-        return begin, begin
+    if x.is_contiguous():  # for one without elements, too
+        return begin, begin + x.nbytes
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return begin, begin + (last + 1) * x.element_size()
 
@@ -163,8 +173,13 @@ def _compiled(
         lines.append(f"if not _apart(({', '.join(written)},), ({others})): return 'arguments'")
     body = "\n".join(f"        {line}" for line in [*lines, "return ''"])
     text = f"def make({', '.join(constants)}):\n    def misfit({', '.join(parameters)}):\n{body}\n    return misfit\n"
+    return _made(text, constants, f"takes {'; '.join(item for item, _ in parsed)}")
+
+
+def _made(text: str, constants: Mapping[str, Any], name: str) -> Any:
+    """Return what the text's `make` does of constants, which the compiler then finds in a closure."""
     scope: dict[str, Any] = {"__name__": __name__}
-    exec(compile(text, f"<takes {'; '.join(item for item, _ in parsed)}>", "exec"), scope)
+    exec(compile(text, f"<{name}>", "exec"), scope)
     return scope["make"](**constants)
 
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from .. import cpp_library
+from ..backend import Backend, Compiled, choose
 from ..compiling import compiling
 from ..custom_op import takes
-from ..gemm.gemv import has_instructions
+from ..gemm.gemv import without_instructions
 from ..quantize.cpu_graph import library as shared
-from ..quantize.eager import eager_on_cpu, plain_on_cpu
+from ..quantize.eager import plain_on_cpu
 from ..threads import threads_for
 
 LEAST = 2**13
@@ -38,9 +39,7 @@ def _function(dtype: torch.dtype, narrow: bool = False) -> Any:
     return cpp_library.function("decode_attention.cpp", defined, "te_attend_one", _ARGUMENTS)
 
 
-@functools.cache
-def _is_there(dtype: torch.dtype) -> bool:
-    return has_instructions() and shared.available(_function, dtype)
+DECODING = Compiled("attention of a token", lambda dtype: _function(dtype), shared.DTYPES, against=without_instructions)
 
 
 _TAKES = takes(
@@ -56,13 +55,13 @@ def serves(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) ->
     """Whether `attend_one` attends: plain tensors of one dtype on CPU, one query of each head, and no more of a mask
     than which keys are visible. query: [B, N, 1, D]; key: [B, G, L, D]; value: [B, G, L, Dv]; visible: None, or a
     tensor broadcastable to [B, N, 1, L]."""
-    if compiling() or query.dim() != 4 or query.shape[2] != 1 or not eager_on_cpu(query):
+    if query.dim() != 4 or query.shape[2] != 1 or key.numel() < LEAST or compiling():
         return False
     if _TAKES.misfit_on_cpu(query, key, value, visible) or query.shape[1] > MOST_SHARED * key.shape[1]:
         return False
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != query.dtype:
         return False  # torch's attention is of another dtype there
-    return key.numel() >= LEAST and plain_on_cpu(key) and plain_on_cpu(value) and _is_there(key.dtype)
+    return plain_on_cpu(key) and plain_on_cpu(value) and choose(DECODING, query) is Backend.COMPILED
 
 
 def attend_one(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float) -> Tensor:

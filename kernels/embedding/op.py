@@ -56,7 +56,7 @@ def embedding(ids: Tensor, weight: Tensor, main_grad: Tensor | None = None, padd
     """Return the rows `weight[ids]`: ids [...] int64, weight [V, H] -> [..., H]. Raises IndexError for an id outside
     the table (a graph: RuntimeError). Differentiable once in weight; its gradient is added to main_grad, [V, H]
     float32, and autograd gets none, where that is given. padding_idx: a row whose gradient is zero, as torch's."""
-    if compiling():
+    if torch.compiler.is_compiling() and compiling():
         rows = weight.shape[0]
         asserted(((ids >= 0) & (ids < rows)).all(), f"a token id or position is outside of its table of {rows} rows")
     return _Embedding.apply(ids, weight, main_grad, padding_idx)

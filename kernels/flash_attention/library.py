@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from .. import cpp_library
+from ..backend import Compiled
 from ..custom_op import takes
 from ..gemm.cpu import in_float32
-from ..gemm.gemv import has_instructions
+from ..gemm.gemv import without_instructions
 from ..quantize.cpu_graph import library as shared
 from ..threads import threads_for
-from ..torch_versions import constant_when_traced
 
 DTYPES = shared.DTYPES
 _P, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_float, ctypes.c_int
@@ -55,19 +55,22 @@ def _function(name: str, dtype: torch.dtype, floats: bool = False, narrow: bool 
     return cpp_library.function(file, defined, name, _ARGUMENTS[name])
 
 
-def _passes(dtype: torch.dtype, floats: bool, *names: str) -> None:
-    for name in names:
+def _load(dtype: torch.dtype, *passes: str) -> None:
+    floats = in_float32(torch.empty(0, dtype=dtype, device="cpu"))
+    for name in ("te_flash_forward", *passes):
         _function(name, dtype, floats)
 
 
-@constant_when_traced
-def available(gradients: bool, dtype: torch.dtype) -> bool:
-    """Whether this CPU has the instructions and the forward pass of a dtype, with gradients both passes, can be
-    compiled and loaded; counts why the latter not."""
-    if not has_instructions():
-        return False
-    floats = in_float32(torch.empty(0, dtype=dtype, device="cpu"))
-    return shared.available(_passes, dtype, floats, *tuple(_ARGUMENTS)[: 1 + gradients])
+BACKWARD = "te_flash_backward"
+ATTENTION = Compiled(
+    "attention",
+    _load,
+    (*DTYPES, BACKWARD),
+    against=without_instructions,
+    in_graphs="if there",
+    gradients=True,
+)
+"""Its key is the dtype, and with gradients `BACKWARD`."""
 
 
 def run_forward(

@@ -10,7 +10,6 @@ B batch, S queries, L keys, N query heads, G key/value heads, D channels of q an
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +17,10 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ..compiling import compiling, unobserved
+from ..backend import PLAIN, Backend, choose
+from ..compiling import compiling
 from ..custom_op import Output, direct, entry_of, gradient_of, like, operation, takes
-from ..quantize.eager import PLAIN
-from ..torch_versions import exporting
-from .library import DTYPES, available, run_backward, run_forward
+from .library import ATTENTION, BACKWARD, DTYPES, run_backward, run_forward
 
 FEWEST = {torch.bfloat16: 64, torch.float32: 96}
 """The fewest queries by dtype: of fewer, what a call takes beside its products is longer than what these save."""
@@ -46,14 +44,13 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
         return False
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != q.dtype:
         return False  # torch's attention is of another dtype there
-    if torch.compiler.is_compiling() and compiling():
-        return not exporting() and available(_wants_gradients(q, k, v), q.dtype)
-    if not unobserved() or _HEADS_FIRST.misfit_on_cpu(q, k, v):
-        return False
     gradients = _wants_gradients(q, k, v)
-    if gradients and any(x.is_inference() for x in (q, k, v)):
+    chosen = choose(ATTENTION, q, q.dtype, BACKWARD) if gradients else choose(ATTENTION, q)
+    if chosen is not Backend.COMPILED:
+        return chosen is Backend.OPERATION
+    if gradients and (q.is_inference() or k.is_inference() or v.is_inference()):
         return False  # which nothing may keep for a backward pass
-    return is_there(gradients, q.dtype)
+    return not _HEADS_FIRST.misfit_on_cpu(q, k, v)
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
@@ -61,25 +58,26 @@ def fits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     number of queries. Arguments: see `serves`."""
     if q.device.type != "cpu" or q.dim() != 4 or _HEADS_FIRST.misfit_of_fakes(q, k, v) or not scale > 0.0:
         return False
-    channels, values = q.shape[3], v.shape[3]
+    (batch, heads, queries, channels), (of_keys, groups, keys, _), values = q.shape, k.shape, v.shape[3]
     conditions = (
-        *(condition for n in (channels, values) for condition in (n > 0, n % 16 == 0, n <= 256)),
+        channels > 0,
+        channels % 16 == 0,
+        channels <= 256,
+        values > 0,
+        values % 16 == 0,
+        values <= 256,
         k.shape[3] == channels,
-        q.shape[0] == k.shape[0],
-        *(k.shape[i] == v.shape[i] for i in range(3)),
-        k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0,
+        batch == of_keys,
+        of_keys == v.shape[0],
+        groups == v.shape[1],
+        keys == v.shape[2],
+        groups > 0 and heads % groups == 0,
     )
+    if not torch.compiler.is_compiling():
+        return all(conditions) and queries >= FEWEST[q.dtype] and keys < MOST_KEYS
     if not all(statically_known_true(condition) for condition in conditions):
         return False
-    return not statically_known_true(q.shape[2] < FEWEST[q.dtype]) and not statically_known_true(
-        k.shape[2] >= MOST_KEYS
-    )
-
-
-@functools.cache
-def is_there(gradients: bool, dtype: torch.dtype) -> bool:
-    """Whether eager code has the library of a dtype, asked of the machine once; gradients: with the backward pass."""
-    return available(gradients, dtype)
+    return not statically_known_true(queries < FEWEST[q.dtype]) and not statically_known_true(keys >= MOST_KEYS)
 
 
 def _wants_gradients(*tensors: Tensor) -> bool:

@@ -30,8 +30,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch._C._are_functorch_transforms_active():
         with without_autocast(wide := x.float()):
             return F.linear(wide, weight.float(), None if bias is None else bias.float()).to(x.dtype)
-    y = _multiply(x.reshape(-1, x.shape[-1]), weight.t(), bias)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    left, right = x.reshape(-1, x.shape[-1]), weight.t()
+    wants = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    multiply = _Multiply.apply if wants and not torch.compiler.is_compiling() else _multiply
+    return multiply(left, right, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def multiply(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:

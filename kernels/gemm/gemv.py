@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .. import cpp_library
+from ..backend import Backend, Compiled, choose
 from ..compiling import compiling
 from ..custom_op import entry_of, like, operation, takes
 from ..quantize.cpu_graph import library as shared
-from ..quantize.eager import eager_on_cpu
 from ..threads import threads_for
-from ..torch_versions import constant_when_traced, exporting
+from ..torch_versions import constant_when_traced
 
 FEW = 8
 """The most rows."""
@@ -54,11 +54,18 @@ def has_instructions() -> bool:
     return sys.platform == "linux" and torch.cpu._is_avx2_supported()
 
 
-@constant_when_traced
-def available(dtype: torch.dtype) -> bool:
-    """Whether this CPU has the instructions and the library of a dtype can be compiled and loaded; counts why the
-    latter not."""
-    return has_instructions() and shared.available(_function, dtype)
+def without_instructions() -> str:
+    """Say why this CPU does not run the C++ of `vectors.h`, or ""."""
+    return "" if has_instructions() else "it is for x86 CPUs with AVX2, on Linux"
+
+
+GEMV = Compiled(
+    "a product of few rows",
+    lambda dtype: _function(dtype),
+    shared.DTYPES,
+    against=without_instructions,
+    in_graphs="if there",
+)
 
 
 _TAKES = takes("x: T [..., K]; weight: T [N, K] rows; bias: T [N]?", T=shared.DTYPES)
@@ -72,20 +79,15 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         few = x.device.type == "cpu" and x.dim() > 0 and statically_known_true(x.numel() <= FEW * x.shape[-1])
         if not few or not statically_known_true(weight.numel() >= LEAST) or _TAKES.misfit(x, weight, bias):
             return False
-        return not _autocast_elsewhere(x) and not exporting() and available(x.dtype)
+        return not _autocast_elsewhere(x) and choose(GEMV, x) is Backend.OPERATION
     if _TAKES.misfit_on_cpu(x, weight, bias) or not 0 < x.numel() <= FEW * x.shape[-1] or weight.numel() < LEAST:
         return False
-    return not _autocast_elsewhere(x) and eager_on_cpu(x) and _is_there(x.dtype)
+    return not _autocast_elsewhere(x) and choose(GEMV, x) is Backend.COMPILED
 
 
 def _autocast_elsewhere(x: Tensor) -> bool:
     """Whether a GEMM is of another dtype here."""
     return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != x.dtype
-
-
-@functools.cache
-def _is_there(dtype: torch.dtype) -> bool:
-    return available(dtype)
 
 
 def _work(rows: int, elements: int, size: int) -> float:
@@ -131,7 +133,7 @@ def serves_groups(x: Tensor, weight: Tensor) -> bool:
     nothing is traced."""
     if x.shape[0] > MOST_IN_GROUPS or _GROUPS.misfit_on_cpu(x, weight):
         return False
-    return weight.shape[1] * weight.shape[2] >= LEAST and eager_on_cpu(x) and _is_there(x.dtype)
+    return weight.shape[1] * weight.shape[2] >= LEAST and choose(GEMV, x) is Backend.COMPILED
 
 
 def grouped(x: Tensor, weight: Tensor, groups: Sequence[tuple[int, int, int]], out: Tensor) -> None:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ..compiling import compiling
 from ..cpu_rows import rms_norm as rms_norm_of_rows
 from ..custom_op import FLOATS, Output, absent, gradient_of, like, operation, takes
 from ..derivative import keeping_inputs
@@ -136,10 +135,9 @@ def rms_norm(
 
 def eager_rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, zero_centered: bool, cast_order: str) -> Tensor:
     """Return the definition's `rms_norm`, in one pass where no gradient is wanted and nothing traced."""
-    if not compiling():
-        found = rms_norm_of_rows(x, weight, eps, zero_centered, cast_order == "weight_last")
-        if found is not None:
-            return found
+    found = rms_norm_of_rows(x, weight, eps, zero_centered, cast_order == "weight_last")
+    if found is not None:
+        return found
     return reference.rms_norm(x, weight, eps, zero_centered=zero_centered, cast_order=cast_order)
 
 

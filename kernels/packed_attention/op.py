@@ -25,8 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..backend import has_library
 from ..custom_op import Output, gradient_of, like, operation
-from ..flash_attention import fits, is_there, run_backward, run_forward
+from ..flash_attention import ATTENTION, BACKWARD, fits, run_backward, run_forward
 from ..gemm.cpu import in_float32
 from .softcap import softcapped_bwd, softcapped_fwd
 
@@ -254,7 +255,7 @@ def _documents(documents: Tensor, count: int, causal: bool) -> Iterator[tuple[Pl
 
 def _has_ours(q: Tensor, k: Tensor, v: Tensor, scale: float, *, gradients: bool) -> bool:
     """Whether our flash attention is for these, which takes queries of the last of the keys as they are."""
-    return fits(q, k, v, scale) and is_there(gradients, q.dtype)
+    return fits(q, k, v, scale) and has_library(ATTENTION, q.dtype, *[BACKWARD] * gradients)
 
 
 def _together(parts: list[tuple[Place, bool]]) -> Place:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..compiling import compiling
 from ..cpu_rows import sum_slots as sum_rows
 from ..custom_op import FLOATS, INTEGERS, Output, absent, like, operation, takes
 from ..torch_versions import own_result
@@ -93,7 +92,7 @@ def _spread(x: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, padding_rows: T
 def _sum(y: Tensor, row_of_slot: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
     if y.device.type == "cuda" and not _SLOTS.misfit(y, row_of_slot, weights):
         return sum_slots(y, row_of_slot, weights, dtype)
-    found = None if compiling() else sum_rows(y, row_of_slot, weights, dtype)
+    found = sum_rows(y, row_of_slot, weights, dtype)
     return reference.sum_slots(y, row_of_slot, weights, dtype) if found is None else found
 
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
+from ..backend import PLAIN as PLAIN
 from ..compiling import compiling
-
-PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def plain_on_cpu(x: Tensor) -> bool:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from te_models.suggestions import shown
 
-from ..compiling import compiling
 from ..cpu_rows import apply_rope as rotate_rows
 from ..custom_op import FLOATS, gradient_of, like, operation, takes
 from . import reference
@@ -53,7 +52,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "half") -> Tens
     """
     reference.check(x, cos, style)
     if x.device.type != "cuda" or _TAKES.misfit(x, cos, sin):
-        rotated = None if compiling() else rotate_rows(x, cos, sin, style == "interleaved")
+        rotated = rotate_rows(x, cos, sin, style == "interleaved")
         return reference.apply_rope(x, cos, sin, style) if rotated is None else rotated
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise ValueError("the tables want a gradient, which the kernel does not compute; pass cos.detach()")

@@ -32,6 +32,7 @@ from .gemm_operand import (
     GemmOperand,
     accumulate_gemm_,
     dequantized,
+    in_cpu_graph,
     quantized_gemms,
     quantized_operand,
     run_gemm,
@@ -40,7 +41,6 @@ from .gemm_operand import (
 )
 from .saved_input import (
     SavedInput,
-    in_cpu_graph,
     quantize_and_save,
     quantize_weight,
     record_statistics,

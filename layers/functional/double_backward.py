@@ -36,7 +36,7 @@ def first_derivative(
     """
     if gradient is None or override == "high_precision":
         return gradient
-    if compiling() or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or compiling():
         return gradient
     return _once(gradient, _QUANTIZED, depends_on)
 

@@ -32,7 +32,7 @@ from ..tensor.formats import TENSOR_CLASSES
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import STORAGE_CLASSES, QuantizedStorage
 from .dense_gemms import GemmConfig
-from .saved_input import in_cpu_graph
+from .gemm_operand import in_cpu_graph
 
 
 class Prologue(NamedTuple):

@@ -10,9 +10,12 @@ makes the operands of block, MXFP8 and NVFP4 scaling (`kernels/quantize/cpu_grap
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import (
     Operand,
     ScaledOperand,
@@ -60,6 +63,19 @@ _DEQUANTIZING_DEVICES = ("cpu",)
 def quantized_gemms(device: torch.device) -> bool:
     """Whether GEMMs on this device take the quantized numbers themselves."""
     return device.type not in _DEQUANTIZING_DEVICES
+
+
+def operands_on(device: torch.device) -> Literal["quantized", "dequantized", "traced"]:
+    """Return what GEMMs on this device take: the quantized numbers themselves, or what they dequantize to, which the
+    compiler may trace."""
+    if device.type not in _DEQUANTIZING_DEVICES:
+        return "quantized"
+    return "traced" if torch.compiler.is_compiling() and compiling() else "dequantized"
+
+
+def in_cpu_graph(device: torch.device) -> bool:
+    """Whether the compiler is at work for a device whose GEMMs take dequantized values."""
+    return operands_on(device) == "traced"
 
 
 def transposed(operand: Operand, usage: Usage) -> Operand:

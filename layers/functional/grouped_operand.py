@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from te_models.kernels.backend import Backend
 from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import Operand
 from te_models.kernels.permute import Permutation, permute_quantized
@@ -36,8 +37,8 @@ from ..recipe.base import BackwardOverride, GemmQuantizers
 from ..recipe.context import state as active
 from ..tensor.grouped_tensor import GroupedRows
 from ..tensor.storage import STORAGE_CLASSES, QuantizedStorage
-from .gemm_operand import GemmOperand, emulating, quantized_gemms, stored_operand, transposed
-from .saved_input import NOTHING_SAVED, SavedInput, fields_of_usage, in_cpu_graph
+from .gemm_operand import GemmOperand, emulating, in_cpu_graph, quantized_gemms, stored_operand, transposed
+from .saved_input import NOTHING_SAVED, SavedInput, fields_of_usage
 
 
 class RowsOperand(NamedTuple):
@@ -145,7 +146,7 @@ def quantize_and_save_rows(
                 return left, SavedInput("fields", tuple(fields), tuple(x.shape)), tuple(fields.values())
         return left, SavedInput("plain" if override == "high_precision" else "original"), (x,)
     usages: tuple[Usage, ...] = ("rowwise",) if override else ("rowwise", "columnwise")
-    if usage == "columnwise" and not quantizer.symmetric and cpu_fields.ready(x):
+    if usage == "columnwise" and not quantizer.symmetric and cpu_fields.chosen(x) is Backend.COMPILED:
         # C++ rounds rows in one pass, which takes less than decoding a stored copy of them
         left = _quantized_apart(quantizer, x, "rowwise", dtype, offsets, align)
         by_usage = quantizer.quantize_rows_for_gemms(x, offsets.m_splits, ("columnwise",), align)

@@ -9,7 +9,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import Operand
 from te_models.kernels.gemm.cpu import operand_dtype
 
@@ -19,7 +18,14 @@ from ..quantizer.group_offsets import GroupOffsets
 from ..quantizer.state import AnyQuantizer, value_of
 from ..recipe.base import BackwardOverride
 from ..tensor.storage import QuantizedStorage
-from .gemm_operand import GemmOperand, quantized_gemms, quantized_operand, stored_operand, transposed
+from .gemm_operand import (
+    GemmOperand,
+    operands_on,
+    quantized_gemms,
+    quantized_operand,
+    stored_operand,
+    transposed,
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ def quantize_and_save(
     (`operand_and_fields_in_graph`) save x, and the backward pass rounds it again.
     """
     left: GemmOperand
+    operands = None
     usage: Usage = "columnwise" if override is None else "rowwise"
     if isinstance(x, QuantizedStorage):
         fields, symmetric = x.fields, x.quantizer.symmetric
@@ -82,7 +89,7 @@ def quantize_and_save(
         return quantized_operand(quantizer, x, "rowwise", dtype), NOTHING_SAVED, ()
     elif override == "high_precision":
         return quantized_operand(quantizer, x, "rowwise", dtype), SavedInput("plain"), (x,)
-    elif override is None and (save_original_input or in_cpu_graph(x.device)):
+    elif override is None and ((operands := operands_on(x.device)) == "traced" or save_original_input):
         usage = "rowwise" if quantizer.symmetric else usage
         stored = None if save_original_input else quantizer.operand_and_fields_in_graph(x, dtype, usage)
         if stored is None:
@@ -91,7 +98,7 @@ def quantize_and_save(
         return left, SavedInput("fields", tuple(fields), tuple(x.shape)), tuple(fields.values())
     else:
         symmetric = quantizer.symmetric
-        if quantized_gemms(x.device):
+        if (operands or operands_on(x.device)) == "quantized":
             fields = quantizer.quantize_fields(x)
             left = stored_operand(value_of(quantizer), fields, "rowwise", dtype, x.shape)
         else:
@@ -128,11 +135,6 @@ def quantize_weight(
 def fields_of_usage(fields: Fields, usage: Usage) -> Fields:
     """Return the fields that are stored for one usage."""
     return {name: field for name, field in fields.items() if name.startswith(usage)}
-
-
-def in_cpu_graph(device: torch.device) -> bool:
-    """Whether the compiler is at work for a device whose GEMMs take dequantized values."""
-    return compiling() and not quantized_gemms(device)
 
 
 USAGES: tuple[Usage, ...] = ("rowwise", "columnwise")

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.kernels.quantize import cpu_moments
+
 from ..tensor.fsdp import local_part
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import one_pass
@@ -125,7 +127,9 @@ class FusedAdamW(MasterWeightOptimizer):
     def _updated_at_once(self, whole: Piece, group: dict[str, Any], noop: Tensor | None) -> bool:
         parameter, state = whole.parameter, whole.state
         weight, moments = state.get("master", parameter), self._moments.stored(state)
-        if not one_pass.serves(whole, weight, moments, self._moments):
+        if weight.numel() % one_pass.VECTOR or not cpu_moments.updates(weight, whole.gradient, moments):
+            return False
+        if not one_pass.has_the_bits():
             return False
         if noop is not None:
             if noop.device.type != "cpu":

@@ -120,11 +120,6 @@ class MomentStore:
         self._encode = _compiled_encode() if compile else _encode
         self._decode: Callable[..., tuple[Tensor, Tensor]] = _compiled_decode() if compile else _decode
 
-    def in_cpp(self, weight: Tensor) -> bool:
-        """Whether C++ may update a weight with its moments: where the optimizer compiles, and in eager code where the
-        machine has compiled such code before, or a process quantizes enough for it."""
-        return self._compile or cpu_moments.worthwhile(weight.numel(), weight.dtype)
-
     def stored(self, state: dict[str, Tensor]) -> list[Tensor]:
         """Return the entries of a parameter's state that are its moments."""
         return [state[name] for name in MOMENT_KEYS[self.dtype]]

@@ -14,35 +14,14 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.quantize import cpu_moments, hash_key
-from te_models.kernels.quantize.eager import eager_on_cpu
 
 from .adamw_update import Piece, Update, update_
-from .moments import BLOCK, MomentStore
+from .moments import BLOCK
 
 VECTOR = 16
 """Elements that torch's kernel updates at once, or a multiple of that. Those that are left over, it computes one by
 one, and adds in another order."""
 _DTYPES = (torch.float32, torch.bfloat16)
-
-
-def serves(piece: Piece, weight: Tensor, moments: Sequence[Tensor], store: MomentStore) -> bool:
-    """Whether one pass updates a weight, in place, of a whole parameter with these stored moments."""
-    tensors = (weight, piece.gradient, *moments)
-    if all(t.dtype is torch.float32 for t in tensors):  # which torch's kernel updates as they are
-        return False
-    if not all(eager_on_cpu(t) for t in tensors):  # nor without values, as of a plan
-        return False
-    if weight.dtype not in _DTYPES or piece.gradient.dtype not in _DTYPES:
-        return False
-    if not weight.numel() or weight.numel() % VECTOR:
-        return False
-    return (
-        cpu_moments.updates(weight, piece.gradient, moments)
-        and store.in_cpp(weight)
-        and cpu_moments.available(*tensors)
-        and cpu_moments.has_update(weight.dtype, piece.gradient.dtype)
-        and _has_the_bits()
-    )
 
 
 def run(piece: Piece, weight: Tensor, moments: Sequence[Tensor], group: dict[str, Any], seed: int) -> Iterator[Piece]:
@@ -72,10 +51,10 @@ def run(piece: Piece, weight: Tensor, moments: Sequence[Tensor], group: dict[str
 
 
 @functools.cache
-def _has_the_bits() -> bool:
+def has_the_bits() -> bool:
     """Whether one pass leaves the bits of torch's kernel between decoding and encoding, on this processor and with this
     torch: its compiler decides where it multiplies and adds in one instruction."""
-    return all(cpu_moments.has_update(x, x) and _agree(beta1, x) for beta1 in (0.9, 0.4) for x in _DTYPES)
+    return cpu_moments.available() and all(_agree(beta1, x) for beta1 in (0.9, 0.4) for x in _DTYPES)
 
 
 def _agree(beta1: float, dtype: torch.dtype) -> bool:

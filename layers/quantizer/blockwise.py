@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels import quantize as q
+from te_models.kernels.backend import Backend
 from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize import cpu_fields
 from te_models.kernels.quantize.fp8.dequantize_grouped import dequantize_grouped
@@ -59,7 +60,7 @@ class _BlockwiseQuantizer(FP8Quantizer):
 
     def _in_one_pass(self, x: Tensor, usage: Usage, *, measured: bool) -> cpu_fields.Measured | None:
         """Return data and scales of a usage, in x's orientation, and the largest error where it is `measured`."""
-        if self.fp8_dtype is not torch.float8_e4m3fn or not cpu_fields.ready(x):
+        if self.fp8_dtype is not torch.float8_e4m3fn:
             return None
         block = self._block_of(usage)
         return cpu_fields.quantize_blocks(x, block, self.scale_kind, self._epsilon, measured=measured)
@@ -67,16 +68,15 @@ class _BlockwiseQuantizer(FP8Quantizer):
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
         block: tuple[int, int] = self.block if usage == "rowwise" else self._columnwise_block  # type: ignore[assignment]
         epsilon = self._epsilon or 0.0  # 0 as a literal: a dynamic graph has other floats as variables
-        # in a graph one operation; eagerly its definition, without the way through the dispatch of operations
-        round_blockwise = q.round_blockwise if torch.compiler.is_compiling() else q.round_blockwise_eagerly
         kind, exact_dtype = self.scale_kind, self.gemm_dtype(dtype)
-        return Operand(round_blockwise(x, block, self.fp8_dtype, kind, exact_dtype, epsilon=epsilon), None)
+        return Operand(q.round_blockwise(x, block, self.fp8_dtype, kind, exact_dtype, epsilon=epsilon), None)
 
     def quantize_fields(
         self, x: Tensor, key: Tensor | None = None, amaxes: Mapping[Usage, Tensor] | None = None
     ) -> Fields:
-        if len(self._usages) == 1 or (self.fp8_dtype is torch.float8_e4m3fn and cpu_fields.ready(x)):
-            return super().quantize_fields(x, key)
+        found = self._all_in_one_pass(x, None, self._usages)
+        if found is not None or len(self._usages) == 1:
+            return super().quantize_fields(x, key) if found is None else self._fields(found, self._usages)
         return self._fields(
             q.quantize_blockwise_both(
                 x,
@@ -108,7 +108,7 @@ class _BlockwiseQuantizer(FP8Quantizer):
         return None if fields is None else (self.operand(x, "rowwise", dtype), fields)
 
     def fields_in_graph(self, x: Tensor, usage: Usage) -> Fields | None:
-        if self.fp8_dtype is not torch.float8_e4m3fn or not cpu_fields.stores(x):
+        if self.fp8_dtype is not torch.float8_e4m3fn or cpu_fields.chosen(x) is not Backend.OPERATION:
             return None
         epsilon = self._epsilon or 0.0  # as in `operand`
         parts = cpu_fields.store_blocks(x, self._block_of(usage), self.scale_kind, epsilon)
@@ -117,11 +117,8 @@ class _BlockwiseQuantizer(FP8Quantizer):
     def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
         data, scale_inv = self._stored(parts, usage)
         dtype = self.gemm_dtype(dtype)
-        if data.dtype is torch.float8_e4m3fn and cpu_fields.ready(data, dtype):
-            return Operand(cpu_fields.decode_blocks(data, scale_inv, self._block_of(usage), dtype), None)
-        if torch.compiler.is_compiling() and cpu_fields.reads(data, dtype):
-            return Operand(cpu_fields.read_blocks(data, scale_inv, self._block_of(usage), dtype), None)
-        return super()._operand(parts, usage, dtype, shape)
+        found = cpu_fields.decoded(data, scale_inv, self._block_of(usage), dtype)
+        return super()._operand(parts, usage, dtype, shape) if found is None else Operand(found, None)
 
     def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # a float32 scale times an FP8 value is not exact in bfloat16
@@ -133,7 +130,7 @@ class _BlockwiseQuantizer(FP8Quantizer):
     ) -> Fields:
         usages = self._usages if usages is None else usages
         usages = [usage for usage in self._usages if usage in usages]
-        parts = self._rows_in_one_pass(x, m_splits, usages) if cpu_fields.ready(x) else None
+        parts = self._all_in_one_pass(x, m_splits, usages)
         if parts is None:
             parts = q.quantize_grouped_blockwise(
                 x,
@@ -147,11 +144,14 @@ class _BlockwiseQuantizer(FP8Quantizer):
             )
         return self._fields(parts, usages)
 
-    def _rows_in_one_pass(self, x: Tensor, m_splits: Tensor, usages: Sequence[Usage]) -> list[Tensor] | None:
-        """Return what `quantize_grouped_blockwise` does by the C++ that quantizes matrices; None where it does not."""
+    def _all_in_one_pass(self, x: Tensor, m_splits: Tensor | None, usages: Sequence[Usage]) -> list[Tensor] | None:
+        """Return data and scales of each usage, of rows in groups of m_splits if any, by the C++ that quantizes
+        matrices; None where it does not."""
         parts: list[Tensor] = []
         for usage in usages:
-            rows = self.row_block(usage)
+            rows = 1 if m_splits is None else self.row_block(usage)
+            if rows > 1 and cpu_fields.chosen(x) is not Backend.COMPILED:
+                return None
             found = self._in_one_pass(x if rows == 1 else pad_rows(x, m_splits, rows), usage, measured=False)
             if found is None:
                 return None

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_models.kernels import quantize as q
+from te_models.kernels.backend import Backend
 from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize import cpu_fields
 from te_models.suggestions import shown
@@ -122,7 +123,11 @@ class Float8Quantizer:
 
     def operand_and_fields_in_graph(self, x: Tensor, dtype: torch.dtype, usage: Usage) -> tuple[Operand, Fields] | None:
         """See `Quantizer.operand_and_fields_in_graph`; records the amax of x."""
-        if self.fp8_dtype is not torch.float8_e4m3fn or self.scale.dim() or not cpu_fields.stores(x):
+        if (
+            self.fp8_dtype is not torch.float8_e4m3fn
+            or self.scale.dim()
+            or cpu_fields.chosen(x) is not Backend.OPERATION
+        ):
             return None
         if self.amax is not None:
             self.amax.copy_(q.raised_amax(x, self.amax))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels import quantize as q
+from te_models.kernels.backend import Backend
 from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize import cpu_fields
 from te_models.kernels.quantize.fp8.dequantize_grouped import dequantize_grouped
@@ -62,7 +63,7 @@ def quantize_by_scale(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Parts
     scale: float32 [...]. Eagerly on a CPU one C++ pass makes E4M3 of a matrix, of a NaN and elsewhere an operation.
     """
     scale_inv = torch.div(torch.ones_like(scale), scale)
-    if fp8_dtype is torch.float8_e4m3fn and cpu_fields.ready(x):
+    if fp8_dtype is torch.float8_e4m3fn and cpu_fields.chosen(x) is Backend.COMPILED:
         found = cpu_fields.quantize_scaled(x, float(scale), float(scale_inv), measured=False)
         if found is not None:
             return found[0], scale_inv
@@ -113,7 +114,7 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
         return quantize_by_scale(x, scale, self.fp8_dtype)
 
     def quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
-        if self.fp8_dtype is not torch.float8_e4m3fn or not cpu_fields.ready(x):
+        if self.fp8_dtype is not torch.float8_e4m3fn or cpu_fields.chosen(x) is not Backend.COMPILED:
             return None
         scale = self.scale(q.amax(x) if amax is None else amax)
         scale_inv = torch.div(torch.ones_like(scale), scale)
@@ -135,7 +136,7 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
         return Operand(*q.round_current(x, self.fp8_dtype, self.gemm_dtype(dtype), pow2=pow2, epsilon=epsilon))
 
     def operand_and_fields_in_graph(self, x: Tensor, dtype: torch.dtype, usage: Usage) -> tuple[Operand, Fields] | None:
-        if self.fp8_dtype is not torch.float8_e4m3fn or not cpu_fields.stores(x):
+        if self.fp8_dtype is not torch.float8_e4m3fn or cpu_fields.chosen(x) is not Backend.OPERATION:
             return None
         pow2, epsilon = self.force_pow_2_scales, self.amax_epsilon or 0.0
         values, data, scale_inv = cpu_fields.store_current(x, pow2, epsilon, self.gemm_dtype(dtype))
@@ -144,7 +145,7 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
     def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
         data, scale_inv = parts
         dtype = self.gemm_dtype(dtype)
-        if torch.compiler.is_compiling() and cpu_fields.reads(data, dtype):
+        if data.dtype is torch.float8_e4m3fn and cpu_fields.chosen(data, dtype) is Backend.OPERATION:
             return Operand(cpu_fields.read_numbers(data, dtype), scale_inv)
         # by way of float32: the compiler vectorises FP8 -> float32, but not FP8 -> bfloat16 (8 times slower on CPU)
         return Operand(q.fp8_to_float(data).to(dtype), scale_inv)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels import quantize as q
+from te_models.kernels.backend import Backend
 from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize import cpu_fields
 from te_models.kernels.quantize.fp8.dequantize_grouped import unpad_rows
@@ -211,7 +212,7 @@ class NVFP4Quantizer(Quantizer):
         if self.nvfp4_use_4over6:
             return self._four_over_six(x, usage, amax)
         if usage == "columnwise" and not self.with_2d_quantization:
-            if cpu_fields.ready(x):
+            if cpu_fields.chosen(x) is Backend.COMPILED:
                 return self._packed(self._transformed(x, usage).mT.contiguous(), amax, key, stream)
             x = x if self.with_random_sign_mask else self._unmasked(x)
             return q.quantize_nvfp4_transposed(x, with_rht=self.with_rht, amax=amax, key=key, stream=stream)
@@ -229,7 +230,12 @@ class NVFP4Quantizer(Quantizer):
 
     def _in_one_pass(self, x: Tensor, amax: Tensor | None, *, measured: bool) -> tuple[Parts, float] | None:
         """Return packed values, scales and amax of x as it lies, and the largest error where it is `measured`."""
-        if not self._ordinary or self.stochastic_rounding or x.shape[-1] % _BLOCK or not cpu_fields.ready(x):
+        if (
+            not self._ordinary
+            or self.stochastic_rounding
+            or x.shape[-1] % _BLOCK
+            or cpu_fields.chosen(x) is not Backend.COMPILED
+        ):
             return None
         amax = q.amax(x) if amax is None else amax
         found = cpu_fields.quantize_nvfp4(x, self.block[0], float(amax), measured=measured)
@@ -264,17 +270,17 @@ class NVFP4Quantizer(Quantizer):
     def _decoded_columns(self, packed: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor | None:
         """Return the columnwise copy of a matrix of this many rows in `dtype`, times its scales, where one pass on a
         CPU decodes it: of whole blocks, as the transform makes them of any number of rows."""
-        if packed.device.type != "cpu" or not self._ordinary:
-            return None
-        if torch.compiler.is_compiling():
-            reads = self.with_rht and cpu_fields.reads(packed, dtype)
-            return cpu_fields.read_nvfp4(packed, scales, dtype) if reads else None
-        whole = self.with_rht or rows % _BLOCK == 0
-        return cpu_fields.decode_nvfp4(packed, scales, dtype) if whole and cpu_fields.ready(packed, dtype) else None
+        chosen = cpu_fields.chosen(packed, dtype) if self._ordinary else Backend.DEFINITION
+        if chosen is Backend.OPERATION and self.with_rht:
+            return cpu_fields.read_nvfp4(packed, scales, dtype)
+        whole = chosen is Backend.COMPILED and (self.with_rht or rows % _BLOCK == 0)
+        return cpu_fields.decode_nvfp4(packed, scales, dtype) if whole else None
 
     def operand_and_fields_in_graph(self, x: Tensor, dtype: torch.dtype, usage: Usage) -> tuple[Operand, Fields] | None:
         # the transform fills up the rows to whole blocks, whatever their number
-        if not self._rotates(usage) or self.stochastic_rounding or not self._ordinary or not cpu_fields.stores(x):
+        if not self._rotates(usage) or self.stochastic_rounding or not self._ordinary:
+            return None
+        if cpu_fields.chosen(x) is not Backend.OPERATION:
             return None
         parts = cpu_fields.store_nvfp4(self._transformed(x, usage).mT.contiguous())
         names = [f"{usage}_{part}" for part in self.PARTS]

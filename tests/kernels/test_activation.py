@@ -7,6 +7,8 @@ import torch
 
 from te_models.kernels.activation import ACTIVATIONS, activation, gated_activation
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_gated_is_the_activation_times_the_other_half(name: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,6 +13,7 @@ from torch.autograd import forward_ad
 from te_models.kernels import cpu_rows
 from te_models.kernels.activation import ACTIVATIONS, activation, gated_activation
 from te_models.kernels.activation import reference as activations
+from te_models.kernels.backend import Backend, forget, using_backend
 from te_models.kernels.cpp_library import CompilationError
 from te_models.kernels.cpu_rows import rows
 from te_models.kernels.norm import reference as norms
@@ -32,12 +31,9 @@ WIDTHS = (1, 7, 8, 33, 64, 100, 128, 576, 577, 1024, 1536, 4100, 9000)
 
 @pytest.fixture
 def library() -> Iterator[None]:
-    """A process that has loaded the libraries of both dtypes."""
-    before = set(rows._loaded)
-    rows._loaded.update(DTYPES)
-    yield
-    rows._loaded.clear()
-    rows._loaded.update(before)
+    """A process that has the libraries of both dtypes."""
+    with using_backend("compiled"):
+        yield
 
 
 def values(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
@@ -194,7 +190,7 @@ def test_gradients_are_those_of_the_definition(
         return y.detach(), first.detach(), torch.autograd.grad(first.sum(), x)[0]
 
     found = gradient()
-    monkeypatch.setattr(rows, "_serves", lambda *_: False)
+    monkeypatch.setattr(rows, "choose", lambda *_: Backend.DEFINITION)
     for ours, expected in zip(found, gradient(), strict=True):
         assert_same(ours, expected)
 
@@ -221,31 +217,34 @@ def test_what_is_traced_or_transformed_gets_the_definition(library: None, call: 
 
 def test_it_serves_plain_matrices_that_it_has_a_library_for(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
     x = values(8, 16)
-    assert rows._serves(x) and rows._serves(x, torch.nn.Parameter(x)) is False and rows._serves(x.float(), x)
-    assert not rows._serves(x.half()) and not rows._serves(x[:0]) and not rows._serves(x.clone().requires_grad_())
+
+    def norm(x: Tensor, weight: Tensor | None = None) -> Tensor | None:
+        return cpu_rows.rms_norm(x, weight, 1e-5, False, True)
+
+    assert (
+        norm(x) is not None and norm(x, torch.nn.Parameter(x[0])) is None and norm(x.float(), x[0].float()) is not None
+    )
+    assert norm(x.half()) is None and norm(x[:0]) is None and norm(x.clone().requires_grad_()) is None
     with torch.no_grad():
-        assert rows._serves(x, torch.nn.Parameter(x))
+        assert norm(x, torch.nn.Parameter(x[0])) is not None
     assert cpu_rows.rms_norm(x, torch.ones(16), 1e-5, False, True) is None, "a product of two dtypes"
     assert cpu_rows.rms_norm(x, torch.ones(1, dtype=BF16), 1e-5, False, True) is None, "a weight that is broadcast"
-    rows._loaded.clear()
-    monkeypatch.setattr(rows, "_machine_has_one", lambda dtype: False)
-    assert not rows._serves(x), "too little to compile a library for"
+    with using_backend("definition"):
+        assert norm(x) is None
 
 
 def test_without_a_compiler_the_definitions_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> None:
         raise CompilationError("there is no C++ compiler")
 
-    monkeypatch.setattr(rows, "_loaded", set())
     monkeypatch.setattr(rows, "_function", missing)
-    monkeypatch.setattr(shared, "available", shared.available)
-    shared._missing.cache_clear()
+    forget()
     before = shared.fallbacks["there is no C++ compiler"]
     x = values(256, 512)
     assert cpu_rows.rms_norm(x, None, 1e-5, False, True) is None
     assert_same(rms_norm(x, None, 1e-5), norms.rms_norm(x, None, 1e-5))
     assert shared.fallbacks["there is no C++ compiler"] > before
-    shared._missing.cache_clear()
+    forget()
 
 
 def test_another_order_of_torchs_sums_is_noticed(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,27 +255,3 @@ def test_another_order_of_torchs_sums_is_noticed(library: None, monkeypatch: pyt
         assert shared.fallbacks["torch adds rows up in another order"]
     finally:
         rows._sums_as_torch.cache_clear()
-
-
-PROCESS = """
-import torch
-from te_models import GPTModel
-from te_models.kernels.cpu_rows import rows
-from tests.te_models.configs import tiny
-model = GPTModel(tiny()).eval()
-with torch.no_grad():
-    model(torch.zeros(1, 8, dtype=torch.int64))
-    assert not rows._loaded, "a first process does not compile for a small model"
-    model(torch.zeros(64, 64, dtype=torch.int64))
-    assert rows._loaded == {torch.float32}
-"""
-
-
-@pytest.mark.costs(12)
-def test_a_process_compiles_for_a_large_call_and_the_next_one_has_it_at_once(tmp_path) -> None:
-    import os
-
-    environment = os.environ | {"TE_MODELS_CACHE": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", PROCESS], check=True, env=environment)
-    second = PROCESS.replace("assert not rows._loaded", "assert rows._loaded")
-    subprocess.run([sys.executable, "-c", second], check=True, env=environment)

@@ -20,9 +20,8 @@ from te_models.kernels.packed_attention import packed_attention, sees_own_docume
 from te_models.kernels.quantize.cpu_graph import library as shared
 from te_models.layers import DotProductAttention
 from te_models.layers.attention import core, dot_product_attention
-from tests.kernels.gemm.test_few_rows import BF16, F32, INSTRUCTIONS, asked_anew
+from tests.kernels.gemm.test_few_rows import BF16, F32, INSTRUCTIONS
 
-__all__ = ["asked_anew"]
 pytestmark = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the kernel is for x86 CPUs with AVX2")
 
 forward, backward = op.flash_attention_fwd._init_fn, op.flash_attention_bwd._init_fn
@@ -410,7 +409,6 @@ def test_without_a_compiler_torchs_kernel_runs(monkeypatch: pytest.MonkeyPatch, 
         raise CompilationError("there is no C++ compiler")
 
     monkeypatch.setattr(library, "_function", load)
-    monkeypatch.setattr(op, "is_there", op.available)
     q, k, v = case((1, 4, 2, 96, 96, 32, 32))
     layer = DotProductAttention(4, 32, 2, qkv_format="bshd")
     y = layer(q, k, v)

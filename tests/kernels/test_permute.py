@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from te_models.kernels.permute import permute, sort_by_expert, unpermute
 from tests.covering import examples
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 
 

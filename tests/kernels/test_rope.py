@@ -10,6 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from te_models.kernels.rope import apply_rope, rope_frequencies, rope_tables
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 
 SCALINGS = {

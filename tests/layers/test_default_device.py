@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import te_models.layers as te
-from te_models.kernels.cpu_rows import rows
-from te_models.kernels.quantize.cpu_graph import library
+from te_models.kernels.backend import using_backend
 from te_models.layers.optimizers import FusedAdam, FusedSGD
 from tests.default_device import defaulting
 
@@ -21,11 +20,10 @@ Case = Callable[[], list[Tensor]]
 
 
 @pytest.fixture
-def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def libraries() -> Iterator[None]:
     """A process that uses the C++ libraries from the start."""
-    monkeypatch.setattr(library, "_machine_has_one", lambda: True)
-    monkeypatch.setattr(rows, "_loaded", {BF16, torch.float32})
-    yield
+    with using_backend("compiled"):
+        yield
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -5,6 +5,7 @@ address."""
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -82,3 +83,56 @@ def test_tensors_on_the_default_device_are_found(code: str) -> None:
 )
 def test_tensors_with_a_device_are_not_found(code: str) -> None:
     assert not list(unplaced(ast.parse(code)))
+
+
+ASKING = re.compile(r"\bdevice\.type|is_compiling\(|\bcompiling\b|\beager_on_cpu\b|import library\b|\.library\b")
+TRACED = "live state, caches and checks of eager code are not part of a graph"
+"""Of recipes, modules and optimizers, which keep something from one call to the next."""
+PLACES = "where something is stored, or is to be sent"
+MAY_ASK = {
+    "layers/functional/gemm_operand.py": "the one place that knows what GEMMs of a device take",
+    "layers/attention/dot_product_attention.py": "masks, windows and dropout that a device's attention has not",
+    "layers/functional/linear.py": "torch's autocast is of a device type",
+    "layers/functional/grouped_operand.py": "splits that the host may read without waiting",
+    "layers/functional/fused_quantize.py": "a graph cannot make a new quantizer",
+    "layers/functional/weight_format.py": "what a graph compares of a weight's format",
+    "layers/functional/double_backward.py": "a graph has no second derivatives",
+    "layers/quantizer/base.py": "a graph cannot make a new quantizer",
+    "layers/quantizer/group_offsets.py": "splits that the host may read without waiting",
+    "layers/dynamo/quantizer_string.py": "the string is a constant of a graph",
+    "layers/distributed/expert_parallel.py": "counts that the host may read without waiting",
+    "layers/distributed/vocab_parallel.py": "labels that the host may read without waiting",
+    "layers/distributed/deepep.py": "the library is for one device",
+    "layers/optimizers/norm.py": "memory: pieces of a large tensor",
+    "layers/optimizers/fused_adamw.py": "noop: the host does not wait for a device",
+    "layers/optimizers/master_weights.py": "memory: pieces of a large tensor",
+    "layers/optimizers/adamw_update.py": "torch's fused kernel cannot be in a graph",
+    "layers/optimizers/moments.py": "moments that are read and rounded in a graph",
+    "layers/ops/fuser.py": "a graph has no second derivatives",
+} | dict.fromkeys(
+    (
+        "layers/functional/wgrad.py",
+        "layers/module/autocast.py",
+        "layers/module/base.py",
+        "layers/module/delayed_scaling.py",
+        "layers/module/parameters_split.py",
+        "layers/module/recipe_state.py",
+        "layers/module/weight_cache.py",
+        "layers/recipe/activation_checkpoint.py",
+        "layers/recipe/context.py",
+        "layers/recipe/recipe_use.py",
+        "layers/tensor/grouped_tensor.py",
+        "layers/tensor/quantized_tensor.py",
+    ),
+    TRACED,
+)
+
+
+def test_layers_do_not_ask_what_runs() -> None:
+    """Kernels do, once, in `kernels/backend.py`: the exceptions ask for another reason, and their number only falls."""
+    asking = {
+        path
+        for path, file in ((str(file.relative_to(ROOT)), file) for file in modules().values())
+        if path.startswith("layers/") and ASKING.search(re.sub(r"#.*", "", file.read_text()))
+    }
+    assert asking == set(MAY_ASK), (sorted(asking - set(MAY_ASK)), sorted(set(MAY_ASK) - asking))

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from ... import cpp_library
+from ...backend import Compiled
 from ...quantize.cpu_graph import library as shared
 from ...threads import threads_for
+from ..gemv import without_instructions
 from ..operand import ScaledOperand
 
 DTYPES = shared.DTYPES
@@ -38,10 +40,13 @@ def _function(format: torch.dtype, dtype: torch.dtype, without: str = "", name: 
     return cpp_library.function("few_rows.cpp", defined, name, _ARGUMENTS[name])
 
 
-def available(format: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether the library for a weight's stored dtype and the dtype of the rows can be compiled and loaded; counts why
-    not (`cpu_graph.library.fallbacks`)."""
-    return shared.available(_function, format, dtype)
+STORED = Compiled(
+    "a product with a stored weight",
+    lambda format, dtype: _function(format, dtype),
+    (*_FORMATS, *DTYPES),
+    against=without_instructions,
+)
+"""Its key is the weight's stored dtype and that of the rows."""
 
 
 def linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:

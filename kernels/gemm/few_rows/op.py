@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ...backend import has_library
 from ...compiling import compiling
 from ...custom_op import Output, direct, flatten, like, operation, takes
 from ...torch_versions import exporting
 from ...without_autocast import without_autocast
 from ..backends import EMULATION, Choice, first_possible, record
 from ..dense import linear as dense
-from ..gemv import LEAST, has_instructions
+from ..gemv import LEAST, without_instructions
 from ..operand import ScaledOperand
 from . import library
 
@@ -43,9 +44,7 @@ def reason_against_format(x: Tensor, weight: ScaledOperand) -> str | None:
         return "the rows of the weight are not contiguous"
     if weight.block is not None and weight.block[1] % 16:
         return f"it is for blocks of whole 16 columns, not of {weight.block}"
-    if not has_instructions():
-        return "it is for x86 CPUs with AVX2, on Linux"
-    return None
+    return without_instructions() or None
 
 
 def serves(x: Tensor, weight: Tensor, groups: int = 1) -> bool:
@@ -71,7 +70,7 @@ def choose_stored(x: Tensor, weight: ScaledOperand) -> Choice:
 
 def as_stored(choice: Choice, x: Tensor, weight: ScaledOperand) -> bool:
     """Count a choice, and return whether the weight is multiplied as it is stored: only where a library is there."""
-    if choice.backend == "few_rows" and not library.available(weight.data.dtype, x.dtype):
+    if choice.backend == "few_rows" and not has_library(library.STORED, weight.data.dtype, x.dtype):
         choice = Choice(choice.operation, EMULATION, (("few_rows", "no library could be compiled"),))
     record(choice, strict=False)
     return choice.backend == "few_rows"

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ... import cpp_library
+from ...backend import Backend, Compiled, choose, has_library
 from ...custom_op import takes
 from ...threads import threads_for
 from ..cpu_graph import library as shared
-from ..eager import eager_on_cpu, plain_on_cpu
 from ..fp8 import reference
 from ..nvfp4 import cpu as nvfp4
 
@@ -54,25 +54,22 @@ _ROWS = takes(
 )
 
 
-def worthwhile(elements: int, dtype: torch.dtype) -> bool:
-    """Whether the library computes as many values of a dtype as these: see `cpu_graph.library.worthwhile`."""
-    return shared.worthwhile(elements, dtype, _function, "te_quantize_blocks", dtype)
+FIELDS = Compiled(
+    "quantizing a matrix",
+    lambda dtype: _function("te_quantize_blocks", dtype),
+    shared.DTYPES,
+    in_graphs="always",
+)
+"""Its key is the dtype of the values."""
 
 
-def available(dtype: torch.dtype) -> bool:
-    """Whether the library of a dtype can be compiled and loaded: see `cpu_graph.library.available`."""
-    return shared.available(_function, "te_quantize_blocks", dtype)
-
-
-def ready(x: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether the library quantizes x: `worthwhile`, and a contiguous matrix that is computed with eagerly on CPU.
-
-    dtype: of the values, where x is stored data that the library decodes.
-    """
-    if x.dim() != 2 or not eager_on_cpu(x) or not x.is_contiguous():
-        return False
-    read = dtype or x.dtype
-    return shared.worthwhile(x.numel(), read, _function, "te_quantize_blocks", read)
+def chosen(x: Tensor, dtype: torch.dtype | None = None) -> Backend:
+    """Return what quantizes a matrix x [R, C], which the library reads as it lies, or where x is stored data, decodes
+    it to `dtype`. OPERATION: one of `op`."""
+    if x.dim() != 2:
+        return Backend.DEFINITION
+    found = choose(FIELDS, x, dtype or x.dtype)
+    return Backend.DEFINITION if found is Backend.COMPILED and not x.is_contiguous() else found
 
 
 @functools.cache
@@ -84,42 +81,25 @@ def _function(name: str, dtype: torch.dtype) -> Any:
 Measured = tuple[Tensor, Tensor, float]
 
 
-class _Error:
-    """Where a function writes the largest error, if that is wanted."""
-
-    def __init__(self, wanted: bool) -> None:
-        self._bits = ctypes.c_uint32() if wanted else None
-
-    def pointer(self) -> Any:
-        return None if self._bits is None else ctypes.byref(self._bits)
-
-    def value(self) -> float:
-        return 0.0 if self._bits is None else ctypes.c_float.from_buffer(self._bits).value
-
-
-def _threads(measured: bool, elements: int) -> int:
-    """Return on how many threads a function runs: conversions, which measure errors, call it from several."""
-    return 1 if measured else threads_for(2 * elements)
-
-
 def quantize_blocks(
     x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: float, *, measured: bool = True
 ) -> Measured | None:
     """Return `fp8.reference.quantize_blockwise` of x [R, C] to E4M3, and the largest |decoded - x|, 0 unless
     `measured`; None for a NaN, and for what the library does not take."""
-    if _BLOCKS.misfit_on_cpu(x, block, scale_kind):
+    if choose(FIELDS, x) is not Backend.COMPILED or _BLOCKS.misfit_on_cpu(x, block, scale_kind):
         return None
     rows, columns = x.shape
     data = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device="cpu")
     grid = -(-rows // block[0]), -(-columns // block[1])
     scales = torch.empty(grid, dtype=torch.uint8 if scale_kind == "e8m0" else torch.float32, device="cpu")
     pointers = (scales.data_ptr(), None) if scale_kind == "e8m0" else (None, scales.data_ptr())
-    kind, overflow, error = _KINDS.index(scale_kind), torch.finfo(x.dtype).max, _Error(measured)
+    kind, overflow, error = _KINDS.index(scale_kind), torch.finfo(x.dtype).max, ctypes.c_uint32()
     sizes = (rows, columns, *block, kind, epsilon, overflow)
-    run = _function("te_quantize_blocks", x.dtype)
-    if run(x.data_ptr(), data.data_ptr(), *pointers, *sizes, error.pointer(), _threads(measured, x.numel())):
+    # conversions, which measure errors, call this from several threads of their own
+    measuring = (ctypes.byref(error), 1) if measured else (None, threads_for(2 * x.numel()))
+    if _function("te_quantize_blocks", x.dtype)(x.data_ptr(), data.data_ptr(), *pointers, *sizes, *measuring):
         return None
-    return data, scales, error.value()
+    return data, scales, ctypes.c_float.from_buffer(error).value
 
 
 def quantize_scaled(x: Tensor, scale: float, inverse: float, *, measured: bool = True) -> tuple[Tensor, float] | None:
@@ -127,31 +107,31 @@ def quantize_scaled(x: Tensor, scale: float, inverse: float, *, measured: bool =
     `measured`; None for a NaN, and for what the library does not take."""
     if _MATRIX.misfit_on_cpu(x) or not (math.isfinite(scale) and math.isfinite(inverse)):
         return None
-    data, error = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device="cpu"), _Error(measured)
-    run = _function("te_quantize_scaled", x.dtype)
-    if run(x.data_ptr(), data.data_ptr(), x.numel(), scale, inverse, error.pointer(), _threads(measured, x.numel())):
+    data, error = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device="cpu"), ctypes.c_uint32()
+    measuring = (ctypes.byref(error), 1) if measured else (None, threads_for(2 * x.numel()))
+    if _function("te_quantize_scaled", x.dtype)(x.data_ptr(), data.data_ptr(), x.numel(), scale, inverse, *measuring):
         return None
-    return data, error.value()
+    return data, ctypes.c_float.from_buffer(error).value
 
 
 def quantize_nvfp4(x: Tensor, block_rows: int, amax: float, *, measured: bool = True) -> Measured | None:
     """Return packed and scales of `nvfp4.reference.quantize_nvfp4` of x [R, C], C a multiple of 16, and the largest
     |decoded - x|, 0 unless `measured`; None for a NaN, and for what the library does not take."""
-    if _OF_SIXTEEN.misfit_on_cpu(x, block_rows):
+    if choose(FIELDS, x) is not Backend.COMPILED or _OF_SIXTEEN.misfit_on_cpu(x, block_rows):
         return None
     rows, columns = x.shape
     packed = torch.empty((rows, columns // 2), dtype=torch.uint8, device="cpu")
-    scales, error = torch.empty((rows, columns // 16), dtype=torch.float8_e4m3fn, device="cpu"), _Error(measured)
+    scales, error = torch.empty((rows, columns // 16), dtype=torch.float8_e4m3fn, device="cpu"), ctypes.c_uint32()
+    measuring = (ctypes.byref(error), 1) if measured else (None, threads_for(2 * x.numel()))
     run = _function("te_quantize_nvfp4", x.dtype)
-    sizes = rows, columns, block_rows, amax
-    if run(x.data_ptr(), packed.data_ptr(), scales.data_ptr(), *sizes, error.pointer(), _threads(measured, x.numel())):
+    if run(x.data_ptr(), packed.data_ptr(), scales.data_ptr(), rows, columns, block_rows, amax, *measuring):
         return None
-    return packed, scales, error.value()
+    return packed, scales, ctypes.c_float.from_buffer(error).value
 
 
 def decode_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return `fp8.reference.dequantize_blockwise` of E4M3 [R, C] in `dtype`. scales: of `quantize_blocks`."""
-    if _STORED.misfit_on_cpu(data, block, scales, dtype) or not plain_on_cpu(scales):
+    if _STORED.misfit_on_cpu(data, block, scales, dtype) or (scales.requires_grad and torch.is_grad_enabled()):
         return reference.dequantize_blockwise(data, scales, block, dtype)
     data, scales = data.contiguous(), scales.contiguous()
     out = torch.empty(data.shape, dtype=dtype, device="cpu")
@@ -163,7 +143,7 @@ def decode_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: t
 
 def decode_nvfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `nvfp4.cpu.decode_blocks` in `dtype`: packed [R, C / 2] times E4M3 scales [R, C / 16] -> [R, C]."""
-    if _PACKED.misfit_on_cpu(packed, scales, dtype) or not plain_on_cpu(scales):
+    if _PACKED.misfit_on_cpu(packed, scales, dtype) or (scales.requires_grad and torch.is_grad_enabled()):
         return nvfp4.decode_blocks(packed, scales, 2 * packed.shape[-1]).to(dtype)
     packed, scales = packed.contiguous(), scales.contiguous()
     rows, columns = packed.shape[0], 2 * packed.shape[1]
@@ -185,7 +165,6 @@ def decode_e4m3(data: Tensor, scales: Tensor, width: int, dtype: torch.dtype) ->
 
 def has_nan(data: Tensor) -> bool:
     """Whether one of these bytes of E4M3, contiguous and on CPU, is NaN: seven ones below its sign."""
-    # to look at a byte takes less than a 64th of what it takes to quantize a number: it alone is worth no compilation
-    if not data.is_contiguous() or not worthwhile(data.numel() // 64, torch.bfloat16):
+    if not data.is_contiguous() or not data.numel() or not has_library(FIELDS, torch.bfloat16):
         return bool((data.view(torch.uint8) & 0x7F == 0x7F).any())
     return bool(_function("te_has_nan", torch.bfloat16)(data.data_ptr(), data.numel()))

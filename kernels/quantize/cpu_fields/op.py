@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...backend import Backend, choose, has_library
 from ...custom_op import Output, like, operation, takes
 from ..cpu_graph import library as rounding
-from ..cpu_graph.op import in_cpu_graph, matrix_amax
-from ..eager import eager_on_cpu, plain_on_cpu
+from ..cpu_graph.op import matrix_amax
+from ..eager import plain_on_cpu
 from ..fp8 import blocks, reference
 from ..fp8.cpu import fp8_to_float
 from ..nvfp4 import cpu as nvfp4
@@ -20,18 +21,8 @@ from . import library
 E4M3 = torch.float8_e4m3fn
 
 
-def stores(x: Tensor) -> bool:
-    """Whether x is a matrix that is traced for a graph that a CPU runs."""
-    return x.dim() == 2 and in_cpu_graph(x)
-
-
-def reads(data: Tensor, dtype: torch.dtype) -> bool:
-    """Whether stored data is a matrix that is traced for a graph that a CPU runs, which reads it in this dtype."""
-    return data.dim() == 2 and data.dtype in (E4M3, torch.uint8) and in_cpu_graph(data.new_empty(0, dtype=dtype))
-
-
 def _in_one_pass(x: Tensor) -> bool:
-    return bool(x.numel()) and x.dtype in rounding.DTYPES and eager_on_cpu(x) and library.available(x.dtype)
+    return choose(library.FIELDS, x) is Backend.COMPILED
 
 
 def _blocks(x: Tensor, block: list[int], scale_kind: str) -> tuple[Output, Output]:
@@ -66,9 +57,17 @@ def store_blocks(x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: fl
 def read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return `dequantize_blockwise` of E4M3 data [R, C]. scales: as a grid, or as one line."""
     scales = scales.view(blocks.grid(*data.shape, block)) if scales.dim() == 1 else scales
-    if data.numel() and eager_on_cpu(data) and library.available(dtype):
+    if choose(library.FIELDS, data, dtype) is Backend.COMPILED:
         return library.decode_blocks(data, scales, block, dtype)
     return reference.dequantize_blockwise(data, scales, block, dtype)
+
+
+def decoded(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+    """Return E4M3 data [R, C] times its scales by the library or `read_blocks`; None for the definition."""
+    chosen = choose(library.FIELDS, data, dtype) if data.dtype is E4M3 and data.dim() == 2 else Backend.DEFINITION
+    if chosen is Backend.COMPILED and data.is_contiguous():
+        return library.decode_blocks(data, scales, block, dtype)
+    return read_blocks(data, scales, block, dtype) if chosen is Backend.OPERATION else None
 
 
 @operation(
@@ -79,7 +78,7 @@ def read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: tor
 )
 def read_numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Return E4M3 data [R, C] in `dtype`, still scaled: an operation, or the graph would store what it returns."""
-    if data.numel() and eager_on_cpu(data) and library.available(dtype):
+    if choose(library.FIELDS, data, dtype) is Backend.COMPILED:
         one = torch.ones(1, 1, dtype=torch.float32, device=data.device)
         return library.decode_blocks(data, one, (data.shape[0], data.shape[1]), dtype)
     return fp8_to_float(data).to(dtype)
@@ -109,7 +108,7 @@ def _unpacked(packed: Tensor, dtype: torch.dtype) -> Output:
 @operation("read_nvfp4", _unpacked, takes=_PACKED, cpu_only=True)
 def read_nvfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `store_nvfp4` made in `dtype`, still scaled by the amax: [R, C]."""
-    if packed.numel() and eager_on_cpu(packed) and library.available(dtype):
+    if choose(library.FIELDS, packed, dtype) is Backend.COMPILED:
         return library.decode_nvfp4(packed, scales, dtype)
     return nvfp4.decode_blocks(packed, scales, 2 * packed.shape[1]).to(dtype)
 
@@ -140,8 +139,7 @@ def store_scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    fits = _in_one_pass(x) and dtype in rounding.DTYPES and plain_on_cpu(scale)
-    if fits and rounding.available(None, "te_round_scaled", x.dtype, dtype):
+    if _in_one_pass(x) and plain_on_cpu(scale) and has_library(rounding.ROUND_SCALED, x.dtype, dtype):
         found = library.quantize_scaled(x.contiguous(), float(scale), 1.0, measured=False)
         if found is not None:
             return rounding.round_scaled(x, scale, E4M3, dtype), found[0]

@@ -8,17 +8,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import threading
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_models.child_process import renew_in_forks
-
 from ... import cpp_library
+from ...backend import Compiled
+from ...backend import fallbacks as fallbacks
 from ...threads import threads_for
 from .. import hadamard
 
@@ -42,70 +39,24 @@ _ARGUMENTS = {
 _OF_NVFP4 = ("te_round_nvfp4", "te_global_decode", "te_random_hadamard")
 
 
-fallbacks: Counter[str] = Counter()
-"""Why the definitions ran in place of the library -> how many operations they computed."""
-
-
 @functools.cache
 def _function(name: str, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return a function of the library for these dtypes."""
-    return cpp_library.function(*_code(name, dtype, out_dtype), name, _ARGUMENTS[name])
-
-
-def _code(name: str, dtype: torch.dtype, out_dtype: torch.dtype) -> tuple[str, dict[str, str]]:
-    """Return the file of the library that has a function, and its macros."""
     file = "round_nvfp4.cpp" if name in _OF_NVFP4 else "round_fp8.cpp"
-    return file, {"INPUT": NAMES[dtype], "RESULT": NAMES[out_dtype]}
+    return cpp_library.function(file, {"INPUT": NAMES[dtype], "RESULT": NAMES[out_dtype]}, name, _ARGUMENTS[name])
 
 
-@functools.cache
-def _machine_has_one() -> bool:
-    """Whether a process of this machine has compiled a library before."""
-    return cpp_library.is_cached(*_code("te_round_fp8", torch.bfloat16, torch.bfloat16))
+def _compiled(operation: str, name: str) -> Compiled:
+    """Return what the backend knows of an operation, whose key is the dtype of x and that of the result, if any."""
+    return Compiled(operation, lambda *dtypes: _function(name, *dtypes), DTYPES, in_graphs="always")
 
 
-LEAST = 1 << 26
-"""Elements that a process quantizes or decodes by the definitions before a library is worth its compilation, where this
-machine has none yet: about as long as that takes."""
-
-
-_elements, _counting = [0], threading.Lock()
-"""How many elements the process has had, by threads that may be several."""
-renew_in_forks(_counting)
-
-
-def worthwhile(
-    elements: int, dtype: torch.dtype, load: Callable[..., object] | None = None, *arguments: object
-) -> bool:
-    """Whether a library computes as many values of a dtype as these outside of a graph: where this machine has one, or
-    in a process that has had enough of them and a compiler. load, arguments: see `available`."""
-    if dtype not in DTYPES or not elements:
-        return False
-    if not _machine_has_one():
-        with _counting:
-            _elements[0] += elements
-        if _elements[0] <= LEAST:
-            return False
-    return available(load, *arguments)
-
-
-def available(load: Callable[..., object] | None = None, *arguments: object) -> bool:
-    """Whether a library can be compiled and loaded; counts in `fallbacks` why not. load: is called with the arguments
-    to load it; None: `_function` of this one."""
-    reason = _missing(load or _function, *arguments or ("te_round_fp8",))
-    if reason:
-        fallbacks[reason] += 1
-    return not reason
-
-
-@functools.cache
-def _missing(load: Callable[..., object], *arguments: object) -> str:
-    """Return what is missing of the machine, or ""."""
-    try:
-        load(*arguments)
-    except cpp_library.CompilationError as error:
-        return str(error)
-    return ""
+ROUND_FP8 = _compiled("round_blockwise", "te_round_fp8")
+ROUND_CURRENT = _compiled("round_current", "te_round_current")
+ROUND_SCALED = _compiled("round_per_tensor", "te_round_scaled")
+ROUND_NVFP4 = _compiled("round_nvfp4", "te_round_nvfp4")
+TRANSFORM = _compiled("random_hadamard", "te_random_hadamard")
+ROW_AMAX = _compiled("amax", "te_row_amax")
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:
@@ -124,7 +75,8 @@ def round_fp8(
     overflow = torch.finfo(x.dtype).max
     scales = (fp8_dtype is torch.float8_e5m2, KINDS.index(scale_kind), epsilon, overflow)
     run = _function("te_round_fp8", x.dtype, dtype)
-    run(x.data_ptr(), out.data_ptr(), *_sizes(x), *block, *scales, threads_for(x.numel()))
+    sizes = math.prod(x.shape[:-2]), x.shape[-2], x.shape[-1]
+    run(x.data_ptr(), out.data_ptr(), *sizes, *block, *scales, threads_for(x.numel()))
     return out
 
 

@@ -6,10 +6,8 @@ from .library import (
     available,
     decode_moments,
     encode_moments,
-    has_update,
     round_moments,
     updates,
-    worthwhile,
 )
 
 __all__ = [
@@ -18,8 +16,6 @@ __all__ = [
     "available",
     "decode_moments",
     "encode_moments",
-    "has_update",
     "round_moments",
     "updates",
-    "worthwhile",
 ]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import cpp_library
+from ...backend import Backend, Compiled, choose, has_library
 from ...custom_op import Takes, apart, takes
 from ...threads import threads_for
 from ..cpu_graph import library as shared
@@ -39,23 +40,15 @@ _STORED = takes(
 _FLOAT8 = takes(
     "weight: float32|bfloat16 [*S] written; gradient: float32|bfloat16 [*S] contiguous;"
     "first: float8_e4m3fn written; first_scale_inv: float32 written;"
-    "second: float8_e4m3fn written; second_scale_inv: float32 written"
+    "second: float8_e4m3fn written; second_scale_inv: float32 written;"
+    "first.numel() == second.numel() == 128 * first_scale_inv.numel() == 128 * second_scale_inv.numel();"
+    "first_scale_inv.numel() == -(-weight.numel() // 128)"
 )
 _PLAIN = takes(
     "weight: float32|bfloat16 [*S] written; gradient: float32|bfloat16 [*S] contiguous; first: T written;"
-    "second: T written",
+    "second: T written; first.numel() == second.numel() == weight.numel()",
     T=(torch.float32, torch.bfloat16),
 )
-
-
-def updates(weight: Tensor, gradient: Tensor, moments: Sequence[Tensor]) -> bool:
-    """Whether `adamw_step` is for these: what it reads and writes, none of it in the same memory."""
-    blocks = -(-weight.numel() // BLOCK)
-    sizes = [blocks * BLOCK, blocks] * 2 if len(moments) == 4 else [weight.numel()] * 2
-    if [moment.numel() for moment in moments] != sizes:
-        return False
-    description: Takes = _FLOAT8 if len(moments) == 4 else _PLAIN
-    return not description.misfit_on_cpu(weight, gradient, *moments)
 
 
 def _writes(out: Sequence[Tensor], read: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> bool:
@@ -71,20 +64,29 @@ def _function(name: str, gradient: torch.dtype = torch.float32, weight: torch.dt
     return cpp_library.function(file, defined, name, _ARGUMENTS[name], _INT)
 
 
+MOMENTS = Compiled("storing moments", lambda: _function(_ENCODE), ())
+"""For any tensors: its functions look at each."""
+ADAMW = Compiled(
+    "a step of AdamW",
+    lambda weight, gradient: _function("te_adamw_float8", gradient, weight),
+    shared.DTYPES,
+)
+"""Its key is the dtype of the weight and that of its gradient."""
+
+
+def updates(weight: Tensor, gradient: Tensor, moments: Sequence[Tensor]) -> bool:
+    """Whether `adamw_step` updates these here and now: what it reads and writes, none of it in the same memory."""
+    if weight.dtype is gradient.dtype is moments[0].dtype is torch.float32:
+        return False  # which torch's kernel updates as they are
+    if choose(ADAMW, weight, weight.dtype, gradient.dtype) is not Backend.COMPILED:
+        return False
+    description: Takes = _FLOAT8 if len(moments) == 4 else _PLAIN
+    return not description.misfit_on_cpu(weight, gradient, *moments)
+
+
 def available(*tensors: Tensor) -> bool:
-    """Whether these are contiguous tensors on CPU, and the library can be compiled; counts why not
-    (`cpu_graph.library.fallbacks`)."""
-    return all(t.device.type == "cpu" and t.is_contiguous() for t in tensors) and shared.available(_function, _ENCODE)
-
-
-def worthwhile(elements: int, dtype: torch.dtype) -> bool:
-    """Whether eager code is to call the library for so many elements: see `cpu_graph.library.worthwhile`."""
-    return shared.worthwhile(elements, dtype, _function, _ENCODE)
-
-
-def has_update(weight: torch.dtype, gradient: torch.dtype) -> bool:
-    """Whether the library that updates weights of one dtype with gradients of another can be compiled and loaded."""
-    return shared.available(_function, "te_adamw_float8", gradient, weight)
+    """Whether these are contiguous tensors on CPU, and there is a library."""
+    return all(t.device.type == "cpu" and t.is_contiguous() for t in tensors) and has_library(MOMENTS)
 
 
 def encode_moments(

@@ -90,7 +90,12 @@ def round_nvfp4(
 
 
 def round_current_nvfp4(
-    x: Tensor, dtype: torch.dtype, *, block: tuple[int, int], key: Tensor | None = None, stream: int = 0
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    block: tuple[int, int] = (1, BLOCK),
+    key: Tensor | None = None,
+    stream: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Scale each matrix of x [..., R, C] by its own amax: return (`round_nvfp4` of it, what is left to multiply with,
     float32 [...])."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import random
-import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from te_models.checkpoints.io import sha256
-from te_models.checkpoints.io.sha256 import Library, digests_of_each
+from te_models.checkpoints.io.sha256 import digests_of_each
 from te_models.kernels import cpp_library
+from te_models.kernels.backend import explain, fallbacks, has_library, using_backend
 
 SIZES = (1, 55, 56, 57, 63, 64, 65, 119, 120, 128, 1000, 4096, 5000)
 
@@ -25,26 +26,15 @@ def random_bytes(count: int) -> memoryview:
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Library:
-    """A process that has hashed nothing, on a machine without the library."""
-    library = Library()
-    monkeypatch.setattr(sha256, "library", library)
-    monkeypatch.setattr(sha256, "_is_cached", lambda: False)
-    return library
-
-
-@pytest.fixture(scope="module")
-def function():
-    """The compiled function; skips where the processor has no instructions for SHA-256."""
-    try:
-        return cpp_library.function("sha256.cpp", {}, "te_sha256", sha256._ARGUMENTS)
-    except cpp_library.CompilationError as error:
-        pytest.skip(str(error))
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of any size go to the library; skips where the processor has no instructions for SHA-256."""
+    monkeypatch.setattr(sha256, "LEAST", 0)
+    if not has_library(sha256.SHA256):
+        pytest.skip(explain(sha256.SHA256, torch.empty(1)))
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_digests_are_those_of_hashlib(size: int, function, fresh: Library) -> None:
-    fresh._function = function
+def test_digests_are_those_of_hashlib(size: int, library: None) -> None:
     for count in range(1, 14):
         data = random_bytes(count * size)
         assert digests_of_each(data, size) == by_hashlib(data, size)
@@ -53,48 +43,32 @@ def test_digests_are_those_of_hashlib(size: int, function, fresh: Library) -> No
     assert digests_of_each(memoryview(b""), size) == b""
 
 
-def test_only_bytes_that_can_be_written_have_an_address(function, fresh: Library) -> None:
-    fresh._function = function
+def test_only_bytes_that_can_be_written_have_an_address(library: None) -> None:
     data = bytes(random_bytes(300))
     assert digests_of_each(memoryview(data), 100) == by_hashlib(data, 100)
 
 
-def test_the_library_is_compiled_after_much_work(fresh: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a thread of its own: those that hash do not wait for it."""
-    calls, go = [], threading.Event()
-
-    def compiled(*arguments: object) -> str:
-        calls.append(threading.current_thread().name)
-        assert go.wait(10)
-        return "function"
-
-    monkeypatch.setattr(cpp_library, "function", compiled)
-    monkeypatch.setattr(sha256, "LEAST", 1000)
-    assert fresh.function(1000) is None and not calls
-    assert fresh.function(1) is None and fresh.function(5000) is None
-    go.set()
-    for thread in threading.enumerate():
-        if thread.name == "compile sha256":
-            thread.join(10)
-    assert calls == ["compile sha256"] and fresh.function(1) == "function"
+def test_few_bytes_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sha256, "_function", lambda: pytest.fail("compiled"))
+    data = random_bytes(300)
+    assert digests_of_each(data, 100) == by_hashlib(data, 100)
+    monkeypatch.setattr(sha256, "LEAST", 0)
+    with using_backend("definition"):
+        assert digests_of_each(data, 100) == by_hashlib(data, 100)
 
 
-def test_a_machine_that_has_the_library_uses_it_at_once(fresh: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sha256, "_is_cached", lambda: True)
-    monkeypatch.setattr(cpp_library, "function", lambda *arguments: "function")
-    assert fresh.function(1) == "function"
+def test_hashlib_stays_where_there_is_no_library(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
+    def fails() -> None:
+        raise cpp_library.CompilationError("#error the processor has no instructions for SHA-256")
 
-
-def test_hashlib_stays_where_there_is_no_library(fresh: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*arguments: object) -> None:
-        raise cpp_library.CompilationError("the processor has no instructions for SHA-256")
-
-    monkeypatch.setattr(sha256, "_is_cached", lambda: True)
-    monkeypatch.setattr(cpp_library, "function", fails)
+    monkeypatch.setattr(sha256, "LEAST", 0)
+    monkeypatch.setattr(sha256, "_function", fails)
     data = random_bytes(300)
     for _ in range(2):
         assert digests_of_each(data, 100) == by_hashlib(data, 100)
-    assert fresh._started and fresh._function is None
+    with using_backend("compiled"):  # is no error for what is not for this processor
+        assert digests_of_each(data, 100) == by_hashlib(data, 100)
+    assert not fallbacks
 
 
 def test_a_processor_without_the_instructions_says_so(tmp_path: Path) -> None:

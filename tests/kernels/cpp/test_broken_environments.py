@@ -24,6 +24,7 @@ ANEW = "import tempfile\ntempfile.tempdir = None\n"  # the fork server has looke
 NORM = """
 import json, warnings
 import torch
+from te_models.kernels.backend import has_library
 from te_models.kernels.cpu_rows import rows
 from te_models.kernels.norm import op, reference
 from te_models.kernels.quantize.cpu_graph import library as shared
@@ -32,8 +33,8 @@ with warnings.catch_warnings(record=True) as said, torch.no_grad():
     warnings.simplefilter("always")
     for _ in range(3):
         assert torch.equal(op.rms_norm(x, None, 1e-5), reference.rms_norm(x, None, 1e-5))
-said = [str(warning.message) for warning in said]
-print(json.dumps({"loaded": bool(rows._loaded), "said": said, "fallbacks": shared.fallbacks}))
+said, counted = [str(warning.message) for warning in said], dict(shared.fallbacks)
+print(json.dumps({"loaded": has_library(rows.ROWS, x.dtype), "said": said, "fallbacks": counted}))
 """
 IN_OWN_MOUNTS = """
 import ctypes, sys
@@ -164,8 +165,8 @@ CASES = {
         True,
         OWN,
         before="from te_models.kernels.cpp_library import _name, _source\n"
-        "from te_models.kernels.cpu_rows.rows import _code\nimport os, torch\n"
-        "os.umask(0o77)\nos.makedirs('HERE/cache/cpp/' + _name(_source(*_code(torch.float32))))",
+        "import os\n"
+        "os.umask(0o77)\nos.makedirs('HERE/cache/cpp/' + _name(_source('rows.cpp', {'INPUT': 'Float32'})))",
     ),
 }
 
@@ -173,7 +174,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def library() -> Path:
     """The library of a norm of float32."""
-    source = cpp_library._source(*rows._code(torch.float32))
+    source = cpp_library._source("rows.cpp", {"INPUT": "Float32"})
     rows._function("te_rms_norm", torch.float32)
     return cpp_cache.shared_folder() / cpp_library._name(source)
 

@@ -15,10 +15,9 @@ from torch import Generator, Tensor
 
 from te_models.kernels import activation, flash_attention, norm, permute, rope
 from te_models.kernels import quantize as q
-from te_models.kernels.cpu_rows import rows
+from te_models.kernels.backend import Backend, using_backend
 from te_models.kernels.decode_attention import op as decode
 from te_models.kernels.gemm import dense, few_rows, gemv
-from te_models.kernels.gemm.few_rows import library as stored_library
 from te_models.kernels.gemm.few_rows import op as few_rows_op
 from te_models.kernels.gemm.operand import ScaledOperand
 from te_models.kernels.grouped_gemm import grouped_gemm, stored_grouped_gemm
@@ -46,47 +45,24 @@ class Case(NamedTuple):
     definition: Callable[..., Any] | None = None
 
 
-def _always(elements: int, dtype: torch.dtype, load: Callable[..., object] | None = None, *arguments: object) -> bool:
-    return dtype in graph.DTYPES and elements > 0 and graph.available(load, *arguments)
-
-
 @contextlib.contextmanager
 def with_libraries() -> Iterator[None]:
     """Call the libraries from a few elements on."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(using_backend("compiled"))
         for module, name, value in (
             (gemv, "LEAST", FEWEST),
             (few_rows_op, "LEAST", FEWEST),
             (decode, "LEAST", FEWEST),
-            (rows, "LEAST", 0),
-            (graph, "worthwhile", _always),
             (flash_attention.op, "FEWEST", dict.fromkeys(graph.DTYPES, 1)),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield
 
 
-@contextlib.contextmanager
-def without_libraries() -> Iterator[None]:
+def without_libraries() -> contextlib.AbstractContextManager[None]:
     """Call none of them."""
-
-    def no(*arguments: Any) -> bool:
-        return False
-
-    with contextlib.ExitStack() as stack:
-        for module, name in (
-            (gemv, "_is_there"),
-            (stored_library, "available"),
-            (decode, "_is_there"),
-            (rows, "_is_there"),
-            (graph, "worthwhile"),
-            (graph, "available"),
-            (fields, "available"),
-            (flash_attention.op, "is_there"),
-            (flash_attention.op, "available"),
-        ):
-            stack.enter_context(mock.patch.object(module, name, no))
-        yield
+    return using_backend("definition")
 
 
 def drawn(generator: Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -207,12 +183,12 @@ def _packed(g: Generator, dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def _decode_blocks(data: Tensor, scales: Tensor) -> Tensor:
-    decode_them = fields.decode_blocks if fields.ready(data, BF16) else fp8.dequantize_blockwise
+    decode_them = fields.decode_blocks if fields.chosen(data, BF16) is Backend.COMPILED else fp8.dequantize_blockwise
     return decode_them(data, scales, (1, 32), BF16)
 
 
 def _decode_nvfp4(packed: Tensor, scales: Tensor) -> Tensor:
-    if fields.ready(packed, F32):
+    if fields.chosen(packed, F32) is Backend.COMPILED:
         return fields.decode_nvfp4(packed, scales, F32)
     return nvfp4.decode_blocks(packed, scales, 2 * packed.shape[-1])
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -244,15 +242,6 @@ def test_inductor_runs_it() -> None:
     torch._dynamo.reset()
     with torch.no_grad():
         assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))
-
-
-@pytest.fixture
-def asked_anew() -> Iterator[None]:
-    shared._missing.cache_clear()
-    shared.fallbacks.clear()
-    yield
-    shared._missing.cache_clear()
-    shared.fallbacks.clear()
 
 
 def test_without_a_compiler_the_weight_is_dequantized(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:

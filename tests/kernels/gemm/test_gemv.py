@@ -17,10 +17,9 @@ from te_models.kernels.grouped_gemm import grouped_gemm
 from te_models.kernels.grouped_gemm.reference import multiply
 from te_models.kernels.quantize.cpu_graph import library as shared
 from te_models.layers import GroupedLinear, Linear
-from tests.kernels.gemm.test_few_rows import BF16, F32, INSTRUCTIONS, asked_anew, assert_within_bound, rows
+from tests.kernels.gemm.test_few_rows import BF16, F32, INSTRUCTIONS, assert_within_bound, rows
 from tests.te_models.configs import tiny
 
-__all__ = ["asked_anew"]
 pytestmark = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the kernel is for x86 CPUs with AVX2")
 SHAPES = ((256, 512), (515, 336), (301, 1123), (70000, 3))  # of weights; columns that end within four vectors, and one
 
@@ -176,7 +175,6 @@ def test_without_a_compiler_a_gemm_runs(monkeypatch: pytest.MonkeyPatch, asked_a
         raise CompilationError("there is no C++ compiler")
 
     monkeypatch.setattr(gemv, "_function", load)
-    monkeypatch.setattr(gemv, "_is_there", gemv.available)
     weight, x = weight_of((256, 512), F32), rows(1, 512, F32)
     with torch.no_grad():
         y = dense.linear(x, weight)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from te_models.kernels.backend import Backend, using_backend
 from te_models.kernels.quantize import cpu_fields
-from te_models.kernels.quantize.cpu_graph import library
 from te_models.kernels.quantize.fp8.blocks import per_element
 from te_models.layers import GroupedLinear, Linear, NVFP4BlockScaling, Recipe, autocast, recipe
 from te_models.layers.quantizer import (
@@ -22,8 +22,6 @@ from te_models.layers.quantizer import (
 )
 from tests.kernels.triton.quantize.quantize_cases import E4M3, hard, ordinary
 
-LEAST = library.LEAST
-"""As it is without the tests."""
 ROWWISE = {"rowwise": True, "columnwise": False}
 COLUMNWISE = {"rowwise": False, "columnwise": True}
 QUANTIZERS: list[Quantizer] = [
@@ -39,14 +37,12 @@ DTYPES = [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
 """Each compiles a library."""
 
 
-@contextlib.contextmanager
-def at_work() -> Iterator[None]:
-    """The library computes from the first element on."""
-    before, library.LEAST = library.LEAST, 0
-    try:
-        yield
-    finally:
-        library.LEAST = before
+pytestmark = pytest.mark.usefixtures("definitions")
+
+
+def at_work() -> contextlib.AbstractContextManager[None]:
+    """The library computes."""
+    return using_backend("compiled")
 
 
 def _inputs(dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -161,16 +157,8 @@ def test_decoding(dtype: torch.dtype) -> None:
     assert torch.equal(found[~nan].view(torch.uint8), wanted[~nan].view(torch.uint8))
 
 
-def test_little_work_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "LEAST", LEAST)
-    monkeypatch.setattr(library, "_elements", [0])
-    monkeypatch.setattr(library, "available", lambda trial: pytest.fail("asked for a compiler"))
-    assert not cpu_fields.ready(torch.randn(8, 32))
-
-
-def test_what_the_machine_has_is_used_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "LEAST", LEAST)
-    monkeypatch.setattr(library, "_elements", [0])
-    monkeypatch.setattr(library, "_machine_has_one", lambda: True)
-    assert cpu_fields.ready(torch.randn(8, 32))
-    assert not cpu_fields.ready(torch.randn(8, 32).mT), "not as it lies"
+def test_the_library_reads_matrices_as_they_lie() -> None:
+    assert cpu_fields.chosen(torch.randn(8, 32)) is Backend.DEFINITION
+    with at_work():
+        assert cpu_fields.chosen(torch.randn(8, 32)) is Backend.COMPILED
+        assert cpu_fields.chosen(torch.randn(8, 32).mT) is Backend.DEFINITION, "not as it lies"

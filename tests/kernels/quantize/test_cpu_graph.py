@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels import quantize as q
+from te_models.kernels.backend import BackendError, using_backend
 from te_models.kernels.cpp_library import CompilationError
 from te_models.kernels.custom_op import like, operation
 from te_models.kernels.quantize import hadamard
@@ -21,8 +22,6 @@ from te_models.kernels.quantize.nvfp4 import reference as nvfp4
 from tests.kernels.described import Calls
 from tests.kernels.triton.quantize.quantize_cases import E4M3, E5M2, hard, ordinary, signed_zeros
 
-LEAST = library.LEAST
-"""As it is without the tests."""
 F32, BF16 = torch.float32, torch.bfloat16
 VMAP_HAS_BITS = torch.__version__ >= "2.13"
 SHAPES = [(64, 256), (70, 75), (3, 33, 140), (1, 1), (0, 16)]
@@ -133,7 +132,7 @@ EAGER: dict[str, tuple[str, Callable[[Tensor], Any], Callable[[Tensor], Any]]] =
     ),
     "fp8, as quantizers call it": (
         "round_fp8",
-        lambda x: q.round_blockwise_eagerly(x, (32, 1), E4M3, "pow2", F32, epsilon=0.1),
+        lambda x: q.round_blockwise(x, (32, 1), E4M3, "pow2", F32, epsilon=0.1),
         lambda x: rounding.round_blockwise(x, (32, 1), E4M3, "pow2", F32, epsilon=0.1),
     ),
     "nvfp4": (
@@ -166,18 +165,15 @@ EAGER: dict[str, tuple[str, Callable[[Tensor], Any], Callable[[Tensor], Any]]] =
 
 
 @pytest.mark.parametrize("name", EAGER)
-def test_eager_code_takes_the_library_after_much_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the definition's bits; not before, nor where a gradient or a transform of functions wants the arithmetic."""
+def test_eager_code_takes_the_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the definition's bits; not where a gradient or a transform of functions wants the arithmetic."""
     function_name, function, definition = EAGER[name]
     calls: list[str] = []
     its = getattr(library, function_name)
     monkeypatch.setattr(library, function_name, lambda *args: (calls.append(function_name), its(*args))[1])
-    monkeypatch.setattr(library, "_elements", [0])
-    monkeypatch.setattr(library, "LEAST", LEAST)
-    x = ordinary((64, 96), BF16)
-    function(x)
-    assert not calls, "little work compiles nothing"
-    monkeypatch.setattr(library, "LEAST", 0)
+    with using_backend("definition"):
+        function(ordinary((64, 96), BF16))
+    assert not calls
     for x in (*inputs((64, 96), BF16), ordinary((96, 64), BF16).mT, ordinary((2, 32, 64), BF16)):
         for found, wanted in zip(_tensors(function(x)), _tensors(definition(x)), strict=True):
             assert_same(found, wanted)
@@ -246,21 +242,11 @@ def test_without_a_compiler_the_definitions_run(monkeypatch: pytest.MonkeyPatch)
         found += [*q.round_current(x, E4M3, BF16), *q.round_current_nvfp4(x, BF16, key=key)]
         return [*found, q.round_per_tensor(x, SCALE, E4M3, BF16), q.raised_amax(x, SCALE)]
 
-    monkeypatch.setattr(library, "available", lambda *_: False)
     monkeypatch.setattr(library, "_function", lambda *arguments: pytest.fail("compiled"))
     torch._dynamo.reset()
-    for found, wanted in zip(torch.compile(quantized, backend="aot_eager")(x), quantized(x), strict=True):
-        assert_same(found, wanted)
-
-
-@pytest.fixture
-def asked_anew() -> Iterator[None]:
-    """The answer to whether there is a library is not that of other tests, nor theirs this one's."""
-    library._missing.cache_clear()
-    library.fallbacks.clear()
-    yield
-    library._missing.cache_clear()
-    library.fallbacks.clear()
+    with using_backend("definition"):
+        for found, wanted in zip(torch.compile(quantized, backend="aot_eager")(x), quantized(x), strict=True):
+            assert_same(found, wanted)
 
 
 def test_a_missing_compiler_is_noticed_and_counted(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
@@ -269,11 +255,15 @@ def test_a_missing_compiler_is_noticed_and_counted(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(library, "_function", load)
     x = ordinary((4, 64), BF16)
-    assert_same(torch.ops.te_models.round_per_tensor(x, SCALE, E4M3, F32), q.round_per_tensor(x, SCALE, E4M3))
+    assert_same(torch.ops.te_models.round_per_tensor(x, SCALE, E4M3, F32), rounding.round_per_tensor(x, SCALE, E4M3))
     assert library.fallbacks == {"there is no C++ compiler": 1}
-    monkeypatch.setattr(library, "LEAST", 0)
     assert_same(q.round_per_tensor(x, SCALE, E4M3, BF16), rounding.round_per_tensor(x, SCALE, E4M3, BF16))
     assert library.fallbacks == {"there is no C++ compiler": 2}
+    with (
+        using_backend("compiled"),
+        pytest.raises(BackendError, match="round_per_tensor has no library here: there is no"),
+    ):
+        q.round_per_tensor(x, SCALE, E4M3, BF16)
 
 
 def test_a_torch_whose_operations_have_no_library_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

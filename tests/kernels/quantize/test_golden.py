@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.kernels.quantize import golden
+
+pytestmark = pytest.mark.usefixtures("each_backend")
 
 
 def test_bits_are_the_recorded_ones() -> None:

@@ -17,6 +17,8 @@ from te_models.kernels.quantize import (
 )
 from tests.layers import emulation as em
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 FORMATS = {em.E4M3.dtype: em.E4M3, em.E5M2.dtype: em.E5M2}
 KINDS = [
     ((1, 128), "pow2"),

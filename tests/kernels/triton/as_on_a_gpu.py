@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from te_models.kernels import launch
+from te_models.kernels import backend, launch
 from te_models.kernels import quantize as q
+from te_models.kernels.backend import Answer, Backend
 from te_models.kernels.custom_op import flatten
 from te_models.kernels.gemm import op as dense
 from te_models.kernels.gemm.backends import Hardware
@@ -19,6 +20,13 @@ from tests.patches import Patching
 H100 = Hardware("cuda", (9, 0), True, (12, 8))
 
 
+class NoLibrary:
+    """What the backend has kept: no library of the CPU for anything."""
+
+    def get(self, key: object) -> Answer:
+        return Answer(Backend.DEFINITION, "it is for a CPU")
+
+
 def gemms_as_on_a_gpu(monkeypatch: Patching) -> None:
     """Until the end of the test. Per-tensor GEMMs whose N and K are multiples of 16 still go to torch, on the CPU."""
     for module in (dense, op, scaled):
@@ -26,6 +34,7 @@ def gemms_as_on_a_gpu(monkeypatch: Patching) -> None:
     for module in (dense, scaled):
         monkeypatch.setattr(module, "in_plain_torch", lambda device: False)
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
+    monkeypatch.setattr(backend, "_kept", NoLibrary())
 
 
 def rows_as_on_a_gpu(monkeypatch: Patching) -> None:
@@ -36,4 +45,5 @@ def rows_as_on_a_gpu(monkeypatch: Patching) -> None:
         return permute_quantized_op(x, permutation.slot_of_row, topk, None, *flatten(output))
 
     monkeypatch.setattr(launch, "as_accelerator", True)
+    monkeypatch.setattr(backend, "_kept", NoLibrary())
     monkeypatch.setattr(grouped_operand, "permute_quantized", permuted)

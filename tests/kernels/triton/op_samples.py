@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.kernels.backend import has_library
 from te_models.kernels.custom_op import flatten, registered
-from te_models.kernels.flash_attention import is_there
+from te_models.kernels.flash_attention import ATTENTION, BACKWARD
 from te_models.kernels.gemm import ScaledOperand
 from te_models.kernels.permute import reference as permutation_of
 from te_models.kernels.quantize import quantize_nvfp4
@@ -252,7 +253,7 @@ def packed_attentions(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     q, out, logsumexp = (x[:, :, -2:] for x in (q, out, logsumexp))  # of the last positions alone
     yield "packed_attention_fwd", (q, k, v, documents, 0.3, True, None)
     yield "packed_attention_bwd", (out, q, k, v, out, logsumexp, documents, 0.3, True)
-    if is_there(True, F32):  # windows are of our kernel alone
+    if has_library(ATTENTION, F32, BACKWARD):  # windows are of our kernel alone
         q, k, v, out = (torch.randn(3, heads, 6, 16) for heads in (4, 2, 2, 4))
         logsumexp = torch.rand(3, 4, 6)
         yield "packed_attention_fwd", (q, k, v, documents, 0.3, True, None, 0.0, 2)

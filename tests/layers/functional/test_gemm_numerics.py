@@ -21,6 +21,8 @@ from tests.layers.emulation_gemm import (
     stored_operands,
 )
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 SIZES = [(1, 16, 16), (17, 130, 33), (129, 64, 96), (33, 1000, 31), (129, 256, 128)]
 """rows, in, out: odd ones included; padding to blocks is the layer's business."""
 

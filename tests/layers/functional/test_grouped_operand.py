@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from te_models.kernels import backend
 from te_models.kernels import quantize as q
 from te_models.kernels.permute import permute, sort_by_expert, unpermute
 from te_models.layers import (
@@ -33,6 +34,7 @@ from te_models.layers import (
 from te_models.layers.functional import gemm_operand, grouped_operand
 from te_models.layers.functional import grouped_linear as grouped_function
 from te_models.layers.quantizer import group_offsets
+from tests.kernels.triton.as_on_a_gpu import NoLibrary
 
 NAMES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
 SPLITS = [33, 0, 25]
@@ -40,6 +42,7 @@ SPLITS = [33, 0, 25]
 
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
+    monkeypatch.setattr(backend, "_kept", NoLibrary())
 
 
 def layer(**options: object) -> GroupedLinear:

@@ -24,6 +24,7 @@ from te_models.layers import (
 )
 from te_models.layers.functional import gemm_operand
 
+pytestmark = pytest.mark.usefixtures("definitions")
 RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
 
 

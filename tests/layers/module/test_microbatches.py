@@ -75,7 +75,7 @@ def test_cached_weights_change_nothing(kind: str, name: str) -> None:
             torch.testing.assert_close(b, a, rtol=0, atol=0)
 
 
-def test_later_micro_batches_do_not_quantize_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_micro_batches_do_not_quantize_the_weight(monkeypatch: pytest.MonkeyPatch, definitions: None) -> None:
     layer = Linear(64, 48, bias=False)
     layer.chosen = recipe("current")
     shapes: list[tuple[int, ...]] = []

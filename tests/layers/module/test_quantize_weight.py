@@ -34,7 +34,7 @@ def run_of(kind: str, module: nn.Module) -> Any:
 
 
 @pytest.fixture
-def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def shapes(monkeypatch: pytest.MonkeyPatch, definitions: None) -> list[tuple[int, ...]]:
     """As on an accelerator; the shapes of everything that is quantized."""
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     seen: list[tuple[int, ...]] = []

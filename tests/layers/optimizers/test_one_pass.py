@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from te_models.kernels.quantize.cpu_graph import library
+from te_models.kernels.backend import using_backend
 from te_models.layers import FusedAdamW, Linear, quantized_model_init, recipe
 from te_models.layers.optimizers import adamw_update, one_pass
 
@@ -24,7 +24,7 @@ SHAPES = ((7, 304), (128, 16), (16,), (144,), (129,))
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many elements each pass has updated."""
-    assert one_pass._has_the_bits()
+    assert one_pass.has_the_bits()
     found: list[int] = []
     run = one_pass.cpu_moments.adamw_step
 
@@ -34,6 +34,12 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(one_pass.cpu_moments, "adamw_step", counting)
     return found
+
+
+def take_step(optimizer: FusedAdamW, **options: Tensor) -> None:
+    """The optimizer that compiles steps with the library, another by the definitions."""
+    with using_backend("compiled" if optimizer._moments._compile else "definition"):
+        optimizer.step(**options)
 
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -92,7 +98,7 @@ def test_bits_are_those_of_the_definitions(
     for step in range(4):
         give_gradients([fast, slow], step, gradient)
         for optimizer in (fast, slow):
-            optimizer.step()
+            take_step(optimizer)
         assert_same_bits(fast, slow)
     weight = torch.float32 if "master_weights" in options else dtype
     is_float32 = moment_dtype == "float32" and weight is (gradient or dtype) is torch.float32
@@ -135,7 +141,7 @@ def test_blocks_of_normal_moments(dtype: torch.dtype, flush: bool, passes: list[
                 state[name].view(torch.uint8).copy_(code)
                 state[f"{name}_scale_inv"].copy_(scales.view(-1))
             parameter.grad = gradient.to(dtype)
-            optimizer.step()
+            take_step(optimizer)
         assert_same_bits(*optimizers)
     finally:
         torch.set_flush_denormal(False)
@@ -151,7 +157,7 @@ def test_moments_that_are_subnormal_in_their_format_are_none_in_float32(passes: 
         for step in range(3):
             give_gradients([fast, slow], step, None)
             for optimizer in (fast, slow):
-                optimizer.step()
+                take_step(optimizer)
             assert_same_bits(fast, slow)
     finally:
         torch.set_flush_denormal(False)
@@ -168,7 +174,7 @@ def test_scales_of_moments_may_be_large(name: str, passes: list[int]) -> None:
         for optimizer in (fast, slow):
             for parameter in optimizer.param_groups[0]["params"]:
                 parameter.grad = parameter.grad.clamp(min=0) + 1
-            optimizer.step()
+            take_step(optimizer)
             for state in optimizer.state.values():
                 state[f"{name}_scale_inv"].fill_(1e5)
         assert_same_bits(fast, slow)
@@ -185,7 +191,7 @@ def test_blocks_with_a_nan_are_left_to_the_definitions(moment_dtype: Any, passes
     for step in range(3):
         give_gradients([fast, slow], step, None, nan=step == 1)
         for optimizer in (fast, slow):
-            optimizer.step()
+            take_step(optimizer)
         assert_same_bits(fast, slow)
     first = fast.state[fast.param_groups[0]["params"][0]]
     assert first["exp_avg"].float().isnan().sum() >= 2 and first["step"] == 3
@@ -202,7 +208,7 @@ def test_quantized_weights_are_written_from_their_masters(passes: list[int]) -> 
         for layer, optimizer in made:
             generator = torch.Generator().manual_seed(step)
             layer.weight.grad = torch.randn(64, 64, generator=generator).to(layer.weight.dtype)
-            optimizer.step()
+            take_step(optimizer)
     (one, fast), (other, slow) = made
     assert torch.equal(one.weight.dequantize(), other.weight.dequantize()) and passes == [4096] * 2
     for a, b in zip(fast.state[one.weight].values(), slow.state[other.weight].values(), strict=True):
@@ -220,7 +226,7 @@ def test_what_it_does_not_serve_goes_the_other_way(passes: list[int]) -> None:
         optimizer = FusedAdamW([parameter], compile=True, **{"moment_dtype": "bfloat16", **options})
         parameter.grad = gradient
         before = parameter.detach().clone()
-        optimizer.step()
+        take_step(optimizer)
         assert not torch.equal(parameter, before)
     assert passes == []
 
@@ -233,7 +239,7 @@ def test_a_step_that_is_none_changes_nothing(moment_dtype: Any, passes: list[int
         give_gradients([fast, slow], step, None)
         before = [x.clone() for x in states(fast)]
         for optimizer in (fast, slow):
-            optimizer.step(noop=torch.tensor(float(step == 1)))
+            take_step(optimizer, noop=torch.tensor(float(step == 1)))
         assert_same_bits(fast, slow)
         assert step != 1 or all(torch.equal(a.float(), b.float()) for a, b in zip(before, states(fast), strict=True))
     assert passes == [2128, 2048, 16, 144] * 2
@@ -245,7 +251,7 @@ def test_a_backward_pass_notices_that_a_weight_was_written(passes: list[int]) ->
     x = torch.ones(1, 16, dtype=torch.bfloat16, requires_grad=True)
     y = (x @ weight).sum()
     weight.grad = torch.ones_like(weight)
-    optimizer.step()
+    take_step(optimizer)
     assert passes
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
@@ -258,17 +264,17 @@ def test_tensors_without_values_are_not_written(passes: list[int]) -> None:
         optimizer._moments._compile = True
         weight.grad = torch.ones_like(weight)
         piece = adamw_update.whole_piece(weight, weight.grad, optimizer._state_of(weight, optimizer.param_groups[0]), 1)
-        assert not one_pass.serves(piece, weight, optimizer._moments.stored(piece.state), optimizer._moments)
+        assert not one_pass.cpu_moments.updates(weight, piece.gradient, optimizer._moments.stored(piece.state))
 
 
-def test_eager_code_uses_what_the_machine_has(passes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_code_asks_the_setting(passes: list[int]) -> None:
     """As quantization does: of a process without it, the way is the other one."""
     (parameter,) = made = [nn.Parameter(torch.ones(304, dtype=torch.bfloat16))]
     optimizer = FusedAdamW(made)
     parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+    with using_backend("definition"):
+        optimizer.step()
     assert passes == []
-    monkeypatch.setattr(library, "_machine_has_one", lambda: True)
     optimizer.step()
     assert passes == [304]
 
@@ -282,12 +288,12 @@ def test_another_arithmetic_is_noticed(monkeypatch: pytest.MonkeyPatch, passes: 
         work[0].second.mul_(1 + 2.0**-20)
 
     monkeypatch.setattr(one_pass, "update_", rounded_otherwise)
-    one_pass._has_the_bits.cache_clear()
-    assert not one_pass._has_the_bits()
+    one_pass.has_the_bits.cache_clear()
+    assert not one_pass.has_the_bits()
     (parameter,) = made = [nn.Parameter(torch.ones(304))]
     optimizer = FusedAdamW(made, moment_dtype="float8", compile=True)
     parameter.grad = torch.ones(304)
     passes.clear()
     optimizer.step()
-    one_pass._has_the_bits.cache_clear()
+    one_pass.has_the_bits.cache_clear()
     assert passes == [] and parameter.max() < 1

@@ -12,6 +12,8 @@ from te_models.layers.quantizer import Float8BlockQuantizer, Float8CurrentScalin
 from tests.layers import emulation as em
 from tests.layers.quantizer.inputs import DTYPES, matrices
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 Emulation = Callable[[np.ndarray, em.Format, float], em.Quantized]
 FORMATS = {f.dtype: f for f in (em.E4M3, em.E5M2)}
 

@@ -13,6 +13,8 @@ from tests.layers import emulation_nvfp4 as em
 from tests.layers.emulation import E4M3
 from tests.layers.quantizer.inputs import DTYPES, NAMES, matrices
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 SEED, STEP = -(2**40) - 12345, 2**33 + 7
 CASES = {
     "1x16": NVFP4Quantizer(),
