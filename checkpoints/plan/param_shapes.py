@@ -95,8 +95,9 @@ def _layer(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]:
     yield from (_attention if config.attention.mla is None else _latent_attention)(config, p)
     if config.block == "sandwich" or config.block == "post":
         yield from _norm(config, f"{p}post_self_attn_layernorm.", "")
-    yield from _experts(config, p) if config.is_moe_layer(i) else _dense(config, p)
-    if config.block == "sandwich" or config.block == "post":
+    moe = config.moe if config.is_moe_layer(i) else None
+    yield from _dense(config, p) if moe is None else _experts(config, p)
+    if config.block in ("sandwich", "post") or (moe is not None and moe.post_layernorm):
         yield from _norm(config, f"{p}post_mlp_layernorm.", "")
 
 
@@ -122,7 +123,7 @@ def _attention(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
     yield f"{p}self_attention.linear_qkv.weight", (rows, H)
     if a.add_qkv_bias:
         yield f"{p}self_attention.linear_qkv.bias", (rows,)
-    if a.qk_layernorm in ("head", "full"):
+    if a.qk_layernorm in ("head", "each_head", "full"):
         for norm, heads in (("q_layernorm", N), ("k_layernorm", G)):
             for kind in ("weight", "bias") if a.qk_layernorm_bias else ("weight",):
                 yield f"{p}self_attention.{norm}.{kind}", (D if a.qk_layernorm == "head" else heads * D,)

@@ -176,9 +176,9 @@ def _split(config: ModelConfig, name: str, shape: Shape) -> tuple[int, tuple[int
         return 0, (shape[0],)
     match = _ATTENTION.fullmatch(name)
     if match is not None:
-        if "_layernorm" in match[1] and config.attention.qk_layernorm != "full":
+        if "_layernorm" in match[1] and config.attention.qk_layernorm == "head":
             return None  # one norm for every head
-        if "_up" in match[1]:
+        if "_up" in match[1] or (config.attention.qk_layernorm == "each_head" and "_layernorm" in match[1]):
             return 0, (shape[0],)
         if not match[1].startswith("linear_qkv"):
             dim = len(shape) - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from .part import ConfigPart, check
 
@@ -115,6 +115,10 @@ class MoEConfig(ConfigPart):
     """Whether each expert of other ranks is sent as many rows as it takes, filled up: nothing waits for the router."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """How tokens choose experts."""
+    post_layernorm: bool = False
+    """Whether a norm follows the experts, in a model whose dense layers have none after the MLP (block "pre")."""
+
+    _LATER: ClassVar[frozenset[str]] = frozenset({"post_layernorm"})
 
     def _validate(self) -> None:
         experts = self.num_moe_experts

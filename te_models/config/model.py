@@ -190,6 +190,8 @@ class ModelConfig(ConfigPart):
         check(self.mtp_loss_scaling_factor > 0, "mtp_loss_scaling_factor", self.mtp_loss_scaling_factor, "above 0")
         if self.moe is not None:
             layers = self.moe.layers or ()
+            post = self.moe.post_layernorm
+            check(self.block == "pre" or not post, "moe.post_layernorm", post, "false unless block is 'pre'")
             ordered = list(layers) == sorted(set(layers)) and all(0 <= i < self.num_layers for i in layers)
             check(ordered, "moe.layers", layers, f"increasing layer indices below num_layers = {self.num_layers}")
 

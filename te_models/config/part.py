@@ -41,8 +41,8 @@ class ConfigPart:
     _derived: ClassVar[frozenset[str]] = frozenset()
     """The fields that were left at None and filled in; instances with such fields have a set of their own."""
     _LATER: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are left out of dictionaries while they are None: a folder that does not use them has the bytes that
-    it had before they existed."""
+    """Fields that are left out of dictionaries while they have their default: a folder that does not use them has the
+    bytes that it had before they existed."""
     __replace__: ClassVar[Callable[..., Any]]
 
     def __init_subclass__(cls) -> None:
@@ -82,8 +82,8 @@ class ConfigPart:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: dict, list, str, int, float, bool, None."""
-        values = {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if value is not None or name not in self._LATER}
+        named = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
+        return {name: _plain(value) for name, value, default in named if name not in self._LATER or value != default}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:

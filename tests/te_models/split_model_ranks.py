@@ -46,6 +46,8 @@ CASES = (
     "deepseek_v3",
     "phi-qk-norms",
     "deepseek_v2-biases-plain-q",
+    "cohere",
+    "axk1",
 )
 QUANTIZED_CASES = ("current", "block", "mxfp8", "nvfp4")
 LARGE = ModelConfig(

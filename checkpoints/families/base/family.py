@@ -43,7 +43,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n_routed_experts": (None, 0),
     "n_shared_experts": (None, 0),
     "no_rope_layers": (None,),
-    "num_experts": (None, 0),
+    "num_experts": (None, 0, 1),  # Hunyuan's dense models say 1
     "num_local_experts": (None, 0),
     "num_shared_experts": (None, 0),
     "parallel_attn": (None, False),

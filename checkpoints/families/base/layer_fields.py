@@ -108,15 +108,19 @@ class WindowedFrom:
 
 @dataclass(frozen=True)
 class LayerPattern:
-    """`layer_types`; without them every `period`-th layer is full, the others have the window.
+    """`layer_types`; without them every `period`-th layer is full, the others have the window; None: all have it.
 
-    pattern: `sliding_window_pattern`, which the family's files may have, is the period.
+    pattern: `sliding_window_pattern`, which the family's files may have, is the period; with `letters` also a text
+        such as "LLLG", a letter for each layer of a period, L local and G global, where the last layer is global.
+    full_first: the first layer of each period is the full one, not the last.
     unrotated: full layers have no position encoding; "beside windows": unless the family's window is null.
     """
 
     window: int | None
-    period: int
+    period: int | None
     pattern: bool = False
+    letters: bool = False
+    full_first: bool = False
     unrotated: bool | Literal["beside windows"] = False
 
     @property
@@ -129,13 +133,7 @@ class LayerPattern:
             window = read_typed(hf, "sliding_window", int, self.window)
         types = read_typed(hf, "layer_types", list, None)
         if types is None:
-            period = hf.get("sliding_window_pattern", self.period) if self.pattern else self.period
-            if not isinstance(period, int) or isinstance(period, bool) or period < 1:
-                raise CheckpointError(
-                    f"config.json has sliding_window_pattern = {shorten_value(period)}; allowed: a positive integer"
-                )
-            layers = range(1, read_typed(hf, "num_hidden_layers", int, REQUIRED) + 1)
-            types = ["sliding_attention" if window is not None and i % period else "full_attention" for i in layers]
+            types = self._types(hf, window)
         unrotated = window is not None if self.unrotated == "beside windows" else self.unrotated
         full: LayerType = "nope" if unrotated else "full"
         kinds = [
@@ -144,6 +142,24 @@ class LayerPattern:
         if "sliding" in kinds and window is None:
             raise CheckpointError("config.json has sliding_attention layers, but sliding_window is null")
         return {"layer_types": kinds} | ({} if window is None else {"attention.window_size": window})
+
+    def _types(self, hf: Mapping[str, Any], window: int | None) -> list[str]:
+        layers = range(read_typed(hf, "num_hidden_layers", int, REQUIRED))
+        period = hf.get("sliding_window_pattern", self.period) if self.pattern else self.period
+        if window is None and (period is None or self.letters):
+            return ["full_attention" for _ in layers]
+        if self.letters and isinstance(period, str) and period and set(period) <= set("LG"):
+            full = [period[i % len(period)] == "G" or i == layers[-1] for i in layers]
+        elif period is None and not self.pattern:
+            full = [False for _ in layers]
+        elif not isinstance(period, int) or isinstance(period, bool) or period < 1:
+            raise CheckpointError(
+                f"config.json has sliding_window_pattern = {shorten_value(period)}; allowed: a positive integer"
+                + (", or letters L and G" if self.letters else "")
+            )
+        else:
+            full = [i % period == (0 if self.full_first else period - 1) for i in layers]
+        return ["full_attention" if window is None or f else "sliding_attention" for f in full]
 
     def write(self, config: ModelConfig) -> Values:
         sliding = (kind == "sliding" for kind in config.layer_types or ())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from te_models.config import ModelConfig
 
-from ...plan.layout_ops import At, Concat, Deinterleaved, Layout, Rows, Stack, Transpose, Unsqueezed
+from ...plan.layout_ops import At, Concat, Deinterleaved, Folded, Layout, Rows, Stack, Transpose, Unsqueezed
 from ...plan.param_shapes import head_sizes
 from .latent import latent_attention
 
@@ -189,8 +189,10 @@ class Names:
             "pre_mlp_layernorm." if moe else "mlp.linear_fc1.layer_norm_",
             "post_mlp_layernorm.",
         )
-        for place, name in zip(places, self.norms):
-            if name is not None:
+        after = config.block in ("post", "sandwich")
+        present = (True, after, True, after or (moe and config.moe is not None and config.moe.post_layernorm))
+        for place, name, there in zip(places, self.norms, present):
+            if name is not None and there:
                 yield from _norm(config, ours + place, at + name)
 
     def _attention(self, config: ModelConfig, at: str, ours: str) -> Weights:
@@ -204,10 +206,13 @@ class Names:
                 order = [3 * head + part for part in range(3) for head in range(heads)]
                 layout = Concat(*((Rows(name, place * size, total), size) for place in order))
             yield f"{ours}linear_qkv.{kind}", layout
-        if a.qk_layernorm in ("head", "full"):
+        if a.qk_layernorm in ("head", "each_head", "full"):
             for ours_name, name in zip(("q_layernorm", "k_layernorm"), self.qk_norms):
                 for kind in ("weight", "bias") if a.qk_layernorm_bias else ("weight",):
-                    yield f"{ours}{ours_name}.{kind}", At(f"{at}{name}.{kind}")
+                    stored = f"{at}{name}.{kind}"
+                    rows = heads if ours_name == "q_layernorm" else groups
+                    each = a.qk_layernorm == "each_head"
+                    yield f"{ours}{ours_name}.{kind}", Folded(stored, rows) if each else At(stored)
         if a.sinks:
             yield f"{ours}core_attention.softmax_offset", At(at + self.sinks)
         yield from self._linear(f"{ours}linear_proj", [at + self.proj], (config.hidden_size,), a.add_output_bias)
