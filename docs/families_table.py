@@ -25,12 +25,12 @@ SAMPLE: dict[str, Any] = {
 def config_of(family: Any) -> Any:
     """Return the configuration of a small model of a family."""
     from te_models.checkpoints import CheckpointError
+    from te_models.checkpoints.families.base.text_part import text_part
 
-    text = {name.replace("3", "3_text").replace("4", "4_text"): name for name in ("gemma3", "llama4")}
-    inner = {ours: outer for outer, ours in text.items()}.get(family.model_type, "mistral")
-    wrapped = {"model_type": family.model_type, "text_config": {**SAMPLE, "model_type": inner}}
+    if (part := text_part(family)) is not None:
+        return config_of(part.families[0])
     reasons = []
-    for values in (SAMPLE, {**SAMPLE, "num_experts": 8}, {**SAMPLE, "n_routed_experts": 8}, wrapped):
+    for values in (SAMPLE, {**SAMPLE, "num_experts": 8}, {**SAMPLE, "n_routed_experts": 8}):
         try:
             return family.read_config(values)
         except CheckpointError as error:

@@ -12,18 +12,25 @@ from te_models.suggestions import did_you_mean
 
 from ..io.errors import CheckpointError
 from .afmoe import AFMOE
+from .arcee import ARCEE
+from .axk1 import AXK1
 from .base.family import Family
+from .cohere import COHERE
 from .cohere2 import COHERE2
+from .cwm import CWM
 from .deepseek_v2 import DEEPSEEK_V2
 from .deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from .dots1 import DOTS1
+from .ernie4_5 import ERNIE4_5
 from .ernie4_5_moe import ERNIE4_5_MOE
+from .exaone4 import EXAONE4
 from .exaone_moe import EXAONE_MOE
 from .flex_olmo import FLEX_OLMO
 from .flint import FLINT
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3, GEMMA3_TEXT
+from .glm import GLM
 from .glm4 import GLM4
 from .glm4_moe import GLM4_MOE
 from .glm4_moe_lite import GLM4_MOE_LITE
@@ -33,14 +40,22 @@ from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .granite_swa import GRANITE_SWA, GRANITEMOE_SWA
 from .granitemoe import GRANITEMOE, GRANITEMOESHARED
+from .hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from .hunyuan_v1_moe import HUNYUAN_V1_MOE
 from .hy_v3 import HY_V3
+from .hyperclovax import HYPERCLOVAX
+from .internlm3 import INTERNLM3
+from .iquestcoder import IQUESTCODER
+from .jais2 import JAIS2
+from .kimi_k25 import KIMI_K25
 from .kolibri1 import KOLIBRI1
 from .laguna import LAGUNA
 from .llama import LLAMA
 from .llama4 import LLAMA4, LLAMA4_TEXT
+from .mellum import MELLUM
 from .mimo_v2_flash import MIMO_V2_FLASH
 from .minimax_m2 import MINIMAX_M2
+from .ministral import MINISTRAL
 from .ministral3 import MINISTRAL3, MISTRAL3
 from .missing import missing_element
 from .mistral import MISTRAL
@@ -53,12 +68,17 @@ from .olmoe import OLMOE
 from .phi import PHI
 from .phi3 import PHI3
 from .qwen2 import QWEN2
+from .qwen2_5_vl import QWEN2_5_VL
 from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
 from .qwen3_moe import QWEN3_MOE
+from .qwen3_vl import QWEN3_VL
 from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
+from .solar_open import SOLAR_OPEN
 from .starcoder2 import STARCODER2
+from .vaultgemma import VAULTGEMMA
+from .youtu import YOUTU
 
 _KNOWN = (
     # A model that was never in a Hugging Face folder is exported as the first that can express it.
@@ -111,9 +131,29 @@ _KNOWN = (
     GRANITEMOE_SWA,
     KOLIBRI1,
     MIMO_V2_FLASH,
+    INTERNLM3,
+    IQUESTCODER,
+    CWM,
+    MINISTRAL,
+    ARCEE,
+    JAIS2,
+    ERNIE4_5,
+    HUNYUAN_V1_DENSE,
+    COHERE,
+    GLM,
+    EXAONE4,
+    MELLUM,
+    SOLAR_OPEN,
+    VAULTGEMMA,
+    HYPERCLOVAX,
+    YOUTU,
+    AXK1,
     GEMMA3,
     LLAMA4,
     MISTRAL3,
+    QWEN3_VL,
+    QWEN2_5_VL,
+    KIMI_K25,
 )
 FAMILIES: dict[str, Family] = {f.model_type: f for f in _KNOWN}
 

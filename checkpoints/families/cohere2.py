@@ -3,24 +3,20 @@ the others see everything and have no position encoding (arXiv 2504.00698)."""
 
 from __future__ import annotations
 
-from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm
+from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed
 from .base.layer_fields import LayerPattern
 from .base.names import Names
 from .base.rope import Rope
+from .cohere import COHERE_COMMON
 
 COHERE2 = Family(
     model_type="cohere2",
     architecture="Cohere2ForCausalLM",
     fields=(
         *decoder_fields(max_positions=8192, pad=0, norm_eps=1e-5, norm_name="layer_norm_eps", tied=True),
-        *layer_norm(bias=False),
-        Fixed("block", "parallel_shared_norm"),
-        ATTENTION_BIAS,
-        Field("logit_scale", "embedding.logits_multiplier", float, 0.0625),
+        *COHERE_COMMON,
         LayerPattern(window=4096, period=4, pattern=True, unrotated=True),
-        Fixed("rope.style", "interleaved"),
         Rope(),
     ),
     names=Names(norms=("input_layernorm", None, None, None)),

@@ -1,23 +1,16 @@
-"""glm4: norms before and after each sublayer, half of each head rotated in pairs, fused gate and up projection."""
+"""glm4: glm with norms after each sublayer, too."""
 
 from __future__ import annotations
 
-from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed
+from .base.fields import Fixed
 from .base.names import Names
-from .base.rope import Rope
+from .glm import GLM_COMMON
 
 GLM4 = Family(
     model_type="glm4",
     architecture="Glm4ForCausalLM",
-    fields=(
-        *decoder_fields(max_positions=131072, pad=151329, norm_eps=1.5625e-7, kv_heads=2, head_dim=128),
-        Field("attention_bias", "attention.add_qkv_bias", bool, True),
-        Fixed("block", "sandwich"),
-        Fixed("rope.style", "interleaved"),
-        Rope(partial=0.5),
-    ),
+    fields=(*GLM_COMMON, Fixed("block", "sandwich")),
     names=Names(
         norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
         fc1=("mlp.gate_up_proj",),

@@ -50,7 +50,7 @@ class SwitchedOff:
     """Features of the original code that transformers' class does not have. Published files say false where other
     families say null or 1; false is not the number 0."""
 
-    names: tuple[str, ...] = ("n_group", "topk_group", "group_limited_greedy", "routed_scaling_factor", "use_cla")
+    names: tuple[str, ...]
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         for name in self.names:
@@ -63,8 +63,10 @@ class SwitchedOff:
         return {}
 
 
+QK_NORMS = ("self_attn.query_layernorm", "self_attn.key_layernorm")
+IGNORED_IN_ROPE = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _FORM = Names(
-    qk_norms=("self_attn.query_layernorm", "self_attn.key_layernorm"),
+    qk_norms=QK_NORMS,
     router="mlp.gate.wg",
     shared_fc1=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
     shared_fc2="mlp.shared_mlp.down_proj",
@@ -78,14 +80,14 @@ HUNYUAN_V1_MOE = Family(
         ExpertSize(shared=True),
         ATTENTION_BIAS,
         Only("use_qk_norm", True),
-        SwitchedOff(),
+        SwitchedOff(("n_group", "topk_group", "group_limited_greedy", "routed_scaling_factor", "use_cla")),
         Fixed("attention.qk_layernorm", "head"),
         Fixed("attention.qk_layernorm_after_rope", True),
         SameInAllLayers("num_experts", "moe.num_moe_experts", "num_local_experts"),
         SameInAllLayers("moe_topk", "moe.moe_router_topk", "num_experts_per_tok"),
         Fixed("moe.router.dtype", "float32"),
         # transformers 5.17 forgets `alpha` in sequences longer than max_position_embeddings; the release does not.
-        Rope(alpha=True, extra=("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
+        Rope(alpha=True, extra=IGNORED_IN_ROPE),
     ),
     names=_FORM,
     other_names=(replace(_FORM, form="fused", experts=Fused()),),

@@ -63,7 +63,8 @@ def export_config(config: ModelConfig, source: Source | None, family: Family, st
     values = original
     if "model_type" not in original or not _says(family, original, config):
         part = text_part(family)
-        ours = family.write_config(config) | ({} if part is None else part.rewritten(original, config))
+        ours = family.write_config(config)  # which refuses what the family cannot express
+        ours = ours if part is None else part.rewritten(original, config)
         replaced = family.known
         values = {k: v for k, v in original.items() if k not in replaced} | ours
         values |= {"model_type": family.model_type, "architectures": [family.architecture]}

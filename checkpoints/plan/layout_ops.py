@@ -9,6 +9,7 @@ A weight map says `canonical name -> expression`, and an expression says where t
     stored as g0 u0 g1 u1 ...   Deinterleaved("...gate_up_proj_bias", parts=2, dim=1)
     some rows of a tensor       Rows("...query_key_value.weight", begin=64, total=192)
     with a dimension in front   Unsqueezed("...e_score_correction_bias")
+    a vector stored as [n, d]   Folded("...q_norm.weight", 32)
 
 Expressions are values without a direction: `place` lists which part of the canonical tensor is which part of which
 stored tensor, and reading the list from either side is import or export. Shapes follow from the canonical tensor and
@@ -158,6 +159,22 @@ class Rows:
     def place(self, shape: Shape) -> Iterator[Placed]:
         whole, stored_shape = full(shape), (self.total, *shape[1:])
         yield Placed(whole, self.name, shift(whole, 0, self.begin), stored_shape, tuple(range(len(shape))))
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A vector, stored as a matrix of `rows` rows."""
+
+    name: str
+    rows: int
+
+    def place(self, shape: Shape) -> Iterator[Placed]:
+        size, rest = divmod(shape[0], self.rows)
+        if rest:
+            raise CheckpointError(f"{self.name}: {shape[0]} is not a multiple of {self.rows} rows")
+        for row in range(self.rows):
+            box, stored_box = (Range(row * size, (row + 1) * size),), (Range(row, row + 1), Range(0, size))
+            yield Placed(box, self.name, stored_box, (self.rows, size), (None, 0))
 
 
 @dataclass(frozen=True)

@@ -104,8 +104,9 @@ def _layer(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]:
     if after and (attention or mixer):
         yield from _norm(config, f"{p}post_self_attn_layernorm.", "")
     if config.has_mlp(i):
-        yield from _experts(config, p) if config.is_moe_layer(i) else _dense(config, p)
-        if after:
+        moe = config.moe if config.is_moe_layer(i) else None
+        yield from _dense(config, p) if moe is None else _experts(config, p)
+        if after or (moe is not None and moe.post_layernorm):
             yield from _norm(config, f"{p}post_mlp_layernorm.", "")
 
 
@@ -128,7 +129,7 @@ def _attention(
         yield f"{p}self_attention.qkv_bias", (rows - a.gate_rows,)
     elif a.add_qkv_bias:
         yield f"{p}self_attention.linear_qkv.bias", (rows,)
-    if a.qk_layernorm in ("head", "full"):
+    if a.qk_layernorm in ("head", "each_head", "full"):
         for norm, heads in (("q_layernorm", N), ("k_layernorm", G))[: 1 + own_keys]:
             for kind in ("weight", "bias") if a.qk_layernorm_bias else ("weight",):
                 yield f"{p}self_attention.{norm}.{kind}", (D if a.qk_layernorm == "head" else heads * D,)

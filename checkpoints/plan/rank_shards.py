@@ -186,9 +186,10 @@ def _split(config: ModelConfig, name: str, shape: Shape) -> tuple[int, tuple[int
     match, attention = _ATTENTION.fullmatch(name), config.attention_of(layer)
     if match is not None and attention is not None:
         rows = attention.qkv_rows(own_keys=config.kv_source(layer) is None)
-        if "_layernorm" in match[1] and attention.qk_layernorm != "full":
+        if "_layernorm" in match[1] and attention.qk_layernorm == "head":
             return None  # one norm for every head
-        if "_up" in match[1] or "head_gate" in match[1]:
+        norm_of_each = attention.qk_layernorm == "each_head" and "_layernorm" in match[1]
+        if norm_of_each or "_up" in match[1] or "head_gate" in match[1]:
             return 0, (shape[0],)
         if match[1] == "qkv_bias":
             return 0, rows[:-1]

@@ -121,6 +121,10 @@ class MoEConfig(ConfigPart):
     """Whether each expert of other ranks is sent as many rows as it takes, filled up: nothing waits for the router."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """How tokens choose experts."""
+    post_layernorm: bool = False
+    """Whether a norm follows the experts, in a model whose dense layers have none after the MLP (block "pre")."""
+
+    _LATER: ClassVar[frozenset[str]] = frozenset({"post_layernorm"})
 
     def _validate(self) -> None:
         experts = self.num_moe_experts

@@ -199,6 +199,8 @@ class ModelConfig(ConfigPart):
         check(self.mtp_loss_scaling_factor > 0, "mtp_loss_scaling_factor", self.mtp_loss_scaling_factor, "above 0")
         if self.moe is not None:
             layers = self.moe.layers or ()
+            post = self.moe.post_layernorm
+            check(self.block == "pre" or not post, "moe.post_layernorm", post, "false unless block is 'pre'")
             check(self._ordered(layers), "moe.layers", layers, self._increasing)
             within = all(map(self.has_mlp, layers))
             check(within, "moe.layers", layers, f"some of mlp_layers = {self.mlp_layers}")

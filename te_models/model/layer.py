@@ -73,7 +73,7 @@ class TransformerLayer(nn.Module):
             self.mlp = MoELayer(config, build.of_all_tokens)
         elif has_mlp:
             self.mlp = MLP(config, config.mlp.ffn_hidden_size, config.mlp.bias, build, normed=normed)
-        after = after and has_mlp
+        after = has_mlp and (after or (self.is_moe and config.moe is not None and config.moe.post_layernorm))
         self.post_mlp_layernorm = make_norm(config.norm, config.hidden_size, build) if after else None
 
     def forward(

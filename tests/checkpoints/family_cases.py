@@ -36,7 +36,25 @@ GPT2_SIZES: dict[str, Any] = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}
 ALTERNATING = ["sliding_attention", "full_attention"]
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+YARN_SCORES = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -158,6 +176,68 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         "ministral3",
         {"head_dim": 8, "sliding_window": 6, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
     ),
+    "internlm3": ("internlm3", {"head_dim": 16}),
+    "internlm3-biases": ("internlm3", {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "iquestcoder": ("iquestcoder", {"head_dim": 16}),
+    "iquestcoder-biases": ("iquestcoder", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    "cwm": (
+        "cwm",
+        {"head_dim": 16, "num_hidden_layers": 5, "sliding_window": 5, "rope_parameters": LLAMA3},
+    ),
+    "cwm-types": ("cwm", {"head_dim": 8, "sliding_window": 7, "layer_types": ALTERNATING, "mlp_bias": True}),
+    "ministral": ("ministral", {"head_dim": 16, "layer_types": ALTERNATING, "sliding_window": 5}),
+    "ministral-all": ("ministral", {"head_dim": 8, "sliding_window": 6}),
+    "arcee": ("arcee", {"head_dim": 16}),
+    "arcee-biases": ("arcee", {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}),
+    "jais2": ("jais2", {"head_dim": 16}),
+    "jais2-no-biases": ("jais2", {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 16}),
+    "ernie4_5-biases": ("ernie4_5", {"head_dim": 8, "use_bias": True, "tie_word_embeddings": False}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 16, "rope_parameters": ALPHA}),
+    "hunyuan_v1_dense-biases": ("hunyuan_v1_dense", {"head_dim": 8, "attention_bias": True}),
+    "cohere": ("cohere", {"use_qk_norm": True, "logit_scale": 0.25}),
+    "cohere-biases": ("cohere", {"attention_bias": True, "tie_word_embeddings": False}),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm-no-bias": ("glm", {"head_dim": 8, "attention_bias": False, "tie_word_embeddings": True}),
+    "exaone4": ("exaone4", {"num_hidden_layers": 4, "sliding_window": 5, "head_dim": 16}),
+    "exaone4-no-window": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
+    ),
+    "vaultgemma": (
+        "vaultgemma",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 5,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "vaultgemma-no-caps": (
+        "vaultgemma",
+        {"head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
+    "hyperclovax": (
+        "hyperclovax",
+        {
+            "head_dim": 16,
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 0.3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "hyperclovax-no-post-norms": (
+        "hyperclovax",
+        {"use_post_norm": False, "attention_bias": True, "mlp_bias": True},
+    ),
+    "youtu": ("youtu", {**LATENT, "rope_parameters": YARN_SCORES, "attention_bias": True}),
+    "youtu-halves": (
+        "youtu",
+        {**LATENT, "q_lora_rank": None, "rope_interleave": False, "tie_word_embeddings": False},
+    ),
 }
 ROUTED = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 SIGMOID = {
@@ -278,17 +358,37 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "exaone_moe",
         {**ROUTED, "layer_types": ALTERNATING, "sliding_window": 6, "mlp_layer_types": ["sparse", "dense"]},
     ),
-}
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
+    "mellum": (
+        "mellum",
+        {
+            **ROUTED,
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "mlp_layer_types": ["sparse", "sparse", "dense"],
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "mellum-full": ("mellum", {**ROUTED, "head_dim": 8, "norm_topk_prob": False, "attention_bias": True}),
+    "solar_open": ("solar_open", {**SIGMOID, "head_dim": 16}),
+    "solar_open-plain": (
+        "solar_open",
+        {
+            **SIGMOID,
+            "head_dim": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 GREEDY = {**SIGMOID, "n_group": None, "topk_group": None}
-YARN_SCORES = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": (
         "deepseek_v2",
@@ -326,6 +426,18 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_interleave": False,
             "norm_topk_prob": False,
             "first_k_dense_replace": 0,
+        },
+    ),
+    "axk1": ("axk1", {**SIGMOID, **LATENT, "num_hidden_layers": 3, "rope_parameters": YARN_SCORES}),
+    "axk1-kinds": (
+        "axk1",
+        {
+            **SIGMOID,
+            **LATENT,
+            "mlp_layer_types": ["sparse", "dense"],
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "attention_bias": True,
         },
     ),
     "glm4_moe_lite": ("glm4_moe_lite", {**SIGMOID, **LATENT, "num_hidden_layers": 3}),

@@ -49,6 +49,8 @@ CASES = (
     "laguna",
     "laguna-channels",
     "mimo_v2_flash",
+    "cohere",
+    "axk1",
 )
 QUANTIZED_CASES = ("current", "block", "mxfp8", "nvfp4")
 LARGE = ModelConfig(

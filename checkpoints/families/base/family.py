@@ -48,7 +48,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n_routed_experts": (None, 0),
     "n_shared_experts": (None, 0),
     "no_rope_layers": (None,),
-    "num_experts": (None, 0),
+    "num_experts": (None, 0, 1),  # Hunyuan's dense models say 1
     "num_local_experts": (None, 0),
     "moe_router_logit_softcapping": (None, 0),
     "mup_enabled": (None, False),

@@ -108,16 +108,21 @@ class WindowedFrom:
 
 @dataclass(frozen=True)
 class LayerPattern:
-    """`layer_types`; without them every `period`-th layer is full, the others have the window.
+    """`layer_types`; without them every `period`-th layer is full, the others have the window; None: all have it.
 
-    pattern: `sliding_window_pattern`, or a field of another name, which the family's files may have, is the period.
+    pattern: `sliding_window_pattern`, or a field of another name, which the family's files may have, is the period;
+        with `letters` also a text such as "LLLG", a letter for each layer of a period, L local and G global, where the
+        last layer is global.
+    full_first: the first layer of each period is the full one, not the last.
     full: whether a layer is full where the file does not say, in place of a period: of its number, from 0, and theirs.
     unrotated: full layers have no position encoding; "beside windows": unless the family's window is null.
     """
 
     window: int | None
-    period: int
+    period: int | None
     pattern: bool | str = False
+    letters: bool = False
+    full_first: bool = False
     unrotated: bool | Literal["beside windows"] = False
     full: Callable[[int, int], bool] | None = None
 
@@ -135,15 +140,7 @@ class LayerPattern:
             window = read_typed(hf, "sliding_window", int, self.window)
         types = read_typed(hf, "layer_types", list, None)
         if types is None:
-            period = hf.get(self._pattern, self.period) if self.pattern else self.period
-            if not isinstance(period, int) or isinstance(period, bool) or period < 1:
-                raise CheckpointError(
-                    f"config.json has {self._pattern} = {shorten_value(period)}; allowed: a positive integer"
-                )
-            number = read_typed(hf, "num_hidden_layers", int, REQUIRED)
-            full_at = self.full or (lambda i, _: not (i + 1) % period)
-            slides = (window is not None and not full_at(i, number) for i in range(number))
-            types = ["sliding_attention" if s else "full_attention" for s in slides]
+            types = self._types(hf, window)
         unrotated = window is not None if self.unrotated == "beside windows" else self.unrotated
         full: LayerType = "nope" if unrotated else "full"
         kinds = [
@@ -152,6 +149,26 @@ class LayerPattern:
         if "sliding" in kinds and window is None:
             raise CheckpointError("config.json has sliding_attention layers, but sliding_window is null")
         return {"layer_types": kinds} | ({} if window is None else {"attention.window_size": window})
+
+    def _types(self, hf: Mapping[str, Any], window: int | None) -> list[str]:
+        layers = range(read_typed(hf, "num_hidden_layers", int, REQUIRED))
+        period = hf.get(self._pattern, self.period) if self.pattern else self.period
+        if window is None and (period is None or self.letters):
+            return ["full_attention" for _ in layers]
+        if self.letters and isinstance(period, str) and period and set(period) <= set("LG"):
+            full = [period[i % len(period)] == "G" or i == layers[-1] for i in layers]
+        elif self.full is not None:
+            full = [self.full(i, len(layers)) for i in layers]
+        elif period is None and not self.pattern:
+            full = [False for _ in layers]
+        elif not isinstance(period, int) or isinstance(period, bool) or period < 1:
+            raise CheckpointError(
+                f"config.json has {self._pattern} = {shorten_value(period)}; allowed: a positive integer"
+                + (", or letters L and G" if self.letters else "")
+            )
+        else:
+            full = [i % period == (0 if self.full_first else period - 1) for i in layers]
+        return ["full_attention" if window is None or f else "sliding_attention" for f in full]
 
     def write(self, config: ModelConfig) -> Values:
         sliding = (kind == "sliding" for kind in config.layer_types or ())

@@ -63,6 +63,20 @@ class ExpertSize:
 
 
 @dataclass(frozen=True)
+class ExpertWidth:
+    """The width of a dense MLP where no layer has one: the experts', so that the model has a number."""
+
+    default: int
+    names: tuple[str, ...] = ()
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        return {"mlp.ffn_hidden_size": read_typed(hf, "moe_intermediate_size", int, self.default)}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {}
+
+
+@dataclass(frozen=True)
 class SharedExperts:
     """The number of shared experts, which are one MLP so many times as wide as one of the others; 0 or null: none."""
 
@@ -167,14 +181,16 @@ class FirstDense:
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """`mlp_layer_types`, "dense" or "sparse" for each layer; without it, all but the first ones are sparse."""
+    """`mlp_layer_types`, "dense" or "sparse" for each layer; without it, all but the first ones are sparse, `first` of
+    them where `first_k_dense_replace` does not say."""
 
+    first: int = 1
     names: tuple[str, ...] = ("mlp_layer_types", "first_k_dense_replace")
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         kinds = read_typed(hf, "mlp_layer_types", list, None)
         if kinds is None:
-            return FirstDense(1).read(hf)
+            return FirstDense(self.first).read(hf)
         return {"moe.layers": [i for i, kind in enumerate(check_names(kinds, "MLP kind", _MLPS)) if kind == "sparse"]}
 
     def write(self, config: ModelConfig) -> Values:

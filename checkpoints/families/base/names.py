@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from te_models.config import AttentionConfig, ModelConfig
 
 from ...io.errors import CheckpointError
-from ...plan.layout_ops import At, Concat, Deinterleaved, Layout, Rows, Stack, Transpose, Unsqueezed
+from ...plan.layout_ops import At, Concat, Deinterleaved, Folded, Layout, Rows, Stack, Transpose, Unsqueezed
 from ...plan.param_shapes import head_sizes
 from .latent import latent_attention
 
@@ -209,19 +209,20 @@ class Names:
     def _norms(self, config: ModelConfig, i: int, at: str, ours: str) -> Weights:
         attention, mixes, mlp = config.attention_of(i), bool(config.mixer_names(i)), config.has_mlp(i)
         qkv = "linear_qkv_down" if attention is not None and attention.mla is not None else "linear_qkv"
-        apart = config.has_input_layernorm(i)
+        apart, after = config.has_input_layernorm(i), config.block in ("post", "sandwich")
+        post_moe = config.is_moe_layer(i) and config.moe is not None and config.moe.post_layernorm
         places = (
             (mixes, "input_layernorm." if apart else f"self_attention.{qkv}.layer_norm_"),
-            (mixes, "post_self_attn_layernorm."),
+            (mixes and after, "post_self_attn_layernorm."),
             (mlp, "pre_mlp_layernorm." if config.is_moe_layer(i) else "mlp.linear_fc1.layer_norm_"),
-            (mlp, "post_mlp_layernorm."),
+            (mlp and (after or post_moe), "post_mlp_layernorm."),
         )
         for (there, place), name in zip(places, self.norms):
             if name is not None and there:
                 yield from _norm(config, ours + place, at + name)
 
     def _attention(self, config: ModelConfig, a: AttentionConfig, at: str, ours: str, *, own_keys: bool) -> Weights:
-        heads, _, size = head_sizes(a)
+        heads, groups, size = head_sizes(a)
         for kind in ("weight", "bias") if a.add_qkv_bias else ("weight",):
             sizes, names = a.qkv_rows(own_keys=own_keys), [at + name for name in self.qkv]
             names = names[: 1 if not own_keys else 2 if a.key_is_value else 3]
@@ -241,10 +242,13 @@ class Names:
                 order = [3 * head + part for part in range(3) for head in range(heads)]
                 layout = Concat(*((Rows(name, place * size, total), size) for place in order))
             yield f"{ours}linear_qkv.{kind}", layout
-        if a.qk_layernorm in ("head", "full"):
+        if a.qk_layernorm in ("head", "each_head", "full"):
             for ours_name, name in list(zip(("q_layernorm", "k_layernorm"), self.qk_norms))[: 1 + own_keys]:
                 for kind in ("weight", "bias") if a.qk_layernorm_bias else ("weight",):
-                    yield f"{ours}{ours_name}.{kind}", At(f"{at}{name}.{kind}")
+                    stored = f"{at}{name}.{kind}"
+                    rows = heads if ours_name == "q_layernorm" else groups
+                    each = a.qk_layernorm == "each_head"
+                    yield f"{ours}{ours_name}.{kind}", Folded(stored, rows) if each else At(stored)
         if a.sinks:
             yield f"{ours}core_attention.softmax_offset", At(at + self.sinks)
         if a.has_head_gate:

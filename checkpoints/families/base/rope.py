@@ -8,7 +8,7 @@ here; keys nobody knows are refused, because they may change the rotation.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from te_models.config import ModelConfig, RopeConfig
@@ -57,6 +57,7 @@ class Rope:
         original: the family's length before extension where the file does not say; it has a field of its own, outside.
         alpha: "dynamic" may have a fixed `alpha`; in other families it is unknown: their classes take no notice of it.
         extra: further keys of `rope_parameters`, which another entry reads.
+        default: `rope_parameters` where the file has none.
     """
 
     theta: float = 10000.0
@@ -65,6 +66,7 @@ class Rope:
     original: int | None = None
     alpha: bool = False
     extra: tuple[str, ...] = ()
+    default: Mapping[str, Any] = field(default_factory=dict)
     names: tuple[str, ...] = (
         "rope_parameters",
         "rope_scaling",
@@ -74,7 +76,7 @@ class Rope:
     )
 
     def read(self, hf: Mapping[str, Any]) -> Values:
-        values = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+        values = hf.get("rope_scaling") or hf.get("rope_parameters") or self.default
         outside = {name: hf[name] for name in ("rope_theta", "partial_rotary_factor") if hf.get(name) is not None}
         return {f"rope.{name}": value for name, value in self.rope_fields(hf, values, outside).items()}
 
@@ -145,7 +147,8 @@ class RopePerLayerType:
     """One rotary embedding for full, one for sliding layers: `rope_parameters` holds an object for each.
 
     Older files have `rope_theta` and `rope_scaling` for the full layers; for the sliding ones `rope_local_base_freq`
-    (Gemma 3) or the same base (OLMo 3). Where a file has both forms, `rope_scaling` wins field by field.
+    (Gemma 3) or the same base (OLMo 3). Where a file has both forms, `rope_scaling` wins field by field. older: there
+    are such files; without, nothing outside `rope_parameters` counts.
     partial: the rotated fraction of the head where an object does not say, without extension; None: always all of it.
     default: the fractions of full and of sliding layers where there is no object.
     """
@@ -153,11 +156,14 @@ class RopePerLayerType:
     theta: float
     sliding_theta: float
     local: str | None = None
+    older: bool = True
     names: tuple[str, ...] = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
     partial: float | None = None
     default: tuple[float, float] | None = None
 
     def read(self, hf: Mapping[str, Any]) -> Values:
+        if not self.older:
+            hf = {name: hf[name] for name in ("rope_parameters", "max_position_embeddings") if name in hf}
         nested = hf.get("rope_parameters") or {}
         if not nested and self.default is not None:
             kinds = ("full_attention", "sliding_attention")

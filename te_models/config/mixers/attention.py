@@ -74,9 +74,9 @@ class AttentionConfig(MixerConfig):
     """Whether the projections of q, k and v have a bias."""
     add_output_bias: bool = False
     """Whether the output projection has a bias."""
-    qk_layernorm: Literal["none", "head", "full", "l2"] = "none"
-    """Norm of q and k: of each head, of all heads together (full), or an RMSNorm of each head without weight in
-    layers with a position encoding (l2)."""
+    qk_layernorm: Literal["none", "head", "each_head", "full", "l2"] = "none"
+    """Norm of q and k: of each head, with one weight (head) or weights of its own (each_head), of all heads together
+    (full), or an RMSNorm of each head without weight in layers with a position encoding (l2)."""
     qk_layernorm_after_rope: bool = False
     """Whether the norm of q and k comes after the rotary embedding."""
     qk_layernorm_bias: bool = False

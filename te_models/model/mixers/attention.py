@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from te_models.kernels.norm import rms_norm, rms_norm_by
+from te_models.kernels.norm import layer_norm, rms_norm, rms_norm_by
 from te_models.kernels.packed_attention import first_positions
 from te_models.kernels.rope import apply_rope
 from te_models.kernels.torch_versions import exporting
@@ -56,12 +56,12 @@ class SelfAttention(nn.Module):
         rows = a.qkv_rows(own_keys=self.own_keys)
         self.linear_qkv = make_input_linear(config, rows, joined_bias, build, normed=normed)
         self.qkv_bias = build.parameter(self.v_end) if a.has_bias_apart else None
-        if self.norm_kind in ("head", "full"):
-            full = self.norm_kind == "full"
+        if self.norm_kind in ("head", "each_head", "full"):
+            one = self.norm_kind == "head"
             norm = config.norm.replace(has_weight=True, bias=a.qk_layernorm_bias)
-            self.q_layernorm = make_norm(norm, self.q_size if full else self.head_dim, build)
+            self.q_layernorm = make_norm(norm, self.head_dim if one else self.q_size, build)
             if self.own_keys:
-                self.k_layernorm = make_norm(norm, self.k_size if full else self.head_dim, build)
+                self.k_layernorm = make_norm(norm, self.head_dim if one else self.k_size, build)
         self.core_attention = make_core_attention(
             config, a, layer, self.num_heads, self.head_dim, self.num_groups, build
         )
@@ -178,6 +178,8 @@ class SelfAttention(nn.Module):
         if self.norm_kind == "full":
             return self._clipped(self._normed_whole(t, norm)).unflatten(-1, (-1, self.head_dim))
         t = t.unflatten(-1, (-1, self.head_dim))
+        if self.norm_kind == "each_head":
+            return self._clipped(norm_each_head(t, norm))
         if self.linear_proj.tp_size > 1:
             # every rank has the weight and applies it to its own heads only: its gradients are summed over the ranks
             shared = {name: self.linear_proj.for_own_features(p) for name, p in norm.named_parameters()}
@@ -205,6 +207,19 @@ class SelfAttention(nn.Module):
 
     def _rotated(self, t: Tensor, rotary: Rotary | None) -> Tensor:
         return t if rotary is None else apply_rope(t, *rotary, self.rope_style)
+
+
+def norm_each_head(t: Tensor, norm: nn.Module) -> Tensor:
+    """Normalise each head of t, [..., heads, D], with weights of its own. norm: an RMSNorm, or a LayerNorm without
+    bias, of heads * D weights; its epsilon, order of casts and weights count."""
+    wide = t.float()
+    wide = rms_norm(wide, None, norm.eps) if isinstance(norm, RMSNorm) else layer_norm(wide, None, None, norm.eps)
+    weight = norm.weight.unflatten(0, (-1, t.shape[-1]))
+    if norm.zero_centered_gamma:
+        weight = weight.float() + 1
+    if norm.cast_order == "weight_first":
+        return (wide * weight.float()).to(t.dtype)
+    return wide.to(t.dtype) * weight
 
 
 def apart(values: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ FIELDS = {
     "phi3": ("attention_dropout", "resid_pdrop", None),
     "seed_oss": ("attention_dropout", "residual_dropout", None),
     "starcoder2": ("attention_dropout", "residual_dropout", "embedding_dropout"),
+    "ernie4_5": (None, None, None),
     "ernie4_5_moe": (None, None, None),
 }
 """Family -> the fields that drop attention weights, outputs of sublayers, embeddings; others have the first only."""

@@ -123,4 +123,4 @@ def test_every_family_with_experts_has_a_case() -> None:
     counts = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
     mixtures = {name for name, family in FAMILIES.items() if counts & {n for e in family.fields for n in e.names}}
     assert {CASES[case][0] for case in MOE_CASES} | {KIMI_K2} == mixtures
-    assert len(mixtures) == 20
+    assert len(mixtures) == 23

@@ -30,13 +30,24 @@ VISION: dict[str, Any] = {
 }
 PIXTRAL = VISION | {"model_type": "pixtral", "head_dim": 8}
 SIGHT = {"projector_input_dim": 16, "projector_output_dim": 16, "vision_output_dim": 16}
+QWEN: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+MARKS = {"image_token_id": 2, "video_token_id": 2, "vision_start_token_id": 2, "vision_end_token_id": 2}
+QWEN3_SIGHT = QWEN | {"out_hidden_size": 32, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+QWEN2_SIGHT = QWEN | {"out_hidden_size": 32, "fullatt_block_indexes": [0], "window_size": 8}
+KIMI = {k: v for k, v in VISION.items() if k != "image_size"} | {"pos_emb_height": 4, "pos_emb_width": 4}
+MROPE = {"rope_type": "default", "rope_theta": 3e4, "mrope_section": [1, 2, 1]}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("gemma3", "gemma3", {"vision_config": VISION, "mm_tokens_per_image": 4}),
     "llama4": ("llama4", "llama4", {"vision_config": VISION | SIGHT}),
     "mistral3-of-ministral3": ("mistral3", "ministral3", {"vision_config": PIXTRAL, "tie_word_embeddings": False}),
     "mistral3-of-mistral": ("mistral3", "mistral", {"vision_config": PIXTRAL}),
+    "kimi_k25": ("kimi_k25", "deepseek_v3", {"vision_config": KIMI, "tie_word_embeddings": False, **MARKS}),
+    "qwen3_vl": ("qwen3_vl", "qwen3_vl_text", {"vision_config": QWEN3_SIGHT, **MARKS}),
+    "qwen2_5_vl": ("qwen2_5_vl", "qwen2_5_vl_text", {"vision_config": QWEN2_SIGHT, **MARKS}),
 }
-"""Name -> the family, its text model (a case of `family_cases`, or mistral), and what stands beside `text_config`."""
+"""Name -> the family, its text model (a case of `family_cases`, or another), and what stands beside `text_config`."""
+OPTIONS = {"qwen3_vl_text": {"head_dim": 8, "rope_parameters": MROPE}, "qwen2_5_vl_text": {"rope_parameters": MROPE}}
+SEEING = ("visual.", "vision_tower.", "vision_model.", "mm_projector.", "multi_modal_projector.")
 
 
 @contextmanager
@@ -48,7 +59,7 @@ def without_warnings() -> Iterator[None]:
 
 def make(case: str) -> transformers.PreTrainedModel:
     family, text, outside = CASES[case]
-    kind, options = TEXTS.get(text, (text, {"head_dim": 16, "sliding_window": None}))
+    kind, options = TEXTS.get(text, (text, OPTIONS.get(text, {"head_dim": 16, "sliding_window": None})))
     config = transformers.AutoConfig.for_model(
         family, text_config={**SIZES, **options, "model_type": kind}, image_token_index=2, **outside
     )
@@ -88,7 +99,7 @@ def test_weights_config_and_logits(tmp_path: Path, case: str) -> None:
     theirs = make(case)
     source = save(theirs, tmp_path / "hf")
     tensors = stored(source)
-    seeing = {name for name in tensors if not name.startswith("language_model.")}
+    seeing = {name for name in tensors if any(part in name for part in SEEING)}
     assert len(seeing) > 10
     tensors |= {name: tensors[name].half() for name in sorted(seeing)[:1]}
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
@@ -223,8 +234,31 @@ def test_a_toy_keeps_the_part_that_sees(tmp_path: Path) -> None:
     source = save(make("llama4"), tmp_path / "hf")
     plan = toy(source, tmp_path / "toy", layers=1, experts=2)
     originals, parts = stored(source), stored(tmp_path / "toy")
-    seeing = {name for name in originals if not name.startswith("language_model.")}
+    seeing = {name for name in originals if any(part in name for part in SEEING)}
     assert set(plan.passthrough) == seeing and not plan.ignored
     assert all(torch.equal(parts[name], originals[name]) for name in seeing)
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "toy", attn_implementation="eager")
     assert_same_logits(tmp_path / "toy", theirs.eval())
+
+
+@torch.no_grad()
+def test_qwen2_5_vl_with_all_fields_side_by_side(tmp_path: Path) -> None:
+    """As it is published: no text_config, and the older names of the rotation."""
+    theirs = make("qwen2_5_vl")
+    source = save(theirs, tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = {"rope_theta": MROPE["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]}}
+    config = {k: v for k, v in text.items() if k not in ("model_type", "rope_parameters")} | rope | config
+    (source / "config.json").write_text(json.dumps(config))
+    import_hf(source, tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    assert json.loads((tmp_path / "back/config.json").read_text()) == config
+    assert_same_bits(stored(source), stored(tmp_path / "back"))
+    assert_same_logits(tmp_path / "ours", theirs)
+    converter = AutoConverter.from_pretrained(source)
+    changed = converter.config.replace(norm=converter.config.norm.replace(layernorm_epsilon=0.5))
+    written = AutoConverter(changed, converter.family, converter.source).hf_config({"x": torch.zeros(1)})
+    assert "text_config" not in written and written["rms_norm_eps"] == 0.5 and written["model_type"] == "qwen2_5_vl"
+    assert written["rope_parameters"]["mrope_section"] == [1, 2, 1] and "rope_scaling" not in written
+    assert FAMILIES["qwen2_5_vl"].read_config(written) == changed

@@ -34,6 +34,9 @@ def test_norms_are_those_of_transformers(family: str) -> None:
         exact = final_norm(make(FIRST_CASES[family]))
         exact.load_state_dict({n: t.float() for n, t in final_norm(theirs).state_dict().items()})
         assert distance(got, exact(x.float())) < distance(expected, exact(x.float()))
+    elif family == "cohere":  # transformers sums in another order, which one number in 16384 notices
+        assert (got != expected).float().mean() < 1e-3
+        torch.testing.assert_close(got, expected, rtol=2**-7, atol=0)
     else:
         assert torch.equal(got, expected)
 

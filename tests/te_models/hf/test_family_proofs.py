@@ -1,0 +1,64 @@
+"""Every family: greedy text as transformers', a compiled training step under a recipe, and a quantized folder."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models import GPTModel, generate
+from te_models.checkpoints import export_hf, import_hf, quantize
+from te_models.layers import MXFP8BlockScaling, autocast
+from tests.checkpoints.family_cases import CASES, make
+from tests.checkpoints.hf_cases import assert_same_bits, stored
+
+FIRST_CASES = {family: case for case, (family, _) in reversed(CASES.items())}
+PROMPT = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.sentinels("cohere", "exaone4", "mellum", "axk1", "hunyuan_v1_dense")
+@pytest.mark.parametrize("family", FIRST_CASES)
+@torch.no_grad()
+def test_greedy_text(family: str) -> None:
+    theirs = make(FIRST_CASES[family])
+    ours = GPTModel.from_hf(theirs).eval()
+    length = PROMPT.shape[1] + 12
+    expected = theirs.generate(PROMPT, max_length=length, do_sample=False, eos_token_id=None, pad_token_id=0)
+    got = generate(ours, PROMPT, max_new_tokens=12)
+    assert torch.equal(got[:, :length], expected)
+
+
+@pytest.mark.sentinels("cohere", "axk1")
+@pytest.mark.parametrize("family", FIRST_CASES)
+def test_compiled_step_under_a_recipe(family: str) -> None:
+    """The same loss and gradients as without the compiler, in one graph."""
+    ours = GPTModel.from_hf(make(FIRST_CASES[family])).train()
+    losses, gradients = [], []
+    for model in (ours, torch.compile(ours, fullgraph=True, backend="aot_eager")):
+        ours.zero_grad()
+        with autocast(recipe=MXFP8BlockScaling()):
+            loss = model(PROMPT, labels=PROMPT).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({name: p.grad.clone() for name, p in ours.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.sentinels("cohere", "axk1")
+@pytest.mark.parametrize("family", FIRST_CASES)
+def test_a_quantized_folder_there_and_back(tmp_path: Path, family: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make(FIRST_CASES[family]).save_pretrained(tmp_path / "hf")
+        import_hf(tmp_path / "hf", tmp_path / "ours")
+        quantize(tmp_path / "ours", tmp_path / "quantized", "mxfp8")
+        export_hf(tmp_path / "quantized", tmp_path / "hf8", format="mxfp8")
+        import_hf(tmp_path / "hf8", tmp_path / "again")
+    before, again = stored(tmp_path / "quantized"), stored(tmp_path / "again")  # files hold no columnwise copies
+    assert any(t.dtype == torch.float8_e4m3fn for t in again.values())
+    assert_same_bits({name: before[name] for name in again}, again)
