@@ -120,6 +120,13 @@ def using_backend(setting: Setting) -> Iterator[None]:
         _setting = before
 
 
+@constant_when_traced
+def definitions_only() -> bool:
+    """Whether the setting is "definition": no Triton kernel of ours runs on an accelerator then. A graph goes on with
+    the answer that it was traced with."""
+    return backend() == "definition"
+
+
 def choose(op: Compiled, x: Tensor, *key: object) -> Backend:
     """Return what computes an operation of x now. key: what the library is loaded for; without one x's dtype."""
     key = key or (x.dtype,)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from te_models.child_process import renew_in_forks, run_program
 
 from . import cpp_cache
-from .machine import cache_folder, instruction_sets
+from .machine import instruction_sets
 
 _ARM = platform.machine().lower() in ("arm64", "aarch64")
 _FLAGS = (
@@ -78,14 +78,6 @@ def function(
         raise CompilationError(f"the library that the C++ compiler made has no function {name}") from None
     found.argtypes, found.restype = arguments, result
     return found
-
-
-def is_cached(path: str | Path, defined: Mapping[str, str]) -> bool:
-    """Whether the library of a C++ file with these macros is there already."""
-    try:
-        return cpp_cache.intact(cpp_cache.trusted(cache_folder() / "cpp") / _name(_source(path, defined)))
-    except (OSError, ValueError, CompilationError):
-        return False
 
 
 def _source(path: str | Path, defined: Mapping[str, str]) -> Source:

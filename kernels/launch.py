@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .backend import definitions_only
+
 as_accelerator = False
 """Whether quantization, and cross entropy of shards, run the kernels of an accelerator on any device; tests do so, in
 Triton's interpreter."""
@@ -16,7 +18,7 @@ Triton's interpreter."""
 
 def on_accelerator(x: Tensor) -> bool:
     """Whether kernels serve x, for those of `as_accelerator`; elsewhere the reference does."""
-    return x.is_cuda or as_accelerator
+    return (x.is_cuda or as_accelerator) and not definitions_only()
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_models.suggestions import shown
 
+from ..backend import definitions_only
 from ..cpu_rows import activate
 from ..custom_op import FLOATS, Output, absent, gradient_of, like, operation, takes
 from ..derivative import keeping_inputs
@@ -97,7 +98,7 @@ def activation(x: Tensor, name: str, *, probabilities: Tensor | None = None) -> 
     x: [..., F]; name: a key of ACTIVATIONS. Raises ValueError for another name.
     """
     check_name(name)
-    if x.device.type == "cuda" and not TAKES.misfit(x, probabilities, False):
+    if x.device.type == "cuda" and not definitions_only() and not TAKES.misfit(x, probabilities, False):
         return activation_fwd(x, probabilities, name, False, None, 1.0, 0.0)
     return keeping_inputs(lambda x, factor: eager_activation(x, name, probabilities=factor), x, probabilities)
 
@@ -118,7 +119,7 @@ def gated_activation(
     again, which lets a mixture weight its rows before the second projection. Raises ValueError for an unknown name.
     """
     check_name(name)
-    if x.device.type == "cuda" and not TAKES.misfit(x, probabilities, True):
+    if x.device.type == "cuda" and not definitions_only() and not TAKES.misfit(x, probabilities, True):
         return activation_fwd(x, probabilities, name, True, clamp, alpha, up_offset)
 
     def function(x: Tensor, factor: Tensor | None) -> Tensor:

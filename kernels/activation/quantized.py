@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backend import definitions_only
 from ..compiling import compiling
 from ..custom_op import FLOATS, Output, flatten, matrix_like, operation, takes
 from ..derivative import gradients_of
@@ -71,7 +72,7 @@ def activation_quantized(
     """
     check_name(name)
     output.check_scale(scale)
-    if x.device.type == "cuda" and not _TAKES.misfit(x, probabilities, False, scale):
+    if x.device.type == "cuda" and not definitions_only() and not _TAKES.misfit(x, probabilities, False, scale):
         return activation_quantized_op(x, probabilities, name, False, None, 1.0, 0.0, scale, *flatten(output))
     return output.define(as_matrix(op.eager_activation(x, name, probabilities=probabilities)), scale)
 
@@ -90,7 +91,7 @@ def gated_activation_quantized(
     """Return `gated_activation` of x [..., 2F] as FP8; see there and `activation_quantized`."""
     check_name(name)
     output.check_scale(scale)
-    if x.device.type == "cuda" and not _TAKES.misfit(x, probabilities, True, scale):
+    if x.device.type == "cuda" and not definitions_only() and not _TAKES.misfit(x, probabilities, True, scale):
         options = (name, True, clamp, alpha, up_offset)
         return activation_quantized_op(x, probabilities, *options, scale, *flatten(output))
     options = {"clamp": clamp, "alpha": alpha, "up_offset": up_offset, "probabilities": probabilities}
@@ -154,7 +155,7 @@ class Activation:
         self, dy: Tensor, x: Tensor, probabilities: Tensor | None = None, needs_probabilities: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of x and, if they are wanted, of the probabilities."""
-        if x.device.type == "cuda":
+        if x.device.type == "cuda" and not definitions_only():
             options = (self.name, self.gated, self.clamp, self.alpha, self.up_offset)
             dx, dp = op.activation_bwd(dy, x, probabilities, *options, needs_probabilities)
             return dx, None if probabilities is None or not needs_probabilities else dp.to(probabilities.dtype)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backend import definitions_only
 from ..compiling import compiling
 from ..gemm.cpu import operand_dtype
 from ..gemm.dense import linear, multiply
@@ -43,7 +44,7 @@ def loss_and_gradients(
     product of which is rounded. loss_and_gradient_: in place of `rows.loss_and_gradient_`, for logits of a part of the
     vocabulary. Other arguments as in `linear_cross_entropy`.
     """
-    if loss_and_gradient_ is None and hidden.device.type == "cuda":
+    if loss_and_gradient_ is None and hidden.device.type == "cuda" and not definitions_only():
         from .triton import cross_entropy_grad_ as loss_and_gradient_
     elif loss_and_gradient_ is None:
         loss_and_gradient_ = rows.loss_and_gradient_

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._library.custom_ops import CustomOpDef
 
 from .. import launch
-from ..backend import Backend, Compiled, backend, choose, has_library
+from ..backend import Backend, Compiled, choose, definitions_only, has_library
 from ..compiling import unobserved
 from ..launch import on_gpu_of_arguments
 from .results import Output, allocate_results, filled_up, flatten_results, make_results
@@ -209,7 +209,7 @@ def _with_reference(op: CustomOpDef, function: F, reference: Callable, serves: C
 
     @functools.wraps(function)
     def call(x: Tensor, /, *args: Any, **keywords: Any) -> Any:
-        served = serves(x) if serves is not None else (x.is_cuda or launch.as_accelerator) and backend() != "definition"
+        served = serves(x) if serves is not None else (x.is_cuda or launch.as_accelerator) and not definitions_only()
         if served and (fits is None or fits(x, *args, **keywords)):
             return as_operation(x, *args, **keywords)
         return reference(x, *args, **keywords)

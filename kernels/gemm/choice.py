@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..backend import definitions_only
 from . import native
 from .backends import Choice, Hardware, first_possible
 from .operand import ScaledOperand
@@ -25,6 +26,8 @@ def against_triton(left: ScaledOperand, right: ScaledOperand, hw: Hardware) -> s
     """Return why the Triton kernels cannot multiply these, None where they can."""
     if hw.type != "cuda":
         return f"it needs a CUDA device, this is {hw.type}"
+    if definitions_only():
+        return "the backend is 'definition'"
     if not hw.triton:
         return "triton is not installed"
     if hw.capability < (8, 9):

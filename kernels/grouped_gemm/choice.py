@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..backend import definitions_only
 from ..gemm import native
 from ..gemm.backends import Choice, Hardware, first_possible, hardware
 from ..gemm.choice import against_formats
@@ -63,6 +64,8 @@ def explain_grouped_gemm(
 def _against_triton(hw: Hardware, capability: tuple[int, int]) -> str | None:
     if hw.type != "cuda":
         return f"it needs a CUDA device, this is {hw.type}"
+    if definitions_only():
+        return "the backend is 'definition'"
     if not hw.triton:
         return "triton is not installed"
     return None if hw.capability >= capability else f"it needs compute capability {capability[0]}.{capability[1]}"

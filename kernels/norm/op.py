@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from ..backend import definitions_only
 from ..cpu_rows import rms_norm as rms_norm_of_rows
 from ..custom_op import FLOATS, Output, absent, gradient_of, like, operation, takes
 from ..derivative import keeping_inputs
@@ -127,7 +128,7 @@ def rms_norm(
     x: [..., H]; weight: [H] or None; gamma is `weight`, or `1 + weight` when zero_centered. Output: [..., H], in x's
     dtype (promoted with weight's for "weight_last"). Raises ValueError on an accelerator where H is beyond 65536.
     """
-    if x.device.type == "cuda" and not TAKES.misfit(x, weight, None):
+    if x.device.type == "cuda" and not definitions_only() and not TAKES.misfit(x, weight, None):
         return norm_fwd(x, weight, None, eps, False, zero_centered, cast_order == "weight_last")[0]
     function = partial(eager_rms_norm, eps=eps, zero_centered=zero_centered, cast_order=cast_order)
     return keeping_inputs(function, x, weight)
@@ -155,7 +156,7 @@ def layer_norm(
     x: [..., H]; weight, bias: [H] or None. Output: [..., H] in x's dtype (promoted with weight's and bias's for
     "weight_last"). Raises ValueError on an accelerator where H is beyond 65536.
     """
-    if x.device.type == "cuda" and not TAKES.misfit(x, weight, bias):
+    if x.device.type == "cuda" and not definitions_only() and not TAKES.misfit(x, weight, bias):
         return norm_fwd(x, weight, bias, eps, True, zero_centered, cast_order == "weight_last")[0]
     function = partial(reference.layer_norm, eps=eps, zero_centered=zero_centered, cast_order=cast_order)
     return keeping_inputs(function, x, weight, bias)

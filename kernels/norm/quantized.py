@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..backend import definitions_only
 from ..custom_op import FLOATS, Output, flatten, matrix_like, operation, takes
 from ..derivative import gradients_of
 from ..launch import as_matrix
@@ -72,7 +73,7 @@ def rms_norm_quantized(
     where the scale does not fit the output.
     """
     output.check_scale(scale)
-    if x.device.type == "cuda" and not _TAKES.misfit(x, weight, None, scale):
+    if x.device.type == "cuda" and not definitions_only() and not _TAKES.misfit(x, weight, None, scale):
         flags = (False, zero_centered, cast_order == "weight_last")
         *copies, _, rstd = norm_quantized(x, weight, None, eps, *flags, scale, *flatten(output))
         return [*copies, rstd]
@@ -94,7 +95,7 @@ def layer_norm_quantized(
 ) -> list[Tensor]:
     """Return `layer_norm` of x [..., H] as FP8, then its mean and rstd, float32 [...]; see `rms_norm_quantized`."""
     output.check_scale(scale)
-    if x.device.type == "cuda" and not _TAKES.misfit(x, weight, bias, scale):
+    if x.device.type == "cuda" and not definitions_only() and not _TAKES.misfit(x, weight, bias, scale):
         flags = (True, zero_centered, cast_order == "weight_last")
         return norm_quantized(x, weight, bias, eps, *flags, scale, *flatten(output))
     y = reference.layer_norm(x, weight, bias, eps, zero_centered=zero_centered, cast_order=cast_order)
@@ -134,7 +135,7 @@ class Norm:
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the norm of x [..., H] and what `backward` wants of it. weight, bias: [H] or None."""
-        if x.device.type == "cuda" and not op.TAKES.misfit(x, weight, bias):
+        if x.device.type == "cuda" and not definitions_only() and not op.TAKES.misfit(x, weight, bias):
             centered, zero_centered, weight_last = self._flags()
             y, mean, rstd = op.norm_fwd(x, weight, bias, self.eps, centered, zero_centered, weight_last)
             return y, (mean, rstd)
@@ -150,7 +151,8 @@ class Norm:
         else:
             *copies, rstd = rms_norm_quantized(x, weight, self.eps, output, scale, **options)
             mean = rstd.new_empty(0)
-        return copies, (mean, rstd) if x.device.type == "cuda" and not op.TAKES.misfit(x, weight, bias) else ()
+        triton = x.device.type == "cuda" and not definitions_only() and not op.TAKES.misfit(x, weight, bias)
+        return copies, (mean, rstd) if triton else ()
 
     def backward(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..backend import definitions_only
 from ..cpu_rows import sum_slots as sum_rows
 from ..custom_op import FLOATS, INTEGERS, Output, absent, like, operation, takes
 from ..torch_versions import own_result
@@ -84,13 +85,13 @@ def unpermute_bwd(
 
 
 def _spread(x: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, padding_rows: Tensor | None) -> Tensor:
-    if x.device.type == "cuda" and not _ROWS.misfit(x, row_of_slot, padding_rows):
+    if x.device.type == "cuda" and not definitions_only() and not _ROWS.misfit(x, row_of_slot, padding_rows):
         return permute_rows(x, row_of_slot, padding_rows)
     return reference.gather_rows(x, slot_of_row, row_of_slot.shape[1], padding_rows is not None)
 
 
 def _sum(y: Tensor, row_of_slot: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if y.device.type == "cuda" and not _SLOTS.misfit(y, row_of_slot, weights):
+    if y.device.type == "cuda" and not definitions_only() and not _SLOTS.misfit(y, row_of_slot, weights):
         return sum_slots(y, row_of_slot, weights, dtype)
     found = sum_rows(y, row_of_slot, weights, dtype)
     return reference.sum_slots(y, row_of_slot, weights, dtype) if found is None else found
@@ -146,7 +147,11 @@ class _WeightedSum(torch.autograd.Function):
         (grad,) = grads
         y, weights, slot_of_row, row_of_slot, padding_rows = ctx.saved_tensors
         needs_weights = ctx.needs_input_grad[1]
-        if grad.device.type == "cuda" and not _GRADIENTS_TAKE.misfit(grad, y, weights, row_of_slot, padding_rows):
+        if (
+            grad.device.type == "cuda"
+            and not definitions_only()
+            and not _GRADIENTS_TAKE.misfit(grad, y, weights, row_of_slot, padding_rows)
+        ):
             dy, d_weights = unpermute_bwd(grad, y, weights, row_of_slot, padding_rows, needs_weights)
         else:
             dy = reference.spread_slots(grad, slot_of_row, weights, padding_rows is not None, y.dtype)
@@ -164,7 +169,7 @@ def sort_by_expert(indices: Tensor, num_experts: int, *, align: int = 1) -> Perm
     """
     if align < 1:
         raise ValueError(f"align is {align}; allowed: 1 or more rows")
-    if indices.device.type != "cuda" or _INDICES.misfit(indices):
+    if indices.device.type != "cuda" or definitions_only() or _INDICES.misfit(indices):
         return reference.sort_by_expert(indices, num_experts, align)
     slots, rows, tokens, filled, padding_rows = sort_by_expert_op(indices, num_experts, align)
     return Permutation(slots, rows, tokens, filled, padding_rows if align > 1 else None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..backend import definitions_only
 from ..custom_op import FLOATS, flatten, like, operation, takes
 from ..quantize.output import QuantizedOutput
 from . import reference
@@ -52,7 +53,7 @@ def permute_quantized(
             f"allowed: a permutation by sort_by_expert(..., align={output.block})"
         )
     topk = permutation.row_of_slot.shape[1]
-    if x.device.type == "cuda" and not _TAKES.misfit(x, permutation.slot_of_row, scale):
+    if x.device.type == "cuda" and not definitions_only() and not _TAKES.misfit(x, permutation.slot_of_row, scale):
         return permute_quantized_op(x, permutation.slot_of_row, topk, scale, *flatten(output))
     rows = reference.gather_rows(x, permutation.slot_of_row, topk, permutation.padding_rows is not None)
     return output.define(rows, scale)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from te_models.suggestions import shown
 
+from ..backend import definitions_only
 from ..cpu_rows import apply_rope as rotate_rows
 from ..custom_op import FLOATS, gradient_of, like, operation, takes
 from . import reference
@@ -51,7 +52,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "half") -> Tens
     accelerator tables that want a gradient.
     """
     reference.check(x, cos, style)
-    if x.device.type != "cuda" or _TAKES.misfit(x, cos, sin):
+    if x.device.type != "cuda" or definitions_only() or _TAKES.misfit(x, cos, sin):
         rotated = rotate_rows(x, cos, sin, style == "interleaved")
         return reference.apply_rope(x, cos, sin, style) if rotated is None else rotated
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):

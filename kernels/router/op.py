@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from ..backend import definitions_only
 from ..custom_op import FLOATS, Output, gradient_of, like, operation, takes
 from . import reference
 from .reference import joint_shares, load_balancing_loss, mean_probabilities, router_probabilities, router_z_loss
@@ -114,7 +115,7 @@ def router_topk(
     unknown name or an impossible count.
     """
     reference.check(logits.shape[-1], topk, score, num_groups, topk_groups, group_score)
-    if logits.device.type == "cuda" and not _TAKES.misfit(logits, expert_bias):
+    if logits.device.type == "cuda" and not definitions_only() and not _TAKES.misfit(logits, expert_bias):
         options = (score == "sigmoid", score_after_topk, normalize, normalize_eps, scaling_factor)
         groups = (num_groups, topk_groups, group_score == "top2_sum")
         return router_topk_fwd(logits, expert_bias, topk, *options, *groups)

@@ -149,10 +149,12 @@ class _BlockwiseQuantizer(FP8Quantizer):
         matrices; None where it does not."""
         parts: list[Tensor] = []
         for usage in usages:
-            rows = 1 if m_splits is None else self.row_block(usage)
-            if rows > 1 and cpu_fields.chosen(x) is not Backend.COMPILED:
-                return None
-            found = self._in_one_pass(x if rows == 1 else pad_rows(x, m_splits, rows), usage, measured=False)
+            padded = x
+            if m_splits is not None and self.row_block(usage) > 1:
+                if cpu_fields.chosen(x) is not Backend.COMPILED:
+                    return None
+                padded = pad_rows(x, m_splits, self.row_block(usage))
+            found = self._in_one_pass(padded, usage, measured=False)
             if found is None:
                 return None
             parts += found[:2]

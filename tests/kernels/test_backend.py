@@ -6,15 +6,18 @@ import os
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from te_models.kernels import backend
+from te_models.kernels import backend, launch
 from te_models.kernels.backend import Backend, BackendError, Compiled, choose, explain, has_library, using_backend
 from te_models.kernels.cpp_library import CompilationError
+from te_models.kernels.gemm import ScaledOperand, choice
+from te_models.kernels.gemm.backends import Hardware
 from tests.fork_server import run_python
 
 BF16 = torch.bfloat16
@@ -102,3 +105,14 @@ def test_settings_that_are_none() -> None:
     ):
         variables = {"TE_MODELS_BACKEND": value, "PYTHONPATH": os.pathsep.join(sys.path)}
         assert run_python(["-c", code], env=os.environ | variables).stdout.strip() == said
+
+
+def test_no_kernel_of_an_accelerator_runs_by_the_definitions() -> None:
+    h100 = Hardware("cuda", (9, 0), True, (12, 8))
+    operand = ScaledOperand(torch.zeros(32, 32).to(torch.float8_e4m3fn), torch.ones(()), "float32", (1, 128))
+    x = torch.zeros(1)
+    with mock.patch.object(launch, "as_accelerator", True):
+        assert launch.on_accelerator(x) and choice.against_triton(operand, operand, h100) is None
+        with using_backend("definition"):
+            assert not launch.on_accelerator(x)
+            assert choice.against_triton(operand, operand, h100) == "the backend is 'definition'"

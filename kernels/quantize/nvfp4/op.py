@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import launch
+from ...backend import definitions_only
 from ...custom_op import FLOATS, INTEGERS, Output, expands, like, operation, takes
 from .. import hadamard
 from ..fp8.op import amax as largest
@@ -114,7 +115,7 @@ def quantize_nvfp4(
     matrices that lie side by side. key, stream: round stochastically with `random_bits(key, stream, x.shape)`; None
     rounds to nearest even. A 16x16 block's scale is written for each of its rows.
     """
-    if not (x.is_cuda or launch.as_accelerator):
+    if not (x.is_cuda or launch.as_accelerator) or definitions_only():
         return cpu.quantize_nvfp4(x, block_rows=block_rows, amax=amax, key=key, stream=stream)
     block_of(block_rows)
     known: Tensor = largest(x) if amax is None else amax
@@ -130,7 +131,7 @@ def quantize_nvfp4_transposed(
     with_rht: of the random Hadamard transform along the rows, which are rounded up to a multiple of 16 then. amax:
     [...], the amax of the transformed matrices, if known. key, stream: as for `quantize_nvfp4`, of the transpose.
     """
-    if not (x.is_cuda or launch.as_accelerator):
+    if not (x.is_cuda or launch.as_accelerator) or definitions_only():
         return copies.quantize_nvfp4_transposed(x, with_rht=with_rht, amax=amax, key=key, stream=stream)
     amax = _amaxes(x, None, with_rht)[1] if amax is None else amax
     packed, scales = _copies(x, None, amax, None, key, 0, stream, 1, with_rht)
@@ -157,7 +158,7 @@ def quantize_nvfp4_both(
     amaxes, streams: the two of `quantize_nvfp4` and `quantize_nvfp4_transposed`. On CUDA the amaxes take one pass over
     x, both copies another.
     """
-    if not (x.is_cuda or launch.as_accelerator):
+    if not (x.is_cuda or launch.as_accelerator) or definitions_only():
         return copies.quantize_nvfp4_both(x, with_rht=with_rht, amaxes=amaxes, key=key, streams=streams)
     row_amax, col_amax = amaxes or _amaxes(x, None, with_rht)
     found = _copies(x, row_amax, col_amax, None, key, *streams, 1, with_rht)
@@ -179,7 +180,7 @@ def quantize_grouped_nvfp4(
     Rowwise: [T, ceil(C / 2)], [T, ceil(C / 16)], [G]; rows past the last group count as a group of amax 0. Columnwise,
     in rows padded to multiples of 16 (see `grouped`): [C, P / 2], [C, P / 16], [G].
     """
-    if not (x.is_cuda or launch.as_accelerator):
+    if not (x.is_cuda or launch.as_accelerator) or definitions_only():
         return copies.quantize_grouped_nvfp4(
             x, m_splits, with_rht=with_rht, key=key, streams=streams, rowwise=rowwise, columnwise=columnwise
         )
@@ -227,6 +228,6 @@ def dequantize_nvfp4(packed: Tensor, scales: Tensor, amax: Tensor | None, column
 
 def decode_blocks(packed: Tensor, scales: Tensor, columns: int) -> Tensor:
     """Return value * scale in float32, exact, without the factor of the whole matrix: [..., R, C]."""
-    if packed.is_cuda or launch.as_accelerator:
+    if (packed.is_cuda or launch.as_accelerator) and not definitions_only():
         return dequantize_nvfp4(packed, scales, None, columns, torch.float32)
     return cpu.decode_blocks(packed, scales, columns)

@@ -12,7 +12,7 @@ import pytest
 
 from te_models.kernels import cpp_cache, cpp_library
 from te_models.kernels.machine import NoCacheFolderError, cache_folder
-from tests.kernels.cpp.test_cpp_library import CODE, added, forget, libraries, library_of, own_cache
+from tests.kernels.cpp.test_cpp_library import added, forget, is_cached, libraries, library_of, own_cache
 
 __all__ = ["own_cache"]
 ANOTHER_USER = 54321
@@ -181,7 +181,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(
     change(own_cache)
     forget()
     before = sorted(own_cache.iterdir())
-    assert not cpp_library.is_cached(CODE, {"ADDED": "7"})
+    assert not is_cached({"ADDED": "7"})
     with pytest.warns(RuntimeWarning, match=f"functions are kept for this process alone: .*{says}") as said:
         assert (added(7), added(8)) == (8, 9)
     assert len(said) == 1 and sorted(own_cache.iterdir()) == before

@@ -34,7 +34,7 @@ LIMITS = {
     ("linear", None): (12, 10, 6, 7),
     ("linear", "mxfp8"): (50, 20, 11, 26),
     ("linear", "nvfp4"): (110, 28, 15, 44),
-    ("grouped", "mxfp8"): (120, 33, 15, 65),
+    ("grouped", "mxfp8"): (120, 33, 15, 66),
 }
 
 
@@ -125,4 +125,4 @@ def test_a_train_step_is_few_calls() -> None:
     finally:
         sys.setprofile(None)
     asking = sum(name in ASKING for name in found)
-    assert len(found) <= 1300 and asking <= 0.07 * len(found), (len(found), asking)
+    assert len(found) <= 1350 and asking <= 0.07 * len(found), (len(found), asking)
