@@ -17,7 +17,7 @@ from te_models.config.keys import toml_words
 from te_models.model.flops import forward_flops_per_token
 from te_models.model.parallel import check_layers
 from tests.te_models.configs import VARIANTS, tiny, tiny_moe, token_ids
-from tests.te_models.model.decaying_mixer import DecayingConfig, register
+from tests.te_models.model.mixers.decaying_mixer import DecayingConfig, register
 
 DECAYING = DecayingConfig(heads=2)
 FOUR = AttentionConfig(num_attention_heads=4)
