@@ -15,6 +15,7 @@ from .base.family import Family
 from .cohere2 import COHERE2
 from .deepseek_v2 import DEEPSEEK_V2
 from .deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from .deepseek_v32 import DEEPSEEK_V32
 from .dots1 import DOTS1
 from .ernie4_5_moe import ERNIE4_5_MOE
 from .exaone_moe import EXAONE_MOE
@@ -25,6 +26,7 @@ from .gemma3 import GEMMA3, GEMMA3_TEXT
 from .glm4 import GLM4
 from .glm4_moe import GLM4_MOE
 from .glm4_moe_lite import GLM4_MOE_LITE
+from .glm_moe_dsa import GLM_MOE_DSA
 from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
 from .gpt_oss import GPT_OSS
@@ -95,6 +97,8 @@ _KNOWN = (
     DEEPSEEK_V3,
     KIMI_K2,
     GLM4_MOE_LITE,
+    DEEPSEEK_V32,
+    GLM_MOE_DSA,
     LLAMA4_TEXT,
     HY_V3,
     GEMMA3,

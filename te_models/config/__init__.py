@@ -8,10 +8,19 @@ apart), a flat class (60 fields whose dependencies nobody can check).
 A leaf: it imports nothing else of the project, so every folder may read it.
 """
 
-from .mixers import KINDS, AttentionConfig, GatedDeltaConfig, MixerConfig, MLAConfig, TemperatureConfig
+from .mixers import (
+    KINDS,
+    AttentionConfig,
+    GatedDeltaConfig,
+    IndexerConfig,
+    MixerConfig,
+    MLAConfig,
+    TemperatureConfig,
+)
 from .mlp import MLPConfig, MoEConfig, RouterConfig
 from .model import EmbeddingConfig, LayerType, ModelConfig, NormConfig
 from .part import ConfigError, ConfigPart, check
+from .residual import HyperConnectionConfig
 from .rope import RopeConfig
 
 __all__ = [
@@ -21,6 +30,8 @@ __all__ = [
     "ConfigPart",
     "EmbeddingConfig",
     "GatedDeltaConfig",
+    "HyperConnectionConfig",
+    "IndexerConfig",
     "LayerType",
     "MLAConfig",
     "MLPConfig",

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 from .mixers import AttentionConfig, MixerConfig
 from .mlp import MLPConfig, MoEConfig
 from .part import ConfigError, ConfigPart, check
+from .residual import HyperConnectionConfig
 from .rope import RopeConfig
 
 LayerType = Literal["full", "sliding", "chunked", "nope", "sliding_nope", "chunked_nope"]
@@ -131,6 +132,8 @@ class ModelConfig(ConfigPart):
     means attention."""
     mlp_layers: tuple[int, ...] | None = None
     """Indices of the layers that have an MLP or experts, from 0; unset means all layers."""
+    hyper_connections: HyperConnectionConfig | None = None
+    """Hyper-connections: a residual stream of several lanes; unset means one."""
     residual_multiplier: float = 1.0
     """Factor of what each sublayer adds to the residual stream."""
     hidden_dropout: float = 0.0
@@ -142,7 +145,9 @@ class ModelConfig(ConfigPart):
     mtp_loss_scaling_factor: float = 0.1
     """Factor of the mean loss of these layers in the loss that training minimises."""
 
-    _LATER: ClassVar[frozenset[str]] = frozenset({"attention", "mixers", "layer_mixers", "mlp_layers"})
+    _LATER: ClassVar[frozenset[str]] = frozenset(
+        {"attention", "mixers", "layer_mixers", "mlp_layers", "hyper_connections"}
+    )
 
     def _derivations(self) -> dict[str, Any]:
         attentions = [self.attention_of(i) for i in range(self.num_layers)]
@@ -181,6 +186,10 @@ class ModelConfig(ConfigPart):
                 has_size = attention is None or getattr(attention, name) is not None
                 where = f"{'.'.join(self._place(layer))}.{name}"
                 check(has_size, where, None, f"a size, because layer_types has {kind!r} layers")
+        self._check_indexers()
+        one = self.block in ("pre", "sandwich") and self.residual_multiplier == 1.0 and not self.mtp_num_layers
+        allowed = "null with block 'post' or 'parallel*', residual_multiplier or mtp_num_layers"
+        check(one or self.hyper_connections is None, "hyper_connections", self.hyper_connections, allowed)
         check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
         pad, last = self.embedding.padding_idx, self.vocab_size - 1
         check(pad is None or 0 <= pad <= last, "embedding.padding_idx", pad, f"0 to {last}, or null")
@@ -253,6 +262,25 @@ class ModelConfig(ConfigPart):
                     allowed = f"{rotated // 2}, one for each pair of the {rotated} channels that are rotated"
                     check(number in (None, rotated // 2), f"the number of {name}.{factors}", number, allowed)
 
+    def _check_indexers(self) -> None:
+        """Check that a layer that shares a choice has one to share, and that indexers have channels to rotate."""
+        chooses = False
+        for layer in range(self.num_layers):
+            attention = self.attention_of(layer)
+            indexer = None if attention is None else attention.indexer
+            if attention is None or indexer is None:
+                continue
+            where = f"{'.'.join(self._place(layer))}.indexer"
+            chooses = chooses or not indexer.shared
+            check(chooses, f"{where}.shared", True, f"false in layer {layer}, before which no layer has an indexer")
+            last = self.mtp_num_layers > 0 and layer == self.num_layers - 1
+            check(not (last and indexer.shared), f"{where}.shared", True, "false in the last layer with mtp_num_layers")
+            rope = self.rope_of(layer)
+            rotated = 0 if rope is None else int(attention.rotated_channels * rope.rotary_percent)
+            if not indexer.shared and indexer.rotated != "none":
+                allowed = f"at least the {rotated} channels that are rotated"
+                check(indexer.head_dim >= rotated, f"{where}.head_dim", indexer.head_dim, allowed)
+
     def named_mixers(self) -> dict[str, MixerConfig]:
         """The mixers that layers name, by the name of their table: "attention", "mixers.NAME"."""
         own: dict[str, MixerConfig] = {} if self.attention == _NO_ATTENTION else {"attention": self.attention}
@@ -302,7 +330,8 @@ class ModelConfig(ConfigPart):
             names = tuple(self.layer_mixers[layer] for layer in layers)
             used = {name for entry in names for name in self._names(entry)}
             some = {name: mixer for name, mixer in (self.mixers or {}).items() if name in used}
-            fields = {"layer_mixers": names, "mixers": some or None}
+            alike = set(names) == {"attention"}
+            fields = {"layer_mixers": None if alike else names, "mixers": some or None}
         if self.mlp_layers is not None:
             fields["mlp_layers"] = tuple(i for i, layer in enumerate(layers) if layer in self.mlp_layers)
         return fields
@@ -322,13 +351,18 @@ class ModelConfig(ConfigPart):
         projection reads what it gives."""
         attention = self.attention_of(layer)
         gated = attention is not None and attention.output_gate and attention.output_gate_by == "head"
-        several = self.mixer_of(layer) is not None or gated
+        several = self.mixer_of(layer) is not None or gated or (attention is not None and attention.index_channels > 0)
         return self.block == "parallel_shared_norm" or (several and self.norms_before)
 
     @property
     def is_recurrent(self) -> bool:
         """Whether a layer carries a state from token to token, beside or in place of keys and values."""
         return any(mixer.recurrent for mixer in (self.mixers or {}).values())
+
+    @property
+    def stream_size(self) -> int:
+        """Channels of the residual stream, of all lanes together."""
+        return self.hidden_size * (1 if self.hyper_connections is None else self.hyper_connections.lanes)
 
     @property
     def embedding_dropout(self) -> float:

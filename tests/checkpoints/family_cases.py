@@ -286,6 +286,8 @@ LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
 }
+INDEXER = {"index_n_heads": 24, "index_head_dim": 9, "index_topk": 7}
+"""So many heads that hardly a score is zero: of equal scores transformers chooses any."""
 GREEDY = {**SIGMOID, "n_group": None, "topk_group": None}
 YARN_SCORES = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -326,6 +328,30 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
             "first_k_dense_replace": 0,
         },
+    ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {**SIGMOID, **LATENT, **INDEXER, "first_k_dense_replace": 1, "rope_parameters": YARN_SCORES},
+    ),
+    "deepseek_v32-biases": (
+        "deepseek_v32",
+        {**SIGMOID, **LATENT, **INDEXER, "mlp_layer_types": ["sparse", "dense"], "attention_bias": True},
+    ),
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        {
+            **SIGMOID,
+            **LATENT,
+            **INDEXER,
+            "num_hidden_layers": 5,
+            "indexer_types": ["full", "shared", "full", "shared", "shared"],
+            "first_k_dense_replace": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "glm_moe_dsa-every": (
+        "glm_moe_dsa",
+        {**SIGMOID, **LATENT, **INDEXER, "num_hidden_layers": 3, "index_topk_freq": 2, "index_skip_topk_offset": 1},
     ),
     "glm4_moe_lite": ("glm4_moe_lite", {**SIGMOID, **LATENT, "num_hidden_layers": 3}),
     "llama4": (

@@ -46,6 +46,7 @@ CASES = (
     "deepseek_v3",
     "phi-qk-norms",
     "deepseek_v2-biases-plain-q",
+    "glm_moe_dsa",
 )
 QUANTIZED_CASES = ("current", "block", "mxfp8", "nvfp4")
 LARGE = ModelConfig(

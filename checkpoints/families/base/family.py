@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import itertools
 import json
@@ -32,6 +33,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "embedding_multiplier": (None, 1),
     "final_logit_softcapping": (None,),
     "first_k_dense_replace": (None, 0),
+    "hc_mult": (None, 1),
+    "index_topk": (None,),
     "is_encoder_decoder": (None, False),
     "kv_lora_rank": (None,),
     "layer_types": (None,),
@@ -83,6 +86,8 @@ _TRAINING_ONLY = (
     "moe.z_loss_coeff",
     "moe.moe_router_load_balancing_type",
     "attention.attention_dropout",
+    "attention.indexer.loss_coeff",
+    "attention.indexer.warmup",
     "embedding.embedding_dropout",
     "embedding.padding_idx",
 )
@@ -133,6 +138,9 @@ class Family:
         for entry in self.fields:
             for path, value in entry.read(hf).items():
                 _set(nested, path, value)
+        for name, values in nested.get("mixers", {}).items():
+            if values.pop("like", None) == "attention":  # the entries of attention say the rest
+                nested["mixers"][name] = {"kind": "attention", **copy.deepcopy(nested["attention"]), **values}
         if mtp:
             nested["mtp_num_layers"] = self._read_mtp(hf)
         try:

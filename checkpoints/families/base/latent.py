@@ -12,11 +12,13 @@ from te_models.config import AttentionConfig, ModelConfig
 from ...io.errors import CheckpointError
 from ...plan.layout_ops import At, Concat, Layout
 from .fields import Entry, Field, Values, read_typed
+from .indexer import indexer_weights
 from .rope import Rope
 
 
 def latent_attention(a: AttentionConfig, at: str, ours: str) -> Iterator[tuple[str, Layout]]:
     """Yield the weight map of one layer's attention, without the norm before it."""
+    yield from indexer_weights(a, at, ours)
     mla = a.mla
     assert mla is not None, "called for latent attention only"
     at = f"{at}self_attn."

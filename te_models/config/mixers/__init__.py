@@ -7,6 +7,7 @@ known before a model exists. `te_models/model/mixers/` computes.
 from .attention import AttentionConfig, MLAConfig, TemperatureConfig
 from .base import MixerConfig, Parameter, State
 from .gated_delta import GatedDeltaConfig
+from .indexer import IndexerConfig
 
 KINDS: dict[str, type[MixerConfig]] = {kind.kind: kind for kind in (AttentionConfig, GatedDeltaConfig)}
 """The kinds of mixers by the word that a configuration's `kind` has."""
@@ -15,6 +16,7 @@ __all__ = [
     "KINDS",
     "AttentionConfig",
     "GatedDeltaConfig",
+    "IndexerConfig",
     "MLAConfig",
     "MixerConfig",
     "Parameter",

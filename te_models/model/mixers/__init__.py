@@ -1,7 +1,7 @@
 """Token mixers: what mixes the tokens of a layer, one file a kind.
 
 attention         softmax attention                    latent_attention  softmax attention over a latent
-base              what a layer and a mixer agree on
+sparse_attention  the indexer of either of these    base              what a layer and a mixer agree on
 
 `mixer_class` says which module computes a kind. To add a kind: its configuration in `te_models/config/mixers/`, its
 module here, and an entry below.
@@ -13,13 +13,23 @@ from collections.abc import Callable
 
 from ...config import AttentionConfig, ConfigError, MixerConfig
 from .attention import SelfAttention
-from .base import Mixer, MixerInputs, RecurrentMixer
+from .base import Mixer, MixerInputs, RecurrentMixer, Selection
 from .latent_attention import LatentAttention
+from .sparse_attention import train_indexers
 
 RECURRENT: dict[str, Callable[..., RecurrentMixer]] = {}
 """Kind -> the module that computes it."""
 
-__all__ = ["RECURRENT", "Mixer", "MixerInputs", "RecurrentMixer", "attention_class", "recurrent_class"]
+__all__ = [
+    "RECURRENT",
+    "Mixer",
+    "MixerInputs",
+    "RecurrentMixer",
+    "Selection",
+    "attention_class",
+    "recurrent_class",
+    "train_indexers",
+]
 
 
 def attention_class(attention: AttentionConfig) -> type[SelfAttention] | type[LatentAttention]:

@@ -22,7 +22,8 @@ class MixerInputs(NamedTuple):
     or 1, S, 1, 1] float32, what queries are multiplied by. batch_size: B, where x and the result are this rank's part
     of the tokens, [B S / ranks, H]; None: they are all. token_mask: [B, S] bool, False for padding; None: there is
     none. documents: [B, S] int64, of the whole sequences: neighbours with the same number are a document, at whose
-    beginning a recurrent mixer starts anew; negative for padding; None: every row is one document.
+    beginning a recurrent mixer starts anew; negative for padding; None: every row is one document. choice: which keys
+    the last sparse attention before chose, see `Selection`.
     """
 
     rotary: Rotary | None = None
@@ -31,6 +32,15 @@ class MixerInputs(NamedTuple):
     batch_size: int | None = None
     token_mask: Tensor | None = None
     documents: Tensor | None = None
+    choice: Tensor | None = None
+
+
+class Selection(NamedTuple):
+    """What sparse attention returns beside its result. choice: int32 [B, S, K], the keys that each query sees, negative
+    for none; None: all. loss: the indexer's own loss, weighted; None where nothing trains it."""
+
+    choice: Tensor | None
+    loss: Tensor | None
 
 
 class Mixer(Protocol):
@@ -38,8 +48,9 @@ class Mixer(Protocol):
 
     context_shard: ContextShard | None
 
-    def __call__(self, x: Tensor, inputs: MixerInputs, cache: Any = None) -> Tensor:
-        """x: [B, S, H] -> [B, S, H], without residual connection. cache: this layer's memory."""
+    def __call__(self, x: Tensor, inputs: MixerInputs, cache: Any = None) -> Tensor | tuple[Tensor, Selection]:
+        """x: [B, S, H] -> [B, S, H], without residual connection; sparse attention also returns a Selection. cache:
+        this layer's memory."""
         ...
 
 
