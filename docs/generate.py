@@ -3,7 +3,8 @@
 A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; what is around it is written by hand. The
 parts are the help of every verb (docs/cli.md), the keys of a training run and of a model (docs/training-keys.md,
 docs/model-keys.md), the folders and where things are (docs/layout.md), the table of tested versions
-(docs/support.md), and how signatures differ from Transformer Engine's (docs/porting.md). A test fails when one is
+(docs/support.md), how signatures differ from Transformer Engine's (docs/porting.md), and the families
+(docs/families.md). A test fails when one is
 stale.
 """
 
@@ -202,6 +203,13 @@ def support_table() -> str:
     return table(recorded())
 
 
+def families_table() -> str:
+    """The families and what their layers are made of."""
+    from docs.families_table import table
+
+    return table()
+
+
 def pages() -> dict[Path, str]:
     """Each page with generated parts: its text as it should be."""
     parts = [
@@ -212,6 +220,7 @@ def pages() -> dict[Path, str]:
         ("docs/layout.md", "package-tree", package_tree),
         ("docs/layout.md", "where", where_table),
         ("docs/porting.md", "te-deviations", te_deviations),
+        ("docs/families.md", "families", families_table),
     ]
     found: dict[Path, str] = {}
     for page, name, body in parts:

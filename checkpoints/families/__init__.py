@@ -11,6 +11,7 @@ import re
 from te_models.suggestions import did_you_mean
 
 from ..io.errors import CheckpointError
+from .afmoe import AFMOE
 from .base.family import Family
 from .cohere2 import COHERE2
 from .deepseek_v2 import DEEPSEEK_V2
@@ -20,6 +21,7 @@ from .dots1 import DOTS1
 from .ernie4_5_moe import ERNIE4_5_MOE
 from .exaone_moe import EXAONE_MOE
 from .flex_olmo import FLEX_OLMO
+from .flint import FLINT
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3, GEMMA3_TEXT
@@ -31,13 +33,18 @@ from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE
+from .granite_swa import GRANITE_SWA, GRANITEMOE_SWA
 from .granitemoe import GRANITEMOE, GRANITEMOESHARED
 from .hunyuan_v1_moe import HUNYUAN_V1_MOE
 from .hy_v3 import HY_V3
+from .kolibri1 import KOLIBRI1
+from .laguna import LAGUNA
 from .llama import LLAMA
 from .llama4 import LLAMA4, LLAMA4_TEXT
+from .mimo_v2_flash import MIMO_V2_FLASH
 from .minimax_m2 import MINIMAX_M2
 from .ministral3 import MINISTRAL3, MISTRAL3
+from .missing import missing_element
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .nemotron import NEMOTRON
@@ -101,6 +108,13 @@ _KNOWN = (
     GLM_MOE_DSA,
     LLAMA4_TEXT,
     HY_V3,
+    AFMOE,
+    LAGUNA,
+    FLINT,
+    GRANITE_SWA,
+    GRANITEMOE_SWA,
+    KOLIBRI1,
+    MIMO_V2_FLASH,
     GEMMA3,
     LLAMA4,
     MISTRAL3,
@@ -120,8 +134,10 @@ def _near(model_type: object) -> str:
 def family_of(model_type: object) -> Family:
     """Return the family of a `model_type`, or raise CheckpointError naming the known ones."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
+        element = missing_element(model_type) if isinstance(model_type, str) else None
+        lacks = f": its layers need an element that te_models lacks, {element}" if element else ""
         raise CheckpointError(
-            f"model_type {model_type!r} is not supported; supported families: {', '.join(FAMILIES)}"
-            f"{_near(model_type)}; docs/contributing/family.md shows how to add one"
+            f"model_type {model_type!r} is not supported{lacks}{_near(model_type)}; docs/families.md lists the "
+            f"{len(FAMILIES)} families, docs/contributing/family.md shows how to add one"
         )
     return FAMILIES[model_type]

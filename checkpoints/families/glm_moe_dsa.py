@@ -18,8 +18,8 @@ GLM_MOE_DSA = Family(
     fields=(
         *sparse_latent((1, 1), 202752, 1e-5, query_rank=2048, nope=192, value=256),
         *indexer_fields(heads=32, rope_style="interleaved"),
-        IndexerTypes(),
     ),
+    mixers=IndexerTypes(),
     names=MTP_NAMES,
     other_names=(replace(MTP_NAMES, form="fused", experts=Fused()),),
     unused=LAYERS_BEHIND,

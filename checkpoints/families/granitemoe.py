@@ -30,21 +30,20 @@ class SharedSize:
         return {"shared_intermediate_size": get_path(config, "moe.shared_expert_intermediate_size") or 0}
 
 
-_FORM = Names(
+FORM = Names(
     router="block_sparse_moe.router.layer",
     experts=Fused("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
     shared_fc1=("shared_mlp.input_linear",),
     shared_fc2="shared_mlp.output_linear",
 )
-_IN_MEMORY = replace(
-    _FORM,
+IN_MEMORY = replace(
+    FORM,
     form="fused",
     router="block_sparse_moe.router",
     experts=Fused("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
 )
-_PER_EXPERT = per_expert(_FORM, "block_sparse_moe.experts")
-_FIELDS = (
-    *GRANITE_COMMON,
+OTHER_FORMS = (IN_MEMORY, per_expert(FORM, "block_sparse_moe.experts"))
+EXPERTS = (
     ExpertSize(),
     Field("num_local_experts", "moe.num_moe_experts", int, 8),
     Field("num_experts_per_tok", "moe.moe_router_topk", int, 2),
@@ -52,18 +51,19 @@ _FIELDS = (
     Fixed("moe.router.normalize", False),
     RouterLoss(),
 )
+_FIELDS = (*GRANITE_COMMON, *EXPERTS)
 
 GRANITEMOE = Family(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
     fields=_FIELDS,
-    names=_FORM,
-    other_names=(_IN_MEMORY, _PER_EXPERT),
+    names=FORM,
+    other_names=OTHER_FORMS,
 )
 GRANITEMOESHARED = Family(
     model_type="granitemoeshared",
     architecture="GraniteMoeSharedForCausalLM",
     fields=(*_FIELDS, SharedSize()),
-    names=_FORM,
-    other_names=(_IN_MEMORY, _PER_EXPERT),
+    names=FORM,
+    other_names=OTHER_FORMS,
 )

@@ -64,7 +64,7 @@ def export_config(config: ModelConfig, source: Source | None, family: Family, st
     if "model_type" not in original or not _says(family, original, config):
         part = text_part(family)
         ours = family.write_config(config) | ({} if part is None else part.rewritten(original, config))
-        replaced = {name for entry in family.fields for name in entry.names}
+        replaced = family.known
         values = {k: v for k, v in original.items() if k not in replaced} | ours
         values |= {"model_type": family.model_type, "architectures": [family.architecture]}
     if source is None or source.dtype != stored_dtype or not {"dtype", "torch_dtype"} & set(values):

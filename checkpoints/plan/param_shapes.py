@@ -130,11 +130,13 @@ def _norm(config: ModelConfig, owner: str, prefix: str) -> Iterator[tuple[str, S
 
 def _attention(config: ModelConfig, a: AttentionConfig, p: str, normed: bool) -> Iterator[tuple[str, Shape]]:
     H, (N, G, D) = config.hidden_size, head_sizes(a)
-    Dv, rows = a.value_channels, sum(qkv_rows(a))
+    Dv, rows = a.value_channels, sum(a.qkv_rows)
     if normed:
         yield from _norm(config, f"{p}self_attention.linear_qkv.", "layer_norm_")
     yield f"{p}self_attention.linear_qkv.weight", (rows, H)
-    if a.add_qkv_bias:
+    if a.has_bias_apart:
+        yield f"{p}self_attention.qkv_bias", (rows - a.gate_rows,)
+    elif a.add_qkv_bias:
         yield f"{p}self_attention.linear_qkv.bias", (rows,)
     if a.qk_layernorm in ("head", "full"):
         for norm, heads in (("q_layernorm", N), ("k_layernorm", G)):
@@ -142,6 +144,8 @@ def _attention(config: ModelConfig, a: AttentionConfig, p: str, normed: bool) ->
                 yield f"{p}self_attention.{norm}.{kind}", (D if a.qk_layernorm == "head" else heads * D,)
     if a.sinks:
         yield f"{p}self_attention.core_attention.softmax_offset", (N,)
+    if a.has_head_gate:
+        yield f"{p}self_attention.head_gate.weight", (N, H)
     yield f"{p}self_attention.linear_proj.weight", (H, N * Dv)
     if a.add_output_bias:
         yield f"{p}self_attention.linear_proj.bias", (H,)
@@ -157,12 +161,6 @@ def _indexer(config: ModelConfig, a: AttentionConfig, inputs: int, p: str) -> It
         yield f"{p}k_norm.weight", (size,)
         yield f"{p}k_norm.bias", (size,)
         yield f"{p}weights_proj.weight", (indexer.n_heads, config.hidden_size)
-
-
-def qkv_rows(a: AttentionConfig) -> tuple[int, ...]:
-    """Return the rows of what `linear_qkv` joins: q, k and v."""
-    N, G, D = head_sizes(a)
-    return N * D, G * D, G * a.value_channels
 
 
 def _latent_attention(config: ModelConfig, a: AttentionConfig, p: str, normed: bool) -> Iterator[tuple[str, Shape]]:
@@ -182,6 +180,8 @@ def _latent_attention(config: ModelConfig, a: AttentionConfig, p: str, normed: b
         yield f"{ours}linear_q_up.weight", (N * qk, mla.q_lora_rank)
     yield f"{ours}linear_kv_up.layer_norm_weight", (mla.kv_lora_rank,)
     yield f"{ours}linear_kv_up.weight", (N * (mla.qk_head_dim + mla.v_head_dim), mla.kv_lora_rank)
+    if a.has_head_gate:
+        yield f"{ours}head_gate.weight", (N, H)
     yield f"{ours}linear_proj.weight", (H, N * mla.v_head_dim)
     if a.add_output_bias:
         yield f"{ours}linear_proj.bias", (H,)

@@ -19,7 +19,7 @@ from te_models.lazy import later
 
 from ..io.boxes import Shape
 from ..io.errors import CheckpointError
-from .param_shapes import is_expert_stack, qkv_rows
+from .param_shapes import is_expert_stack
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ Cuts = Mapping[int, Ranges]
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _ATTENTION = re.compile(
     r".*\.self_attention\.(linear_qkv\.(weight|bias)|linear_(q|kv)_up\.weight|linear_proj\.weight|"
-    r"(q|k)_layernorm\.weight|core_attention\..*)"
+    r"(q|k)_layernorm\.weight|core_attention\..*|head_gate\.weight|qkv_bias)"
 )
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 _MLP = re.compile(r".*\.mlp\.(shared_experts\.|experts\.)?linear_(fc1\.(weight|bias)|fc2\.weight)(\d*)")
@@ -187,12 +187,14 @@ def _split(config: ModelConfig, name: str, shape: Shape) -> tuple[int, tuple[int
     if match is not None and attention is not None:
         if "_layernorm" in match[1] and attention.qk_layernorm != "full":
             return None  # one norm for every head
-        if "_up" in match[1]:
+        if "_up" in match[1] or "head_gate" in match[1]:
             return 0, (shape[0],)
+        if match[1] == "qkv_bias":
+            return 0, attention.qkv_rows[:-1]
         if not match[1].startswith("linear_qkv"):
             dim = len(shape) - 1
             return dim, (shape[dim],)
-        return 0, qkv_rows(attention)
+        return 0, attention.qkv_rows
     match = _MLP.fullmatch(name)
     if match is None:
         return None

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from te_models.config.describe import mixer_words
 from te_models.sizes import format_size, plural
 
 from ..folder.checkpoint import open_checkpoint
@@ -20,7 +21,7 @@ class Inspection:
     """A folder's content. `parameters` counts logical weights, `active_parameters` those that one token uses, `parts`
     the bytes of each part of the model; `carried_bytes` counts tensors that the model does not use and conversions
     keep; `formats` counts the parameters in each quantized format, of a Hugging Face folder the tensors in the one that
-    it declares, and `quantized` says what they take."""
+    it declares, and `quantized` says what they take; `mixers` counts layers by what mixes their tokens."""
 
     path: str
     kind: str
@@ -35,6 +36,7 @@ class Inspection:
     dtypes: dict[str, int]
     formats: dict[str, int]
     quantized: dict[str, FormatSummary]
+    mixers: dict[str, int]
     config: dict[str, Any]
     tensors: dict[str, tuple[str, tuple[int, ...]]]
 
@@ -59,6 +61,7 @@ class Inspection:
         lines = [
             f"{self.path}: {self.kind} folder" + (f" of family {self.family}" if self.family else ""),
             f"  model       {model}",
+            f"  mixers      {', '.join(f'{n} x {words}' for words, n in self.mixers.items())}",
             f"  parameters  {self.parameters:,} ({self.active_parameters:,} active)",
             f"  of these    {', '.join(f'{part} {n:,}' for part, n in self.parts.items())}",
             f"  tensors     {len(self.tensors)} in {len(self.files)} file(s), {format_size(self.total_bytes)}",
@@ -105,6 +108,7 @@ def inspect(path: PathLike, *, verify: bool = True) -> Inspection:
             dtypes=dict(Counter(info.dtype for info in ckpt.files.tensors.values())),
             formats={name: summary.parameters for name, summary in formats.items()},
             quantized=formats,
+            mixers=mixer_words(ckpt.config),
             config=ckpt.config.to_dict(),
             tensors={name: (info.dtype, info.shape) for name, info in ckpt.files.tensors.items()},
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from .part import ConfigPart, check
 
@@ -68,6 +68,10 @@ class RouterConfig(ConfigPart):
     """Dtype in which the router computes its logits: its input's dtype, or float32."""
     apply_on_input: bool = False
     """Whether the scores multiply the input of the experts instead of their output."""
+    logits_softcap: float | None = None
+    """Bound of the tanh soft cap of the router's logits; unset means none."""
+
+    _LATER: ClassVar[frozenset[str]] = frozenset({"logits_softcap"})
 
     def _validate(self) -> None:
         both = (self.num_groups is None) == (self.topk_groups is None)
@@ -75,6 +79,8 @@ class RouterConfig(ConfigPart):
         if self.num_groups is not None and self.topk_groups is not None:
             inside = 0 < self.topk_groups <= self.num_groups
             check(inside, "router.topk_groups", self.topk_groups, f"1..num_groups = {self.num_groups}")
+        cap = self.logits_softcap
+        check(cap is None or cap > 0, "router.logits_softcap", cap, "a positive number or null")
         check(self.normalize_eps >= 0, "router.normalize_eps", self.normalize_eps, "zero or a positive number")
 
 

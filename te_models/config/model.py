@@ -350,8 +350,8 @@ class ModelConfig(ConfigPart):
         """Whether the norm before the mixers of layer number `layer` is a module of its own, because more than one
         projection reads what it gives."""
         attention = self.attention_of(layer)
-        gated = attention is not None and attention.output_gate and attention.output_gate_by == "head"
-        several = self.mixer_of(layer) is not None or gated or (attention is not None and attention.index_channels > 0)
+        apart = attention is not None and (attention.has_head_gate or attention.index_channels > 0)
+        several = self.mixer_of(layer) is not None or apart
         return self.block == "parallel_shared_norm" or (several and self.norms_before)
 
     @property

@@ -184,6 +184,10 @@ class Build:
         """Return what fills a weight whose rows are these blocks, of which each rank has a share."""
         return start if self.tp_size == 1 or len(blocks) == 1 else RankMajor(start, blocks, self.tp_size)
 
+    def starting_rows(self, start: Callable[[Tensor], Tensor], rows: int) -> Callable[[Tensor], Tensor]:
+        """Return what fills a rank's share of a weight of so many rows with what `start` gives it in the whole one."""
+        return start if self.tp_group is None else WordsOfRank(start, self.vocab_shard(rows))
+
     def own_words(self, words: int) -> int:
         """Return how many words of a vocabulary this rank has."""
         shard = self.vocab_shard(words)
@@ -293,7 +297,6 @@ def unsupported(config: ModelConfig) -> list[tuple[str, object]]:
     temperatures = {a.temperature_tuning for a in attentions if a is not None} - {None}
     bare = not all(config.mixer_names(i) and config.has_mlp(i) for i in range(config.num_layers))
     asked = {
-        "attention.output_gate": (any(a is not None and a.output_gate for a in attentions), True),
         "attention.indexer": (
             any(
                 a is not None and a.indexer and config.layer_type(i) not in ("full", "nope")

@@ -167,7 +167,7 @@ class Decoder(nn.Module):
             recompute,
             inputs.batch_size,
             inputs.texts,
-            choice,
+            choice if layer.shares_choice else None,
         )
 
     def forward(

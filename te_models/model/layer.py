@@ -61,6 +61,8 @@ class TransformerLayer(nn.Module):
         self.has_mixer, has_mlp = bool(attention or mixer), config.has_mlp(layer)
         normed, after = config.norms_before, config.block in ("post", "sandwich")
         apart = config.has_input_layernorm(layer)
+        indexer = None if attention is None else attention.indexer
+        self.shares_choice = indexer is not None and indexer.shared
         self.input_layernorm = make_norm(config.norm, config.hidden_size, build) if apart else None
         self.self_attention = self.mixer = None
         if attention is not None:

@@ -99,9 +99,10 @@ class Router(nn.Module):
         """x: [T, H] -> logits [T, E], in float32 if the configuration says so, else in the compute dtype."""
         dtype = torch.float32 if self.config.dtype == "float32" else compute_dtype(x)
         bias = None if self.bias is None else self.bias.to(dtype)
-        x = x.to(dtype)
+        x, cap = x.to(dtype), self.config.logits_softcap
         with without_autocast(x):
-            return linear(x, self.weight.to(dtype), bias)
+            logits = linear(x, self.weight.to(dtype), bias)
+            return logits if cap is None else torch.tanh(logits.float() / cap) * cap
 
     @property
     def counting(self) -> bool:

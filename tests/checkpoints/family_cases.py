@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tests.checkpoints.hf_cases import transformers
+from tests.checkpoints.mixer_cases import MIXERS
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -286,8 +287,6 @@ LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
 }
-INDEXER = {"index_n_heads": 24, "index_head_dim": 9, "index_topk": 7}
-"""So many heads that hardly a score is zero: of equal scores transformers chooses any."""
 GREEDY = {**SIGMOID, "n_group": None, "topk_group": None}
 YARN_SCORES = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -328,30 +327,6 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
             "first_k_dense_replace": 0,
         },
-    ),
-    "deepseek_v32": (
-        "deepseek_v32",
-        {**SIGMOID, **LATENT, **INDEXER, "first_k_dense_replace": 1, "rope_parameters": YARN_SCORES},
-    ),
-    "deepseek_v32-biases": (
-        "deepseek_v32",
-        {**SIGMOID, **LATENT, **INDEXER, "mlp_layer_types": ["sparse", "dense"], "attention_bias": True},
-    ),
-    "glm_moe_dsa": (
-        "glm_moe_dsa",
-        {
-            **SIGMOID,
-            **LATENT,
-            **INDEXER,
-            "num_hidden_layers": 5,
-            "indexer_types": ["full", "shared", "full", "shared", "shared"],
-            "first_k_dense_replace": 2,
-            "norm_topk_prob": False,
-        },
-    ),
-    "glm_moe_dsa-every": (
-        "glm_moe_dsa",
-        {**SIGMOID, **LATENT, **INDEXER, "num_hidden_layers": 3, "index_topk_freq": 2, "index_skip_topk_offset": 1},
     ),
     "glm4_moe_lite": ("glm4_moe_lite", {**SIGMOID, **LATENT, "num_hidden_layers": 3}),
     "llama4": (
@@ -410,7 +385,7 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hy_v3": ("hy_v3", {**ROUTED, "head_dim": 16, "num_shared_experts": 2, "attention_bias": True}),
     "hy_v3-biases": ("hy_v3", {**ROUTED, "head_dim": 8, "mlp_bias": True}),
 }
-CASES = {**DENSE, **MIXTURES, **LATENTS}
+CASES = {**DENSE, **MIXTURES, **LATENTS, **MIXERS}
 
 
 def family_of(case: str) -> str:

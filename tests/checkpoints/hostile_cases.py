@@ -152,7 +152,10 @@ HF_DEFECTS: dict[str, tuple[Edit, str]] = {
     "wrong family": (edit_config(model_type="qwen3", head_dim=8), "missing: .*(q_norm|k_norm)"),
     "wrong family, biases": (edit_config(model_type="qwen2"), "missing: .*bias"),
     "wrong family, experts": (edit_config(model_type="mixtral", num_local_experts=2), "missing: .*block_sparse_moe"),
-    "unknown family": (edit_config(model_type="gpt9"), "model_type 'gpt9' is not supported; supported families: llama"),
+    "unknown family": (
+        edit_config(model_type="gpt9"),
+        "model_type 'gpt9' is not supported; near: gpt2, gpt_neox, gpt_oss",
+    ),
     "no family": (edit_config(model_type="DROP"), "model_type None is not supported"),
     "family not a string": (edit_config(model_type=["llama"]), "is not supported"),
     "missing field": (edit_config(hidden_size="DROP"), "config.json has no 'hidden_size'"),

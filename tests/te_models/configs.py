@@ -48,7 +48,7 @@ def tiny_moe(router: RouterConfig | None = None, **changes: Any) -> ModelConfig:
 def one_layer(config: ModelConfig, **changes: Any) -> ModelConfig:
     """The same with one layer."""
     moe = None if config.moe is None else config.moe.replace(layers=None)
-    return config.replace(num_layers=1, layer_types=None, moe=moe, **changes)
+    return config.replace(num_layers=1, layer_types=None, moe=moe, **config.mixers_of([0]) | changes)
 
 
 LATENT: dict[str, int] = {"kv_lora_rank": 10, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
@@ -144,6 +144,49 @@ VARIANTS: dict[str, ModelConfig] = {
             temperature_tuning=TemperatureConfig(floor_scale=2, attn_scale=0.5, position_offset=1, layers="nope"),
         ),
         layer_types=("chunked", "nope"),
+    ),
+    "gated_channels": tiny(
+        attention=AttentionConfig(
+            num_attention_heads=4, num_query_groups=2, v_head_dim=12, output_gate=True, value_scale=0.7
+        )
+    ),
+    "gated_channels_biases": tiny(
+        attention=AttentionConfig(num_attention_heads=4, add_qkv_bias=True, output_gate=True)
+    ),
+    "gated_heads": tiny(
+        attention=AttentionConfig(
+            num_attention_heads=4,
+            num_query_groups=2,
+            qk_layernorm="head",
+            output_gate=True,
+            output_gate_by="head",
+            output_gate_activation="softplus",
+        )
+    ),
+    "gated_latent": tiny(
+        attention=AttentionConfig(
+            num_attention_heads=4, mla=MLAConfig(**LATENT), output_gate=True, output_gate_by="head"
+        )
+    ),
+    "keys_are_values": tiny(
+        attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, qk_layernorm="head", key_is_value=True)
+    ),
+    "several_attentions": tiny(
+        num_layers=3,
+        mixers={
+            "sliding": AttentionConfig(
+                num_attention_heads=8,
+                num_query_groups=4,
+                kv_channels=6,
+                v_head_dim=10,
+                window_size=5,
+                sinks=True,
+                output_gate=True,
+                rope=RopeConfig(rotary_base=100.0),
+            )
+        },
+        layer_mixers=("attention", "sliding", "sliding"),
+        mlp_layers=(0, 2),
     ),
     "moe_on_input": tiny_moe(
         RouterConfig(score="sigmoid", score_after_topk=True, normalize=False, apply_on_input=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 import itertools
 import json
@@ -15,6 +14,7 @@ from te_models.config import ConfigError, ModelConfig
 from ...io.errors import CheckpointError, shorten
 from ...plan.param_shapes import check_counts, expected_tensors, holds_experts
 from ...plan.tensor_map import Link, Namespace, Stored
+from .attentions import MixerEntry
 from .fields import Entry, Values, get_path, shorten_value
 from .names import COMMON, Names
 from .unused import CONSTANTS, COUNTS, Unused, layers_behind
@@ -23,6 +23,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Fields of some family that change the mathematics -> the values with which they do not. A family that has the
     # field names it in its map; in any other it must be neutral, which also catches wrongly labelled folders.
     "attention_bias": (None, False),
+    "attention_value_scale": (None, 1),
     "attention_chunk_size": (None,),
     "attention_multiplier": (None,),
     "attn_logit_softcapping": (None,),
@@ -36,7 +37,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hc_mult": (None, 1),
     "index_topk": (None,),
     "is_encoder_decoder": (None, False),
+    "gating": (None,),
     "kv_lora_rank": (None,),
+    "layer_rope_theta": (None,),
     "layer_types": (None,),
     "logit_scale": (None, 1),
     "logits_scaling": (None, 1),
@@ -48,6 +51,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "no_rope_layers": (None,),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
+    "moe_router_logit_softcapping": (None, 0),
+    "mup_enabled": (None, False),
+    "num_attention_heads_per_layer": (None,),
     "num_shared_experts": (None, 0),
     "parallel_attn": (None, False),
     "q_lora_rank": (None,),
@@ -107,6 +113,7 @@ class Family:
         model_type: the `model_type` of its config.json; also the family's name.
         architecture: the transformers class, written to `architectures`.
         fields: the configuration map.
+        mixers: what says that layers have other mixers than `attention`; read after `fields`.
         names: the weight map; an export writes it.
         other_names: further forms in which its files exist; which one a folder has is told by its tensors' names.
         unused: tensors that files may hold and the model does not use; an import keeps them for the export.
@@ -116,6 +123,7 @@ class Family:
     model_type: str
     architecture: str
     fields: tuple[Entry, ...]
+    mixers: MixerEntry | None = None
     names: Names = COMMON
     other_names: tuple[Names, ...] = ()
     unused: Unused = CONSTANTS
@@ -126,9 +134,8 @@ class Family:
         mtp: layers that predict further tokens are a part of the model."""
         for layers, experts in itertools.product(("num_hidden_layers", "n_layer"), _EXPERT_COUNTS):
             check_counts(hf.get(layers), hf.get(experts))
-        known = {name for entry in self.fields for name in entry.names}
         for name, neutral in _NEUTRAL.items():
-            if name in hf and name not in known and not any(hf[name] == value for value in neutral):
+            if name in hf and name not in self.known and not any(hf[name] == value for value in neutral):
                 allowed = " or ".join(map(json.dumps, neutral))
                 raise CheckpointError(
                     f"config.json has {name} = {shorten_value(hf[name])}, which changes the model in a way that "
@@ -138,15 +145,19 @@ class Family:
         for entry in self.fields:
             for path, value in entry.read(hf).items():
                 _set(nested, path, value)
-        for name, values in nested.get("mixers", {}).items():
-            if values.pop("like", None) == "attention":  # the entries of attention say the rest
-                nested["mixers"][name] = {"kind": "attention", **copy.deepcopy(nested["attention"]), **values}
+        if self.mixers is not None:
+            nested |= self.mixers.read(hf, nested)
         if mtp:
             nested["mtp_num_layers"] = self._read_mtp(hf)
         try:
             return ModelConfig.from_dict(nested)
         except ConfigError as error:
             raise CheckpointError(f"config.json does not describe a valid {self.model_type} model: {error}") from None
+
+    @property
+    def known(self) -> frozenset[str]:
+        """The fields of config.json that the family understands."""
+        return frozenset(name for entry in (*self.fields, *filter(None, [self.mixers])) for name in entry.names)
 
     def _read_mtp(self, hf: Mapping[str, Any]) -> int:
         if self.names.mtp is None:
@@ -172,6 +183,8 @@ class Family:
         hf: Values = {}
         for entry in self.fields:
             hf.update(entry.write(config))
+        if self.mixers is not None:
+            hf |= self.mixers.write(config)
         try:
             mtp = config.mtp_num_layers > 0 and self.names.mtp is not None
             hf |= {COUNTS[0]: config.mtp_num_layers} if mtp else {}

@@ -10,6 +10,7 @@ from te_models.config import AttentionConfig, ModelConfig
 
 from ...io.errors import CheckpointError
 from ...plan.layout_ops import At, Layout
+from .attentions import Nested, mixers
 from .fields import REQUIRED, Entry, Field, Fixed, Values, read_typed, shorten_value
 from .layer_fields import check_names
 
@@ -50,7 +51,7 @@ class IndexerTypes:
 
     names: tuple[str, ...] = ("indexer_types",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
         layers = read_typed(hf, "num_hidden_layers", int, REQUIRED)
         kinds = read_typed(hf, "indexer_types", list, None)
         pattern = hf.get("index_topk_pattern")
@@ -65,17 +66,9 @@ class IndexerTypes:
             kinds = ["full" if max(i - first, 0) % every == 0 else SHARED for i in range(layers)]
         if len(check_names(kinds, "indexer type", ("full", SHARED))) < layers:
             raise CheckpointError(f"config.json has {len(kinds)} indexer_types for {layers} layers")
-        kinds = kinds[:layers]
-        if SHARED not in kinds:
-            return {}
-        return {
-            "layer_mixers": [SHARED if kind == SHARED else "attention" for kind in kinds],
-            f"mixers.{SHARED}.like": "attention",
-            f"mixers.{SHARED}.indexer": {
-                "shared": True,
-                "topk": read_typed(hf, "index_topk", int, 2048),
-            },
-        }
+        names = [SHARED if kind == SHARED else "attention" for kind in kinds[:layers]]
+        indexer = {"shared": True, "topk": nested["attention"]["indexer"]["topk"]}
+        return mixers(nested, names, {SHARED: {"indexer": indexer}})
 
     def write(self, config: ModelConfig) -> Values:
         attentions = [config.attention_of(layer) for layer in range(config.num_layers)]

@@ -16,10 +16,11 @@ from .indexer import indexer_weights
 from .rope import Rope
 
 
-def latent_attention(a: AttentionConfig, at: str, ours: str) -> Iterator[tuple[str, Layout]]:
-    """Yield the weight map of one layer's attention, without the norm before it."""
+def latent_attention(a: AttentionConfig, at: str, ours: str, gate: str) -> Iterator[tuple[str, Layout]]:
+    """Yield the weight map of one layer's attention, without the norm before it. gate: the name, in the layer, of the
+    projection of the output gate."""
     yield from indexer_weights(a, at, ours)
-    mla = a.mla
+    mla, gate = a.mla, at + gate
     assert mla is not None, "called for latent attention only"
     at = f"{at}self_attn."
     q = "q_proj" if mla.q_lora_rank is None else "q_a_proj"
@@ -34,6 +35,8 @@ def latent_attention(a: AttentionConfig, at: str, ours: str) -> Iterator[tuple[s
         if name == "linear_kv_up" or mla.q_lora_rank is not None:
             yield f"{ours}{name}.layer_norm_weight", At(f"{at}{theirs}_a_layernorm.weight")
             yield f"{ours}{name}.weight", At(f"{at}{theirs}_b_proj.weight")
+    if a.has_head_gate:
+        yield f"{ours}head_gate.weight", At(f"{gate}.weight")
     for kind in ("weight", "bias") if a.add_output_bias else ("weight",):
         yield f"{ours}linear_proj.{kind}", At(f"{at}o_proj.{kind}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -110,18 +110,24 @@ class WindowedFrom:
 class LayerPattern:
     """`layer_types`; without them every `period`-th layer is full, the others have the window.
 
-    pattern: `sliding_window_pattern`, which the family's files may have, is the period.
+    pattern: `sliding_window_pattern`, or a field of another name, which the family's files may have, is the period.
+    full: whether a layer is full where the file does not say, in place of a period: of its number, from 0, and theirs.
     unrotated: full layers have no position encoding; "beside windows": unless the family's window is null.
     """
 
     window: int | None
     period: int
-    pattern: bool = False
+    pattern: bool | str = False
     unrotated: bool | Literal["beside windows"] = False
+    full: Callable[[int, int], bool] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        return ("sliding_window", "layer_types") + (("sliding_window_pattern",) if self.pattern else ())
+        return ("sliding_window", "layer_types") + ((self._pattern,) if self.pattern else ())
+
+    @property
+    def _pattern(self) -> str:
+        return self.pattern if isinstance(self.pattern, str) else "sliding_window_pattern"
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         window = hf.get("sliding_window", self.window)
@@ -129,13 +135,15 @@ class LayerPattern:
             window = read_typed(hf, "sliding_window", int, self.window)
         types = read_typed(hf, "layer_types", list, None)
         if types is None:
-            period = hf.get("sliding_window_pattern", self.period) if self.pattern else self.period
+            period = hf.get(self._pattern, self.period) if self.pattern else self.period
             if not isinstance(period, int) or isinstance(period, bool) or period < 1:
                 raise CheckpointError(
-                    f"config.json has sliding_window_pattern = {shorten_value(period)}; allowed: a positive integer"
+                    f"config.json has {self._pattern} = {shorten_value(period)}; allowed: a positive integer"
                 )
-            layers = range(1, read_typed(hf, "num_hidden_layers", int, REQUIRED) + 1)
-            types = ["sliding_attention" if window is not None and i % period else "full_attention" for i in layers]
+            number = read_typed(hf, "num_hidden_layers", int, REQUIRED)
+            full_at = self.full or (lambda i, _: not (i + 1) % period)
+            slides = (window is not None and not full_at(i, number) for i in range(number))
+            types = ["sliding_attention" if s else "full_attention" for s in slides]
         unrotated = window is not None if self.unrotated == "beside windows" else self.unrotated
         full: LayerType = "nope" if unrotated else "full"
         kinds = [

@@ -40,20 +40,26 @@ class RouterLoss:
 
 @dataclass(frozen=True)
 class ExpertSize:
-    """`intermediate_size` is the experts' width, with `shared` also the shared expert's width; there is no dense MLP,
-    or one of the same width, or one with a field of its own."""
+    """`intermediate_size`, or a field of another name, is the experts' width, with `shared` also the shared expert's
+    width; there is no dense MLP, or one of the same width, or one with a field of its own. dense: there is no field
+    that says a dense MLP's width."""
 
     shared: bool = False
-    names: tuple[str, ...] = ("intermediate_size",)
+    name: str = "intermediate_size"
+    default: int = REQUIRED
+    dense: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
 
     def read(self, hf: Mapping[str, Any]) -> Values:
-        size = read_typed(hf, "intermediate_size", int, REQUIRED)
-        return {"moe.moe_ffn_hidden_size": size} | (
-            {"moe.shared_expert_intermediate_size": size} if self.shared else {}
-        )
+        size = read_typed(hf, self.name, int, self.default)
+        shared = {"moe.shared_expert_intermediate_size": size} if self.shared else {}
+        return {"moe.moe_ffn_hidden_size": size} | shared | ({"mlp.ffn_hidden_size": size} if self.dense else {})
 
     def write(self, config: ModelConfig) -> Values:
-        return {}
+        return {self.name: config.mlp.ffn_hidden_size} if self.dense else {}
 
 
 @dataclass(frozen=True)
@@ -122,13 +128,16 @@ def sigmoid_router(
 
 @dataclass(frozen=True)
 class SparseLayers:
-    """A layer has experts if its number from 1 is a multiple of `decoder_sparse_step` and not in `mlp_only_layers`."""
+    """A layer has experts if its number from 1 is a multiple of `decoder_sparse_step` and not in `mlp_only_layers`.
+    dense: the latter where the file does not say."""
 
     names: tuple[str, ...] = ("decoder_sparse_step", "mlp_only_layers")
+    dense: tuple[int, ...] = ()
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         step = read_typed(hf, "decoder_sparse_step", int, 1)
-        dense = read_typed(hf, "mlp_only_layers", list, None) or []
+        dense = read_typed(hf, "mlp_only_layers", list, None)
+        dense = self.dense if dense is None else dense
         layers = read_typed(hf, "num_hidden_layers", int, REQUIRED)
         if step < 1:
             raise CheckpointError(f"config.json has decoder_sparse_step = {step}; allowed: a positive integer")
@@ -143,17 +152,17 @@ class SparseLayers:
 
 @dataclass(frozen=True)
 class FirstDense:
-    """`first_k_dense_replace`: so many layers come before the first with experts."""
+    """`first_k_dense_replace`, or a field of another name: so many layers come before the first with experts."""
 
     default: int
     names: tuple[str, ...] = ("first_k_dense_replace",)
 
     def read(self, hf: Mapping[str, Any]) -> Values:
-        dense = read_typed(hf, "first_k_dense_replace", int, self.default)
+        dense = read_typed(hf, self.names[0], int, self.default)
         return {"moe.layers": list(range(max(dense, 0), read_typed(hf, "num_hidden_layers", int, REQUIRED)))}
 
     def write(self, config: ModelConfig) -> Values:
-        return {"first_k_dense_replace": leading_dense(config)}
+        return {self.names[0]: leading_dense(config)}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from te_models.config import AttentionConfig, ModelConfig
 
 from ...io.errors import CheckpointError
 from ...plan.layout_ops import At, Concat, Deinterleaved, Layout, Rows, Stack, Transpose, Unsqueezed
-from ...plan.param_shapes import head_sizes, qkv_rows
+from ...plan.param_shapes import head_sizes
 from .indexer import indexer_weights
 from .latent import latent_attention
 
@@ -107,6 +107,8 @@ class Names:
         loadable: whether transformers loads such files.
         norms: before attention, after it, before the MLP, after it; None where the family has none.
         qkv, fc1, shared_fc1: the projections that ours holds one after the other; one name: fused in that order.
+        gate: the projection of attention's output gate. gate_in_q: the projection of q holds, head by head, the rows
+            of q and those of the gate.
         heads_in_turn: the fused projection holds q, k and v of the first head, then of the second, and so on.
         transposed: linear weights are stored [in, out].
         selection_bias: the bias that only selects experts; None: the family has none.
@@ -128,6 +130,8 @@ class Names:
     transposed: bool = False
     qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     sinks: str = "self_attn.sinks"
+    gate: str = "self_attn.gate_proj"
+    gate_in_q: bool = False
     proj: str = "self_attn.o_proj"
     fc1: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     fc2: str = "mlp.down_proj"
@@ -192,7 +196,7 @@ class Names:
         yield from self._norms(config, i, at, ours)
         attention, mixer = config.attention_of(i), config.mixer_of(i)
         if attention is not None and attention.mla is not None:
-            yield from latent_attention(attention, at, f"{ours}self_attention.")
+            yield from latent_attention(attention, at, f"{ours}self_attention.", self.gate)
         elif attention is not None:
             yield from self._attention(config, attention, at, f"{ours}self_attention.")
         if mixer is not None:
@@ -220,8 +224,19 @@ class Names:
         yield from indexer_weights(a, at, ours)
         heads, _, size = head_sizes(a)
         for kind in ("weight", "bias") if a.add_qkv_bias else ("weight",):
-            sizes = qkv_rows(a)
-            layout = self._joined([at + name for name in self.qkv], kind, sizes)
+            sizes, names = a.qkv_rows, [at + name for name in self.qkv]
+            names = names[: 2 if a.key_is_value else 3]
+            if kind == "bias" and a.has_bias_apart:
+                yield f"{ours}qkv_bias", self._joined(names, kind, sizes[:-1])
+                continue
+            names += [at + self.gate] if a.gate_rows and not self.gate_in_q else []
+            if a.gate_rows and self.gate_in_q:
+                q, total = f"{names[0]}.{kind}", 2 * a.gate_rows
+                rows = [[(Rows(q, (2 * h + part) * size, total), size) for h in range(heads)] for part in (0, 1)]
+                others = [(At(f"{name}.{kind}"), its) for name, its in zip(names[1:], sizes[1:-1], strict=True)]
+                yield f"{ours}linear_qkv.{kind}", Concat(*rows[0], *others, *rows[1])
+                continue
+            layout = self._joined(names, kind, sizes)
             if self.heads_in_turn:
                 name, total = f"{at}{self.qkv[0]}.{kind}", sum(sizes)
                 order = [3 * head + part for part in range(3) for head in range(heads)]
@@ -233,6 +248,8 @@ class Names:
                     yield f"{ours}{ours_name}.{kind}", At(f"{at}{name}.{kind}")
         if a.sinks:
             yield f"{ours}core_attention.softmax_offset", At(at + self.sinks)
+        if a.has_head_gate:
+            yield f"{ours}head_gate.weight", At(f"{at}{self.gate}.weight")
         yield from self._linear(f"{ours}linear_proj", [at + self.proj], (config.hidden_size,), a.add_output_bias)
 
     def _mlp(self, config: ModelConfig, at: str, ours: str) -> Weights:

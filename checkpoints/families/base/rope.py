@@ -146,15 +146,22 @@ class RopePerLayerType:
 
     Older files have `rope_theta` and `rope_scaling` for the full layers; for the sliding ones `rope_local_base_freq`
     (Gemma 3) or the same base (OLMo 3). Where a file has both forms, `rope_scaling` wins field by field.
+    partial: the rotated fraction of the head where an object does not say, without extension; None: always all of it.
+    default: the fractions of full and of sliding layers where there is no object.
     """
 
     theta: float
     sliding_theta: float
     local: str | None = None
     names: tuple[str, ...] = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
+    partial: float | None = None
+    default: tuple[float, float] | None = None
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         nested = hf.get("rope_parameters") or {}
+        if not nested and self.default is not None:
+            kinds = ("full_attention", "sliding_attention")
+            nested = {kind: {"partial_rotary_factor": part} for kind, part in zip(kinds, self.default, strict=True)}
         if not isinstance(nested, dict) or not set(nested) <= {"full_attention", "sliding_attention"}:
             raise CheckpointError("config.json has rope_parameters that are not one object for each layer type")
         result: Values = {}
@@ -166,15 +173,21 @@ class RopePerLayerType:
             if theirs == "full_attention" and hf.get("rope_scaling") is not None:
                 values = _overlaid(values, hf["rope_scaling"])
             outside = {"rope_theta": hf[base]} if hf.get(base) is not None else {}
-            fields = Rope(theta).rope_fields(hf, values, outside)
+            plain = isinstance(values, dict) and values.get("rope_type", "default") == "default"
+            partial = self.partial if plain or self.partial is None else 1.0
+            outer = {name: value for name, value in hf.items() if name != "partial_rotary_factor"}
+            fields = Rope(theta, partial=partial).rope_fields(outer, values, outside)
             result |= {f"{ours}.{name}": value for name, value in fields.items()}
         return result
 
     def write(self, config: ModelConfig) -> Values:
-        full, sliding = Rope(self.theta), Rope(self.sliding_theta)
-        nested = {"full_attention": full.rope_values(config.rope)}
-        nested["sliding_attention"] = sliding.rope_values(config.rope_sliding or config.rope)
-        return {"rope_parameters": nested}
+        nested = {"full_attention": config.rope, "sliding_attention": config.rope_sliding or config.rope}
+        return {"rope_parameters": {kind: self._values(rope) for kind, rope in nested.items()}}
+
+    def _values(self, rope: RopeConfig) -> Values:
+        """Return the object that describes `rope`, without the fraction that it would have anyway."""
+        usual = 1.0 if self.partial is None or rope.scaling != "none" else self.partial
+        return Rope(partial=None if rope.rotary_percent == usual else self.partial).rope_values(rope)
 
 
 def _overlaid(values: Any, scaling: Any) -> Any:

@@ -69,7 +69,7 @@ class TextPart:
         values = self.write(config)
         text = original.get("text_config")
         if isinstance(text, dict):
-            known = {name for family in self.families for entry in family.fields for name in entry.names}
+            known = {name for family in self.families for name in family.known}
             values["text_config"] = {k: v for k, v in text.items() if k not in known} | values["text_config"]
         return values
 

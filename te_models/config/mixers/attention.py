@@ -60,7 +60,15 @@ class AttentionConfig(MixerConfig):
     kind: ClassVar[str] = "attention"
     recurrent: ClassVar[bool] = False
     _LATER: ClassVar[frozenset[str]] = frozenset(
-        {"output_gate_by", "output_gate_activation", "value_scale", "key_is_value", "rope", "indexer"}
+        {
+            "output_gate_by",
+            "output_gate_bias",
+            "output_gate_activation",
+            "value_scale",
+            "key_is_value",
+            "rope",
+            "indexer",
+        }
     )
 
     num_attention_heads: int
@@ -94,6 +102,8 @@ class AttentionConfig(MixerConfig):
     """Whether the attention output is multiplied by a gate, an activated projection of the input (arXiv 2505.06708)."""
     output_gate_by: Literal["channel", "head"] = "channel"
     """Whether each channel of the attention output has a gate, or each head."""
+    output_gate_bias: bool = False
+    """Whether a gate of each channel has a bias, as q, k and v have with add_qkv_bias."""
     output_gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
     """Activation of the output gate; softplus is computed in float32."""
     value_scale: float | None = None
@@ -152,12 +162,16 @@ class AttentionConfig(MixerConfig):
             False,
             "true where output_gate_by or output_gate_activation is set",
         )
+        biased = self.add_qkv_bias and self.output_gate and self.output_gate_by == "channel"
+        check(biased or not self.output_gate_bias, "attention.output_gate_bias", True, "false without add_qkv_bias")
+        by_head = self.mla is None or not self.output_gate or self.output_gate_by == "head"
+        check(by_head, "attention.output_gate_by", self.output_gate_by, "'head' with mla")
         same = self.v_head_dim in (None, self.kv_channels) and self.mla is None
         check(not self.key_is_value or same, "attention.key_is_value", True, "false with mla, or v_head_dim of its own")
         check(0 <= self.attention_dropout < 1, "attention.attention_dropout", self.attention_dropout, "0 <= p < 1")
         sizes = (self.window_size, self.chunk_size, self.softcap)
-        alone = sizes == (None, None, None) and not self.sinks and not self.attention_dropout
-        allowed = "null with window_size, chunk_size, softcap, sinks or attention_dropout"
+        alone = sizes == (None, None, None) and not (self.sinks or self.attention_dropout or self.output_gate)
+        allowed = "null with window_size, chunk_size, softcap, sinks, attention_dropout or output_gate"
         check(self.indexer is None or alone, "attention.indexer", self.indexer, allowed)
 
     @property
@@ -175,6 +189,30 @@ class AttentionConfig(MixerConfig):
     def rotated_channels(self) -> int:
         """Channels of a head that `rope.rotary_percent` counts: all of them, with `mla` the rotated part."""
         return self.key_channels if self.mla is None else self.mla.qk_pos_emb_head_dim
+
+    @property
+    def gate_rows(self) -> int:
+        """Rows of the projection of q, k and v that give an output gate of each channel."""
+        by_channel = self.output_gate and self.output_gate_by == "channel"
+        return self.num_attention_heads * self.value_channels if by_channel else 0
+
+    @property
+    def qkv_rows(self) -> tuple[int, ...]:
+        """Rows of what `linear_qkv` joins: q, k, v where it is not k, and the gate where each channel has one."""
+        groups = self.num_query_groups or self.num_attention_heads
+        keys, values = groups * self.key_channels, groups * self.value_channels
+        rows = (self.num_attention_heads * self.key_channels, keys, 0 if self.key_is_value else values, self.gate_rows)
+        return tuple(size for size in rows if size)
+
+    @property
+    def has_bias_apart(self) -> bool:
+        """Whether q, k and v have a bias and the gate beside them has none."""
+        return self.add_qkv_bias and self.gate_rows > 0 and not self.output_gate_bias
+
+    @property
+    def has_head_gate(self) -> bool:
+        """Whether each head has an output gate, by a projection apart from that of q, k and v."""
+        return self.output_gate and self.output_gate_by == "head"
 
     def states(self) -> tuple[State, ...]:
         """As `MixerConfig.states`: none, keys and values grow."""

@@ -66,8 +66,7 @@ class GatedDeltaConfig(MixerConfig):
 
     def flops(self, length: float) -> float:
         """As `MixerConfig.flops`: of the recurrence, which reads the state, corrects it and reads it for the query."""
-        rule = 6.0 * self.num_value_heads * self.key_head_dim * self.value_head_dim
-        return rule + 2.0 * self.conv_kernel_size * (2 * self.key_size + self.value_size)
+        return 6.0 * self.num_value_heads * self.key_head_dim * self.value_head_dim
 
     def shared_sizes(self) -> dict[str, int]:
         """As `MixerConfig.shared_sizes`."""

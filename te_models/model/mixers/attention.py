@@ -24,13 +24,15 @@ from ..build import Build, make_core_attention, make_input_linear, make_norm, ma
 from ..cache import LayerMemory
 from ..rotary import Rotary
 from .base import MixerInputs, Selection
+from .output_gate import HeadGate, gated
 from .sparse_attention import Indexer
 
 
 class SelfAttention(nn.Module):
     """The attention sublayer of layer number `layer`, without residual connection.
 
-    `linear_qkv` holds the rows of q, then k, then v, and the norm before them when `normed`.
+    `linear_qkv` holds the rows of q, then k, then v, then the output gate where each channel has one, and the norm
+    before them when `normed`.
     """
 
     def __init__(self, config: ModelConfig, a: AttentionConfig, layer: int, build: Build, *, normed: bool) -> None:
@@ -49,9 +51,13 @@ class SelfAttention(nn.Module):
         self.sequence_shard = build.sequence_shard
         self.epsilon = config.norm.layernorm_epsilon
         self.q_size, self.k_size = self.num_heads * self.head_dim, self.num_groups * self.head_dim
-        self.v_size = self.num_groups * self.v_head_dim
-        rows = (self.q_size * build.tp_size, self.k_size * build.tp_size, self.v_size * build.tp_size)
-        self.linear_qkv = make_input_linear(config, rows, a.add_qkv_bias, build, normed=normed)
+        self.v_begin = self.q_size + (0 if a.key_is_value else self.k_size)
+        self.v_end = self.v_begin + self.num_groups * self.v_head_dim
+        self.value_scale = a.value_scale
+        self.attention = a
+        joined_bias = a.add_qkv_bias and not a.has_bias_apart
+        self.linear_qkv = make_input_linear(config, a.qkv_rows, joined_bias, build, normed=normed)
+        self.qkv_bias = build.parameter(self.v_end) if a.has_bias_apart else None
         if self.norm_kind in ("head", "full"):
             full = self.norm_kind == "full"
             norm = config.norm.replace(has_weight=True, bias=a.qk_layernorm_bias)
@@ -60,8 +66,16 @@ class SelfAttention(nn.Module):
         self.core_attention = make_core_attention(
             config, a, layer, self.num_heads, self.head_dim, self.num_groups, build
         )
+        self.head_gate = HeadGate(config, all_heads, build) if a.has_head_gate else None
         self.linear_proj = make_output_linear(config, all_heads * self.v_head_dim, a.add_output_bias, build)
         self.indexer = None if a.indexer is None else Indexer(config, a.indexer, config.hidden_size, build.whole)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start without a bias; the projections have their own."""
+        if self.qkv_bias is not None:
+            self.qkv_bias.zero_()
 
     def forward(
         self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None = None
@@ -71,13 +85,18 @@ class SelfAttention(nn.Module):
         rotary, hidden_keys, query_scale, batch_size = inputs[:4]
         qkv = self.linear_qkv(x)
         qkv = qkv if batch_size is None else qkv.unflatten(0, (batch_size, -1))
+        gate = qkv[..., self.v_end :] if self.attention.gate_rows else None
+        if self.qkv_bias is not None:
+            qkv = qkv[..., : self.v_end] + self.qkv_bias.to(qkv.dtype)
         q, k = self._queries_and_keys(qkv, rotary)
         if query_scale is not None:
             q = q * query_scale.to(q.dtype)
-        v = self._clipped(qkv[..., self.q_size + self.k_size :])
+        v = self._clipped(qkv[..., self.v_begin : self.v_end])
         if rotary is not None and (self.norm_kind in ("none", "l2") or self.norm_after_rope):
             v = apart(v)  # nothing else keeps the projection's result: queries and keys are rotated copies
         v = torch.unflatten(v, -1, (self.num_groups, self.v_head_dim))
+        if self.value_scale is not None:
+            v = v * self.value_scale
         if self.indexer is not None:
             return self._sparse(x, q, k, v, inputs, cache)
         first, slots = 0, None
@@ -93,6 +112,10 @@ class SelfAttention(nn.Module):
             both = gather_positions(torch.cat((k, v), -1), self.context_shard)
             k, v = both.split((self.head_dim, self.v_head_dim), -1)
             y = attention_of_chunks(self._attention, q, k, v, hidden_keys, self.context_shard)
+        if self.head_gate is not None:
+            y = gated(y, self.head_gate(x, batch_size, self.linear_proj), self.attention)
+        elif gate is not None:
+            y = gated(y, gate, self.attention)
         return self.linear_proj(y if batch_size is None else y.flatten(0, 1))
 
     def _sparse(

@@ -26,6 +26,7 @@ from ..cache import LayerMemory
 from ..rotary import Rotary
 from .attention import apart, attention_of, packs
 from .base import MixerInputs, Selection
+from .output_gate import HeadGate, gated
 from .sparse_attention import Indexer, Keys
 
 
@@ -58,6 +59,8 @@ class LatentAttention(nn.Module):
         channels = mla.qk_head_dim + mla.qk_pos_emb_head_dim
         own_heads = heads // build.tp_size
         self.core_attention = make_core_attention(config, a, layer, own_heads, channels, own_heads, build)
+        self.attention = a
+        self.head_gate = HeadGate(config, heads, build) if a.has_head_gate else None
         self.linear_proj = make_output_linear(config, heads * mla.v_head_dim, a.add_output_bias, build)
         inputs = mla.q_lora_rank or config.hidden_size
         self.indexer = None if a.indexer is None else Indexer(config, a.indexer, inputs, build.whole)
@@ -87,7 +90,7 @@ class LatentAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, Selection]:
         """As `SelfAttention.forward`."""
         rotary, hidden_keys, query_scale, batch_size = inputs[:4]
-        mla = self.mla
+        mla, normed = self.mla, x
         if self.sequence_shard is not None:
             x = gather_tokens_of_ranks(x, self.sequence_shard).unflatten(0, (batch_size or 1, -1))
         q, latent, shared = self.linear_qkv_down(x).split(self.sizes, dim=-1)
@@ -141,6 +144,8 @@ class LatentAttention(nn.Module):
         else:
             attention = functools.partial(attention_of, self.core_attention)
             y = attention_of_chunks(attention, q, k, v, hidden_keys, self.context_shard)
+        if self.head_gate is not None:
+            y = gated(y, self.head_gate(normed, batch_size, split), self.attention)
         return self.linear_proj(y if batch_size is None else y.flatten(0, 1))
 
     def _keys_and_values(self, latent: Tensor, shared: Tensor) -> Keys:

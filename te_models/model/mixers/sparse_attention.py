@@ -158,6 +158,7 @@ class Indexer(nn.Module):
         pieces: list[Piece],
         shard: ContextShard | None,
     ) -> Tensor | None:
+        """Of sequences that ranks share it is the mean over their chunks, whatever padding these have."""
         if index is None or not index.q.requires_grad:
             return None
         losses = [

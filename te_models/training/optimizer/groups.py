@@ -56,9 +56,10 @@ def is_decayed(name: str, parameter: nn.Parameter) -> bool:
 
 def uses_muon(name: str, parameter: nn.Parameter) -> bool:
     """Whether optimizer.kind = "muon" updates a parameter by Muon: the matrices of the layers and the experts, not the
-    embedding, the output layer and the routers, which AdamW updates as everything else."""
+    embedding, the output layer, the routers and the kernels of depthwise convolutions, which AdamW updates as
+    everything else."""
     words = name.split(".")
-    outside = {"embedding", "output_layer", "router"} & set(words)
+    outside = {"embedding", "output_layer", "router", "conv_weight"} & set(words)
     return is_decayed(name, parameter) and parameter.dim() in (2, 3) and not outside
 
 

@@ -19,7 +19,7 @@ from tests.checkpoints.hf_cases import transformers
 FIRST_CASES = {family: case for case, (family, _) in reversed(CASES.items())}
 SIZES = {"vocab_size", "num_hidden_layers", "n_layer", "hidden_size", "n_embd", "num_nextn_predict_layers"}
 """Fields that change the tensors. Others that do are skipped as the weights do not fit."""
-KNOWN = sorted({name for family in FAMILIES.values() for entry in family.fields for name in entry.names} - SIZES)
+KNOWN = sorted({name for family in FAMILIES.values() for name in family.known} - SIZES)
 IN_ROPE = ("factor", "alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
 BOUND = 1e-4
 """Of the largest logit: some of these models have scores 256 times as large, in which rounding grows."""

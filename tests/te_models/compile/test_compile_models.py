@@ -58,6 +58,8 @@ EVERYDAY = {
     "sinks_clip": "eager",
     "dynamic_rope": "eager",
     "moe_biases": "eager",
+    "gated_heads": "eager",
+    "several_attentions": "eager",
 }
 MATRIX = [
     *((name, backend, len(set(VARIANTS[name].layer_types)) == 1) for name, backend in EVERYDAY.items()),

@@ -56,6 +56,9 @@ def test_every_parameter_gets_a_gradient_and_the_loss_falls(name: str) -> None:
         optimizer.zero_grad()
         output.loss.backward()
         for key, parameter in model.named_parameters():
+            if not parameter.requires_grad:  # of an indexer without a loss
+                assert ".indexer." in key
+                continue
             assert parameter.grad is not None, key
             assert parameter.grad.isfinite().all(), key
             assert parameter.grad.abs().max() > 0, key
@@ -254,7 +257,6 @@ def test_fp8_recipes_run_the_whole_model(name: str, recipe) -> None:
 @pytest.mark.parametrize(
     ("config", "field"),
     [
-        (tiny(attention=AttentionConfig(num_attention_heads=4, output_gate=True)), "attention.output_gate is True"),
         (
             tiny(
                 attention=AttentionConfig(num_attention_heads=4, chunk_size=4, mla=MLAConfig()),

@@ -65,7 +65,7 @@ def by_definition(model: GPTModel, ids: Tensor) -> Tensor:
     if last is not None:
         weights = definition.read_weights(lanes, last.weight, last.bias, last.scale, **options)
         x = definition.collapsed(lanes, weights)
-    return model.output_layer(model.decoder.final_layernorm(x), model.shared_output_weight, None)[0]
+    return model.output_layer(model.decoder.final_layernorm(x), model.shared_output_weight, None, return_logits=True)[0]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -17,8 +17,17 @@ if torch.distributed.is_available():
     from tests.covering import selected
     from tests.ranks import outcomes_on_ranks
 
-SP = ("sandwich", "parallel_shared_norm", "biases", "learned_positions", "qk_full", "latent", "moe_shared")
-CP = ("mixed_layers", "sinks_clip", "softcaps", "chunked_l2_temperature", "dynamic_rope", "latent", "moe")
+SP = ("sandwich", "parallel_shared_norm", "biases", "learned_positions", "qk_full", "latent", "sparse", "moe_shared")
+CP = (
+    "mixed_layers",
+    "sinks_clip",
+    "softcaps",
+    "chunked_l2_temperature",
+    "dynamic_rope",
+    "latent",
+    "sparse_latent",
+    "moe",
+)
 CASES = [*(f"sp {name}" for name in (*SP, *FURTHER)), *(f"cp {name}" for name in (*CP, *FURTHER)), "refused"]
 MODULE = "tests.te_models.shared_tokens_ranks"
 

@@ -1,0 +1,33 @@
+"""Model types of transformers that are not supported, by the element of their layers that is missing."""
+
+from __future__ import annotations
+
+MISSING: dict[str, str] = {
+    "the gated delta rule": "qwen3_next qwen3_5 qwen3_5_moe qwen3_5_text qwen3_5_moe_text olmo_hybrid",
+    "the gated delta rule with a decay per channel": "kimi_linear bailing_hybrid",
+    "Mamba-2": "mamba2 nemotron_h bamba granitemoehybrid falcon_h1 zamba2",
+    "Mamba (selective scan)": "mamba falcon_mamba jamba zamba",
+    "gated short convolutions": "lfm2 lfm2_moe lfm3",
+    "lightning attention": "minimax",
+    "sparse attention beside gates, other latents or keys of earlier layers": "axk2 hy_v4 dots3_note mistral_large4",
+    "sparse attention to pooled keys": "glm5_next",
+    "compressed keys": "deepseek_v4",
+    "sparse attention by blocks": "minimax_m3 minimax_m3_vl_text qwen4_exp qwen4_exp_text",
+    "keys and values of earlier layers": "gemma3n gemma3n_text gemma4 gemma4_text",
+    "two attentions and two MLPs in a layer": "longcat_flash",
+    "convolutions on keys and values": "inkling inkling2 zaya",
+    "RG-LRU": "recurrent_gemma",
+    "mLSTM": "xlstm",
+    "WKV": "rwkv",
+    "ALiBi": "bloom mpt falcon",
+    "a sparsemixer router": "phimoe",
+    "xIELU": "apertus",
+    "ternary weights": "bitnet",
+    "differential attention": "diffllama",
+}
+"""Element -> the model types whose layers need it."""
+
+
+def missing_element(model_type: str) -> str | None:
+    """Return the element that layers of a model type need and te_models lacks; None where that is not known."""
+    return next((element for element, types in MISSING.items() if model_type in types.split()), None)

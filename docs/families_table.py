@@ -1,0 +1,61 @@
+"""The table of docs/families.md: what families say of themselves, of a small model of the defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SAMPLE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "n_embd": 64,
+    "n_layer": 12,
+    "n_head": 4,
+    "n_positions": 64,
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 64,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+}
+"""What config.json has at least, in the words of every family."""
+
+
+def config_of(family: Any) -> Any:
+    """Return the configuration of a small model of a family."""
+    from te_models.checkpoints import CheckpointError
+
+    text = {name.replace("3", "3_text").replace("4", "4_text"): name for name in ("gemma3", "llama4")}
+    inner = {ours: outer for outer, ours in text.items()}.get(family.model_type, "mistral")
+    wrapped = {"model_type": family.model_type, "text_config": {**SAMPLE, "model_type": inner}}
+    reasons = []
+    for values in (SAMPLE, {**SAMPLE, "num_experts": 8}, {**SAMPLE, "n_routed_experts": 8}, wrapped):
+        try:
+            return family.read_config(values)
+        except CheckpointError as error:
+            reasons.append(str(error))
+    raise ValueError(f"{family.model_type}: {reasons}")
+
+
+def refused(family: Any) -> list[str]:
+    """Return the fields of config.json of which a family supports one value alone."""
+    from te_models.checkpoints.families.base.fields import Only
+
+    return [f"`{entry.hf}` but {entry.value!r}" for entry in family.fields if isinstance(entry, Only)]
+
+
+def table() -> str:
+    """The families as a Markdown table."""
+    from te_models.checkpoints import FAMILIES
+    from te_models.config.describe import mixer_words
+
+    rows = ["| model type | mixers | MLPs | forms of files | refused |", "|---|---|---|---|---|"]
+    for name, family in sorted(FAMILIES.items()):
+        config = config_of(family)
+        mixers = ", ".join(mixer_words(config))
+        dense, moe = config.has_dense_layers, config.moe is not None and config.moe.layers
+        mlps = "dense and experts" if dense and moe else "experts" if moe else "dense"
+        forms = ", ".join(family.forms)
+        rows.append(f"| `{name}` | {mixers} | {mlps} | {forms} | {', '.join(refused(family)) or 'none'} |")
+    return "\n".join(rows)
