@@ -20,6 +20,7 @@ from .cohere2 import COHERE2
 from .cwm import CWM
 from .deepseek_v2 import DEEPSEEK_V2
 from .deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from .deepseek_v32 import DEEPSEEK_V32
 from .dots1 import DOTS1
 from .ernie4_5 import ERNIE4_5
 from .ernie4_5_moe import ERNIE4_5_MOE
@@ -34,6 +35,7 @@ from .glm import GLM
 from .glm4 import GLM4
 from .glm4_moe import GLM4_MOE
 from .glm4_moe_lite import GLM4_MOE_LITE
+from .glm_moe_dsa import GLM_MOE_DSA
 from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
 from .gpt_oss import GPT_OSS
@@ -122,6 +124,8 @@ _KNOWN = (
     DEEPSEEK_V3,
     KIMI_K2,
     GLM4_MOE_LITE,
+    DEEPSEEK_V32,
+    GLM_MOE_DSA,
     LLAMA4_TEXT,
     HY_V3,
     AFMOE,

@@ -74,6 +74,8 @@ def _tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     for i in range(config.num_layers):
         yield from _layer(config, i, f"decoder.layers.{i}.")
     yield from _norm(config, "decoder.final_layernorm.", "")
+    if config.hyper_connections is not None and config.hyper_connections.output == "weighted":
+        yield from _hyper_connection(config, "decoder.final_hyper_connection.", output=True)
     if not emb.share_embeddings_and_output_weights:
         yield "output_layer.weight", (V, H)
     if emb.output_bias:
@@ -108,6 +110,19 @@ def _layer(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]:
         yield from _dense(config, p) if moe is None else _experts(config, p)
         if after or (moe is not None and moe.post_layernorm):
             yield from _norm(config, f"{p}post_mlp_layernorm.", "")
+    if config.hyper_connections is not None:
+        for there, sublayer in ((config.mixer_names(i), "self_attention"), (config.has_mlp(i), "mlp")):
+            if there:
+                yield from _hyper_connection(config, f"{p}{sublayer}_hyper_connection.")
+
+
+def _hyper_connection(config: ModelConfig, p: str, *, output: bool = False) -> Iterator[tuple[str, Shape]]:
+    assert config.hyper_connections is not None, "called for models with several lanes only"
+    lanes = config.hyper_connections.lanes
+    rows, scales = (lanes, 1) if output else (lanes * (2 + lanes), 3)
+    yield f"{p}weight", (rows, config.stream_size)
+    yield f"{p}bias", (rows,)
+    yield f"{p}scale", (scales,)
 
 
 def _norm(config: ModelConfig, owner: str, prefix: str) -> Iterator[tuple[str, Shape]]:
@@ -140,6 +155,18 @@ def _attention(
     yield f"{p}self_attention.linear_proj.weight", (H, N * Dv)
     if a.add_output_bias:
         yield f"{p}self_attention.linear_proj.bias", (H,)
+    yield from _indexer(config, a, H, f"{p}self_attention.indexer.")
+
+
+def _indexer(config: ModelConfig, a: AttentionConfig, inputs: int, p: str) -> Iterator[tuple[str, Shape]]:
+    """inputs: channels of what index queries are projected from."""
+    indexer, size = a.indexer, a.index_channels
+    if indexer is not None and size:
+        yield f"{p}linear_wq_b.weight", (indexer.n_heads * size, inputs)
+        yield f"{p}linear_wk.weight", (size, config.hidden_size)
+        yield f"{p}k_norm.weight", (size,)
+        yield f"{p}k_norm.bias", (size,)
+        yield f"{p}weights_proj.weight", (indexer.n_heads, config.hidden_size)
 
 
 def _latent_attention(config: ModelConfig, a: AttentionConfig, p: str, normed: bool) -> Iterator[tuple[str, Shape]]:
@@ -164,6 +191,7 @@ def _latent_attention(config: ModelConfig, a: AttentionConfig, p: str, normed: b
     yield f"{ours}linear_proj.weight", (H, N * mla.v_head_dim)
     if a.add_output_bias:
         yield f"{ours}linear_proj.bias", (H,)
+    yield from _indexer(config, a, mla.q_lora_rank or H, f"{ours}indexer.")
 
 
 def _dense(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:

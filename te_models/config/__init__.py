@@ -13,6 +13,7 @@ from .mixers import (
     KINDS,
     AttentionConfig,
     GatedDeltaConfig,
+    IndexerConfig,
     Mamba2Config,
     MixerConfig,
     MLAConfig,
@@ -22,6 +23,7 @@ from .mixers import (
 from .mlp import MLPConfig, MoEConfig, RouterConfig
 from .model import EmbeddingConfig, LayerType, ModelConfig, NormConfig
 from .part import ConfigError, ConfigPart, check
+from .residual import HyperConnectionConfig
 from .rope import RopeConfig
 
 __all__ = [
@@ -31,6 +33,8 @@ __all__ = [
     "ConfigPart",
     "EmbeddingConfig",
     "GatedDeltaConfig",
+    "HyperConnectionConfig",
+    "IndexerConfig",
     "LayerType",
     "MLAConfig",
     "MLPConfig",

@@ -24,7 +24,14 @@ def _attention(a: AttentionConfig, seen: str) -> str:
     kind, _, unrotated = seen.partition("_")
     unrotated, kind = unrotated or ("nope" if kind == "nope" else ""), "full" if kind == "nope" else kind
     gate = f"{a.output_gate_activation} gate by {a.output_gate_by}"
-    elements = {"sinks": a.sinks, gate: a.output_gate, "scaled values": a.value_scale, "K = V": a.key_is_value}
+    elements = {
+        "an indexer": a.index_channels > 0,
+        "the keys of another layer's indexer": a.indexer is not None and a.indexer.shared,
+        "sinks": a.sinks,
+        gate: a.output_gate,
+        "scaled values": a.value_scale,
+        "K = V": a.key_is_value,
+    }
     named = [name for name, has in elements.items() if has]
     words = f"{kind} {'attention' if a.mla is None else 'latent attention'}"
     return words + (" without rope" if unrotated else "") + (f" with {' and '.join(named)}" if named else "")

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 from .mixers import AttentionConfig, MixerConfig
 from .mlp import MLPConfig, MoEConfig
 from .part import ConfigError, ConfigPart, check
+from .residual import HyperConnectionConfig
 from .rope import RopeConfig
 
 LayerType = Literal["full", "sliding", "chunked", "nope", "sliding_nope", "chunked_nope"]
@@ -133,6 +134,8 @@ class ModelConfig(ConfigPart):
     """Indices of the layers that have an MLP or experts, from 0; unset means all layers."""
     kv_source_layers: tuple[int, ...] | None = None
     """For each layer the one whose keys and values its attention reads, an earlier one or itself; unset: itself."""
+    hyper_connections: HyperConnectionConfig | None = None
+    """Hyper-connections: a residual stream of several lanes; unset means one."""
     residual_multiplier: float = 1.0
     """Factor of what each sublayer adds to the residual stream."""
     hidden_dropout: float = 0.0
@@ -145,7 +148,7 @@ class ModelConfig(ConfigPart):
     """Factor of the mean loss of these layers in the loss that training minimises."""
 
     _LATER: ClassVar[frozenset[str]] = frozenset(
-        {"attention", "mixers", "layer_mixers", "mlp_layers", "kv_source_layers"}
+        {"attention", "mixers", "layer_mixers", "mlp_layers", "kv_source_layers", "hyper_connections"}
     )
 
     def _derivations(self) -> dict[str, Any]:
@@ -187,6 +190,10 @@ class ModelConfig(ConfigPart):
                 has_size = attention is None or getattr(attention, name) is not None
                 where = f"{'.'.join(self._place(layer))}.{name}"
                 check(has_size, where, None, f"a size, because layer_types has {kind!r} layers")
+        self._check_indexers()
+        one = self.block in ("pre", "sandwich") and self.residual_multiplier == 1.0 and not self.mtp_num_layers
+        allowed = "null with block 'post' or 'parallel*', residual_multiplier or mtp_num_layers"
+        check(one or self.hyper_connections is None, "hyper_connections", self.hyper_connections, allowed)
         check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
         pad, last = self.embedding.padding_idx, self.vocab_size - 1
         check(pad is None or 0 <= pad <= last, "embedding.padding_idx", pad, f"0 to {last}, or null")
@@ -253,6 +260,7 @@ class ModelConfig(ConfigPart):
         its, reads = self.attention_of(source), self.attention_of(layer)
         alike = its is not None and reads is not None and its.key_value_sizes == reads.key_value_sizes
         alike = alike and its is not None and reads is not None and its.mla is None and reads.mla is None
+        alike = alike and its is not None and reads is not None and its.indexer is None and reads.indexer is None
         for seen in (self.window_size, self.chunk_size):
             alike = alike and seen(source) == seen(layer)
         check(alike, where, source, "a layer whose attention has the same key heads, channels and window")
@@ -286,6 +294,25 @@ class ModelConfig(ConfigPart):
                     number = len(getattr(rope, factors) or ()) or None
                     allowed = f"{rotated // 2}, one for each pair of the {rotated} channels that are rotated"
                     check(number in (None, rotated // 2), f"the number of {name}.{factors}", number, allowed)
+
+    def _check_indexers(self) -> None:
+        """Check that a layer that shares a choice has one to share, and that indexers have channels to rotate."""
+        chooses = False
+        for layer in range(self.num_layers):
+            attention = self.attention_of(layer)
+            indexer = None if attention is None else attention.indexer
+            if attention is None or indexer is None:
+                continue
+            where = f"{'.'.join(self._place(layer))}.indexer"
+            chooses = chooses or not indexer.shared
+            check(chooses, f"{where}.shared", True, f"false in layer {layer}, before which no layer has an indexer")
+            last = self.mtp_num_layers > 0 and layer == self.num_layers - 1
+            check(not (last and indexer.shared), f"{where}.shared", True, "false in the last layer with mtp_num_layers")
+            rope = self.rope_of(layer)
+            rotated = 0 if rope is None else int(attention.rotated_channels * rope.rotary_percent)
+            if not indexer.shared and indexer.rotated != "none":
+                allowed = f"at least the {rotated} channels that are rotated"
+                check(indexer.head_dim >= rotated, f"{where}.head_dim", indexer.head_dim, allowed)
 
     def named_mixers(self) -> dict[str, MixerConfig]:
         """The mixers that layers name, by the name of their table: "attention", "mixers.NAME"."""
@@ -337,7 +364,8 @@ class ModelConfig(ConfigPart):
             names = tuple(self.layer_mixers[layer] for layer in layers)
             used = {name for entry in names for name in self._names(entry)}
             some = {name: mixer for name, mixer in (self.mixers or {}).items() if name in used}
-            fields = {"layer_mixers": names, "mixers": some or None}
+            alike = set(names) == {"attention"}
+            fields = {"layer_mixers": None if alike else names, "mixers": some or None}
         if self.mlp_layers is not None:
             fields["mlp_layers"] = tuple(i for i, layer in enumerate(layers) if layer in self.mlp_layers)
         if self.kv_source_layers is not None:
@@ -360,13 +388,19 @@ class ModelConfig(ConfigPart):
         """Whether the norm before the mixers of layer number `layer` is a module of its own, because more than one
         projection reads what it gives."""
         attention = self.attention_of(layer)
-        several = self.mixer_of(layer) is not None or (attention is not None and attention.has_head_gate)
+        apart = attention is not None and (attention.has_head_gate or attention.index_channels > 0)
+        several = self.mixer_of(layer) is not None or apart
         return self.block == "parallel_shared_norm" or (several and self.norms_before)
 
     @property
     def is_recurrent(self) -> bool:
         """Whether a layer carries a state from token to token, beside or in place of keys and values."""
         return any(mixer.recurrent for mixer in (self.mixers or {}).values())
+
+    @property
+    def stream_size(self) -> int:
+        """Channels of the residual stream, of all lanes together."""
+        return self.hidden_size * (1 if self.hyper_connections is None else self.hyper_connections.lanes)
 
     @property
     def embedding_dropout(self) -> float:

@@ -102,7 +102,7 @@ class MTPDraft(Draft):
         follow = positions + ahead
         embedded = model.embedding(text[follow[0]][None], follow, None)
         inputs = model.decoder.layer_inputs(below, positions, None, depth.cache)
-        result, _ = depth.layer(below, embedded, model.decoder, inputs)
+        result, *_ = depth.layer(below, embedded, model.decoder, inputs)
         depth.cache.advance(count)
         return result
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model import GPTModel
+from ..model.mixers.sparse_attention import Indexer
 from ..model.moe import MoELayer
 from .adapter import ADAPTERS, Adapter
 from .layers import LAYERS, check_layer
@@ -71,7 +72,9 @@ def add_lora(
     if any(True for _ in adapters_of(model)):
         raise ValueError("the model has adapters already; allowed: merge_lora first")
     whole = getattr(model, "whole", None) or model
-    layers = {name: module for name, module in whole.named_modules() if isinstance(module, LAYERS)}
+    # an indexer that no loss trains would have adapters that stay as they are
+    still = tuple(f"{n}." for n, m in whole.named_modules() if isinstance(m, Indexer) and not m.config.loss_coeff)
+    layers = {n: m for n, m in whole.named_modules() if isinstance(m, LAYERS) and not n.startswith(still)}
     chosen = targeted(layers, targets)
     for name in chosen:
         check_layer(layers[name], name)

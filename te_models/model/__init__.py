@@ -8,6 +8,7 @@ embedding  token and position embedding                                   output
 rotary     cos and sin tables                                             cache     key-value caches
 build      how modules are created, and what is refused                    mtp       layers that predict further tokens
 constants  buffers that are computed, not learned                        stage     pipeline stages of a model
+hyper_connection  a residual stream of several lanes
 
 May import: everything but the command line.
 """

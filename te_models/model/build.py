@@ -297,6 +297,13 @@ def unsupported(config: ModelConfig) -> list[tuple[str, object]]:
     temperatures = {a.temperature_tuning for a in attentions if a is not None} - {None}
     bare = not all(config.mixer_names(i) and config.has_mlp(i) for i in range(config.num_layers))
     asked = {
+        "attention.indexer": (
+            any(
+                a is not None and a.indexer and config.layer_type(i) not in ("full", "nope")
+                for i, a in enumerate(attentions)
+            ),
+            "with layer_types that are sliding or chunked",
+        ),
         "layer_types": (latent_chunks, config.layer_types),
         "attention.temperature_tuning": (len(temperatures) > 1, temperatures),
         "block": (bare and config.block.startswith("parallel"), f"{config.block} with layers of one sublayer"),

@@ -19,8 +19,9 @@ from te_models.layers.distributed.sequence_parallel import norm_own_tokens
 from ..config import ModelConfig, RopeConfig, TemperatureConfig
 from .build import Build, make_norm
 from .cache import Memory
-from .layer import TransformerLayer
-from .mixers import KeysValues
+from .hyper_connection import HyperConnection
+from .layer import LayerResult, TransformerLayer
+from .mixers import KeysValues, Selection
 from .moe import MoELayer
 from .rotary import Rotary, RotaryEmbedding
 from .router import RouterOutput
@@ -58,6 +59,12 @@ class Decoder(nn.Module):
         self.context_shard: ContextShard | None = None
         self.layers = nn.ModuleList(TransformerLayer(config, i, build) for i in range(config.num_layers))
         self.final_layernorm = make_norm(config.norm, config.hidden_size, build)
+        self.lanes, hyper = 1, config.hyper_connections
+        self.final_hyper_connection = None
+        if hyper is not None:
+            self.lanes = hyper.lanes
+            if hyper.output == "weighted":
+                self.final_hyper_connection = HyperConnection(config, hyper, build, output=True)
         self.recurrent = config.is_recurrent
         self.kv_sources = [config.kv_source(i) for i in range(config.num_layers)]
         ropes: list[tuple[RopeConfig, int]] = []
@@ -94,6 +101,12 @@ class Decoder(nn.Module):
         """Whether every layer attends within documents without a mask."""
         attentions = (cast(TransformerLayer, layer).self_attention for layer in self.layers)
         return all(attention.packs(device) for attention in attentions if attention is not None)
+
+    def _output(self, x: Tensor) -> Tensor:
+        """Return what the final norm reads of all lanes."""
+        if self.final_hyper_connection is None:
+            return x.unflatten(-1, (self.lanes, -1)).mean(-2)
+        return self.final_hyper_connection.read(x)[0]
 
     def _own_tables(self, tables: Rotary) -> Rotary:
         cos, sin = tables
@@ -134,9 +147,17 @@ class Decoder(nn.Module):
         return LayerInputs(tables, query_scale, hidden_keys, token_mask, cache, batch_size, documents, texts, shared)
 
     def run_layer(
-        self, layer: TransformerLayer, number: int, x: Tensor, inputs: LayerInputs, *, recompute: bool
-    ) -> tuple[Tensor, RouterOutput | None]:
-        """Call a layer as number `number` of this decoder is called, which may be another one than that."""
+        self,
+        layer: TransformerLayer,
+        number: int,
+        x: Tensor,
+        inputs: LayerInputs,
+        *,
+        recompute: bool,
+        choice: Tensor | None = None,
+    ) -> LayerResult:
+        """Call a layer as number `number` of this decoder is called, which may be another one than that. choice: of
+        the last sparse attention before it."""
         table, documents = self.rotary_of_layer[number], inputs.documents
         attention = layer.self_attention
         packs = documents is not None and (attention is None or attention.packs(x.device))
@@ -154,9 +175,12 @@ class Decoder(nn.Module):
             inputs.batch_size,
             inputs.texts,
             None if source is None or shared is None else shared[source],
+            choice if layer.shares_choice else None,
         )
-        if len(found) == 3 and shared is not None:
-            shared[number] = found[2]
+        if len(found) == 2 or isinstance(found[2], Selection):
+            return found
+        assert shared is not None, "the layer has later ones that read its keys and values"
+        shared[number] = found[2]
         return found[0], found[1]
 
     def forward(
@@ -168,6 +192,7 @@ class Decoder(nn.Module):
         states: list[Tensor] | None = None,
         batch_size: int | None = None,
         document_ids: Tensor | None = None,
+        index_losses: list[Tensor] | None = None,
     ) -> tuple[Tensor, list[RouterOutput]]:
         """x: [B, S, H]; position_ids: [B or 1, S]; attention_mask: [B, L] bool, False where a key is padding, or
         [B, S, L], False where a key is hidden from a query; document_ids: [B, S], in its place.
@@ -175,19 +200,27 @@ class Decoder(nn.Module):
         Returns ([B, S, H] after the final norm, what each MoE layer's router decided). states: a list that gets x, the
         result of each layer but the last, and what is returned, all [B, S, H]. batch_size: B, where x and the result
         are this rank's part of the tokens, [B S / ranks, H]. Where ranks share sequences, position_ids and
-        attention_mask are of all positions, and x is of this rank's.
+        attention_mask are of all positions, and x is of this rank's. index_losses: a list that gets the weighted loss
+        of each indexer that is trained.
         """
         inputs = self.layer_inputs(x, position_ids, attention_mask, cache, batch_size, document_ids)
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         routed: list[RouterOutput] = []
-        for i, layer in enumerate(self.layers):
+        choice: Tensor | None = None
+        for i, layer in enumerate(cast(list[TransformerLayer], self.layers)):
             if states is not None:
                 states.append(x)
-            x, decided = self.run_layer(cast(TransformerLayer, layer), i, x, inputs, recompute=recompute)
+            x, decided, *selections = self.run_layer(layer, i, x, inputs, recompute=recompute, choice=choice)
+            for selection in selections:
+                choice = selection.choice
+                if index_losses is not None and selection.loss is not None:
+                    index_losses.append(selection.loss)
             if decided is not None:
                 cast(MoELayer, layer.mlp).router.count(decided)
                 routed.append(decided)
         if self.final_layernorm is not None:  # only the last pipeline stage has it
+            if self.lanes > 1:
+                x = self._output(x)
             x = norm_own_tokens(self.final_layernorm, x, self.sequence_shard)
         if states is not None:
             states.append(x)

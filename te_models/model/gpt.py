@@ -280,6 +280,7 @@ class GPTModel(SharedModel):
             batch_size = batch
         if self.pre_process:
             x = self.embedding(input_ids, own_ids, inputs_embeds)
+            x = x if self.decoder.lanes == 1 else x.repeat(1, 1, self.decoder.lanes)
         elif inputs_embeds is None:
             raise ValueError(
                 "this stage was given input_ids; allowed: inputs_embeds, what the stage before it returned"
@@ -287,7 +288,9 @@ class GPTModel(SharedModel):
         else:
             x = inputs_embeds
         embedded, states = x, ([] if return_hidden_states else None)
-        x, routed = self.decoder(x, position_ids, attention_mask, cache, states, batch_size, document_ids)
+        index_losses: list[Tensor] = []
+        arguments = (attention_mask, cache, states, batch_size, document_ids, index_losses)
+        x, routed = self.decoder(x, position_ids, *arguments)
         if cache is not None:
             cache.advance(length)
         if last_logits_only:
@@ -308,8 +311,9 @@ class GPTModel(SharedModel):
                 inputs = self.decoder.layer_inputs(embedded, position_ids, attention_mask, **options)
                 layers = (self.decoder, inputs, self.output_layer, weight)
                 texts = attention_mask if document_ids is None else document_ids
-                mtp_loss, further = self.mtp(x, embedded, labels, texts, *layers)
+                mtp_loss, further, its_losses = self.mtp(x, embedded, labels, texts, *layers)
                 loss, routed = loss + mtp_loss * self.config.mtp_loss_scaling_factor, routed + further
+                index_losses += its_losses
         elif states is None:
             states = [x]
         hidden_states = None if states is None else tuple(states)
@@ -317,16 +321,11 @@ class GPTModel(SharedModel):
             logits=logits, loss=loss, hidden_states=hidden_states, mtp_loss=mtp_loss, logits_z_loss=z_loss
         )
         if self.router_loss_weights is not None and routed:
-            weights = self.router_loss_weights
             further = [] if self.mtp is None else [depth.transformer_layer for depth in self.mtp.layers]
             routers = [layer.mlp.router for layer in (*self.decoder.layers, *further) if layer.is_moe]  # type: ignore[union-attr]
             balance = load_balancing_losses(routed, routers, whole=self.whole is None)  # type: ignore[arg-type]
-            z = torch.stack([r.z_loss for r in routed])
-            output.tokens_per_expert = torch.stack([r.tokens_per_expert for r in routed])
-            output.load_balancing_loss, output.z_loss = balance.mean(), z.mean()
-            output.aux_loss = balance.sum() * weights.aux_loss_coeff + z.sum() * weights.z_loss_coeff
-            if loss is not None:
-                output.loss = loss + output.aux_loss
+            output.set_router_losses(routed, balance, self.router_loss_weights)
+        output.add_aux_losses(index_losses)
         return output
 
     def _input_size(

@@ -10,17 +10,23 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_models.kernels.hyper_connections import Mixing
 from te_models.layers.distributed.sequence_parallel import gather_tokens_of_ranks, norm_own_tokens, own_tokens
 from te_models.layers.recipe.activation_checkpoint import checkpointed
 
 from ..config import ModelConfig
 from .build import Build, check_supported, make_norm
 from .cache import LayerMemory, PairMemory
-from .mixers import KeysValues, MixerInputs, attention_class, recurrent_class
+from .hyper_connection import HyperConnection
+from .mixers import KeysValues, Mixer, MixerInputs, Selection, attention_class, recurrent_class
 from .mlp import MLP
 from .moe import MoELayer
 from .rotary import Rotary
 from .router import RouterOutput
+
+Passed = Selection | KeysValues
+"""What attention gives later layers."""
+LayerResult = tuple[Tensor, RouterOutput | None] | tuple[Tensor, RouterOutput | None, Passed]
 
 
 class TransformerLayer(nn.Module):
@@ -33,7 +39,8 @@ class TransformerLayer(nn.Module):
     parallel              x = x + attention(n1(x)) + mlp(n2(x))
     parallel_shared_norm  x = x + attention(n1(x)) + mlp(n1(x))
     n1 and n2 live in the linear layer that reads them, n2 of an MoE layer in `pre_mlp_layernorm`, an n1 that several
-    modules read in `input_layernorm`. What the configuration names as the layer's mixers stands for attention: softmax
+    modules read in `input_layernorm`. With hyper-connections x has several lanes, of which a sublayer reads a sum, and
+    writes to all. What the configuration names as the layer's mixers stands for attention: softmax
     attention is `self_attention`, another kind `mixer`; two side by side read the same n1, and are added up. A layer
     without mixer, or without MLP, has the other sublayer alone.
     """
@@ -56,6 +63,8 @@ class TransformerLayer(nn.Module):
         self.has_mixer, has_mlp = bool(attention or mixer), config.has_mlp(layer)
         normed, after = config.norms_before, config.block in ("post", "sandwich")
         apart = config.has_input_layernorm(layer)
+        indexer = None if attention is None else attention.indexer
+        self.shares_choice = indexer is not None and indexer.shared
         self.input_layernorm = make_norm(config.norm, config.hidden_size, build) if apart else None
         self.self_attention = self.mixer = None
         if attention is not None:
@@ -76,6 +85,13 @@ class TransformerLayer(nn.Module):
         after = has_mlp and (after or (self.is_moe and config.moe is not None and config.moe.post_layernorm))
         self.post_mlp_layernorm = make_norm(config.norm, config.hidden_size, build) if after else None
 
+        hyper = config.hyper_connections
+        self.self_attention_hyper_connection = self.mlp_hyper_connection = None
+        if hyper is not None and self.has_mixer:
+            self.self_attention_hyper_connection = HyperConnection(config, hyper, build)
+        if hyper is not None and has_mlp:
+            self.mlp_hyper_connection = HyperConnection(config, hyper, build)
+
     def forward(
         self,
         x: Tensor,
@@ -88,13 +104,14 @@ class TransformerLayer(nn.Module):
         batch_size: int | None = None,
         documents: Tensor | None = None,
         keys_values: KeysValues | None = None,
-    ) -> tuple[Any, ...]:
-        """x: [B, S, H] -> ([B, S, H], what the router decided; None in a dense layer). Arguments as for
-        `MixerInputs` and `MoELayer`. recompute: keep only them for the backward pass and compute the rest again
-        there (activation checkpointing); here, not around the call, so that it is part of a graph of one layer.
-        batch_size: B, where x and the result are this rank's part of the tokens, [B S / ranks, H]. A layer whose keys
-        and values later ones read returns them as a third value."""
-        arguments = (x, rotary, hidden_keys, token_mask, cache, query_scale, batch_size, documents, keys_values)
+        choice: Tensor | None = None,
+    ) -> LayerResult:
+        """x: [B, S, H] -> ([B, S, H], what the router decided; None in a dense layer), and a third, where attention is
+        sparse, or later layers read its keys and values. Arguments as for `MixerInputs` and `MoELayer`. recompute: keep
+        only them for the backward pass and compute the rest again there (activation checkpointing); here, not around
+        the call, so that it is part of a graph of one layer. batch_size: B, where x and the result are this rank's part
+        of the tokens, [B S / ranks, H]."""
+        arguments = (x, rotary, hidden_keys, token_mask, cache, query_scale, batch_size, documents, keys_values, choice)
         return checkpointed(self._run, *arguments) if recompute else self._run(*arguments)
 
     def _run(
@@ -108,42 +125,48 @@ class TransformerLayer(nn.Module):
         batch_size: int | None,
         documents: Tensor | None,
         keys_values: KeysValues | None,
-    ) -> tuple[Any, ...]:
-        inputs = MixerInputs(rotary, hidden_keys, query_scale, batch_size, token_mask, documents, keys_values)
+        choice: Tensor | None,
+    ) -> LayerResult:
+        inputs = MixerInputs(rotary, hidden_keys, query_scale, batch_size, token_mask, documents, keys_values, choice)
         if self.block in ("parallel", "parallel_shared_norm"):
             normed = x if self.input_layernorm is None else self._normed(self.input_layernorm, x)
-            attended, shared_kv = self._mixed(normed, inputs, cache)
+            attended, passed = self._mixed(normed, inputs, cache)
             normed = x if self.block == "parallel" else normed
             y, routed = self._mlp(normed, token_mask, batch_size)
             if self.hidden_dropout > 0 and self.training:  # each sublayer's output has a mask of its own
                 attended, y = (F.dropout(part, self.hidden_dropout) for part in (attended, y))
-            x = self._scaled_sum(x, attended + y)
-            return (x, routed) if shared_kv is None else (x, routed, shared_kv)
-        shared_kv = routed = None
+            return _result(self._scaled_sum(x, attended + y), routed, passed)
+        passed = None
         if self.has_mixer:
-            normed = x if self.input_layernorm is None else self._normed(self.input_layernorm, x)
-            attended, shared_kv = self._mixed(normed, inputs, cache)
+            connection = self.self_attention_hyper_connection
+            inner, mixing = (x, None) if connection is None else connection.read(x)
+            normed = inner if self.input_layernorm is None else self._normed(self.input_layernorm, inner)
+            attended, passed = self._mixed(normed, inputs, cache)
             if self.post_self_attn_layernorm is not None:
                 attended = self._normed(self.post_self_attn_layernorm, attended)
-            x = self._add(x, attended)
-        if self.mlp is not None:
-            y, routed = self._mlp(x, token_mask, batch_size)
-            if self.post_mlp_layernorm is not None:
-                y = self._normed(self.post_mlp_layernorm, y)
-            x = self._add(x, y)
-        return (x, routed) if shared_kv is None else (x, routed, shared_kv)
+            x = self._add(x, attended) if mixing is None else self._written(connection, x, attended, mixing)
+        if self.mlp is None:
+            return _result(x, None, passed)
+        connection = self.mlp_hyper_connection
+        inner, mixing = (x, None) if connection is None else connection.read(x)
+        y, routed = self._mlp(inner, token_mask, batch_size)
+        if self.post_mlp_layernorm is not None:
+            y = self._normed(self.post_mlp_layernorm, y)
+        x = self._add(x, y) if mixing is None else self._written(connection, x, y, mixing)
+        return _result(x, routed, passed)
 
-    def _mixed(self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None) -> tuple[Tensor, KeysValues | None]:
-        """x: [B, S, H], normed where the mixers do not norm it themselves. Return their sum, and the keys and values
-        that later layers read."""
+    def _mixed(
+        self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None
+    ) -> tuple[Tensor, Passed | None]:
+        """x: [B, S, H], normed where the mixers do not norm it themselves. Return their sum, and what attention passes
+        on to later layers."""
         if self.self_attention is None:
-            assert self.mixer is not None, "called in layers that have a mixer"
-            return self.mixer(x, inputs, cache), None
-        memories = (cache, None) if self.mixer is None or cache is None else cast(PairMemory, cache)
-        attended, shared_kv = self.self_attention(x, inputs, cast(LayerMemory | None, memories[0])), None
-        if isinstance(attended, tuple):
-            attended, shared_kv = attended
-        return attended if self.mixer is None else attended + self.mixer(x, inputs, memories[1]), shared_kv
+            return cast(Mixer, self.mixer)(x, inputs, cache), None
+        memories = (cache, None) if self.mixer is None else (None, None) if cache is None else cast(PairMemory, cache)
+        y, passed = self.self_attention(x, inputs, memories[0]), None
+        if isinstance(y, tuple):
+            y, passed = y
+        return y if self.mixer is None else y + self.mixer(x, inputs, memories[1]), passed
 
     def _mlp(self, x: Tensor, token_mask: Tensor | None, batch_size: int | None) -> tuple[Tensor, RouterOutput | None]:
         if self.pre_mlp_layernorm is not None:
@@ -167,5 +190,15 @@ class TransformerLayer(nn.Module):
             y = F.dropout(y, self.hidden_dropout, self.training)
         return self._scaled_sum(x, y)
 
+    def _written(self, connection: HyperConnection | None, x: Tensor, y: Tensor, mixing: Mixing) -> Tensor:
+        assert connection is not None
+        if self.hidden_dropout > 0:
+            y = F.dropout(y, self.hidden_dropout, self.training)
+        return connection.write(x, y, mixing)
+
     def _scaled_sum(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y if self.residual_multiplier == 1.0 else x + y * self.residual_multiplier
+
+
+def _result(x: Tensor, routed: RouterOutput | None, passed: Passed | None) -> LayerResult:
+    return (x, routed) if passed is None else (x, routed, passed)

@@ -76,12 +76,14 @@ class MultiTokenPredictionLayer(nn.Module):
 
     def forward(
         self, hidden: Tensor, embedded: Tensor, decoder: Decoder, inputs: LayerInputs, recompute: bool = False
-    ) -> tuple[Tensor, RouterOutput | None]:
-        """hidden: [B, S, H], of the depth before; embedded: [B, S, H], of the tokens that follow it -> [B, S, H]."""
+    ) -> tuple[Tensor, RouterOutput | None, Tensor | None]:
+        """hidden: [B, S, H], of the depth before; embedded: [B, S, H], of the tokens that follow it -> [B, S, H], what
+        the router decided, and the loss of an indexer that is trained."""
         # published weights expect the embedding first, which the paper writes second
         x = self.eh_proj(torch.cat([self._normed(self.enorm, embedded), self._normed(self.hnorm, hidden)], dim=-1))
-        x, decided = decoder.run_layer(self.transformer_layer, -1, x, inputs, recompute=recompute)
-        return self._normed(self.final_layernorm, x), decided
+        x, decided, *selections = decoder.run_layer(self.transformer_layer, -1, x, inputs, recompute=recompute)
+        loss = selections[0].loss if selections else None
+        return self._normed(self.final_layernorm, x), decided, loss
 
     def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
         return norm_own_tokens(norm, x, self.sequence_shard)
@@ -89,10 +91,11 @@ class MultiTokenPredictionLayer(nn.Module):
 
 class MTPOutput(NamedTuple):
     """loss: float32 scalar, the mean over depths of their cross entropies; routed: what the routers of the depths
-    decided."""
+    decided; index_losses: the weighted losses of their indexers that are trained."""
 
     loss: Tensor
     routed: list[RouterOutput]
+    index_losses: list[Tensor]
 
 
 class MultiTokenPrediction(nn.Module):
@@ -121,21 +124,23 @@ class MultiTokenPrediction(nn.Module):
         see `labels_of_depth`."""
         recompute = decoder.activation_checkpointing and torch.is_grad_enabled()
         embedded = self._of_all_tokens(embedded, labels.shape[0])
-        losses, routed = [], []
+        losses, routed, index_losses = [], [], []
         for depth, layer in enumerate(self.layers, 1):
             ahead = inputs._replace(token_mask=self._followed(inputs.token_mask, labels, depth))
             following = self._own(_shifted(embedded, depth))
-            hidden, decided = layer(hidden, following, decoder, ahead, recompute)
+            hidden, decided, index_loss = layer(hidden, following, decoder, ahead, recompute)
             targets = labels_of_depth(labels, texts, depth)
             _, loss, _ = output_layer(hidden, shared_weight, targets, return_logits=False, batch_size=inputs.batch_size)
             assert loss is not None
             losses.append(loss)
+            if index_loss is not None:
+                index_losses.append(index_loss)
             if decided is not None:
                 mlp = cast(MultiTokenPredictionLayer, layer).transformer_layer.mlp
                 assert isinstance(mlp, MoELayer)
                 mlp.router.count(decided)
                 routed.append(decided)
-        return MTPOutput(torch.stack(losses).mean(), routed)
+        return MTPOutput(torch.stack(losses).mean(), routed, index_losses)
 
     def _of_all_tokens(self, embedded: Tensor, batch_size: int) -> Tensor:
         """Return embeddings [B, S, H] of those of a rank's tokens."""

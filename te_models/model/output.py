@@ -33,6 +33,7 @@ from te_models.layers.functional.wgrad import main_grad_of
 from ..config import ModelConfig
 from .build import Build, WordsOfRank, init_method
 from .constants import ConstantModule
+from .router import RouterOutput
 
 
 @dataclass
@@ -41,7 +42,8 @@ class ModelOutput:
 
     logits: [B, S, V] in the compute dtype. loss: float32 scalar, the mean cross entropy of the labels plus aux_loss
     and, in training, what the terms below add.
-    aux_loss: float32 scalar, the weighted router losses of all layers as they enter the loss (0 without such losses).
+    aux_loss: float32 scalar, the weighted losses of routers and indexers of all layers as they enter the loss (0
+    without such losses).
     load_balancing_loss, z_loss: float32 scalars, unweighted means over the MoE layers, for monitoring.
     tokens_per_expert: [MoE layers, E] int64.
     mtp_loss: float32 scalar, the mean cross entropy of the layers that predict further tokens; `loss` has it times
@@ -60,6 +62,21 @@ class ModelOutput:
     hidden_states: tuple[Tensor, ...] | None = None
     mtp_loss: Tensor | None = None
     logits_z_loss: Tensor | None = None
+
+    def set_router_losses(self, routed: list[RouterOutput], balance: Tensor, weights: RouterLossWeights) -> None:
+        """Fill in what routers decided, and their weighted losses. balance: the load-balancing losses, [losses]."""
+        z = torch.stack([r.z_loss for r in routed])
+        self.tokens_per_expert = torch.stack([r.tokens_per_expert for r in routed])
+        self.load_balancing_loss, self.z_loss = balance.mean(), z.mean()
+        self.aux_loss = balance.sum() * weights.aux_loss_coeff + z.sum() * weights.z_loss_coeff
+
+    def add_aux_losses(self, losses: list[Tensor]) -> None:
+        """Add weighted losses to aux_loss, and aux_loss to the loss."""
+        if losses:
+            added = torch.stack(losses).sum()
+            self.aux_loss = added if self.aux_loss is None else self.aux_loss + added
+        if self.loss is not None and self.aux_loss is not None:
+            self.loss = self.loss + self.aux_loss
 
 
 # torch.export flattens what a program returns

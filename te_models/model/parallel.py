@@ -105,6 +105,8 @@ def check_split(config: ModelConfig, build: Build) -> None:
 
 def check_sequence(config: ModelConfig) -> None:
     """Raise ConfigError naming the field because of which the tokens between split layers cannot be shared."""
+    if config.hyper_connections is not None:
+        raise ConfigError("hyper_connections: a model with them cannot have sequence_parallel; allowed: without it")
     for name, p in {
         "hidden_dropout": config.hidden_dropout,
         "embedding.embedding_dropout": config.embedding_dropout,
@@ -194,6 +196,10 @@ def check_layers(config: ModelConfig, ranks: int, expert_ranks: int) -> None:
         if full and config.norm.normalization != "RMSNorm":
             what = "a LayerNorm over all heads"
             raise ConfigError(f"{name}.qk_layernorm: a model with {what} cannot be split over {ranks} ranks")
+        indexer = mixer.indexer if isinstance(mixer, AttentionConfig) else None
+        if indexer is not None and indexer.loss_coeff > 0:
+            what = "an indexer that is trained"
+            raise ConfigError(f"{name}.indexer.loss_coeff: a model with {what} cannot be split over {ranks} ranks")
         sizes |= {f"{name}.{field}": size for field, size in mixer.shared_sizes().items()}
     sizes |= {
         "mlp.ffn_hidden_size": config.mlp.ffn_hidden_size if config.has_dense_layers else 0,

@@ -28,8 +28,8 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
     output layer share their weight, or further tokens are predicted, the last layer brings the embedding, too, but for
     positions that the model learned. The modules are those of `model`, not copies.
 
-    Raises ConfigError for no layer, for a layer that the model does not have, and for some layers of a model whose
-    router loss is of all of them.
+    Raises ConfigError for no layer, for a layer that the model does not have, for some layers of a model whose router
+    loss is of all of them, and for a layer without the one whose choice of keys it shares.
     """
     whole, own = model.config.num_layers, {int(name): layer for name, layer in _layers(model).items()}
     missing = [layer for layer in layers if layer not in own]
@@ -45,6 +45,7 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
             "moe.moe_router_load_balancing_type is 'joint_aux_loss', which compares experts over all layers; allowed "
             "in a stage: 'aux_loss', 'seq_aux_loss', 'global_aux_loss', or moe.aux_loss_coeff = 0"
         )
+    _check_choices(model.config, layers)
     first, last = layers[0] == 0, layers[-1] == whole - 1
     needed = {"embedding"} if first or (last and embeds_twice(model.config)) else set()
     needed |= {"output_layer", "mtp"} if last else set()
@@ -54,7 +55,7 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
         stage.embedding = _copy_without(stage.embedding, {"position_embeddings"})
     object.__setattr__(stage, "whole", model.whole or model)  # no submodule
     stage.pre_process, stage.post_process = first, last
-    decoder = _copy_without(model.decoder, set() if last else {"final_layernorm"})
+    decoder = _copy_without(model.decoder, set() if last else {"final_layernorm", "final_hyper_connection"})
     some = nn.ModuleList()
     for layer in layers:
         some.add_module(str(layer), own[layer])
@@ -95,7 +96,7 @@ def shape_of_part(model: GPTModel, batch: int, length: int) -> tuple[int, ...]:
     tokens, of a rank's part: [B, S / ranks, H] of shared sequences, [B S / ranks, H] under sequence parallelism."""
     own = length if model.context_shard is None else length // model.context_shard.ranks
     tokens = (batch * own // model.tp_size,) if model.sequence_parallel else (batch, own)
-    return *tokens, model.config.hidden_size
+    return *tokens, model.config.stream_size
 
 
 def size_of_parts(model: GPTModel, x: Tensor, position_ids: Tensor | None) -> tuple[int, int]:
@@ -117,6 +118,21 @@ def size_of_parts(model: GPTModel, x: Tensor, position_ids: Tensor | None) -> tu
             "part of what the stage before returned"
         )
     return batch, length
+
+
+def _check_choices(config: ModelConfig, layers: Sequence[int]) -> None:
+    """Raise ConfigError where a layer shares the choice of keys of one in another stage."""
+    chooses: int | None = None
+    for layer in range(config.num_layers):
+        attention = config.attention_of(layer)
+        indexer = None if attention is None else attention.indexer
+        if indexer is not None and not indexer.shared:
+            chooses = layer
+        elif indexer is not None and layer in layers and chooses not in layers:
+            raise ConfigError(
+                f"a stage is asked for with layer {layer}, which shares the choice of keys of layer {chooses}; allowed "
+                "in a stage: with that one"
+            )
 
 
 def _layers(model: GPTModel) -> dict[str, Any]:

@@ -81,7 +81,12 @@ def parallelize(
         reshard = _reshard_of(reshard_after_forward)
         shard = partial(_shard, mesh=over, reduce_dtype=reduce_dtype, reshard=reshard, cpu_offload=cpu_offload)
     tied = model.config.embedding.share_embeddings_and_output_weights
-    with_the_rest = [model.decoder.final_layernorm, *([model.embedding, model.output_layer] if tied else ())]
+    decoder = model.decoder
+    with_the_rest = [
+        decoder.final_layernorm,
+        decoder.final_hyper_connection,
+        *([model.embedding, model.output_layer] if tied else ()),
+    ]
     target = real_device(device)
     model.check_dispatch_device(target)
     whole, roots = model, (model,)
@@ -166,7 +171,9 @@ def _reshard_of(asked: ReshardAfterForward) -> bool | int | None:
 
 def parts_of(model: GPTModel) -> Iterator[nn.Module]:
     """Yield the parts of a model that are sharded one by one, in the order in which they are created."""
-    parts = (model.embedding, *model.decoder.layers, model.decoder.final_layernorm, model.output_layer)
+    decoder = model.decoder
+    last = decoder.final_layernorm, decoder.final_hyper_connection, model.output_layer
+    parts = (model.embedding, *decoder.layers, *last)
     further = () if model.mtp is None else model.mtp.layers
     yield from (part for part in (*parts, *further) if part is not None)
 

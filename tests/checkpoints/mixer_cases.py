@@ -18,6 +18,32 @@ _GRANITE = {
     "residual_multiplier": 0.4,
     "logits_scaling": 3.0,
 }
+_SPARSE = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "index_n_heads": 24,  # so many that hardly a score is zero: of equal scores transformers chooses any
+    "index_head_dim": 9,
+    "index_topk": 7,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
 
 MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": (
@@ -184,5 +210,27 @@ MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
             "num_attention_heads": 8,
         },
+    ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {**_SPARSE, "first_k_dense_replace": 1, "rope_parameters": _YARN},
+    ),
+    "deepseek_v32-biases": (
+        "deepseek_v32",
+        {**_SPARSE, "mlp_layer_types": ["sparse", "dense"], "attention_bias": True},
+    ),
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        {
+            **_SPARSE,
+            "num_hidden_layers": 5,
+            "indexer_types": ["full", "shared", "full", "shared", "shared"],
+            "first_k_dense_replace": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "glm_moe_dsa-every": (
+        "glm_moe_dsa",
+        {**_SPARSE, "num_hidden_layers": 3, "index_topk_freq": 2, "index_skip_topk_offset": 1},
     ),
 }

@@ -19,6 +19,7 @@ from te_models import (
     RouterConfig,
     TemperatureConfig,
 )
+from te_models.config import IndexerConfig
 
 VOCAB = 61
 
@@ -121,6 +122,18 @@ VARIANTS: dict[str, ModelConfig] = {
     ),
     "latent_biases_plain_q": tiny(
         attention=AttentionConfig(num_attention_heads=4, mla=MLAConfig(**LATENT), add_qkv_bias=True)
+    ),
+    "sparse": tiny(
+        attention=AttentionConfig(
+            num_attention_heads=4, num_query_groups=2, indexer=IndexerConfig(n_heads=6, head_dim=10, topk=4)
+        )
+    ),
+    "sparse_latent": tiny(
+        attention=AttentionConfig(
+            num_attention_heads=4,
+            mla=MLAConfig(q_lora_rank=12, **LATENT),
+            indexer=IndexerConfig(n_heads=6, head_dim=10, topk=4, rotated="last", rope_style="interleaved"),
+        )
     ),
     "chunked_l2_temperature": tiny(
         attention=AttentionConfig(

@@ -42,7 +42,7 @@ def mixers(nested: Nested, names: Sequence[str], changes: Mapping[str, Values]) 
     if not used:
         return {}
     attention = dict(nested["attention"])
-    if attention.get("kv_channels") is None:
+    if attention.get("kv_channels") is None and attention.get("mla") is None:
         attention["kv_channels"] = nested["hidden_size"] // attention["num_attention_heads"]
     found = {name: {"kind": "attention", **attention, **change} for name, change in used.items()}
     return {"mixers": found, "layer_mixers": list(names)}

@@ -35,6 +35,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "embedding_multiplier": (None, 1),
     "final_logit_softcapping": (None,),
     "first_k_dense_replace": (None, 0),
+    "hc_mult": (None, 1),
+    "index_topk": (None,),
     "is_encoder_decoder": (None, False),
     "gating": (None,),
     "kv_lora_rank": (None,),
@@ -91,6 +93,8 @@ _TRAINING_ONLY = (
     "moe.z_loss_coeff",
     "moe.moe_router_load_balancing_type",
     "attention.attention_dropout",
+    "attention.indexer.loss_coeff",
+    "attention.indexer.warmup",
     "embedding.embedding_dropout",
     "embedding.padding_idx",
 )

@@ -12,12 +12,14 @@ from te_models.config import AttentionConfig, ModelConfig
 from ...io.errors import CheckpointError
 from ...plan.layout_ops import At, Concat, Layout
 from .fields import Entry, Field, Values, read_typed
+from .indexer import indexer_weights
 from .rope import Rope
 
 
 def latent_attention(a: AttentionConfig, at: str, ours: str, gate: str) -> Iterator[tuple[str, Layout]]:
     """Yield the weight map of one layer's attention, without the norm before it. gate: the name, in the layer, of the
     projection of the output gate."""
+    yield from indexer_weights(a, at, ours)
     mla, gate = a.mla, at + gate
     assert mla is not None, "called for latent attention only"
     at = f"{at}self_attn."

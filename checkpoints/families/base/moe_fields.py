@@ -181,16 +181,16 @@ class FirstDense:
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """`mlp_layer_types`, "dense" or "sparse" for each layer; without it, all but the first ones are sparse, `first` of
-    them where `first_k_dense_replace` does not say."""
+    """`mlp_layer_types`, "dense" or "sparse" for each layer; without it, all but the first ones are sparse, `dense` of
+    them where `first_k_dense_replace` is absent, too."""
 
-    first: int = 1
+    dense: int = 1
     names: tuple[str, ...] = ("mlp_layer_types", "first_k_dense_replace")
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         kinds = read_typed(hf, "mlp_layer_types", list, None)
         if kinds is None:
-            return FirstDense(self.first).read(hf)
+            return FirstDense(self.dense).read(hf)
         return {"moe.layers": [i for i, kind in enumerate(check_names(kinds, "MLP kind", _MLPS)) if kind == "sparse"]}
 
     def write(self, config: ModelConfig) -> Values:

@@ -15,6 +15,7 @@ from te_models.config import AttentionConfig, ModelConfig
 from ...io.errors import CheckpointError
 from ...plan.layout_ops import At, Concat, Deinterleaved, Folded, Layout, Rows, Stack, Transpose, Unsqueezed
 from ...plan.param_shapes import head_sizes
+from .indexer import indexer_weights
 from .latent import latent_attention
 
 Weights = Iterator[tuple[str, Layout]]
@@ -222,6 +223,7 @@ class Names:
                 yield from _norm(config, ours + place, at + name)
 
     def _attention(self, config: ModelConfig, a: AttentionConfig, at: str, ours: str, *, own_keys: bool) -> Weights:
+        yield from indexer_weights(a, at, ours)
         heads, groups, size = head_sizes(a)
         for kind in ("weight", "bias") if a.add_qkv_bias else ("weight",):
             sizes, names = a.qkv_rows(own_keys=own_keys), [at + name for name in self.qkv]

@@ -7,6 +7,7 @@ known before a model exists. `te_models/model/mixers/` computes.
 from .attention import AttentionConfig, MLAConfig, TemperatureConfig
 from .base import MixerConfig, Parameter, State
 from .gated_delta import GatedDeltaConfig
+from .indexer import IndexerConfig
 from .mamba2 import Mamba2Config
 from .short_convolution import ShortConvolutionConfig
 
@@ -19,6 +20,7 @@ __all__ = [
     "KINDS",
     "AttentionConfig",
     "GatedDeltaConfig",
+    "IndexerConfig",
     "MLAConfig",
     "Mamba2Config",
     "MixerConfig",

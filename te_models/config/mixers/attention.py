@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from ..part import ConfigPart, check
 from ..rope import RopeConfig
 from .base import MixerConfig, State
+from .indexer import IndexerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,15 @@ class AttentionConfig(MixerConfig):
     kind: ClassVar[str] = "attention"
     recurrent: ClassVar[bool] = False
     _LATER: ClassVar[frozenset[str]] = frozenset(
-        {"output_gate_by", "output_gate_bias", "output_gate_activation", "value_scale", "key_is_value", "rope"}
+        {
+            "output_gate_by",
+            "output_gate_bias",
+            "output_gate_activation",
+            "value_scale",
+            "key_is_value",
+            "rope",
+            "indexer",
+        }
     )
 
     num_attention_heads: int
@@ -115,6 +124,8 @@ class AttentionConfig(MixerConfig):
     """Probability with which attention weights are dropped in training."""
     mla: MLAConfig | None = None
     """Multi-latent attention in place of plain projections of q, k and v; unset means none."""
+    indexer: IndexerConfig | None = None
+    """Sparse attention: an indexer chooses the keys that each query sees; unset means that queries see all."""
 
     def _derivations(self) -> dict[str, Any]:
         heads, mla = {"num_query_groups": self.num_attention_heads}, self.mla
@@ -158,6 +169,10 @@ class AttentionConfig(MixerConfig):
         same = self.v_head_dim in (None, self.kv_channels) and self.mla is None
         check(not self.key_is_value or same, "attention.key_is_value", True, "false with mla, or v_head_dim of its own")
         check(0 <= self.attention_dropout < 1, "attention.attention_dropout", self.attention_dropout, "0 <= p < 1")
+        sizes = (self.window_size, self.chunk_size, self.softcap)
+        alone = sizes == (None, None, None) and not (self.sinks or self.attention_dropout or self.output_gate)
+        allowed = "null with window_size, chunk_size, softcap, sinks, attention_dropout or output_gate"
+        check(self.indexer is None or alone, "attention.indexer", self.indexer, allowed)
 
     @property
     def key_channels(self) -> int:
@@ -209,7 +224,16 @@ class AttentionConfig(MixerConfig):
 
     def flops(self, length: float) -> float:
         """As `MixerConfig.flops`: of scores, and of the sum of values, for a query that sees `length` keys."""
-        return 2.0 * self.num_attention_heads * (self.key_channels + self.value_channels) * length
+        index = 0.0
+        if self.indexer is not None and length > self.indexer.topk:
+            index = 0.0 if self.indexer.shared else 2.0 * self.indexer.n_heads * self.indexer.head_dim * length
+            length = self.indexer.topk
+        return index + 2.0 * self.num_attention_heads * (self.key_channels + self.value_channels) * length
+
+    @property
+    def index_channels(self) -> int:
+        """Channels of the index key of a token, 0 where the attention has no indexer of its own."""
+        return 0 if self.indexer is None or self.indexer.shared else self.indexer.head_dim
 
     def shared_sizes(self) -> dict[str, int]:
         """As `MixerConfig.shared_sizes`."""

@@ -3,7 +3,8 @@
 Layout [B, capacity, G, D], the layout attention computes in, so a step writes its own rows and copies nothing else.
 The capacity of a layer is the cache's max_length, or what a sliding window or a chunk reaches and `SLACK` more: when
 such a buffer is full, what is still in reach moves to its front, once in `SLACK` tokens. Latent attention keeps its
-latent and its shared key part instead of keys and values, with G = 1.
+latent and its shared key part instead of keys and values, with G = 1. Index keys of sparse attention lie behind the
+channels of the second tensor, a part of them in each head.
 """
 
 from __future__ import annotations
@@ -121,8 +122,9 @@ def check_dtype(stored: Tensor, key: Tensor) -> None:
 def cached_sizes(a: AttentionConfig, tp_size: int) -> tuple[int, tuple[int, int]]:
     """Return the heads of what an attention caches, G of a rank, and the channels of the two tensors."""
     if a.mla is not None:
-        return 1, (a.mla.kv_lora_rank, a.mla.qk_pos_emb_head_dim)
-    return (a.num_query_groups or a.num_attention_heads) // tp_size, (a.key_channels, a.value_channels)
+        return 1, (a.mla.kv_lora_rank, a.mla.qk_pos_emb_head_dim + a.index_channels)
+    groups = (a.num_query_groups or a.num_attention_heads) // tp_size
+    return groups, (a.key_channels, a.value_channels + -(-a.index_channels // groups))
 
 
 def joined(attention: Any, states: StateMemory | None) -> Any:

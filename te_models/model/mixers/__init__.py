@@ -2,7 +2,7 @@
 
 attention         softmax attention                    latent_attention  softmax attention over a latent
 gated_delta       the gated delta rule                 mamba2            a state space with scalar decays
-short_convolution a gated convolution
+short_convolution a gated convolution                  sparse_attention  the indexer of either attention
 base              what a layer and a mixer agree on    convolved         what recurrent mixers share
 
 `mixer_class` says which module computes a kind. To add a kind: its configuration in `te_models/config/mixers/`, its
@@ -15,11 +15,12 @@ from collections.abc import Callable
 
 from ...config import AttentionConfig, ConfigError, MixerConfig
 from .attention import SelfAttention
-from .base import KeysValues, Mixer, MixerInputs, RecurrentMixer
+from .base import KeysValues, Mixer, MixerInputs, RecurrentMixer, Selection
 from .gated_delta import GatedDelta
 from .latent_attention import LatentAttention
 from .mamba2 import Mamba2
 from .short_convolution import ShortConvolution
+from .sparse_attention import train_indexers
 
 RECURRENT: dict[str, Callable[..., RecurrentMixer]] = {
     "gated_delta": GatedDelta,
@@ -28,7 +29,17 @@ RECURRENT: dict[str, Callable[..., RecurrentMixer]] = {
 }
 """Kind -> the module that computes it."""
 
-__all__ = ["RECURRENT", "KeysValues", "Mixer", "MixerInputs", "RecurrentMixer", "attention_class", "recurrent_class"]
+__all__ = [
+    "RECURRENT",
+    "KeysValues",
+    "Mixer",
+    "MixerInputs",
+    "RecurrentMixer",
+    "Selection",
+    "attention_class",
+    "recurrent_class",
+    "train_indexers",
+]
 
 
 def attention_class(attention: AttentionConfig) -> type[SelfAttention] | type[LatentAttention]:

@@ -6,6 +6,8 @@ Dv value channels.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -15,13 +17,15 @@ from te_models.kernels.rope import apply_rope
 from te_models.kernels.torch_versions import exporting
 from te_models.layers import DotProductAttention, RMSNorm
 from te_models.layers.distributed.context_parallel import ContextShard, attention_of_chunks, gather_positions
+from te_models.layers.distributed.sequence_parallel import gather_tokens_of_ranks
 
 from ...config import AttentionConfig, ModelConfig
 from ..build import Build, make_core_attention, make_input_linear, make_norm, make_output_linear
 from ..cache import LayerMemory
 from ..rotary import Rotary
-from .base import KeysValues, MixerInputs
+from .base import KeysValues, MixerInputs, Selection
 from .output_gate import HeadGate, gated
+from .sparse_attention import Indexer
 
 
 class SelfAttention(nn.Module):
@@ -44,6 +48,7 @@ class SelfAttention(nn.Module):
         self.rope_style = "half" if rope is None else rope.style
         self.chunk_size = config.chunk_size(layer)
         self.context_shard: ContextShard | None = None
+        self.sequence_shard = build.sequence_shard
         self.epsilon = config.norm.layernorm_epsilon
         self.q_size, self.k_size = self.num_heads * self.head_dim, self.num_groups * self.head_dim
         self.own_keys = config.kv_source(layer) is None
@@ -67,6 +72,7 @@ class SelfAttention(nn.Module):
         )
         self.head_gate = HeadGate(config, all_heads, build) if a.has_head_gate else None
         self.linear_proj = make_output_linear(config, all_heads * self.v_head_dim, a.add_output_bias, build)
+        self.indexer = None if a.indexer is None else Indexer(config, a.indexer, config.hidden_size, build.whole)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -77,9 +83,10 @@ class SelfAttention(nn.Module):
 
     def forward(
         self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None = None
-    ) -> Tensor | tuple[Tensor, KeysValues]:
-        """x: [B, S, H] -> [B, S, H], with what the layer attended with where later ones read it. cache: takes this
-        call's keys and values, gives all; of the layer that has them, where this one has none."""
+    ) -> Tensor | tuple[Tensor, KeysValues | Selection]:
+        """x: [B, S, H] -> [B, S, H], with what the layer attended with where later ones read it, with a Selection where
+        there is an indexer. cache: takes this call's keys and values, gives all; of the layer that has them, where this
+        one has none."""
         rotary, hidden_keys, query_scale, batch_size = inputs[:4]
         qkv = self.linear_qkv(x)
         qkv = qkv if batch_size is None else qkv.unflatten(0, (batch_size, -1))
@@ -100,6 +107,8 @@ class SelfAttention(nn.Module):
         v = torch.unflatten(v, -1, (self.num_groups, self.v_head_dim))
         if self.value_scale is not None:
             v = v * self.value_scale
+        if self.indexer is not None:
+            return self._sparse(x, q, k, v, inputs, cache)
         if cache is not None:
             k, v = cache.update(k, v)
         elif self.context_shard is not None:
@@ -127,6 +136,26 @@ class SelfAttention(nn.Module):
         elif gate is not None:
             y = gated(y, gate, self.attention)
         return self.linear_proj(y if batch_size is None else y.flatten(0, 1))
+
+    def _sparse(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, inputs: MixerInputs, cache: LayerMemory | None
+    ) -> tuple[Tensor, Selection]:
+        assert self.indexer is not None
+        if self.sequence_shard is not None and not self.indexer.config.shared:
+            x = gather_tokens_of_ranks(x, self.sequence_shard).unflatten(0, (inputs.batch_size or 1, -1))
+        index = self.indexer(x, x, inputs.rotary)
+        y, selection = self.indexer.attend(
+            self.core_attention,
+            index,
+            q,
+            (k, v),
+            inputs,
+            cache,
+            self.context_shard,
+            expand=lambda k, v: (k, v),
+            dense=functools.partial(attention_of, self.core_attention),
+        )
+        return self.linear_proj(y if inputs.batch_size is None else y.flatten(0, 1)), selection
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, hidden_keys: Tensor | None, first: int = 0) -> Tensor:
         """first: the position of the first key; hidden_keys is of those before it, too."""

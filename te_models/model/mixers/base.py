@@ -26,7 +26,8 @@ class MixerInputs(NamedTuple):
     of the tokens, [B S / ranks, H]; None: they are all. token_mask: [B, S] bool, False for padding; None: there is
     none. documents: [B, S] int64, of the whole sequences: neighbours with the same number are a document, at whose
     beginning a recurrent mixer starts anew; negative for padding; None: every row is one document. keys_values: what an
-    earlier layer attended with, where this one has no keys and values.
+    earlier layer attended with, where this one has no keys and values. choice: which keys the last sparse attention
+    before chose, see `Selection`.
     """
 
     rotary: Rotary | None = None
@@ -36,6 +37,15 @@ class MixerInputs(NamedTuple):
     token_mask: Tensor | None = None
     documents: Tensor | None = None
     keys_values: KeysValues | None = None
+    choice: Tensor | None = None
+
+
+class Selection(NamedTuple):
+    """What sparse attention returns beside its result. choice: int32 [B, S, K], the keys that each query sees, negative
+    for none; None: all. loss: the indexer's own loss, weighted; None where nothing trains it."""
+
+    choice: Tensor | None
+    loss: Tensor | None
 
 
 class Mixer(Protocol):
@@ -43,8 +53,9 @@ class Mixer(Protocol):
 
     context_shard: ContextShard | None
 
-    def __call__(self, x: Tensor, inputs: MixerInputs, cache: Any = None) -> Tensor:
-        """x: [B, S, H] -> [B, S, H], without residual connection. cache: this layer's memory."""
+    def __call__(self, x: Tensor, inputs: MixerInputs, cache: Any = None) -> Tensor | tuple[Tensor, Selection]:
+        """x: [B, S, H] -> [B, S, H], without residual connection; sparse attention also returns a Selection. cache:
+        this layer's memory."""
         ...
 
 

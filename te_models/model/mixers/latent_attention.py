@@ -14,6 +14,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
+from te_models.kernels.norm import rms_norm
 from te_models.kernels.rope import apply_rope
 from te_models.layers import LayerNormLinear
 from te_models.layers.distributed.context_parallel import ContextShard, attention_of_chunks, gather_positions
@@ -24,8 +25,9 @@ from ..build import Build, init_method, make_core_attention, make_input_linear, 
 from ..cache import LayerMemory
 from ..rotary import Rotary
 from .attention import apart, attention_of, packs
-from .base import MixerInputs
+from .base import MixerInputs, Selection
 from .output_gate import HeadGate, gated
+from .sparse_attention import Indexer, Keys
 
 
 class LatentAttention(nn.Module):
@@ -60,6 +62,8 @@ class LatentAttention(nn.Module):
         self.attention = a
         self.head_gate = HeadGate(config, heads, build) if a.has_head_gate else None
         self.linear_proj = make_output_linear(config, heads * mla.v_head_dim, a.add_output_bias, build)
+        inputs = mla.q_lora_rank or config.hidden_size
+        self.indexer = None if a.indexer is None else Indexer(config, a.indexer, inputs, build.whole)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -81,7 +85,9 @@ class LatentAttention(nn.Module):
             **build.of_all_tokens.split("column"),
         )
 
-    def forward(self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None = None
+    ) -> Tensor | tuple[Tensor, Selection]:
         """As `SelfAttention.forward`."""
         rotary, hidden_keys, query_scale, batch_size = inputs[:4]
         mla, normed = self.mla, x
@@ -95,6 +101,9 @@ class LatentAttention(nn.Module):
         # up from a latent do so themselves
         split, heads = self.linear_proj, self.core_attention.num_attention_heads
         shared = split.for_own_features(shared)
+        index = None
+        if self.indexer is not None and not self.indexer.config.shared:
+            index = self.indexer(x, x if self.linear_q_up is None else self._normed_latent(q), rotary)
         if self.linear_q_up is not None:
             q = self.linear_q_up(q).unflatten(-1, (heads, -1))
         else:
@@ -105,6 +114,19 @@ class LatentAttention(nn.Module):
         if query_scale is not None:
             q = q * query_scale.to(q.dtype)
         latent, shared = latent[:, :, None], self._rotated(shared[:, :, None], rotary)
+        if self.indexer is not None:
+            y, selection = self.indexer.attend(
+                self.core_attention,
+                index,
+                q,
+                (latent, shared),
+                inputs,
+                cache,
+                self.context_shard,
+                expand=self._keys_and_values,
+                dense=functools.partial(attention_of, self.core_attention),
+            )
+            return self.linear_proj(y if batch_size is None else y.flatten(0, 1)), selection
         slots = None
         if cache is not None:
             latent, shared = cache.update(latent, shared)
@@ -114,9 +136,7 @@ class LatentAttention(nn.Module):
         if self.context_shard is not None:  # fewer numbers than keys and values, which each rank computes from them
             both = gather_positions(torch.cat((latent, shared), -1), self.context_shard)
             latent, shared = both.split(self.sizes[1:], -1)
-        kv = self.linear_kv_up(latent[:, :, 0]).unflatten(-1, (q.shape[2], -1))
-        plain, v = kv.split([mla.qk_head_dim, mla.v_head_dim], dim=-1)
-        k, v = torch.cat((plain, shared.expand(-1, -1, q.shape[2], -1)), dim=-1), apart(v)
+        k, v = self._keys_and_values(latent, shared)
         if slots is not None:
             y = self.core_attention(q, k, v, slots, attn_mask_type="arbitrary", window_size=(-1, -1))
         elif self.context_shard is None:
@@ -127,6 +147,19 @@ class LatentAttention(nn.Module):
         if self.head_gate is not None:
             y = gated(y, self.head_gate(normed, batch_size, split), self.attention)
         return self.linear_proj(y if batch_size is None else y.flatten(0, 1))
+
+    def _keys_and_values(self, latent: Tensor, shared: Tensor) -> Keys:
+        """latent: [B, L, 1, C]; shared: [B, L, 1, R], rotated -> k [B, L, N, D + R] and v [B, L, N, Dv]."""
+        heads = self.core_attention.num_attention_heads
+        kv = self.linear_kv_up(latent[:, :, 0]).unflatten(-1, (heads, -1))
+        plain, v = kv.split([self.mla.qk_head_dim, self.mla.v_head_dim], dim=-1)
+        return torch.cat((plain, shared.expand(-1, -1, heads, -1)), dim=-1), apart(v)
+
+    def _normed_latent(self, q: Tensor) -> Tensor:
+        """Return what the projection up from the latent of the queries reads, without gradient."""
+        up = self.linear_q_up
+        assert up is not None and up.layer_norm_weight is not None
+        return rms_norm(q.detach(), up.layer_norm_weight.detach(), up.eps, cast_order=up.cast_order)
 
     def packs(self, device: torch.device) -> bool:
         """Whether the layer attends within documents without a mask."""

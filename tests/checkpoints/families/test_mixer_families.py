@@ -87,6 +87,16 @@ def test_forward_and_backward_pass_in_one_graph(fresh_compiler: None, family: st
         ("laguna", {"num_attention_heads_per_layer": [4]}, "1 num_attention_heads_per_layer and 3 layers"),
         ("granite_swa", {"layer_rope_theta": [-1.0, 1.0, 1.0, 1.0]}, "layer_rope_theta = .*; allowed: 0 or more"),
         ("granite_swa", {"layer_rope_theta": [1.0, None, 1.0, 1.0]}, "layer_rope_theta = None"),
+        ("glm_moe_dsa", {"indexer_types": ["shared"] * 5}, "indexer.shared is True; allowed: false in layer 0"),
+        ("glm_moe_dsa", {"indexer_types": ["full"] * 4}, "4 indexer_types for 5 layers"),
+        ("glm_moe_dsa", {"indexer_types": ["half"] * 5}, "the indexer type 'half'; supported: full, shared"),
+        (
+            "deepseek_v32",
+            {"layer_types": ["full_attention"] * 2},
+            "the layer type 'full_attention'; supported: indexed",
+        ),
+        ("deepseek_v32", {"mlp_bias": True}, "mlp_bias = True; supported: False"),
+        ("deepseek_v32", {"scoring_func": "softmax"}, "scoring_func = 'softmax'; supported: 'sigmoid'"),
         ("llama", {"gating": True}, "gating = True, which changes the model"),
         ("llama", {"attention_value_scale": 0.5}, "attention_value_scale = 0.5, which changes the model"),
     ],
@@ -96,6 +106,23 @@ def test_what_cannot_be_expressed_is_refused_by_name(family: str, changes: dict,
     values = (json.loads(make(FIRST[family]).config.to_json_string()) if family in FIRST else plain) | changes
     with pytest.raises(CheckpointError, match=message):
         FAMILIES[family].read_config(values)
+
+
+def test_the_ways_to_say_which_layers_share_an_indexer() -> None:
+    family, values = FAMILIES["glm_moe_dsa"], json.loads(make("glm_moe_dsa").config.to_json_string())
+    types = values.pop("indexer_types")
+    wanted = family.read_config(values | {"indexer_types": types})
+    assert wanted.layer_mixers == ("attention", "shared", "attention", "shared", "shared")
+    assert family.read_config(values | {"index_topk_pattern": "FSFSS"}) == wanted
+    assert family.read_config(values | {"index_topk_pattern": types}) == wanted
+    every = family.read_config(values | {"index_topk_freq": 2, "index_skip_topk_offset": 3})
+    assert every.layer_mixers == ("attention",) * 3 + ("shared", "attention")
+    assert family.read_config(values).layer_mixers is None
+    with pytest.raises(CheckpointError, match="index_topk_pattern = 3"):
+        family.read_config(values | {"index_topk_pattern": 3})
+    dense = {name: value for name, value in values.items() if name != "layer_types"}
+    with pytest.raises(CheckpointError, match="index_topk = 7, which changes the model"):
+        FAMILIES["deepseek_v3"].read_config(dense)
 
 
 def test_the_published_spelling_of_mimo() -> None:

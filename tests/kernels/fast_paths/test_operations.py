@@ -22,6 +22,10 @@ WITHOUT = {
     "packed_attention_bwd",
     "packed_attention_fwd",
     "packed_attention_intervals",
+    "indexer_loss",
+    "select_keys",
+    "sparse_attention_bwd",
+    "sparse_attention_fwd",
     # whose operands are checked field by field (`ScaledOperand.check`)
     "grouped_gemm_wgrad_accumulate_",
     "scaled_gemm",

@@ -270,7 +270,7 @@ def test_depths_propose_what_they_are_trained_to_predict(depths: int) -> None:
         inputs = model.decoder.layer_inputs(below, torch.arange(length - 1)[None], None)
         for depth, layer in enumerate(model.mtp.layers, 1):
             embedded = model.embedding(known[:, depth : depth + length - 1], None, None)
-            below, _ = layer(below, embedded, model.decoder, inputs)
+            below, *_ = layer(below, embedded, model.decoder, inputs)
             table = model.embedding.word_embeddings.weight if model.output_layer.weight is None else None
             logits, _, _ = model.output_layer(below[:, -1:], table, None, return_logits=True)
             assert int(logits.argmax()) == int(chosen[depth - 1]), (length, depth)

@@ -17,10 +17,10 @@ if torch.distributed.is_available():
     from tests.covering import selected
     from tests.ranks import outcomes_on_ranks
 
-SP = ("sandwich", "parallel_shared_norm", "biases", "learned_positions", "qk_full", "latent", "moe_shared")
+SP = ("sandwich", "parallel_shared_norm", "biases", "learned_positions", "qk_full", "latent", "sparse", "moe_shared")
 SP = (*SP, "gated_heads", "gated_latent", "gated_channels_biases", "keys_of_earlier_layers")
 CP = ("mixed_layers", "sinks_clip", "softcaps", "chunked_l2_temperature", "dynamic_rope", "latent", "moe")
-CP = (*CP, "gated_heads", "several_attentions", "keys_of_earlier_layers")
+CP = (*CP, "gated_heads", "several_attentions", "keys_of_earlier_layers", "sparse_latent")
 CASES = [*(f"sp {name}" for name in (*SP, *FURTHER)), *(f"cp {name}" for name in (*CP, *FURTHER)), "refused"]
 MODULE = "tests.te_models.shared_tokens_ranks"
 

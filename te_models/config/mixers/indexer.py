@@ -1,0 +1,42 @@
+"""The indexer of sparse attention (DeepSeek-V3.2, arXiv 2512.02556): it chooses the keys that each query sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..part import ConfigPart, check
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerConfig(ConfigPart):
+    """A small attention without values, whose scores say which `topk` keys a query sees. It reads the normed input, and
+    for its queries the latent of attention's queries where there is one; no gradient goes back there."""
+
+    n_heads: int = 64
+    """Number of index heads."""
+    head_dim: int = 128
+    """Channels of each index head, and of the one index key of a token."""
+    topk: int = 2048
+    """Keys that a query sees; of so many tokens or fewer it sees all."""
+    rotated: Literal["first", "last", "none"] = "first"
+    """Which channels of an index head the rotary embedding rotates, as many as it rotates of attention's heads."""
+    rope_style: Literal["half", "interleaved"] = "half"
+    """Channels that are rotated together, as rope.style of attention's heads."""
+    layernorm_epsilon: float = 1e-6
+    """Epsilon of the LayerNorm of the index key."""
+    shared: bool = False
+    """Whether the layer has no indexer of its own, and sees what the last layer before it chose."""
+    loss_coeff: float = 0.0
+    """Weight of the indexer's loss of training, KL(attention's distribution || that of the index scores), which is the
+    only one that trains it; 0 means that it stays as it is."""
+    warmup: bool = False
+    """Whether training sees all keys, and the loss compares all of them (the report's dense warm-up)."""
+
+    def _validate(self) -> None:
+        for name in ("n_heads", "head_dim", "topk"):
+            check(getattr(self, name) > 0, f"indexer.{name}", getattr(self, name), "a positive integer")
+        check(self.layernorm_epsilon > 0, "indexer.layernorm_epsilon", self.layernorm_epsilon, "a positive number")
+        check(self.loss_coeff >= 0, "indexer.loss_coeff", self.loss_coeff, "zero or a positive number")
+        trained = self.loss_coeff > 0 or self.warmup
+        check(not (self.shared and trained), "indexer.shared", True, "false with loss_coeff or warmup")
