@@ -22,7 +22,7 @@ MELLUM = Family(
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 896),
         Field("norm_topk_prob", "moe.router.normalize", bool, True),
-        LayerKinds(first=0),
+        LayerKinds(dense=0),
         RouterLoss(),
         LayerPattern(window=1024, period=1),
         RopePerLayerType(theta=5e5, sliding_theta=1e4, older=False),

@@ -5,7 +5,7 @@ B batch, S sequence, H hidden.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -155,9 +155,7 @@ class TransformerLayer(nn.Module):
         x = self._add(x, y) if mixing is None else self._written(connection, x, y, mixing)
         return _result(x, routed, passed)
 
-    def _mixed(
-        self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None
-    ) -> tuple[Tensor, Passed | None]:
+    def _mixed(self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None) -> tuple[Tensor, Passed | None]:
         """x: [B, S, H], normed where the mixers do not norm it themselves. Return their sum, and what attention passes
         on to later layers."""
         if self.self_attention is None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from te_models.kernels.gemm.cpu import cpu_gemm
 
+from ..sizes import plural
 from .run import Sizes
 
 _TOKENS, _HIDDEN, _FFN = 256, 576, 1536
@@ -48,7 +49,7 @@ def paced(sizes: Sizes, gflops: float) -> Sizes:
 
 def pace_line(sizes: Sizes, chosen: Sizes, gflops: float) -> str:
     """Say how fast the machine is, how many batches that makes, and why they are fewer than elsewhere if they are."""
-    speed = f"speed: {gflops:.0f} GFLOP/s in GEMMs with {torch.get_num_threads()} threads"
+    speed = f"speed: {gflops:.0f} GFLOP/s in GEMMs with {plural(torch.get_num_threads(), 'thread')}"
     if gflops >= sizes.full_gflops:
         return f"{speed}: training on all {sizes.train_batches} batches, compiled"
     return (
