@@ -39,6 +39,9 @@ LEFT_OUT = {
     "eager_calls": "it compares with another checkout: python -m bench.eager_calls --before DIR",
     "boundary": "it compiles two layers two dozen times, twelve of them from nothing, five minutes",
     "ranks": "it trains on two ranks in four layouts, which takes both cores: python -m bench.ranks",
+    "limited": "it runs another benchmark, as a CPU with AVX2 alone would: python -m bench.limited NAME",
+    "loading": "ten processes that import torch, a minute: python -m bench.loading",
+    "busy_neighbour": "it starts processes that take the cores: python -m bench.busy_neighbour",
     "thread_scaling": "it takes both cores, and nothing else may run: python -m bench.thread_scaling",
     "gpu": "it needs a CUDA device: python -m bench.gpu",
 }
@@ -52,6 +55,8 @@ EVERY = [
     "compile",
     "boundary",
     "ranks",
+    "loading",
+    "busy_neighbour",
     "thread_scaling",
 ]
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from bench import limited
 from bench.commit import AT_START
 
 RESULTS = Path(__file__).parent / "results"
@@ -79,12 +80,15 @@ def machine() -> dict[str, Any]:
     """Describe the machine in general terms: what decides the speed, nothing that identifies it."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     present = set(text.split("flags", 1)[-1].split("\n", 1)[0].replace(":", " ").split())
+    limit = os.environ.get(limited.VARIABLE)
+    if limit:
+        present &= {limit}
     return {
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
         "threads_used": torch.get_num_threads(),
         "cpu_flags": [flag for flag in _FLAGS if flag in present],
-    }
+    } | ({"limited_to": limit} if limit else {})
 
 
 def versions(*packages: str) -> dict[str, str]:

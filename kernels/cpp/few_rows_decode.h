@@ -14,6 +14,7 @@ struct E4M3 {
   static constexpr float kFactor = 256.0f;  // E4M3 in float16's places: the exponent's bias is 7 and not 15
   // the mask clears the sign's copy in the uppermost bit of the exponent
   static V decode(const uint8_t* p) { return halves(masked(up(bytes(p), 7), short(0xBFFF))); }
+  static void decode(const uint8_t* p, V* to) { both_halves(masked(up(twice_bytes(p), 7), short(0xBFFF)), to); }
   static constexpr uint8_t kSpecial = 0x7F;  // the bits of NaN
   static float special(float) { return kNone; }
 };
@@ -21,6 +22,7 @@ struct E5M2 {
   static constexpr bool packed = false;
   static constexpr float kFactor = 1.0f;
   static V decode(const uint8_t* p) { return halves(up(bytes(p), 8)); }
+  static void decode(const uint8_t* p, V* to) { both_halves(up(twice_bytes(p), 8), to); }
   static constexpr uint8_t kSpecial = 0x7C;  // of infinity and NaN, which float16 has
   static float special(float decoded) { return decoded; }
 };
@@ -47,9 +49,9 @@ struct Weight {
 // kExact: value * scale is a bfloat16, or none is asked for; kCareful: of any magnitude.
 enum Mode { kExact, kRounded, kCareful };
 
+// p: the bytes that w was decoded from
 template <Mode mode>
-INLINE inline V weight_of(const uint8_t* p, float scale, V s, V larger) {
-  V w = W::decode(p);
+INLINE inline V weight_of(const uint8_t* p, V w, float scale, V s, V larger) {
   if constexpr (mode == kCareful) {
     float lanes[kWidth];
     store(lanes, w);
@@ -80,13 +82,19 @@ inline Mode read_scales(const Weight& w, int64_t row, int64_t blocks, float* to)
   if (w.kind == kE8m0) {
     const uint8_t* const p = static_cast<const uint8_t*>(w.scale) + begin;
     uint32_t low = 255, high = 0;
+    const auto read_all = [&](auto step) {  // in vectors where they lie side by side
 #pragma omp simd reduction(min : low) reduction(max : high)
-    for (int64_t b = 0; b < blocks; ++b) {
-      const uint32_t byte = p[b * across];
-      low = std::min(low, byte);
-      high = std::max(high, byte);
-      to[b] = float_of(byte << 23);
-    }
+      for (int64_t b = 0; b < blocks; ++b) {
+        const uint32_t byte = p[b * step];
+        low = std::min(low, byte);
+        high = std::max(high, byte);
+        to[b] = float_of(byte << 23);
+      }
+    };
+    if (across == 1)
+      read_all(std::integral_constant<int64_t, 1>{});
+    else
+      read_all(across);
     if (low > 27 && high < 227) return kExact;
     for (int64_t b = 0; b < blocks; ++b) {
       const uint32_t byte = p[b * across];
@@ -117,18 +125,26 @@ struct Rows {
         larger[r] = all(of_row[r][b] * W::kFactor * 0x1p16f);
       });
       const int64_t end = std::min(begin + L, full);
-      for (int64_t k = begin; k < end; k += kWidth)
+      const auto use_one = [&](int64_t k, auto r, V v) INLINE {
+        use(k, r, weight_of<mode>(row[r] + k, v, of_row[r][b], s[r], larger[r]));
+      };
+      int64_t k = begin;
+      for (; k + 2 * kWidth <= end; k += 2 * kWidth)
         each_row([&](auto r) INLINE {
           soon(row[r] + k + kRows * w.stride);
-          use(k, r, weight_of<mode>(row[r] + k, of_row[r][b], s[r], larger[r]));
+          V two[2];
+          W::decode(row[r] + k, two);
+          use_one(k, r, two[0]);
+          use_one(k + kWidth, r, two[1]);
         });
+      for (; k < end; k += kWidth) each_row([&](auto r) INLINE { use_one(k, r, W::decode(row[r] + k)); });
     }
     if (full == K) return;
     each_row([&](auto r) INLINE {
       uint8_t last[16] = {};
       std::memcpy(last, row[r] + full, K - full);
       const float f = of_row[r][full / L];
-      use(full, r, weight_of<mode>(last, f, all(f * W::kFactor), all(f * W::kFactor * 0x1p16f)));
+      use(full, r, weight_of<mode>(last, W::decode(last), f, all(f * W::kFactor), all(f * W::kFactor * 0x1p16f)));
     });
   }
 

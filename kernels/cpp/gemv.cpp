@@ -10,8 +10,33 @@
 namespace te_models {
 
 constexpr int kSums = 4;
+constexpr int64_t kAhead = 2048;  // bytes that are read before they are needed, of rows to come, too
 
-// `count` rows of x, each of `padded` floats, by a row of the weight -> out [count].
+// Have memory bring some bytes that follow later: a processor that multiplies waits for what it has not asked for.
+template <int64_t size>
+INLINE inline void ahead(const X* w) {
+  for (int64_t i = 0; i < size; i += 64) soon(reinterpret_cast<const char*>(w) + kAhead + i);
+}
+
+#if defined(__AVX512BW__) && !defined(NARROW)
+constexpr bool kHalves = false;
+#else
+constexpr bool kHalves = X::rounds;
+// Two bfloat16 lie in each lane of what is read: the lower is shifted up, the upper masked, where spreading eight over
+// a vector takes three times as long. Sums of even and of odd columns are put side by side at the end, so that every
+// sum runs in the same order.
+INLINE inline V evens(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+INLINE inline V odds(__m256i x) {
+  return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(int(0xFFFF0000))));
+}
+INLINE inline void side_by_side(V& a, V& b) {
+  const V low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+  a = _mm256_permute2f128_ps(low, high, 0x20);
+  b = _mm256_permute2f128_ps(low, high, 0x31);
+}
+#endif
+
+// `count` rows of x, each of `padded` floats as `copy_row` puts them, by a row of the weight -> out [count].
 template <int count>
 INLINE inline void by_row(const float* x, int64_t padded, const X* w, int64_t K, float* out) {
   V acc[count][kSums];
@@ -19,11 +44,26 @@ INLINE inline void by_row(const float* x, int64_t padded, const X* w, int64_t K,
     for (int i = 0; i < kSums; ++i) acc[m][i] = zero();
   int64_t k = 0;
   for (; k + kSums * kWidth <= K; k += kSums * kWidth) {
+    ahead<kSums * kWidth * sizeof(X)>(w + k);
     V some[kSums];
-    for (int i = 0; i < kSums; ++i) some[i] = widened(w + k + i * kWidth);
+#if !defined(__AVX512BW__) || defined(NARROW)
+    if constexpr (kHalves)
+      for (int i = 0; i < kSums; i += 2) {
+        const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + k + i * kWidth));
+        some[i] = evens(pairs);
+        some[i + 1] = odds(pairs);
+      }
+    else
+#endif
+      for (int i = 0; i < kSums; ++i) some[i] = widened(w + k + i * kWidth);
     for (int m = 0; m < count; ++m)
       for (int i = 0; i < kSums; ++i) acc[m][i] = fma(load(x + m * padded + k + i * kWidth), some[i], acc[m][i]);
   }
+#if !defined(__AVX512BW__) || defined(NARROW)
+  if constexpr (kHalves)
+    for (int m = 0; m < count; ++m)
+      for (int i = 0; i < kSums; i += 2) side_by_side(acc[m][i], acc[m][i + 1]);
+#endif
   for (; k < K; k += kWidth) {
     X last[kWidth] = {};
     const X* from = w + k;
@@ -50,6 +90,7 @@ INLINE inline void by_row(const X* x, int64_t padded, const X* w, int64_t K, flo
   const auto pairs = [](const X* p) INLINE { return __m512bh(_mm512_loadu_si512(p)); };
   int64_t k = 0;
   for (; k + 2 * width <= K; k += 2 * width) {
+    ahead<2 * width * sizeof(X)>(w + k);
     const __m512bh a = pairs(w + k), b = pairs(w + k + width);
 #pragma GCC unroll 8
     for (int m = 0; m < count; ++m) {
@@ -74,8 +115,13 @@ constexpr int64_t kPadding = kPairs ? 2 * kWidth : kWidth;
 
 inline void copy_row(const X* from, int64_t K, X* to) { std::memcpy(to, from, K * sizeof(X)); }
 inline void copy_row(const X* from, int64_t K, float* to) {
+  int64_t k = 0;
+  if (kHalves)  // even columns of a pair of vectors, then odd ones
+    for (; k + kSums * kWidth <= K; k += kSums * kWidth)
+      for (int64_t i = 0; i < kSums * kWidth; ++i)
+        to[k + i] = X::read(from[k + i / (2 * kWidth) * 2 * kWidth + i % kWidth * 2 + i / kWidth % 2]);
 #pragma omp simd
-  for (int64_t k = 0; k < K; ++k) to[k] = X::read(from[k]);
+  for (int64_t i = k; i < K; ++i) to[i] = X::read(from[i]);
 }
 
 inline void rows_by_weight(const Row* x, int64_t padded, const X* bias, X* out, int64_t M, int64_t begin, int64_t end,

@@ -44,6 +44,15 @@ inline __m256i bytes(const uint8_t* p) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 inline V halves(__m256i h) { return _mm512_cvtph_ps(h); }
+inline __m512i twice_bytes(const uint8_t* p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline void both_halves(__m512i h, V* to) {
+  to[0] = halves(_mm512_castsi512_si256(h));
+  to[1] = halves(_mm512_extracti64x4_epi64(h, 1));
+}
+inline __m512i up(__m512i x, int n) { return _mm512_slli_epi16(x, n); }
+inline __m512i masked(__m512i x, short m) { return _mm512_and_si512(x, _mm512_set1_epi16(m)); }
 inline __m256i up(__m256i x, int n) { return _mm256_slli_epi16(x, n); }
 inline __m256i masked(__m256i x, short m) { return _mm256_and_si256(x, _mm256_set1_epi16(m)); }
 // 16 values of E2M1 from a table of all 16
@@ -89,6 +98,15 @@ inline __m128i bytes(const uint8_t* p) {
   return _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
 inline V halves(__m128i h) { return _mm256_cvtph_ps(h); }
+inline __m256i twice_bytes(const uint8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline void both_halves(__m256i h, V* to) {
+  to[0] = halves(_mm256_castsi256_si128(h));
+  to[1] = halves(_mm256_extracti128_si256(h, 1));
+}
+inline __m256i up(__m256i x, int n) { return _mm256_slli_epi16(x, n); }
+inline __m256i masked(__m256i x, short m) { return _mm256_and_si256(x, _mm256_set1_epi16(m)); }
 inline __m128i up(__m128i x, int n) { return _mm_slli_epi16(x, n); }
 inline __m128i masked(__m128i x, short m) { return _mm_and_si128(x, _mm_set1_epi16(m)); }
 inline void e2m1(const uint8_t* p, const float* table, V* to) {

@@ -69,34 +69,60 @@ class RecipeStateModule(nn.Module):
     role has; name: see `QuantizedModule`."""
 
     STATISTICS_SLOTS: ClassVar[tuple[str, ...]] = ("",)  # GEMMs with statistics of their own, by suffix of the name
+    recipe_use: RecipeUse
+    kind: str  # as recipes know it; `fully_shard` makes another class of the module
+    state_in_state_dict: bool  # False: `recipe_state(model)` alone gives it
+    reduce_amax: bool  # False: other ranks have other GEMMs here, so delayed scaling reduces no amaxes
+    delayed_rule: DelayedRule | None
+    _history: Tensor | None  # of zeros where only graphs know of it, see `fp8_history`
+    outer_used: bool  # whether outputs or input gradients were quantized under delayed scaling
+    gradients_logged: bool  # whether there is a graph whose backward pass records
+    fp8_amax: Tensor
+    fp8_gradient: Tensor
+    fp8_gradient_log: Tensor
+    fp8_gradient_seen: Tensor
+    fp8_outer_scale: Tensor
+    fp8_outer_amax: Tensor
+    fp8_outer_history: Tensor | None
+    fp8_statistics: Tensor
+    fp8_grad_statistics: Tensor
 
     def __init__(self, num_gemms: int = 1, name: str = "") -> None:
         super().__init__()
-        self.recipe_use = RecipeUse()
-        self.kind = type(self).__name__  # as recipes know it; `fully_shard` makes another class of the module
-        self.name = name or ""  # Transformer Engine's None
-        self.state_in_state_dict = True  # False: `recipe_state(model)` alone gives it
-        self.reduce_amax = True  # False: other ranks have other GEMMs here, so delayed scaling reduces no amaxes
-        self.delayed_rule: DelayedRule | None = None
-        self._history: Tensor | None = None  # of zeros where only graphs know of it, see `fp8_history`
-        self._has_history = False
-        self._fp8_scale = torch.ones(len(ROLES), num_gemms, dtype=torch.float32, device=real_default_device())
-        self.fp8_amax = torch.zeros_like(self.fp8_scale[:2])
-        self.fp8_gradient = torch.stack((self.fp8_amax[0], self.fp8_scale[2], self.fp8_amax[0]))
-        self.fp8_gradient_log = self.fp8_scale.new_zeros(2, LOG, num_gemms)
-        self.fp8_gradient_seen = torch.zeros_like(self.fp8_gradient_log)
-        self.fp8_outer_scale = self.fp8_scale.new_ones(2)
-        self.fp8_outer_amax = self.fp8_scale.new_zeros(2)
-        self.fp8_outer_history: Tensor | None = None
-        self.outer_used = False  # whether outputs or input gradients were quantized under delayed scaling
-        self.gradients_logged = False  # whether there is a graph whose backward pass records
-        self.fp8_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), 2, len(STATISTICS))
-        self.fp8_grad_statistics = self.fp8_scale.new_zeros(len(self.STATISTICS_SLOTS), len(STATISTICS))
+        scale = torch.ones(len(ROLES), num_gemms, dtype=torch.float32, device=real_default_device())
+        amaxes, log, slots = (
+            scale.new_zeros(2, num_gemms),
+            scale.new_zeros(2, LOG, num_gemms),
+            len(self.STATISTICS_SLOTS),
+        )
+        # all at once: a module that sets an attribute looks each time whether that is a parameter, a buffer or a module
+        vars(self).update(
+            recipe_use=RecipeUse(),
+            kind=type(self).__name__,
+            _name=name or "",  # Transformer Engine's None
+            state_in_state_dict=True,
+            reduce_amax=True,
+            delayed_rule=None,
+            _history=None,
+            _has_history=False,
+            _fp8_scale=scale,
+            fp8_amax=amaxes,
+            fp8_gradient=torch.stack((amaxes[0], scale[2], amaxes[0])),
+            fp8_gradient_log=log,
+            fp8_gradient_seen=torch.zeros_like(log),
+            fp8_outer_scale=scale.new_ones(2),
+            fp8_outer_amax=scale.new_zeros(2),
+            fp8_outer_history=None,
+            outer_used=False,
+            gradients_logged=False,
+            fp8_statistics=scale.new_zeros(slots, 2, len(STATISTICS)),
+            fp8_grad_statistics=scale.new_zeros(slots, len(STATISTICS)),
+        )
         self.register_load_state_dict_pre_hook(leave_extra_state)
         self._ordinal = register_layer(self)
         self._seed = default_seed()
         self._stream_prepared = False
-        self.fp8_rng_state = self.fp8_scale.new_tensor((self._seed * STREAMS, 0), dtype=torch.int64)
+        self.fp8_rng_state = scale.new_tensor((self._seed * STREAMS, 0), dtype=torch.int64)
 
     @property
     def name(self) -> str:
@@ -177,7 +203,7 @@ class RecipeStateModule(nn.Module):
         """Move the live state to a device, unless that is the meta device, where it never lives."""
         for name in () if device.type == "meta" else _PLACED_NAMES:
             value = getattr(self, name)
-            if value is not None:
+            if value is not None and value.device != device:  # asked first: setting an attribute takes microseconds
                 setattr(self, name, value.to(device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_models.kernels.gemm.gemv import FEW
-from te_models.kernels.threads import LEAST_NS, on_one_thread
 from te_models.layers.functional.gemm_operand import compute_dtype
 
 from ..eval_mode import in_eval_mode
 from ..model import GPTModel, KVCache, StaticKVCache
 from ..sizes import plural
 from .compiled import decode_step, static_length
+from .one_thread import short_steps
 from .sampling import Sampler
 from .speculative import Draft, DraftModel, speculative_steps
 
@@ -138,7 +137,6 @@ def _steps(
         step = decode_step(model)
     else:
         cache = KVCache(model.config, batch, room, dtype=dtype, device=ids.device, tp_size=model.tp_size)
-    small = one_thread_suffices(model, batch)
     padded = not bool(mask.all())
     position_ids = positions_of(mask)
     running = torch.ones(batch, dtype=torch.bool, device=ids.device)
@@ -148,18 +146,18 @@ def _steps(
     stage = model.decoder.rotary_stage(longest)
     with in_eval_mode(model):
         for _ in range(max_new_tokens):
-            with torch.no_grad():
+            compiled = step is not None and cache.length > 0
+            with torch.no_grad(), contextlib.nullcontext() if compiled else short_steps(model, ids.numel()):
                 if step is not None and isinstance(cache, StaticKVCache) and cache.length:
                     logits = step(model, ids, position_ids, cache.step)
                 else:
-                    with on_one_thread() if small and cache.length else contextlib.nullcontext():
-                        logits = model(
-                            ids,
-                            position_ids=position_ids,
-                            attention_mask=mask if padded else None,
-                            cache=cache,
-                            last_logits_only=True,
-                        ).logits[:, -1]
+                    logits = model(
+                        ids,
+                        position_ids=position_ids,
+                        attention_mask=mask if padded else None,
+                        cache=cache,
+                        last_logits_only=True,
+                    ).logits[:, -1]
                 token = torch.where(running, sampler(logits), pad_token_id)
                 if model.tp_group is not None and sampler.temperature > 0:  # whose generators may stand elsewhere
                     dist.broadcast(token, group=model.tp_group, group_src=0)
@@ -175,13 +173,6 @@ def _steps(
                 if stage != before:
                     cache.reset()
                     ids, position_ids = written, positions_of(mask)
-
-
-def one_thread_suffices(model: GPTModel, batch: int) -> bool:
-    """Whether a step's operations on CPU are so short for `batch` rows that a second thread would mostly be waited for.
-    Products by large weights, as the output layer's, go through functions that choose their threads themselves."""
-    weights = [p for name, p in model.named_parameters() if p.device.type == "cpu" and name.startswith("decoder.")]
-    return bool(weights) and batch <= FEW and all(0.2 * p.numel() < LEAST_NS for p in weights)
 
 
 def positions_of(mask: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from te_models.layers.functional.gemm_operand import compute_dtype
 
 from ..eval_mode import in_eval_mode
 from ..model import GPTModel, KVCache
+from .one_thread import short_steps
 from .sampling import Sampler
 
 
@@ -94,7 +95,8 @@ class DraftModel(Draft):
         ids = tokens[:, self._cache.length :]
         chosen, distributions = [], []
         for _ in range(count):
-            logits = self.model(ids, cache=self._cache, last_logits_only=True).logits
+            with short_steps(self.model, ids.numel()):
+                logits = self.model(ids, cache=self._cache, last_logits_only=True).logits
             assert logits is not None
             distributions.append(sampler.probabilities(logits[:, -1]))
             chosen.append(sampler.draw(distributions[-1]))
@@ -163,7 +165,8 @@ def _steps(
                     proposed, guessed = draft.propose(tokens, hidden, count, sampler)
                 unread = torch.cat((tokens[:, cache.length :], proposed[None]), dim=1)
                 begin, read = cache.length, tokens.shape[1]
-                output = model(unread, cache=cache, return_hidden_states=draft.needs_hidden_states)
+                with short_steps(model, unread.numel()):
+                    output = model(unread, cache=cache, return_hidden_states=draft.needs_hidden_states)
                 assert output.logits is not None
                 wanted = sampler.probabilities(output.logits[0, unread.shape[1] - count - 1 :])
                 accepted, last = _checked(proposed, guessed, wanted, sampler)

@@ -20,6 +20,7 @@ from te_models.layers import QuantizedTensor, Recipe, autocast
 
 from ..extras import require
 from ..generation import positions_of
+from ..generation.one_thread import short_steps
 from ..model import GPTModel
 from ..model.embedding import input_size
 from .backbone import Backbone, output_embeddings
@@ -151,7 +152,11 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
             free = attention_mask.device.type == "cpu" or not torch.is_grad_enabled()
             attention_mask = None if free and bool(attention_mask.all()) else attention_mask
         last_only = labels is None and isinstance(logits_to_keep, int) and logits_to_keep == 1
-        with autocast(recipe=self.recipe) if self.recipe is not None else contextlib.nullcontext():
+        with contextlib.ExitStack() as around:
+            if self.recipe is not None:
+                around.enter_context(autocast(recipe=self.recipe))
+            if past is not None and not (compiling() or torch.is_grad_enabled()):
+                around.enter_context(short_steps(self.gpt, batch * length))
             output = self.gpt(
                 input_ids,
                 labels,

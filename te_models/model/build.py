@@ -212,6 +212,17 @@ def real_device(device: torch.device | str | None) -> torch.device:
     return found
 
 
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """Do as `model.to_empty(device=device)`, of a model on the meta device, without what torch does in Python there."""
+
+    def memory(tensor: Tensor) -> Tensor:
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return torch.empty_like(tensor, device=device)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+    model._apply(memory)
+
+
 def init_method(config: ModelConfig) -> Normal:
     """Initial values of every weight but those that write to the residual stream."""
     return Normal(config.init_method_std)

@@ -22,14 +22,21 @@ class ConstantModule(nn.Module):
 
     def register_constants(self, device: torch.device | str | None) -> None:
         """Create the buffers; called at the end of `__init__`."""
-        device = torch.empty((), device=device).device
-        for name, tensor in self.constants(device).items():
+        for name, tensor in self._on(torch.empty((), device=device).device).items():
             self.register_buffer(name, tensor, persistent=False)
+
+    def _on(self, device: torch.device) -> dict[str, Tensor]:
+        """Return `constants`; without values on the meta device, where torch's arithmetic would import its compiler,
+        which takes longer than reading a small model."""
+        if device.type != "meta":
+            return self.constants(device)
+        here = self.constants(torch.device("cpu"))
+        return {name: torch.empty_like(tensor, device="meta") for name, tensor in here.items()}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         devices = {buffer.device for buffer in self.buffers(recurse=False)}
         for device in devices:
-            for name, tensor in self.constants(device).items():
+            for name, tensor in self._on(device).items():
                 setattr(self, name, tensor)
         return self

@@ -28,7 +28,7 @@ from te_models.layers.distributed.context_parallel import ContextShard, context_
 from te_models.layers.tensor.fsdp import sharded
 
 from ..config import ModelConfig
-from .build import Build, ExpertDispatch, ExpertLayout, check_supported, real_device, without_draws
+from .build import Build, ExpertDispatch, ExpertLayout, check_supported, give_memory, real_device, without_draws
 from .cache import Memory
 from .decoder import Decoder
 from .embedding import Embedding, check_words, config_of_words, input_size, resize_rows
@@ -435,7 +435,7 @@ class GPTModel(SharedModel):
                 model = cls(checkpoint.config, dtype=dtype, device="meta", **split)
                 model.check_dispatch_device(target)
                 keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
-                model.to_empty(device=target)
+                give_memory(model, target)
                 quantized = checkpoint.empty_quantized(expert_layout, target, place_of(model))
                 for name, value in () if dequantize else quantized:
                     owner, _, key = name.rpartition(".")

@@ -132,6 +132,7 @@ def test_all_of_them_run_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert all(len(words) == 1 for words in started)
     assert [line.split(": ")[1] for line in capsys.readouterr().out.splitlines() if "left out" in line] == [
         "eager_calls",
+        "limited",
         "gpu",
     ]
     assert ran(monkeypatch, ["recipe_step"]) == [["bench.recipe_step"]]

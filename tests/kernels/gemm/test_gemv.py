@@ -50,6 +50,14 @@ def test_sums_are_float32_and_do_not_depend_on_the_number_of_rows(instructions: 
         assert torch.equal(gemv.linear(x[:6].view(2, 3, -1), weight, bias), with_bias[:6].view(2, 3, -1))
 
 
+def test_bfloat16_is_summed_in_the_order_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = gemv._function
+    monkeypatch.setattr(gemv, "_function", lambda dtype, name="te_rows": function(dtype, name, True))
+    for shape in ((128, 576), (128, 583), (4096, 17), (2048, 64)):
+        weight, x = weight_of(shape, BF16), rows(3, shape[1], BF16)
+        assert torch.equal(gemv.linear(x, weight, None), gemv.linear(x.float(), weight.float(), None).to(BF16)), shape
+
+
 def test_rows_of_a_weight_need_not_follow_one_another(instructions: None) -> None:
     whole, x = weight_of((300, 640), BF16), rows(3, 400, BF16)
     part = whole[:, 100:500]
