@@ -71,7 +71,7 @@ def steps(tmp_path: Path, changes: dict[str, Any], reads: Reads | None = None) -
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_is_read_once(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_read_once(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, definitions: None) -> None:
     """And gives the bits of one that reads as it goes."""
     expected, weights = steps(tmp_path, CASES[case])
     as_on_an_accelerator(monkeypatch)
