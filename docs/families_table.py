@@ -25,12 +25,15 @@ SAMPLE: dict[str, Any] = {
 def config_of(family: Any) -> Any:
     """Return the configuration of a small model of a family."""
     from te_models.checkpoints import CheckpointError
+    from te_models.checkpoints.families.base.text_part import text_part
 
-    text = {name.replace("3", "3_text").replace("4", "4_text"): name for name in ("gemma3", "llama4")}
-    inner = {ours: outer for outer, ours in text.items()}.get(family.model_type, "mistral")
+    part = text_part(family)
+    inner = None if part is None else part.families[0].model_type
     wrapped = {"model_type": family.model_type, "text_config": {**SAMPLE, "model_type": inner}}
     reasons = []
-    for values in (SAMPLE, {**SAMPLE, "num_experts": 8}, {**SAMPLE, "n_routed_experts": 8}, wrapped):
+    heads = {"num_heads": 8, "head_dim": 16}
+    more = ({}, {"num_experts": 8}, {"n_routed_experts": 8}, heads)
+    for values in (*({**SAMPLE, **fields} for fields in more), wrapped):
         try:
             return family.read_config(values)
         except CheckpointError as error:

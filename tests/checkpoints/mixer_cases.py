@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.checkpoints.recurrent_cases import RECURRENT
+
 THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 BY_TYPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5},
@@ -185,4 +187,5 @@ MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 8,
         },
     ),
+    **RECURRENT,
 }
