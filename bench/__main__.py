@@ -25,6 +25,7 @@ BENCHMARKS = {
     "stored_decode": [],
     "flash_attention": [],
     "windowed_attention": [],
+    "recurrent_rules": [],
     "expert_dispatch": [],
 }
 """What runs without a name, each with its arguments."""

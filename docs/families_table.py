@@ -30,7 +30,8 @@ def config_of(family: Any) -> Any:
     if (part := text_part(family)) is not None:
         return config_of(part.families[0])
     reasons = []
-    for values in (SAMPLE, {**SAMPLE, "num_experts": 8}, {**SAMPLE, "n_routed_experts": 8}):
+    more: list[dict[str, Any]] = [{}, {"num_experts": 8}, {"n_routed_experts": 8}, {"num_heads": 8, "head_dim": 16}]
+    for values in ({**SAMPLE, **fields} for fields in more):
         try:
             return family.read_config(values)
         except CheckpointError as error:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,3 +40,29 @@ def offsets_of(documents: Tensor) -> tuple[Tensor, Tensor]:
     place = begins.flatten().nonzero().flatten()
     own = F.pad(begins.sum(1).cumsum(0), (1, 0))
     return F.pad(place, (0, 1), value=documents.numel()).int(), own
+
+
+def gradients(
+    run: Callable[..., Any], inputs: Sequence[Tensor], constants: Sequence[Any], grads: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the gradients of `inputs`, zeros where there is none, of what `run` makes of them and of the constants,
+    inside the implementation of an operation."""
+    with _differentiating():
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        results = run(*leaves, *constants)
+        results = (results,) if isinstance(results, Tensor) else results
+        given = [grad.to(result.dtype) for grad, result in zip(grads, results, strict=True)]
+        found = torch.autograd.grad(results, leaves, given, allow_unused=True)
+    pairs = zip(leaves, found, strict=True)
+    return tuple(torch.zeros_like(x).detach() if y is None else y.to(x.dtype).contiguous() for x, y in pairs)
+
+
+@contextlib.contextmanager
+def _differentiating() -> Iterator[None]:
+    """Inside, operations are differentiated again: the dispatcher has left autograd behind where it calls an
+    implementation."""
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther):
+        exclude = exclude.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude), torch.enable_grad():
+        yield

@@ -14,6 +14,7 @@ from ..io.errors import CheckpointError
 from .afmoe import AFMOE
 from .arcee import ARCEE
 from .axk1 import AXK1
+from .bamba import BAMBA
 from .base.family import Family
 from .cohere import COHERE
 from .cohere2 import COHERE2
@@ -42,6 +43,7 @@ from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .granite_swa import GRANITE_SWA, GRANITEMOE_SWA
 from .granitemoe import GRANITEMOE, GRANITEMOESHARED
+from .granitemoehybrid import GRANITEMOEHYBRID
 from .hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from .hunyuan_v1_moe import HUNYUAN_V1_MOE
 from .hy_v3 import HY_V3
@@ -52,8 +54,11 @@ from .jais2 import JAIS2
 from .kimi_k25 import KIMI_K25
 from .kolibri1 import KOLIBRI1
 from .laguna import LAGUNA
+from .lfm2 import LFM2
+from .lfm2_moe import LFM2_MOE
 from .llama import LLAMA
 from .llama4 import LLAMA4, LLAMA4_TEXT
+from .mamba2 import MAMBA2
 from .mellum import MELLUM
 from .mimo_v2_flash import MIMO_V2_FLASH
 from .minimax_m2 import MINIMAX_M2
@@ -63,6 +68,7 @@ from .missing import missing_element
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .nemotron import NEMOTRON
+from .nemotron_h import NEMOTRON_H
 from .olmo import OLMO
 from .olmo2 import OLMO2
 from .olmo3 import OLMO3
@@ -73,7 +79,9 @@ from .qwen2 import QWEN2
 from .qwen2_5_vl import QWEN2_5_VL
 from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
+from .qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from .qwen3_moe import QWEN3_MOE
+from .qwen3_next import QWEN3_NEXT
 from .qwen3_vl import QWEN3_VL
 from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
@@ -152,6 +160,17 @@ _KNOWN = (
     HYPERCLOVAX,
     YOUTU,
     AXK1,
+    QWEN3_NEXT,
+    QWEN3_5_TEXT,
+    QWEN3_5_MOE_TEXT,
+    LFM2,
+    LFM2_MOE,
+    MAMBA2,
+    GRANITEMOEHYBRID,
+    BAMBA,
+    NEMOTRON_H,
+    QWEN3_5,
+    QWEN3_5_MOE,
     GEMMA3,
     LLAMA4,
     MISTRAL3,

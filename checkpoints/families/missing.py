@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 MISSING: dict[str, str] = {
-    "the gated delta rule": "qwen3_next qwen3_5 qwen3_5_moe qwen3_5_text qwen3_5_moe_text olmo_hybrid",
+    "norms before some mixers and after others": "olmo_hybrid",
     "the gated delta rule with a decay per channel": "kimi_linear bailing_hybrid",
-    "Mamba-2": "mamba2 nemotron_h bamba granitemoehybrid falcon_h1 zamba2",
+    "Mamba-2": "falcon_h1 zamba2",
     "Mamba (selective scan)": "mamba falcon_mamba jamba zamba",
-    "gated short convolutions": "lfm2 lfm2_moe lfm3",
+    "gated short convolutions": "lfm3",
     "lightning attention": "minimax",
     "sparse attention beside gates, other latents or keys of earlier layers": "axk2 hy_v4 dots3_note mistral_large4",
     "sparse attention to pooled keys": "glm5_next",

@@ -179,10 +179,13 @@ class Folded:
 
 @dataclass(frozen=True)
 class Unsqueezed:
-    """The whole tensor, stored with an additional first dimension of size 1."""
+    """The whole tensor, stored with an additional dimension `dim` of size 1."""
 
     name: str
+    dim: int = 0
 
     def place(self, shape: Shape) -> Iterator[Placed]:
-        stored_shape = (1, *shape)
-        yield Placed(full(shape), self.name, full(stored_shape), stored_shape, (None, *range(len(shape))))
+        axes: list[int | None] = [*range(len(shape))]
+        axes.insert(self.dim, None)
+        stored_shape = (*shape[: self.dim], 1, *shape[self.dim :])
+        yield Placed(full(shape), self.name, full(stored_shape), stored_shape, tuple(axes))

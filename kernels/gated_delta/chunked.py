@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import Marks, chunks_of, joined, marks_of, masked, wide
+from ..chunks import CHUNK, Marks, chunks_of, joined, marks_of, masked, wide
 from .states import delta_states
 
 _DIRECT = 8
@@ -60,14 +60,15 @@ def gated_delta_rule(
     passed = masked(last.squeeze(-2).exp(), None if marks.passes is None else marks.passes[..., None])
     if initial_state is None:
         initial_state = v.new_zeros(batch, heads, K, V)
-    rows = batch * heads
-    u, w = u.reshape(-1, rows, *u.shape[4:]).split([V, K], -1)
+    chunks, rows = q.shape[0], batch * heads
+    u, w = u.reshape(chunks, rows, CHUNK, V + K).split([V, K], -1)
     state = initial_state.to(dtype).reshape(rows, K, V)
-    states, values = delta_states(w, u, (left * k).reshape(w.shape), passed.reshape(-1, rows, passed.shape[-1]), state)
+    k, passed = (left * k).reshape(chunks, rows, CHUNK, K), passed.reshape(chunks, rows, -1)
+    states, values = delta_states(w, u, k, passed, state)
     before = torch.cat([state[None], states[:-1]])
-    out = (scale * entered * q).reshape(w.shape) @ before + (scale * queries).reshape(*w.shape[:3], -1) @ values
-    out = joined(out.view(-1, batch, heads, *out.shape[2:]), tokens)
-    return out, states.view(-1, batch, heads, K, V)
+    out = (scale * entered * q).reshape(chunks, rows, CHUNK, K) @ before
+    out = out + (scale * queries).reshape(chunks, rows, CHUNK, CHUNK) @ values
+    return joined(out.view(chunks, batch, heads, CHUNK, V), tokens), states.view(chunks, batch, heads, K, V)
 
 
 def products(a: Tensor, b: Tensor, total: Tensor) -> Tensor:

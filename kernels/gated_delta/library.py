@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..chunks import wide
 from ..custom_op import Output, gradient_of, like, operation
-from ..field import offsets_of, served_by
+from ..field import gradients, offsets_of, served_by
 
 
 def serves(v: Tensor, g: Tensor) -> bool:
@@ -79,14 +79,9 @@ def delta_rule_bwd(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the first six arguments of the forward pass."""
-    with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in (q, k, v, g, beta, initial_state)]
-        results = _run(*inputs, cu_seqlens, documents, scale)
-        found = torch.autograd.grad(results, inputs, (grad, grad_state.to(results[1].dtype)), allow_unused=True)
-    gradients = [
-        torch.zeros_like(x) if y is None else y.to(x.dtype).contiguous() for x, y in zip(inputs, found, strict=True)
-    ]
-    return tuple(gradients)  # type: ignore[return-value]
+    return gradients(  # type: ignore[return-value]
+        _run, (q, k, v, g, beta, initial_state), (cu_seqlens, documents, scale), (grad, grad_state)
+    )
 
 
 def _run(

@@ -40,9 +40,9 @@ def linear_attention(
     added = k.unsqueeze(3).mT @ (left * v).unflatten(2, groups)
     if initial_state is None:
         initial_state = v.new_zeros(batch, heads, K, V)
-    rows = batch * heads
+    chunks, rows = k.shape[0], batch * heads
     state = initial_state.to(dtype).reshape(rows, K, V)
-    states = decayed_states(added.reshape(-1, rows, K, V), passed.reshape(-1, rows, 1, 1), state)
-    before = torch.cat([state[None], states[:-1]]).view(-1, batch, *groups, K, V)
+    states = decayed_states(added.reshape(chunks, rows, K, V), passed.reshape(chunks, rows, 1, 1), state)
+    before = torch.cat([state[None], states[:-1]]).view(chunks, batch, *groups, K, V)
     entering = ((scale * q).unsqueeze(3) @ before).flatten(2, 3) * entered
-    return joined(entering + scores @ v, tokens), states.view(-1, batch, heads, K, V)
+    return joined(entering + scores @ v, tokens), states.view(chunks, batch, heads, K, V)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..custom_op import gradient_of, like, operation
-from ..field import served_by
+from ..field import gradients, served_by
 
 _WIDTHS = (2, 3, 4)
 
@@ -68,10 +68,7 @@ def convolution_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias, zeros where there is none."""
     own = weight.new_zeros(weight.shape[:1]) if bias is None else bias
-    with torch.enable_grad():
-        inputs = [z.detach().requires_grad_() for z in (x, weight, own)]
-        found = torch.autograd.grad(_run(*inputs, numbers, activation), inputs, grad)
-    dx, dweight, dbias = (y.contiguous() for y in found)
+    dx, dweight, dbias = gradients(_run, (x, weight, own), (numbers, activation), (grad,))
     return dx, dweight, dbias.to(weight.dtype)
 
 

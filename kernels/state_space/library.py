@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..chunks import wide
 from ..custom_op import Output, gradient_of, like, operation
-from ..field import offsets_of, served_by
+from ..field import gradients, offsets_of, served_by
 
 _CHUNK = 256
 
@@ -82,14 +82,8 @@ def state_space_bwd(
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the first seven arguments of the forward pass."""
-    with torch.enable_grad():
-        inputs = [z.detach().requires_grad_() for z in (x, dt, A, B, C, D, initial_state)]
-        results = _run(*inputs, cu_seqlens, documents)
-        found = torch.autograd.grad(results, inputs, (grad, grad_state.to(results[1].dtype)), allow_unused=True)
-    gradients = [
-        torch.zeros_like(z) if y is None else y.to(z.dtype).contiguous() for z, y in zip(inputs, found, strict=True)
-    ]
-    return tuple(gradients)  # type: ignore[return-value]
+    inputs = (x, dt, A, B, C, D, initial_state)
+    return gradients(_run, inputs, (cu_seqlens, documents), (grad, grad_state))  # type: ignore[return-value]
 
 
 def _run(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.checkpoints.recurrent_cases import RECURRENT
+
 THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 BY_TYPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5},
@@ -233,4 +235,5 @@ MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm_moe_dsa",
         {**_SPARSE, "num_hidden_layers": 3, "index_topk_freq": 2, "index_skip_topk_offset": 1},
     ),
+    **RECURRENT,
 }

@@ -48,7 +48,8 @@ class PerExpert:
             gate, up, down = (
                 [At(f"{at}{name.format(e=e)}.{kind}") for e in experts] for name in (self.gate, self.up, self.down)
             )
-            yield f"{ours}linear_fc1.{kind}", Stack(*(Concat((g, rows), (u, rows)) for g, u in zip(gate, up)))
+            first = up if not config.mlp.gated else [Concat((g, rows), (u, rows)) for g, u in zip(gate, up)]
+            yield f"{ours}linear_fc1.{kind}", Stack(*first)
             yield f"{ours}linear_fc2.{kind}", Stack(*down)
 
 

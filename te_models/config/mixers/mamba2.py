@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -31,8 +30,10 @@ class Mamba2Config(MixerConfig):
     """Whether the projections have a bias."""
     use_conv_bias: bool = True
     """Whether the convolution has a bias."""
-    time_step_limit: tuple[float, ...] = (0.0, math.inf)
-    """Bounds of the time step, low and high."""
+    time_step_low: float = 0.0
+    """The smallest time step; smaller ones are raised to it."""
+    time_step_high: float | None = None
+    """The largest time step; unset means any."""
     gate: Literal["before_norm", "after_norm", "no_norm"] = "before_norm"
     """Whether the output is multiplied by SiLU(z) before its norm, after it, or without one."""
     norm_epsilon: float | None = None
@@ -43,9 +44,9 @@ class Mamba2Config(MixerConfig):
             check(getattr(self, name) > 0, f"mamba2.{name}", getattr(self, name), "a positive integer")
         divides = self.num_heads % self.num_groups == 0
         check(divides, "mamba2.num_groups", self.num_groups, f"a divisor of num_heads = {self.num_heads}")
-        limit = self.time_step_limit
-        ordered = len(limit) == 2 and 0 <= limit[0] <= limit[1]
-        check(ordered, "mamba2.time_step_limit", limit, "two numbers of 0 or more, in order")
+        low, high = self.time_step_low, self.time_step_high
+        check(low >= 0, "mamba2.time_step_low", low, "0 or more")
+        check(high is None or high >= low, "mamba2.time_step_high", high, f"time_step_low = {low} or more, or null")
         epsilon = self.norm_epsilon
         check(epsilon is None or epsilon > 0, "mamba2.norm_epsilon", epsilon, "a positive number or null")
 
@@ -85,7 +86,7 @@ class Mamba2Config(MixerConfig):
 
     def flops(self, length: float) -> float:
         """As `MixerConfig.flops`: of the recurrence, which writes to the state and reads it."""
-        return 4.0 * self.size * self.state_size + 2.0 * self.conv_kernel_size * sum(self.convolved)
+        return 4.0 * self.size * self.state_size
 
     def shared_sizes(self) -> dict[str, int]:
         """As `MixerConfig.shared_sizes`."""

@@ -45,8 +45,8 @@ class ShortConvolutionConfig(MixerConfig):
         return (State("convolution", (self.channels, self.conv_kernel_size - 1), dtype="cache"),)
 
     def flops(self, length: float) -> float:
-        """As `MixerConfig.flops`: of the convolution."""
-        return 2.0 * self.conv_kernel_size * self.channels
+        """As `MixerConfig.flops`: nothing beside its weights."""
+        return 0.0
 
     def shared_sizes(self) -> dict[str, int]:
         """As `MixerConfig.shared_sizes`."""

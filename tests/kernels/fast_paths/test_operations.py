@@ -31,6 +31,17 @@ WITHOUT = {
     "scaled_gemm",
     "scaled_grouped_gemm",
     "scaled_grouped_gemm_wgrad_accumulate_",
+    # of shapes that chunked forms make
+    "decayed_states",
+    "delta_states",
+    "delta_states_bwd",
+    # of other packages' kernels
+    "gated_delta_rule",
+    "gated_delta_rule_bwd",
+    "short_convolution",
+    "short_convolution_bwd",
+    "state_space_scan",
+    "state_space_scan_bwd",
     # of whole layers
     "linear_layer",
     "linear_layer_backward",

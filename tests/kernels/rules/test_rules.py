@@ -48,7 +48,9 @@ def both(rule: Rule, tensors: Tensors, state: Tensor | None) -> tuple[list[Tenso
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize(
+    "tokens", [pytest.param(n, marks=() if n in (1, 17, 65) else pytest.mark.slow) for n in LENGTHS]
+)
 @pytest.mark.parametrize("name", RULES)
 def test_chunks_are_the_definition(name: str, tokens: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)

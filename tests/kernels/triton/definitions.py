@@ -259,6 +259,7 @@ CPU_ONLY = {
     *("gemv", "stored_linear", "stored_grouped_gemm", "flash_attention_fwd", "flash_attention_bwd"),
     *("packed_attention_fwd", "packed_attention_bwd", "round_blockwise", "round_current", "round_per_tensor"),
     *("random_hadamard_rows", "matrix_amax", "raised_amax", "round_nvfp4", "round_current_nvfp4", "store_blocks"),
+    *("delta_states", "delta_states_bwd", "decayed_states"),  # in plain torch on every device
     *("read_blocks", "read_numbers", "store_nvfp4", "read_nvfp4", "store_current", "store_scaled"),
 }
 """Operations without a kernel for a GPU."""

@@ -282,6 +282,17 @@ def _moved(operand: ScaledOperand, device: torch.device) -> ScaledOperand:
     return ScaledOperand(*(t.to(device) if isinstance(t, Tensor) else t for t in operand))
 
 
+def recurrences(device: torch.device) -> Iterator[tuple[str, Arguments]]:
+    """From chunk to chunk: chunks, heads of all rows, tokens, channels of keys and of values."""
+    for decays in (1, 5):
+        w, k = (torch.randn(3, 2, 4, 5, device=device) / 4 for _ in "wk")
+        u, decay = torch.randn(3, 2, 4, 7, device=device), torch.rand(3, 2, decays, device=device)
+        initial, states = torch.randn(2, 5, 7, device=device), torch.randn(3, 2, 5, 7, device=device)
+        yield "delta_states", (w, u, k, decay, initial)
+        yield "delta_states_bwd", (states, u, w, k, decay, initial, states, u)
+        yield "decayed_states", (states, decay[..., None], initial)
+
+
 FAMILIES: list[Family] = [
     norms,
     quantized_outputs,
@@ -297,6 +308,7 @@ FAMILIES: list[Family] = [
     gemms,
     grouped_gemms,
     embeddings,
+    recurrences,
     packed_attentions,
     flash_attentions,
     packed_intervals,

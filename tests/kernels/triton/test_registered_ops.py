@@ -23,6 +23,10 @@ REPEATED = ("by_recipe", "quantized_outputs")
 """Families whose samples are those of other families, as recipes choose them, or have tests of their own kernels."""
 LAYERS = {"linear_layer", "linear_layer_backward"}
 """Operations of layers, which tests/layers/registered calls in every combination."""
+FIELD = {
+    f"{rule}{pass_}" for rule in ("gated_delta_rule", "state_space_scan", "short_convolution") for pass_ in ("", "_bwd")
+}
+"""Operations of other packages' kernels, which tests/kernels/rules/test_field.py calls with stand-ins for these."""
 
 
 def everything() -> dict[str, Registered]:
@@ -30,7 +34,11 @@ def everything() -> dict[str, Registered]:
     for module in pkgutil.walk_packages(kernels.__path__, "te_models.kernels."):
         if not module.name.rpartition(".")[2].startswith("triton"):
             importlib.import_module(module.name)
-    return {name: entry for name, entry in registered().items() if not name.startswith("test_") and name not in LAYERS}
+    return {
+        name: entry
+        for name, entry in registered().items()
+        if not name.startswith("test_") and name not in LAYERS | FIELD
+    }
 
 
 OPERATIONS = everything()

@@ -1,0 +1,177 @@
+"""Every kind of recurrent mixer in a model: decoding, padding, documents, drafts, recipes, graphs, shares of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models import DraftModel, GPTModel, KVCache, ModelConfig, StaticKVCache, generate
+from te_models.checkpoints import expected_tensors
+from te_models.checkpoints.plan.rank_shards import Place, parts
+from te_models.config import ConfigError, GatedDeltaConfig, Mamba2Config, MixerConfig, ShortConvolutionConfig
+from te_models.layers import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, autocast
+from te_models.model.parallel import check_layers
+from tests.te_models.configs import tiny, token_ids
+
+GDN = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=6)
+MIXERS: dict[str, MixerConfig] = {
+    "gated_delta": GDN,
+    "by_channel": GatedDeltaConfig(
+        num_key_heads=2,
+        num_value_heads=2,
+        key_head_dim=8,
+        value_head_dim=8,
+        decay_by="channel",
+        decay_lora_rank=4,
+        gate_lora_rank=4,
+        gate_activation="sigmoid",
+        decay_lower_bound=-5.0,
+        allow_neg_eigval=True,
+    ),
+    "mamba2": Mamba2Config(num_heads=4, head_dim=8, state_size=6, num_groups=2, use_bias=True),
+    "mamba2_after_norm": Mamba2Config(
+        num_heads=2, head_dim=8, use_conv_bias=False, gate="after_norm", time_step_low=0.02, time_step_high=0.04
+    ),
+    "mamba2_without_norm": Mamba2Config(num_heads=2, head_dim=8, state_size=4, gate="no_norm"),
+    "short_convolution": ShortConvolutionConfig(channels=32, use_bias=True),
+}
+every_mixer = pytest.mark.parametrize("name", MIXERS)
+
+
+def hybrid(name: str) -> ModelConfig:
+    layers = ("attention", "recurrent", "attention+recurrent")
+    return tiny(num_layers=3, mixers={"recurrent": MIXERS[name]}, layer_mixers=layers)
+
+
+def model_of(name: str) -> GPTModel:
+    torch.manual_seed(0)
+    model = GPTModel(hybrid(name)).eval()
+    with torch.no_grad():  # so that states matter to the result
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=0.15)
+    return model
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+@every_mixer
+@torch.no_grad()
+def test_decoding_goes_on_from_the_states(name: str) -> None:
+    model, ids = model_of(name), token_ids(2, 75)
+    shapes = expected_tensors(model.config)
+    assert {n: tuple(p.shape) for n, p in model.named_parameters()} == shapes
+    assert list(shapes) == [n for n, _ in model.named_parameters()]
+    assert ModelConfig.from_json(model.config.to_json()) == model.config
+    whole = model(ids).logits
+    cache = KVCache(model.config, 2, 75)
+    steps = [model(part, cache=cache).logits for part in ids.split([66, 1, 1, 7], dim=1)]
+    close(torch.cat(steps, dim=1), whole)
+    static = StaticKVCache(model.config, 2, 75)
+    close(model(ids[:, :66], cache=static).logits, whole[:, :66])
+    for t in range(66, 75):
+        logits = model(ids[:, t : t + 1], position_ids=torch.full((2, 1), t), cache=static.step).logits
+        close(logits[:, -1], whole[:, t])
+        static.step.position.add_(1)
+
+
+@every_mixer
+@torch.no_grad()
+def test_padding_on_the_left_changes_no_state(name: str) -> None:
+    model, ids = model_of(name), token_ids(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[0, :5] = False
+    both = generate(model, ids, 6, attention_mask=mask)
+    assert torch.equal(both[:1, 5:], generate(model, ids[:1, 5:], 6))
+    assert torch.equal(both[1:], generate(model, ids[1:], 6))
+
+
+@every_mixer
+def test_documents_of_a_row_are_apart(name: str) -> None:
+    model, ids = model_of(name).train(), token_ids(1, 80)
+    texts = torch.tensor([[0] * 4 + [1] * 70 + [-1] * 6])
+    positions = torch.tensor([[*range(4), *range(70), *[0] * 6]])
+    packed = model(ids, document_ids=texts, position_ids=positions).logits
+    close(packed[:, :4], model(ids[:, :4]).logits)
+    close(packed[:, 4:74], model(ids[:, 4:74]).logits)
+    packed[:, :74].square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@every_mixer
+def test_a_rejected_draft_takes_the_states_back(name: str) -> None:
+    model, ids = model_of(name), token_ids(1, 7)
+    other = GPTModel(tiny()).eval()
+    drafted = generate(model, ids, 16, draft_model=DraftModel(other), num_draft_tokens=3)
+    assert torch.equal(drafted, generate(model, ids, 16))
+
+
+@pytest.mark.slow
+@every_mixer
+@torch.no_grad()
+def test_compiled_decoding_gives_the_same_text(name: str) -> None:
+    model, ids = model_of(name), token_ids(1, 7)
+    assert torch.equal(generate(model, ids, 12, compile=True), generate(model, ids, 12))
+
+
+@pytest.mark.sentinels("gated_delta")
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling])
+@every_mixer
+@pytest.mark.usefixtures("fresh_compiler")
+def test_one_graph_forward_and_backward(name: str, recipe: type | None) -> None:
+    model, ids, found = model_of(name).train(), token_ids(2, 16), []
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        with autocast(enabled=recipe is not None, recipe=None if recipe is None else recipe()):
+            loss = run(ids, labels=ids, return_logits=False).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@every_mixer
+def test_folders(name: str, tmp_path: Path) -> None:
+    model, ids = model_of(name), token_ids(1, 9)
+    model.save_pretrained(tmp_path)
+    again = GPTModel.from_pretrained(tmp_path).eval()
+    assert again.config == model.config and torch.equal(again(ids).logits, model(ids).logits)
+
+
+@every_mixer
+def test_every_rank_has_its_part_of_a_mixer(name: str) -> None:
+    config = hybrid(name)
+    shapes = expected_tensors(config)
+    halves = [parts(config, shapes, Place(tp_rank=rank, tp_size=2)) for rank in (0, 1)]
+    mixer = [n for n in shapes if ".mixer." in n]
+    assert any(halves[0][n].dim is not None for n in mixer)
+    for n in mixer:
+        if halves[0][n].dim is not None:
+            assert sum(half[n].shape(shapes[n])[half[n].dim] for half in halves) == shapes[n][halves[0][n].dim]
+    with pytest.raises(ConfigError, match=r"mixers.recurrent\.\w+ is \d+, which 64 ranks cannot share equally"):
+        check_layers(tiny(mixers={"recurrent": MIXERS[name]}, layer_mixers=("recurrent", "recurrent")), 64, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (GatedDeltaConfig, {"num_value_heads": 3}, "gated_delta.num_value_heads is 3; allowed: a multiple"),
+        (GatedDeltaConfig, {"decay_lora_rank": 4}, "gated_delta.decay_lora_rank is 4; allowed: null where decay_by"),
+        (GatedDeltaConfig, {"decay_lower_bound": 1.0}, "gated_delta.decay_lower_bound is 1.0; allowed: a negative"),
+        (Mamba2Config, {"num_groups": 3}, "mamba2.num_groups is 3; allowed: a divisor of num_heads = 4"),
+        (Mamba2Config, {"time_step_low": 1.0, "time_step_high": 0.5}, "mamba2.time_step_high is 0.5; allowed: time_"),
+        (ShortConvolutionConfig, {"channels": 0}, "short_convolution.channels is 0; allowed: a positive integer"),
+    ],
+)
+def test_what_cannot_be_is_named(kind: type[MixerConfig], fields: dict, message: str) -> None:
+    whole = {
+        GatedDeltaConfig: {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 6},
+        Mamba2Config: {"num_heads": 4, "head_dim": 8},
+        ShortConvolutionConfig: {},
+    }
+    with pytest.raises(ConfigError, match=message):
+        kind(**whole[kind] | fields)
