@@ -51,8 +51,8 @@ def gradients(
         leaves = [x.detach().requires_grad_() for x in inputs]
         results = run(*leaves, *constants)
         results = (results,) if isinstance(results, Tensor) else results
-        given = [grad.to(result.dtype) for grad, result in zip(grads, results, strict=True)]
-        found = torch.autograd.grad(results, leaves, given, allow_unused=True)
+        of_results = [grad.to(result.dtype) for grad, result in zip(grads, results, strict=True)]
+        found = torch.autograd.grad(results, leaves, of_results, allow_unused=True)
     pairs = zip(leaves, found, strict=True)
     return tuple(torch.zeros_like(x).detach() if y is None else y.to(x.dtype).contiguous() for x, y in pairs)
 

@@ -14,7 +14,7 @@ from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Values, read_typed, shorten_value
 from .base.moe_fields import RouterLoss
-from .base.recurrent import Mamba2Names, Nested, Part, RecurrentLayers, TimeStepLimit
+from .base.recurrent import Mamba2Names, MixerField, Nested, RecurrentLayers, TimeStepLimit
 from .granite import MULTIPLIERS
 from .granitemoe import FORM, OTHER_FORMS
 
@@ -82,7 +82,7 @@ class Positions:
 
 
 @dataclass(frozen=True)
-class MambaHeadDim(Part):
+class MambaHeadDim(MixerField):
     """`mamba_d_head`: "auto", or what `mamba_expand` times hidden_size and the heads say, too."""
 
     hf: str = "mamba_d_head"
@@ -106,13 +106,13 @@ class MambaHeadDim(Part):
 
 
 MAMBA_PARTS = (
-    Part("mamba_n_heads", "num_heads", int, 128),
+    MixerField("mamba_n_heads", "num_heads", int, 128),
     MambaHeadDim(),
-    Part("mamba_d_state", "state_size", int, 256),
-    Part("mamba_n_groups", "num_groups", int, 1),
-    Part("mamba_d_conv", "conv_kernel_size", int, 4),
-    Part("mamba_proj_bias", "use_bias", bool, False),
-    Part("mamba_conv_bias", "use_conv_bias", bool, True),
+    MixerField("mamba_d_state", "state_size", int, 256),
+    MixerField("mamba_n_groups", "num_groups", int, 1),
+    MixerField("mamba_d_conv", "conv_kernel_size", int, 4),
+    MixerField("mamba_proj_bias", "use_bias", bool, False),
+    MixerField("mamba_conv_bias", "use_conv_bias", bool, True),
     TimeStepLimit(),
 )
 _SHARED_MLP = {"fc1": ("shared_mlp.input_linear",), "fc2": "shared_mlp.output_linear"}

@@ -12,7 +12,7 @@ from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Fixed, Values, read_typed
 from .base.names import Names
-from .base.recurrent import Part, RecurrentLayers, ShortConvolutionNames
+from .base.recurrent import MixerField, RecurrentLayers, ShortConvolutionNames
 from .base.rope import Rope
 
 
@@ -65,7 +65,7 @@ def _pattern(hf: Mapping[str, Any], layers: int) -> list[str]:
 
 CONVOLUTIONS = RecurrentLayers(
     kind="short_convolution",
-    parts=(Part("conv_L_cache", "conv_kernel_size", int, 3), Part("conv_bias", "use_bias", bool, False)),
+    parts=(MixerField("conv_L_cache", "conv_kernel_size", int, 3), MixerField("conv_bias", "use_bias", bool, False)),
     word=("conv",),
     pattern=_pattern,
     hidden_as="channels",

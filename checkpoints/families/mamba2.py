@@ -13,11 +13,11 @@ from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Fixed, Only, Values, read_typed
 from .base.names import Names
-from .base.recurrent import Mamba2Names, Part, RecurrentLayers, TimeStepLimit
+from .base.recurrent import Mamba2Names, MixerField, RecurrentLayers, TimeStepLimit
 
 
 @dataclass(frozen=True)
-class Expand(Part):
+class Expand(MixerField):
     """`expand`: the channels of all heads by hidden_size, which the heads must agree with."""
 
     hf: str = "expand"
@@ -68,13 +68,13 @@ MAMBA2 = Family(
     mixers=RecurrentLayers(
         kind="mamba2",
         parts=(
-            Part("num_heads", "num_heads", int, 128),
-            Part("head_dim", "head_dim", int, 64),
-            Part("state_size", "state_size", int, 128),
-            Part("n_groups", "num_groups", int, 8),
-            Part("conv_kernel", "conv_kernel_size", int, 4),
-            Part("use_bias", "use_bias", bool, False),
-            Part("use_conv_bias", "use_conv_bias", bool, True),
+            MixerField("num_heads", "num_heads", int, 128),
+            MixerField("head_dim", "head_dim", int, 64),
+            MixerField("state_size", "state_size", int, 128),
+            MixerField("n_groups", "num_groups", int, 8),
+            MixerField("conv_kernel", "conv_kernel_size", int, 4),
+            MixerField("use_bias", "use_bias", bool, False),
+            MixerField("use_conv_bias", "use_conv_bias", bool, True),
             Expand(),
             TimeStepLimit(),
         ),

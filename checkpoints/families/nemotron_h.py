@@ -15,21 +15,21 @@ from .base.family import Family
 from .base.fields import Field, Fixed, Only, Values, shorten_value
 from .base.moe_fields import Groups, sigmoid_router
 from .base.names import Fused, Names, PerExpert
-from .base.recurrent import Mamba2Names, Nested, Part, RecurrentLayers
+from .base.recurrent import Mamba2Names, MixerField, Nested, RecurrentLayers
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
 _MAMBA = RecurrentLayers(
     kind="mamba2",
     parts=(
-        Part("mamba_num_heads", "num_heads", int, 128),
-        Part("mamba_head_dim", "head_dim", int, 64),
-        Part("ssm_state_size", "state_size", int, 128),
-        Part("n_groups", "num_groups", int, 8),
-        Part("conv_kernel", "conv_kernel_size", int, 4),
-        Part("use_bias", "use_bias", bool, False),
-        Part("use_conv_bias", "use_conv_bias", bool, True),
-        Part("time_step_min", "time_step_low", float, 1e-3),
+        MixerField("mamba_num_heads", "num_heads", int, 128),
+        MixerField("mamba_head_dim", "head_dim", int, 64),
+        MixerField("ssm_state_size", "state_size", int, 128),
+        MixerField("n_groups", "num_groups", int, 8),
+        MixerField("conv_kernel", "conv_kernel_size", int, 4),
+        MixerField("use_bias", "use_bias", bool, False),
+        MixerField("use_conv_bias", "use_conv_bias", bool, True),
+        MixerField("time_step_min", "time_step_low", float, 1e-3),
     ),
 )
 
@@ -89,7 +89,7 @@ def _words(hf: Mapping[str, Any]) -> list[str] | None:
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerLetters:
     """As many as `layers_block_type` has, whatever `num_hidden_layers` says, which is written with it."""
 
     names: tuple[str, ...] = ("num_hidden_layers",)
@@ -135,7 +135,7 @@ NEMOTRON_H = Family(
             pad=0,
             without=("num_hidden_layers",),
         ),
-        Layers(),
+        LayerLetters(),
         Fixed("embedding.position_embedding_type", "none", _WITHOUT_EFFECT),
         Fixed("norm.cast_order", "weight_first"),
         Fixed("mlp.gated", False),

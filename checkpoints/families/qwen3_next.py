@@ -11,7 +11,7 @@ from .base.family import Family
 from .base.fields import Field, Fixed, OneOf
 from .base.moe_fields import RouterLoss, SparseLayers
 from .base.names import Fused, Names
-from .base.recurrent import GatedDeltaNames, Part, RecurrentLayers, every
+from .base.recurrent import GatedDeltaNames, MixerField, RecurrentLayers, every
 from .base.rope import Rope
 from .base.unused import CONSTANTS
 
@@ -20,11 +20,11 @@ GATED_BIAS = replace(ATTENTION_BIAS, paths=(*ATTENTION_BIAS.paths, "attention.ou
 GATED_DELTA = RecurrentLayers(
     kind="gated_delta",
     parts=(
-        Part("linear_num_key_heads", "num_key_heads", int, 16),
-        Part("linear_num_value_heads", "num_value_heads", int, 32),
-        Part("linear_key_head_dim", "key_head_dim", int, 128),
-        Part("linear_value_head_dim", "value_head_dim", int, 128),
-        Part("linear_conv_kernel_dim", "conv_kernel_size", int, 4),
+        MixerField("linear_num_key_heads", "num_key_heads", int, 16),
+        MixerField("linear_num_value_heads", "num_value_heads", int, 32),
+        MixerField("linear_key_head_dim", "key_head_dim", int, 128),
+        MixerField("linear_value_head_dim", "value_head_dim", int, 128),
+        MixerField("linear_conv_kernel_dim", "conv_kernel_size", int, 4),
     ),
     pattern=every("full_attention_interval", 4),
     extra=("full_attention_interval",),

@@ -5,8 +5,8 @@ The backward pass runs the forward pass of the library again, and then its backw
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,10 +95,8 @@ def _run(
     documents: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
-    from fla.ops.kda import chunk_kda  # pyright: ignore[reportMissingImports]
-
-    rule: Any = chunk_gated_delta_rule if g.dim() == 3 else chunk_kda
+    home, name = ("gated_delta_rule", "chunk_gated_delta_rule") if g.dim() == 3 else ("kda", "chunk_kda")
+    rule = getattr(importlib.import_module(f"fla.ops.{home}"), name)
     repeats, rows = v.shape[2] // k.shape[2], initial_state.shape[0]
     q, k = (x.repeat_interleave(repeats, 2) for x in (q, k))
     state = initial_state.float()

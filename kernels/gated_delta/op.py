@@ -39,15 +39,15 @@ def gated_delta_rule(
     _check(q, k, v, g, beta)
     check_documents(cu_seqlens, v.shape[0], initial_state, (*v.shape[2:3], k.shape[3], v.shape[3]))
     if cu_seqlens is not None and documents is not None:
-        raise ValueError("cu_seqlens and documents are both given; allowed: one of them")
+        raise ValueError("cu_seqlens and documents are both operands; allowed: one of them")
     scale = k.shape[3] ** -0.5 if scale is None else scale
     if v.shape[1] == 0 or (v.shape[1] == 1 and cu_seqlens is None):
         return reference.gated_delta_rule(q, k, v, g, beta, scale, initial_state)
     if library.serves(v, g):
         return library.gated_delta_rule(q, k, v, g, beta, scale, initial_state, cu_seqlens, documents)
     if cu_seqlens is None:
-        given = (scale, initial_state, starts_of(documents))
-        out, states = chunked.gated_delta_rule(q, k, v, g, beta, *given)
+        operands = (scale, initial_state, starts_of(documents))
+        out, states = chunked.gated_delta_rule(q, k, v, g, beta, *operands)
         return out.to(v.dtype), states[-1]
     return _of_documents(q, k, v, g, beta, scale, initial_state, cu_seqlens)
 

@@ -66,5 +66,5 @@ def delta_states_bwd(
 
 @gradient_of(delta_states, saves=("w", "k", "decay", "initial"), saves_results=(0, 1))
 def _backward(saved: SimpleNamespace, needs: set[str], grad_states: Tensor, grad_values: Tensor) -> dict[str, Tensor]:
-    given = (grad_states, grad_values, saved.w, saved.k, saved.decay, saved.initial, *saved.results)
-    return dict(zip(("w", "u", "k", "decay", "initial"), delta_states_bwd(*given), strict=True))
+    operands = (grad_states, grad_values, saved.w, saved.k, saved.decay, saved.initial, *saved.results)
+    return dict(zip(("w", "u", "k", "decay", "initial"), delta_states_bwd(*operands), strict=True))

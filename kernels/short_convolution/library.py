@@ -6,6 +6,7 @@ The backward pass runs the forward pass of the library again, and then its backw
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 
 import torch
@@ -73,9 +74,8 @@ def convolution_bwd(
 
 
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None, activation: str | None) -> Tensor:
-    from causal_conv1d import causal_conv1d_fn  # pyright: ignore[reportMissingImports]
-
-    return causal_conv1d_fn(x.mT, weight, bias, seq_idx=numbers, activation=activation).mT
+    convolve = importlib.import_module("causal_conv1d").causal_conv1d_fn
+    return convolve(x.mT, weight, bias, seq_idx=numbers, activation=activation).mT
 
 
 @gradient_of(convolution_fwd, saves=("x", "weight", "bias", "numbers", "activation"))

@@ -83,8 +83,8 @@ def _scan(
     dt, new, B, C = (chunks_of(z[:, :, None], STEPS)[:, :, 0] for z in (dt, written, B, C))  # [L, B, STEPS, ...]
     decays = [(dt[:, :, t, :, None] * A).exp() for t in range(STEPS)]
     if starts is not None:
-        anew = chunks_of(starts[:, :, None], STEPS)[:, :, 0, :, None, None]
-        decays = [torch.where(anew[:, :, t], 0, decay) for t, decay in enumerate(decays)]
+        from_zero = chunks_of(starts[:, :, None], STEPS)[:, :, 0, :, None, None]
+        decays = [torch.where(from_zero[:, :, t], 0, decay) for t, decay in enumerate(decays)]
     inputs = [new[:, :, t, :, None] * B[:, :, t, None] for t in range(STEPS)]
     added, passed = inputs[0], decays[0]
     for decay, its in zip(decays[1:], inputs[1:], strict=True):

@@ -5,6 +5,7 @@ The backward pass runs the forward pass of the library again, and then its backw
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from types import SimpleNamespace
 
@@ -97,10 +98,7 @@ def _run(
     cu_seqlens: Tensor | None,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    from mamba_ssm.ops.triton.ssd_combined import (  # pyright: ignore[reportMissingImports]
-        mamba_chunk_scan_combined as scan,
-    )
-
+    scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
     B, C, state = B.to(x.dtype), C.to(x.dtype), initial_state.float()
     if documents is None and cu_seqlens is None:
         return scan(x, dt, A, B, C, _CHUNK, D=D, initial_states=state, return_final_states=True)
@@ -126,5 +124,5 @@ def _run(
 @gradient_of(state_space_fwd, saves=("x", "dt", "A", "B", "C", "D", "initial_state", "cu_seqlens", "documents"))
 def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor, grad_state: Tensor) -> dict[str, Tensor]:
     names = ("x", "dt", "A", "B", "C", "D", "initial_state")
-    given = (*(getattr(saved, name) for name in names), saved.cu_seqlens, saved.documents)
-    return dict(zip(names, state_space_bwd(grad, grad_state, *given), strict=True))
+    operands = (*(getattr(saved, name) for name in names), saved.cu_seqlens, saved.documents)
+    return dict(zip(names, state_space_bwd(grad, grad_state, *operands), strict=True))

@@ -22,7 +22,7 @@ Weights = Iterator[tuple[str, Layout]]
 
 
 @dataclass(frozen=True)
-class Part:
+class MixerField:
     """A field of config.json that says a field of a mixer."""
 
     hf: str
@@ -40,7 +40,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class TimeStepLimit(Part):
+class TimeStepLimit(MixerField):
     """`time_step_limit`: the bounds of the time step of Mamba-2; infinity, in one of three spellings, means none."""
 
     hf: str = "time_step_limit"
@@ -86,7 +86,7 @@ class RecurrentLayers:
     """
 
     kind: str
-    parts: tuple[Part, ...]
+    parts: tuple[MixerField, ...]
     word: tuple[str, ...] = ("linear_attention",)
     attention: tuple[str, ...] = ("full_attention",)
     pattern: Callable[[Mapping[str, Any], int], list[str]] | None = None
