@@ -200,8 +200,8 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         {
             **_NEMOTRON,
-            "num_hidden_layers": 3,
-            "layers_block_type": ["mlp", "linear_attention", "moe"],
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mlp", "linear_attention", "moe", "full_attention"],
             "n_group": 2,
             "topk_group": 1,
             "norm_topk_prob": False,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_models import DraftModel, GPTModel, KVCache, ModelConfig, StaticKVCache, generate
+from te_models import AttentionConfig, DraftModel, GPTModel, KVCache, ModelConfig, StaticKVCache, generate
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.plan.rank_shards import Place, parts
 from te_models.config import ConfigError, GatedDeltaConfig, Mamba2Config, MixerConfig, ShortConvolutionConfig
@@ -152,8 +152,10 @@ def test_every_rank_has_its_part_of_a_mixer(name: str) -> None:
     for n in mixer:
         if halves[0][n].dim is not None:
             assert sum(half[n].shape(shapes[n])[half[n].dim] for half in halves) == shapes[n][halves[0][n].dim]
-    with pytest.raises(ConfigError, match=r"mixers.recurrent\.\w+ is \d+, which 64 ranks cannot share equally"):
-        check_layers(tiny(mixers={"recurrent": MIXERS[name]}, layer_mixers=("recurrent", "recurrent")), 64, 1)
+    many = AttentionConfig(num_attention_heads=48, kv_channels=2)
+    unequal = tiny(attention=many, mixers={"recurrent": MIXERS[name]}, layer_mixers=("attention", "recurrent"))
+    with pytest.raises(ConfigError, match=r"mixers.recurrent\.\w+ is \d+, which 48 ranks cannot share equally"):
+        check_layers(unequal, 48, 1)
 
 
 @pytest.mark.parametrize(
