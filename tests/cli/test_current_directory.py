@@ -54,6 +54,7 @@ progress = false
 VERBS: dict[str, Sequence[str]] = {
     "import": ("hf", "model"),
     "inspect": ("model",),
+    "certify": ("hf",),
     "info": (),
     "merge": ("model", "adapter", "with-adapter"),
     "upcycle": ("model", "moe", "--experts", "2", "--topk", "1"),

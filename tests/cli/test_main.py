@@ -43,6 +43,7 @@ VERBS = (
     "generate",
     "quickstart",
     "info",
+    "certify",
     "completion",
 )
 

@@ -119,7 +119,8 @@ def test_a_terminal_hears_why_nothing_happens(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    words = ["generate", str(config.parent), "--prompt", "x"]  # no model folder
+    (config.parent / "config.json").write_text("{}")  # of no model
+    words = ["generate", str(config.parent), "--prompt", "x"]
     assert main(words) == 2
     assert "loading" not in capsys.readouterr().err
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())

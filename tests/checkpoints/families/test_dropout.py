@@ -26,6 +26,9 @@ FIELDS = {
     "seed_oss": ("attention_dropout", "residual_dropout", None),
     "starcoder2": ("attention_dropout", "residual_dropout", "embedding_dropout"),
     "ernie4_5": (None, None, None),
+    "lfm2": (None, None, None),
+    "lfm2_moe": (None, None, None),
+    "mamba2": (None, None, None),
     "ernie4_5_moe": (None, None, None),
 }
 """Family -> the fields that drop attention weights, outputs of sublayers, embeddings; others have the first only."""

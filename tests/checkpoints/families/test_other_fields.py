@@ -22,7 +22,7 @@ def config_of(case: str, **changes: Any) -> dict[str, Any]:
     return json.loads(make(case).config.to_json_string()) | changes
 
 
-def test_alpha_beside_dynamic_scaling_is_of_one_family() -> None:
+def test_alpha_beside_dynamic_scaling_is_of_hunyuan() -> None:
     """transformers warns of the key in all others, and computes with the factor."""
     for family in FAMILIES.values():
         plain = [e for e in family.fields if isinstance(e, Rope) and "dynamic" in e.types]
@@ -32,7 +32,7 @@ def test_alpha_beside_dynamic_scaling_is_of_one_family() -> None:
         values.pop("rope_scaling", None)
         with_alpha = values | {"rope_parameters": DYNAMIC | {"alpha": 50.0}}
         assert family.read_config(values).rope.scaling == "dynamic"
-        if family.model_type == "hunyuan_v1_moe":
+        if family.model_type in ("hunyuan_v1_moe", "hunyuan_v1_dense"):
             assert family.read_config(with_alpha).rope.alpha == 50.0
             continue
         with pytest.raises(CheckpointError, match="unknown rope parameter 'alpha'"):

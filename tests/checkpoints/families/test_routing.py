@@ -18,7 +18,9 @@ from te_models.kernels.router import router_topk
 from tests.checkpoints.family_cases import CASES, DENSE, make
 from tests.checkpoints.hf_cases import transformers
 
-MOE_CASES = [case for case in CASES if case not in DENSE and case != "llama4-dense"]
+COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
+MIXTURES = {name for name, family in FAMILIES.items() if COUNTS & family.known}
+MOE_CASES = [case for case, (name, _) in CASES.items() if name in MIXTURES and case not in (*DENSE, "llama4-dense")]
 KIMI_K2 = "kimi_k2"
 """transformers has no such class; published files hold a deepseek_v3 model."""
 TOKENS = torch.randint(3, 61, (200, 50), generator=torch.Generator().manual_seed(0))
@@ -120,7 +122,5 @@ def test_routing_is_identical(tmp_path: Path, case: str, monkeypatch: pytest.Mon
 
 
 def test_every_family_with_experts_has_a_case() -> None:
-    counts = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
-    mixtures = {name for name, family in FAMILIES.items() if counts & {n for e in family.fields for n in e.names}}
-    assert {CASES[case][0] for case in MOE_CASES} | {KIMI_K2} == mixtures
-    assert len(mixtures) == 23
+    assert {CASES[case][0] for case in MOE_CASES} | {KIMI_K2} == MIXTURES
+    assert len(MIXTURES) == 36

@@ -43,6 +43,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral3-of-mistral": ("mistral3", "mistral", {"vision_config": PIXTRAL}),
     "kimi_k25": ("kimi_k25", "deepseek_v3", {"vision_config": KIMI, "tie_word_embeddings": False, **MARKS}),
     "qwen3_vl": ("qwen3_vl", "qwen3_vl_text", {"vision_config": QWEN3_SIGHT, **MARKS}),
+    "qwen3_5": ("qwen3_5", "qwen3_5_text", {"vision_config": QWEN3_SIGHT, **MARKS}),
+    "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text", {"vision_config": QWEN3_SIGHT, **MARKS}),
     "qwen2_5_vl": ("qwen2_5_vl", "qwen2_5_vl_text", {"vision_config": QWEN2_SIGHT, **MARKS}),
 }
 """Name -> the family, its text model (a case of `family_cases`, or another), and what stands beside `text_config`."""

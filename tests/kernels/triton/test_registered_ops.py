@@ -28,6 +28,9 @@ FIELD = {
 }
 """Operations of other packages' kernels, which tests/kernels/rules/test_field.py calls with stand-ins for these."""
 
+SPARSE = {"select_keys", "sparse_attention_fwd", "sparse_attention_bwd", "indexer_loss"}
+"""Plain torch on every device, which tests/kernels/attention/test_sparse_attention.py calls."""
+
 
 def everything() -> dict[str, Registered]:
     """Import every module of kernels that may register an operation; return all, but for those of other tests."""
@@ -37,7 +40,7 @@ def everything() -> dict[str, Registered]:
     return {
         name: entry
         for name, entry in registered().items()
-        if not name.startswith("test_") and name not in LAYERS | FIELD
+        if not name.startswith("test_") and name not in LAYERS | FIELD | SPARSE
     }
 
 

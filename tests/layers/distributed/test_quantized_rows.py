@@ -34,6 +34,11 @@ def rows(dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The bits of x, every NaN being the same: C++ and torch make different ones."""
+    return raw(x.masked_fill(x.isnan(), torch.nan))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_rows_arrive_as_the_receiver_would_round_them(name: str, dtype: torch.dtype) -> None:
@@ -43,10 +48,10 @@ def test_rows_arrive_as_the_receiver_would_round_them(name: str, dtype: torch.dt
     assert packed.dtype is torch.uint8 and packed.shape == (64, 160 + (5 if "mxfp8" in name else 2 * 4))
     arrived = unpack_rows(packed, quantizer, 160, dtype)
     rounded = quantizer.quantize(x).dequantize(dtype)
-    assert arrived.dtype is dtype and torch.equal(raw(arrived), raw(rounded))
-    assert torch.equal(raw(quantizer.quantize(arrived).dequantize(dtype)), raw(rounded)), "a second time"
+    assert arrived.dtype is dtype and torch.equal(bits(arrived), bits(rounded))
+    assert torch.equal(bits(quantizer.quantize(arrived).dequantize(dtype)), bits(rounded)), "a second time"
     some = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:17]
-    assert torch.equal(raw(unpack_rows(packed[some], quantizer, 160, dtype)), raw(rounded[some]))
+    assert torch.equal(bits(unpack_rows(packed[some], quantizer, 160, dtype)), bits(rounded[some]))
     assert unpack_rows(pack_rows(x[:0], quantizer), quantizer, 160, dtype).shape == (0, 160)
 
 

@@ -24,6 +24,7 @@ from tests.te_models.configs import LATENT, VARIANTS, tiny, tiny_moe
 NEEDED = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 64},
     "gpt2": {"n_embd": 256, "n_layer": 2, "n_head": 32},
 }
 SIZES = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "max_position_embeddings")}

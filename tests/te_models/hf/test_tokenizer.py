@@ -119,6 +119,7 @@ def test_damaged_settings_are_one_sentence(content: object, says: str, tmp_path:
 
 def test_commands_end_with_2_and_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_with(tmp_path, HOSTILE["a charsmap that panics"][0])
+    (folder / "config.json").write_text("{}")
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "run.toml").write_text(
         f'output_dir = "{tmp_path}/run"\nsteps = 1\ndevice = "cpu"\ncompile = false\n'
