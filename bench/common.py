@@ -100,6 +100,8 @@ def result_file(name: str) -> Path:
     """Return the file of this kind of machine: bench/results/<name>.json, or where that is of a CPU with other
     instructions, <name>.<the newest ones here>.json. Results of both kinds stay."""
     file, here = RESULTS / f"{name}.json", machine()
+    if "limited_to" in here:  # not what a machine without the other instructions gives
+        return RESULTS / f"{name}.limited_to_{here['limited_to']}.json"
     if not file.exists():
         return file
     of_file = json.loads(file.read_text(encoding="utf-8"))["machine"]
