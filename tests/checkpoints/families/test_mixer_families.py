@@ -52,7 +52,7 @@ def test_bfloat16_is_as_near_as_rounding(family: str) -> None:
 def test_quantized_folders_in_both_layouts(tmp_path: Path, family: str) -> None:
     source = save(make(FIRST[family]), tmp_path / "hf")
     import_hf(source, tmp_path / "plain")
-    quantize(tmp_path / "plain", tmp_path / "fp8", "float8_current_scaling")
+    quantize(tmp_path / "plain", tmp_path / "fp8", "current")
     relayout(tmp_path / "fp8", tmp_path / "apart", "per-gemm")
     ids = tokens(9)
     models = [GPTModel.from_pretrained(tmp_path / name).eval() for name in ("fp8", "apart", "plain")]
