@@ -133,9 +133,10 @@ NEMOTRON_H = Family(
             activation="relu2",
             activation_name="mlp_hidden_act",
             pad=0,
-            without=("num_hidden_layers",),
+            without=("num_hidden_layers", "tie_word_embeddings"),
         ),
         LayerLetters(),
+        Only("tie_word_embeddings", False),  # with true, transformers ties nothing
         Fixed("embedding.position_embedding_type", "none", _WITHOUT_EFFECT),
         Fixed("norm.cast_order", "weight_first"),
         Fixed("mlp.gated", False),

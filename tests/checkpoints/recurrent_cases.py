@@ -15,14 +15,12 @@ _GRANITE = {
     "mamba_n_heads": 4,
     "mamba_d_state": 6,
     "mamba_expand": 2,
-    "mamba_chunk_size": 16,
 }
 _NEMOTRON = {
     "mamba_num_heads": 4,
     "mamba_head_dim": 12,
     "ssm_state_size": 6,
     "n_groups": 2,
-    "chunk_size": 16,
     "head_dim": 16,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -124,7 +122,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
-    "mamba2": ("mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 6, "n_groups": 2, "chunk_size": 16}),
+    "mamba2": ("mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 6, "n_groups": 2}),
     "mamba2-flags": (
         "mamba2",
         {
@@ -137,7 +135,6 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "use_bias": True,
             "use_conv_bias": False,
             "residual_in_fp32": False,
-            "chunk_size": 16,
             "tie_word_embeddings": True,
         },
     ),

@@ -84,6 +84,12 @@ def convolved(
     return short_convolution(x, weight, bias, activation=activation, initial_state=rows, documents=inputs.documents)
 
 
+def softplus(x: Tensor) -> Tensor:
+    """Return log(1 + exp(x)). torch's function of this name has a gradient that, traced, lies in memory as its input
+    does, and run, as the gradient that it was given: a view behind it fails."""
+    return torch.logaddexp(x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
 def silu_gated(y: Tensor, gate: Tensor, activation: str = "silu") -> Tensor:
     """Return y times the activated gate, computed in float32, in y's dtype."""
     wide = gate.float()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.kernels.gated_delta import gated_delta_rule, l2_normed
@@ -17,7 +16,7 @@ from te_models.kernels.norm import rms_norm
 from ...config import GatedDeltaConfig, ModelConfig
 from ..build import Build, make_input_linear, make_output_linear
 from .base import MixerInputs, RecurrentMixer
-from .convolved import Rows, convolved, own_input, silu_gated, start_convolution, start_rows
+from .convolved import Rows, convolved, own_input, silu_gated, softplus, start_convolution, start_rows
 
 
 class GatedDelta(RecurrentMixer):
@@ -86,7 +85,7 @@ class GatedDelta(RecurrentMixer):
         if mixer.decay_by == "channel":
             a, rate = a.unflatten(-1, (-1, mixer.key_head_dim)), rate[:, None]
         bound = mixer.decay_lower_bound
-        g = -rate * F.softplus(a) if bound is None else bound * (rate * a).sigmoid()
+        g = -rate * softplus(a) if bound is None else bound * (rate * a).sigmoid()
         if token_mask is not None:
             beta = beta * token_mask[..., None]
             g = g * (token_mask[..., None] if g.dim() == 3 else token_mask[..., None, None])

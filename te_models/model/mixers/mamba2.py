@@ -18,7 +18,7 @@ from te_models.kernels.state_space import state_space_scan
 from ...config import Mamba2Config, ModelConfig
 from ..build import Build, make_input_linear, make_output_linear
 from .base import MixerInputs, RecurrentMixer
-from .convolved import convolved, silu_gated, start_convolution, start_rows
+from .convolved import convolved, silu_gated, softplus, start_convolution, start_rows
 
 
 class Mamba2(RecurrentMixer):
@@ -64,7 +64,7 @@ class Mamba2(RecurrentMixer):
         value, B, C = mixed.split(self.sizes, -1)
         value = value.unflatten(-1, (self.heads, -1))
         B, C = (t.unflatten(-1, (self.groups, -1)) for t in (B, C))
-        dt = F.softplus(dt.float() + self.dt_bias.float()).clamp(self.mixer.time_step_low, self.mixer.time_step_high)
+        dt = softplus(dt.float() + self.dt_bias.float()).clamp(self.mixer.time_step_low, self.mixer.time_step_high)
         if inputs.token_mask is not None:
             dt = dt * inputs.token_mask[..., None]
         A = -self.A_log.float().exp()

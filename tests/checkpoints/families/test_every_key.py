@@ -13,6 +13,7 @@ import torch
 
 from te_models import GPTModel
 from te_models.checkpoints import FAMILIES, CheckpointError
+from tests.checkpoints.families.test_families import with_infinities
 from tests.checkpoints.family_cases import CASES, make
 from tests.checkpoints.hf_cases import transformers
 
@@ -53,7 +54,7 @@ def changes(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def theirs_changed(theirs: transformers.PreTrainedModel, values: dict[str, Any]) -> transformers.PreTrainedModel | None:
     """Return transformers' model of a changed config.json with the same weights; None: it makes none, or no numbers."""
     try:
-        config = transformers.AutoConfig.for_model(**copy.deepcopy(values))
+        config = transformers.AutoConfig.for_model(**with_infinities(values))
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         model.load_state_dict(theirs.state_dict())
         return model if model(TOKENS).logits.isfinite().all() else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from te_models import AttentionConfig, DraftModel, GPTModel, KVCache, ModelConfi
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.plan.rank_shards import Place, parts
 from te_models.config import ConfigError, GatedDeltaConfig, Mamba2Config, MixerConfig, ShortConvolutionConfig
-from te_models.layers import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, autocast
+from te_models.layers import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe, autocast
 from te_models.model.parallel import check_layers
 from tests.te_models.configs import tiny, token_ids
 
@@ -37,6 +39,8 @@ MIXERS: dict[str, MixerConfig] = {
     "mamba2_without_norm": Mamba2Config(num_heads=2, head_dim=8, state_size=4, gate="no_norm"),
     "short_convolution": ShortConvolutionConfig(channels=32, use_bias=True),
 }
+without_chance = partial(NVFP4BlockScaling, disable_stochastic_rounding=True)
+"""Eager code and a graph draw other numbers."""
 every_mixer = pytest.mark.parametrize("name", MIXERS)
 
 
@@ -119,10 +123,10 @@ def test_compiled_decoding_gives_the_same_text(name: str) -> None:
 
 
 @pytest.mark.sentinels("gated_delta")
-@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling])
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling, MXFP8BlockScaling, without_chance])
 @every_mixer
 @pytest.mark.usefixtures("fresh_compiler")
-def test_one_graph_forward_and_backward(name: str, recipe: type | None) -> None:
+def test_one_graph_forward_and_backward(name: str, recipe: Callable[[], Recipe] | None) -> None:
     model, ids, found = model_of(name).train(), token_ids(2, 16), []
     for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         model.zero_grad()
