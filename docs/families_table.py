@@ -47,16 +47,19 @@ def refused(family: Any) -> list[str]:
 
 
 def table() -> str:
-    """The families as a Markdown table."""
+    """The families as a Markdown table, and one of the fields that they refuse."""
     from te_models.checkpoints import FAMILIES
     from te_models.config import mixer_words
 
-    rows = ["| model type | mixers | MLPs | forms of files | refused |", "|---|---|---|---|---|"]
+    rows = ["| model type | mixers | MLPs | forms of files |", "|---|---|---|---|"]
     for name, family in sorted(FAMILIES.items()):
         config = config_of(family)
         mixers = ", ".join(mixer_words(config))
         dense, moe = config.has_dense_layers, config.moe is not None and config.moe.layers
         mlps = "dense and experts" if dense and moe else "experts" if moe else "dense"
         forms = ", ".join(family.forms)
-        rows.append(f"| `{name}` | {mixers} | {mlps} | {forms} | {', '.join(refused(family)) or 'none'} |")
+        rows.append(f"| `{name}` | {mixers} | {mlps} | {forms} |")
+    rows += ["", "| model type | refused |", "|---|---|"]
+    all_refused = {name: refused(family) for name, family in sorted(FAMILIES.items())}
+    rows += [f"| `{name}` | {', '.join(fields)} |" for name, fields in all_refused.items() if fields]
     return "\n".join(rows)

@@ -110,9 +110,14 @@ def aligned(cu_seqlens: Tensor, tokens: int, lead: int = 0, size: int = CHUNK) -
 
 
 def check_documents(
-    cu_seqlens: Tensor | None, batch: int, initial_state: Tensor | None, shape: tuple[int, ...]
+    cu_seqlens: Tensor | None,
+    documents: Tensor | None,
+    batch: int,
+    initial_state: Tensor | None,
+    shape: tuple[int, ...],
 ) -> None:
-    """Raise ValueError where rows, documents and initial states do not fit. shape: of one initial state."""
+    """Raise ValueError where rows, documents and initial states do not fit, and for both ways to say where documents
+    are. shape: of one initial state."""
     rows = batch
     if cu_seqlens is not None:
         if batch != 1 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
@@ -122,3 +127,5 @@ def check_documents(
         rows = cu_seqlens.shape[0] - 1
     if initial_state is not None and tuple(initial_state.shape) != (rows, *shape):
         raise ValueError(f"initial_state has shape {list(initial_state.shape)}; allowed: {[rows, *shape]}")
+    if cu_seqlens is not None and documents is not None:
+        raise ValueError("cu_seqlens and documents are both given; allowed: one of them")

@@ -42,6 +42,21 @@ def offsets_of(documents: Tensor) -> tuple[Tensor, Tensor]:
     return F.pad(place, (0, 1), value=documents.numel()).int(), own
 
 
+def in_one_row(
+    documents: Tensor, state: Tensor, tensors: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor, Tensor, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]:
+    """Return tensors [B, T, ...] with their rows one after the other, the states that documents begin with, where
+    documents begin, and what makes of a result [1, B T, ...] and the states behind documents those of the rows.
+    documents: [B, T] numbers; state: [B, ...], which the first document of each row goes on from."""
+    cu_seqlens, own = offsets_of(documents)
+    state = state.new_zeros(len(cu_seqlens) - 1, *state.shape[1:]).index_copy(0, own[:-1], state)
+
+    def of_rows(out: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        return out[0].unflatten(0, documents.shape), after[own[1:] - 1]
+
+    return [x.flatten(0, 1)[None] for x in tensors], state, cu_seqlens, of_rows
+
+
 def gradients(
     run: Callable[..., Any], inputs: Sequence[Tensor], constants: Sequence[Any], grads: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:

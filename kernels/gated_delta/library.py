@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..chunks import wide
 from ..custom_op import Output, gradient_of, like, operation
-from ..field import gradients, offsets_of, served_by
+from ..field import gradients, in_one_row, served_by
 
 
 def serves(v: Tensor, g: Tensor) -> bool:
@@ -100,17 +100,16 @@ def _run(
     repeats, rows = v.shape[2] // k.shape[2], initial_state.shape[0]
     q, k = (x.repeat_interleave(repeats, 2) for x in (q, k))
     state = initial_state.float()
-    if documents is not None:  # of all rows, one after the other
-        cu_seqlens, own = offsets_of(documents)
-        state = state.new_zeros(len(cu_seqlens) - 1, *state.shape[1:]).index_copy(0, own[:-1], state)
-        q, k, v, g, beta = (x.flatten(0, 1)[None] for x in (q, k, v, g, beta))
+    of_rows = None
+    if documents is not None:
+        (q, k, v, g, beta), state, cu_seqlens, of_rows = in_one_row(documents, state, (q, k, v, g, beta))
     dtype = torch.float32 if v.dtype == torch.float64 else v.dtype
     q, k, v, beta = (x.to(dtype) for x in (q, k, v, beta))
     out, state = rule(
         q, k, v, g.float(), beta, scale=scale, initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens
     )
-    if documents is not None:
-        out, state = out[0].unflatten(0, documents.shape), state[own[1:] - 1]
+    if of_rows is not None:
+        out, state = of_rows(out, state)
     assert state.shape[0] == rows, "one state of each row or document"
     return out, state
 

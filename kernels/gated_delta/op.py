@@ -37,9 +37,7 @@ def gated_delta_rule(
     for shapes that do not fit, and for both cu_seqlens and documents.
     """
     _check(q, k, v, g, beta)
-    check_documents(cu_seqlens, v.shape[0], initial_state, (*v.shape[2:3], k.shape[3], v.shape[3]))
-    if cu_seqlens is not None and documents is not None:
-        raise ValueError("cu_seqlens and documents are both operands; allowed: one of them")
+    check_documents(cu_seqlens, documents, v.shape[0], initial_state, (*v.shape[2:3], k.shape[3], v.shape[3]))
     scale = k.shape[3] ** -0.5 if scale is None else scale
     if v.shape[1] == 0 or (v.shape[1] == 1 and cu_seqlens is None):
         return reference.gated_delta_rule(q, k, v, g, beta, scale, initial_state)

@@ -62,9 +62,7 @@ def linear_attention(
             f"linear attention has {shapes}; allowed: q and k [B, T, Hk, K], v [B, T, H, V] with H a multiple of Hk, "
             "g [B, T, H]"
         )
-    check_documents(cu_seqlens, v.shape[0], initial_state, (v.shape[2], k.shape[3], v.shape[3]))
-    if cu_seqlens is not None and documents is not None:
-        raise ValueError("cu_seqlens and documents are both given; allowed: one of them")
+    check_documents(cu_seqlens, documents, v.shape[0], initial_state, (v.shape[2], k.shape[3], v.shape[3]))
     if v.shape[1] == 0 or (v.shape[1] == 1 and cu_seqlens is None):
         return reference.linear_attention(q, k, v, g, scale, initial_state)
     if cu_seqlens is None:

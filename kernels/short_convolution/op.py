@@ -40,8 +40,6 @@ def short_convolution(
         )
     if activation not in (None, "silu"):
         raise ValueError(f"activation is {shown(activation)}; allowed: 'silu' or None")
-    check_documents(cu_seqlens, x.shape[0], initial_state, (x.shape[2], weight.shape[1] - 1))
-    if cu_seqlens is not None and documents is not None:
-        raise ValueError("cu_seqlens and documents are both given; allowed: one of them")
+    check_documents(cu_seqlens, documents, x.shape[0], initial_state, (x.shape[2], weight.shape[1] - 1))
     convolve = library.short_convolution if library.serves(x, weight) else chunked.short_convolution
     return convolve(x, weight, bias, activation, initial_state, cu_seqlens, documents)

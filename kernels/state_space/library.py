@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..chunks import wide
 from ..custom_op import Output, gradient_of, like, operation
-from ..field import gradients, offsets_of, served_by
+from ..field import gradients, in_one_row, served_by
 
 _CHUNK = 256
 
@@ -102,13 +102,11 @@ def _run(
     B, C, state = B.to(x.dtype), C.to(x.dtype), initial_state.float()
     if documents is None and cu_seqlens is None:
         return scan(x, dt, A, B, C, _CHUNK, D=D, initial_states=state, return_final_states=True)
-    own = None
-    if documents is not None:  # of all rows, one after the other
-        cu_seqlens, own = offsets_of(documents)
-        state = state.new_zeros(len(cu_seqlens) - 1, *state.shape[1:]).index_copy(0, own[:-1], state)
+    of_rows = None
+    if documents is not None:
+        (x, dt, B, C), state, cu_seqlens, of_rows = in_one_row(documents, state, (x, dt, B, C))
     assert cu_seqlens is not None, "asked above"
     ends, y, states = cu_seqlens.tolist(), [], []
-    x, dt, B, C = (z.flatten(0, 1)[None] for z in (x, dt, B, C))
     for n, (begin, end) in enumerate(itertools.pairwise(ends)):
         one, of_one = (z[:, begin:end] for z in (x, dt, B, C)), state[n : n + 1]
         its, its_dt, its_b, its_c = one
@@ -116,9 +114,7 @@ def _run(
         y.append(found)
         states.append(after)
     out, after = torch.cat(y, 1), torch.cat(states)
-    if documents is None or own is None:
-        return out, after
-    return out[0].unflatten(0, documents.shape), after[own[1:] - 1]
+    return (out, after) if of_rows is None else of_rows(out, after)
 
 
 @gradient_of(state_space_fwd, saves=("x", "dt", "A", "B", "C", "D", "initial_state", "cu_seqlens", "documents"))

@@ -42,8 +42,7 @@ def state_space_scan(
             f"the state space has {_shapes(x, dt, A, B, C)}; allowed: x [B, T, H, P], dt [B, T, H], A [H], B and C [B, "
             "T, G, N] with H a multiple of G"
         )
-    check_documents(cu_seqlens, x.shape[0], initial_state, (*x.shape[2:], B.shape[3]))
-    _check_one(cu_seqlens, documents)
+    check_documents(cu_seqlens, documents, x.shape[0], initial_state, (*x.shape[2:], B.shape[3]))
     if x.shape[1] == 0 or (x.shape[1] == 1 and cu_seqlens is None):
         return reference.state_space_scan(x, dt, A, B, C, D, initial_state)
     scan = library.state_space_scan if library.serves(x) else chunked.state_space_scan
@@ -73,8 +72,7 @@ def selective_scan(
             f"the selective scan has {_shapes(x, dt, A, B, C)}; allowed: x and dt [B, T, D], A [D, N], B and C "
             "[B, T, N]"
         )
-    check_documents(cu_seqlens, x.shape[0], initial_state, tuple(A.shape))
-    _check_one(cu_seqlens, documents)
+    check_documents(cu_seqlens, documents, x.shape[0], initial_state, tuple(A.shape))
     if x.shape[1] == 0 or (x.shape[1] == 1 and cu_seqlens is None):
         return reference.selective_scan(x, dt, A, B, C, D, initial_state)
     return chunked.selective_scan(x, dt, A, B, C, D, initial_state, cu_seqlens, documents)
@@ -82,8 +80,3 @@ def selective_scan(
 
 def _shapes(*tensors: Tensor) -> str:
     return ", ".join(f"{name} {list(x.shape)}" for name, x in zip(("x", "dt", "A", "B", "C"), tensors, strict=True))
-
-
-def _check_one(cu_seqlens: Tensor | None, documents: Tensor | None) -> None:
-    if cu_seqlens is not None and documents is not None:
-        raise ValueError("cu_seqlens and documents are both given; allowed: one of them")

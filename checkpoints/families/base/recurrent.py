@@ -186,6 +186,13 @@ def _of_heads(name: str, heads: int, sizes: tuple[int, ...], only: int | None = 
     return Concat(*((Rows(name, h * group + offsets[p], heads * group), sizes[p]) for p in parts for h in range(heads)))
 
 
+def _projections(at: str, ours: str, *, bias: bool) -> Weights:
+    """The projections into a mixer and out of it."""
+    for name, theirs in (("linear_in", "in_proj"), ("linear_proj", "out_proj")):
+        for kind in ("weight", "bias") if bias else ("weight",):
+            yield f"{ours}{name}.{kind}", At(f"{at}{theirs}.{kind}")
+
+
 @dataclass(frozen=True)
 class Mamba2Names:
     """The mixer of Mamba-2. at: what its names begin with, in the layer."""
@@ -201,9 +208,7 @@ class Mamba2Names:
             yield ours + name, At(at + name)
         if mixer.gate != "no_norm":
             yield f"{ours}norm_weight", At(f"{at}norm.weight")
-        for name, theirs in (("linear_in", "in_proj"), ("linear_proj", "out_proj")):
-            for kind in ("weight", "bias") if mixer.use_bias else ("weight",):
-                yield f"{ours}{name}.{kind}", At(f"{at}{theirs}.{kind}")
+        yield from _projections(at, ours, bias=mixer.use_bias)
 
 
 @dataclass(frozen=True)
@@ -217,6 +222,4 @@ class ShortConvolutionNames:
         yield f"{ours}conv_weight", Unsqueezed(f"{at}conv.weight", 1)
         if mixer.use_bias:
             yield f"{ours}conv_bias", At(f"{at}conv.bias")
-        for name, theirs in (("linear_in", "in_proj"), ("linear_proj", "out_proj")):
-            for kind in ("weight", "bias") if mixer.use_bias else ("weight",):
-                yield f"{ours}{name}.{kind}", At(f"{at}{theirs}.{kind}")
+        yield from _projections(at, ours, bias=mixer.use_bias)
