@@ -161,7 +161,7 @@ WHERE = (
     ("Where is the input saved for the weight gradient?", "layers quantize_and_save"),
     ("Where is a number format defined?", "kernels quantize_blockwise", "kernels quantize_nvfp4"),
     ("Which GEMM implementation runs, and why?", "kernels/gemm choose", "kernels choose_scaled"),
-    ("What decides whether C++ or a definition runs?", "kernels set_backend"),
+    ("What decides whether C++ or a definition runs?", "kernels explain"),
     ("What is the active recipe?", "layers Region"),
     ("What does each recipe say about each operand?", "layers MXFP8BlockScaling"),
     ("What does the router do with groups of experts?", "kernels router_topk", "te_models Router"),

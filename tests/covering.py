@@ -97,12 +97,17 @@ def _mark_all_but_sentinels(items: list[pytest.Item]) -> None:
             named[item.nodeid.partition("[")[0]].append(item)
     for test, cells in named.items():
         keep = cells[0].get_closest_marker("sentinels").args
-        ids = {item.callspec.id: item for item in cells}
-        if len(cells) > len(keep) and (unknown := set(keep) - ids.keys()):  # fewer were asked for by name
-            UNKNOWN_SENTINELS.append(f"{test} has no cells {sorted(unknown)}; it has {sorted(ids)}")
-        for its, item in ids.items():
+        ids = [_own_id(item) for item in cells]
+        if len(cells) > len(keep) and (unknown := set(keep).difference(ids)):  # fewer were asked for by name
+            UNKNOWN_SENTINELS.append(f"{test} has no cells {sorted(unknown)}; it has {sorted(set(ids))}")
+        for its, item in zip(ids, cells, strict=True):
             if its not in keep:
                 item.add_marker(pytest.mark.slow)
+
+
+def _own_id(item: pytest.Item) -> str:
+    """Return the id of a cell without the setting of the fixture `each_backend`: a sentinel runs under both."""
+    return item.callspec.id.removeprefix(f"{item.callspec.params.get('each_backend')}-")
 
 
 def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:

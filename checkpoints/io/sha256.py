@@ -10,12 +10,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from te_models.kernels import cpp_library
+from te_models.kernels.libraries import Compiled, has_library
 
 SHA256_BYTES = 32
 LEAST = 1 << 18
@@ -33,27 +32,14 @@ def digests_of_each(data: memoryview, size: int) -> bytes:
     if size < 1 or len(data) % size:
         raise ValueError(f"parts have {size} bytes of {len(data)}; allowed: 1 or more, a part of them")
     count = len(data) // size
-    if count < 2 or data.readonly or len(data) < LEAST or not has_library():
+    if count < 2 or data.readonly or len(data) < LEAST or not has_library(SHA256):
         return b"".join([hashlib.sha256(data[at : at + size]).digest() for at in range(0, len(data), size)])
     found = ctypes.create_string_buffer(SHA256_BYTES * count)
     _function()(ctypes.addressof(ctypes.c_char.from_buffer(data)), count, size, ctypes.addressof(found))
     return found.raw
 
 
-def has_library() -> bool:
-    """Whether the library hashes here, as `kernels/backend.py` is set, which imports torch and is read where it is."""
-    module = sys.modules.get("te_models.kernels.backend")
-    setting = os.environ.get("TE_MODELS_BACKEND") if module is None else module.backend()
-    return setting != "definition" and _is_there()
-
-
-@functools.cache
-def _is_there() -> bool:
-    try:
-        _function()
-    except cpp_library.CompilationError:
-        return False
-    return True
+SHA256 = Compiled("SHA-256 of several parts", lambda: _function(), ())
 
 
 @functools.cache

@@ -46,15 +46,22 @@ def _function(name: str, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.d
     return cpp_library.function(file, {"INPUT": NAMES[dtype], "RESULT": NAMES[out_dtype]}, name, _ARGUMENTS[name])
 
 
-def _compiled(operation: str, name: str) -> Compiled:
-    """Return what the backend knows of an operation, whose key is the dtype of x and that of the result, if any."""
-    return Compiled(operation, lambda *dtypes: _function(name, *dtypes), DTYPES, in_graphs="always")
+def _compiled(operation: str, name: str, *, amax: bool = False) -> Compiled:
+    """Return what the backend knows of an operation, whose key is the dtype of x and that of the result, if any. amax:
+    whether there is the amax of x with it."""
+
+    def load(*dtypes: torch.dtype) -> None:
+        _function(name, *dtypes)
+        if amax:
+            _function("te_row_amax", dtypes[0])
+
+    return Compiled(operation, load, DTYPES, in_graphs="always")
 
 
 ROUND_FP8 = _compiled("round_blockwise", "te_round_fp8")
 ROUND_CURRENT = _compiled("round_current", "te_round_current")
 ROUND_SCALED = _compiled("round_per_tensor", "te_round_scaled")
-ROUND_NVFP4 = _compiled("round_nvfp4", "te_round_nvfp4")
+ROUND_NVFP4 = _compiled("round_nvfp4", "te_round_nvfp4", amax=True)
 TRANSFORM = _compiled("random_hadamard", "te_random_hadamard")
 ROW_AMAX = _compiled("amax", "te_row_amax")
 
@@ -113,7 +120,7 @@ def round_nvfp4(
     x: Tensor, block: tuple[int, int], amax: Tensor, dtype: torch.dtype, key: Tensor | None = None, stream: int = 0
 ) -> Tensor:
     """See `nvfp4.reference.round_nvfp4`. amax: [...], or broadcastable to the blocks [..., R / block[0], C / block[1]];
-    key: int64 [2], seed and step, contiguous. Random bits are drawn by the rows of a block, so that none are stored."""
+    key: int64 [2], seed and step. Random bits are drawn by the rows of a block, so that none are stored."""
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device="cpu")
     if x.numel() == 0:
@@ -127,6 +134,7 @@ def round_nvfp4(
         amax, strides = amax.contiguous(), (1, 0, 0)
     run = _function("te_round_nvfp4", x.dtype, dtype)
     pointers = (x.data_ptr(), out.data_ptr())
+    key = None if key is None else key.contiguous()
     drawing = None if key is None else key.data_ptr(), stream
     run(*pointers, *_sizes(x), *block, amax.data_ptr(), *strides, *drawing, threads_for(x.numel()))
     return out

@@ -157,7 +157,7 @@ def _round_nvfp4(
 ) -> Tensor:
     if not has_library(ROUND_NVFP4, x.dtype, dtype):
         return nvfp4.round_nvfp4(x, dtype, block=block, amax=amax, key=key, stream=stream)[0]
-    return library.round_nvfp4(x, block, amax, dtype, None if key is None else key.contiguous(), stream)
+    return library.round_nvfp4(x, block, amax, dtype, key, stream)
 
 
 _round_nvfp4_in_graph = operation("round_nvfp4", lambda x, dtype: like(x, dtype=dtype), takes=_NVFP4, cpu_only=True)(
@@ -181,9 +181,9 @@ def round_nvfp4(
         if not _NVFP4.misfit(x, block, known, key):
             return _round_nvfp4_in_graph(x, dtype, list(block), known, key, stream), known
     elif chosen is Backend.COMPILED and x.dim() > 1:
-        known = matrix_amax(x) if amax is None else amax
+        known = library.amax(x) if amax is None else amax
         if not _NVFP4.misfit_on_cpu(x, block, known, key) and plain_on_cpu(known):
-            return _round_nvfp4(x, dtype, block, known, key, stream), known
+            return library.round_nvfp4(x, block, known, dtype, key, stream), known
     return nvfp4.round_nvfp4(x, dtype, block=block, amax=amax, key=key, stream=stream)
 
 
@@ -205,5 +205,5 @@ def round_current_nvfp4(
 ) -> tuple[Tensor, Tensor]:
     """Scale each matrix of x [..., R, C] by its own amax: return (`round_nvfp4` of it, what is left to multiply with,
     float32 [...])."""
-    amax = matrix_amax(x)
-    return _round_nvfp4(x, dtype, block, amax, key, stream), library.global_decode(amax)
+    amax = library.amax(x)
+    return library.round_nvfp4(x, block, amax, dtype, key, stream), library.global_decode(amax)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from te_models.checkpoints.io import sha256
 from te_models.checkpoints.io.sha256 import digests_of_each
 from te_models.kernels import cpp_library
-from te_models.kernels.backend import using_backend
+from te_models.kernels.backend import explain, fallbacks, has_library, using_backend
 
 SIZES = (1, 55, 56, 57, 63, 64, 65, 119, 120, 128, 1000, 4096, 5000)
 
@@ -29,8 +29,8 @@ def random_bytes(count: int) -> memoryview:
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of any size go to the library; skips where the processor has no instructions for SHA-256."""
     monkeypatch.setattr(sha256, "LEAST", 0)
-    if not sha256.has_library():
-        pytest.skip("SHA-256 of several parts at once needs a C++ compiler and the instructions")
+    if not has_library(sha256.SHA256):
+        pytest.skip(explain(sha256.SHA256, torch.empty(1)))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -57,18 +57,18 @@ def test_few_bytes_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert digests_of_each(data, 100) == by_hashlib(data, 100)
 
 
-def test_hashlib_stays_where_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashlib_stays_where_there_is_no_library(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
     def fails() -> None:
         raise cpp_library.CompilationError("#error the processor has no instructions for SHA-256")
 
     monkeypatch.setattr(sha256, "LEAST", 0)
-    monkeypatch.setattr(sha256, "_is_there", functools.cache(sha256._is_there.__wrapped__))
     monkeypatch.setattr(sha256, "_function", fails)
     data = random_bytes(300)
     for _ in range(2):
         assert digests_of_each(data, 100) == by_hashlib(data, 100)
     with using_backend("compiled"):  # is no error for what is not for this processor
         assert digests_of_each(data, 100) == by_hashlib(data, 100)
+    assert not fallbacks
 
 
 def test_a_processor_without_the_instructions_says_so(tmp_path: Path) -> None:

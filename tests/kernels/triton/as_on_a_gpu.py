@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from te_models.kernels import backend, launch
+from te_models.kernels import launch, libraries
 from te_models.kernels import quantize as q
 from te_models.kernels.backend import Answer, Backend
 from te_models.kernels.custom_op import flatten
@@ -34,7 +34,7 @@ def gemms_as_on_a_gpu(monkeypatch: Patching) -> None:
     for module in (dense, scaled):
         monkeypatch.setattr(module, "in_plain_torch", lambda device: False)
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
-    monkeypatch.setattr(backend, "_kept", NoLibrary())
+    monkeypatch.setattr(libraries, "answers", NoLibrary())
 
 
 def rows_as_on_a_gpu(monkeypatch: Patching) -> None:
@@ -45,5 +45,5 @@ def rows_as_on_a_gpu(monkeypatch: Patching) -> None:
         return permute_quantized_op(x, permutation.slot_of_row, topk, None, *flatten(output))
 
     monkeypatch.setattr(launch, "as_accelerator", True)
-    monkeypatch.setattr(backend, "_kept", NoLibrary())
+    monkeypatch.setattr(libraries, "answers", NoLibrary())
     monkeypatch.setattr(grouped_operand, "permute_quantized", permuted)

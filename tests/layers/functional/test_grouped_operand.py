@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from te_models.kernels import backend
+from te_models.kernels import libraries
 from te_models.kernels import quantize as q
 from te_models.kernels.permute import permute, sort_by_expert, unpermute
 from te_models.layers import (
@@ -42,7 +42,7 @@ SPLITS = [33, 0, 25]
 
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
-    monkeypatch.setattr(backend, "_kept", NoLibrary())
+    monkeypatch.setattr(libraries, "answers", NoLibrary())
 
 
 def layer(**options: object) -> GroupedLinear:
