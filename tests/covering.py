@@ -107,7 +107,8 @@ def _mark_all_but_sentinels(items: list[pytest.Item]) -> None:
 
 def _own_id(item: pytest.Item) -> str:
     """Return the id of a cell without the setting of the fixture `each_backend`: a sentinel runs under both."""
-    return item.callspec.id.removeprefix(f"{item.callspec.params.get('each_backend')}-")
+    backend = item.callspec.params.get("each_backend")
+    return item.callspec.id if backend is None else item.callspec.id.removeprefix(f"{backend}-")
 
 
 def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
