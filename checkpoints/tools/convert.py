@@ -75,27 +75,46 @@ def import_hf(
         if ckpt.quantized is not None:
             if dequantize and (allow_requantize or storage is not None):
                 raise CheckpointError("dequantized weights are stored as values: choose no storage and no requantizing")
-            from ..quantized.import_plan import plan_quantized_import
-            from ..quantized.passthrough_values import passthrough_as_values
-
             ckpt.check_scales()
             values = None
             if allow_requantize:  # the same files once more, which are checked once
                 values = stack.enter_context(open_checkpoint(src, storage=VALUES, mtp=mtp, verify=False))
                 values.check_elements()
-            plan = plan_quantized_import(ckpt, values, layout, wanted, dequantize=dequantize)
-            if not ckpt.formats:  # then the result does not say what was declared
-                quantized, passthrough = ckpt.quantized, our_names(ckpt.passthrough)
-                plan = passthrough_as_values(plan, ckpt.files, passthrough, quantized.format, wanted or quantized.dtype)
+            plan = plan_import(ckpt, layout, wanted, values=values, dequantize=dequantize)
         elif dequantize or allow_requantize or storage is not None:
             raise CheckpointError(
                 f"{src} declares no quantization, so there is nothing to dequantize or to requantize; "
                 "import it as it is, then te-models quantize stores its weights quantized"
             )
         else:
-            plan = plan_te_folder(ckpt, layout, dtype=wanted)
+            plan = plan_import(ckpt, layout, wanted)
         source = source_of(ckpt, grouped_formats(ckpt.config, layout, plan.formats))
         return conversion.write_te_folder(plan, layout, source)
+
+
+def plan_import(
+    ckpt: Checkpoint,
+    layout: ExpertLayout = "grouped",
+    dtype: torch.dtype | None = None,
+    *,
+    values: Checkpoint | None = None,
+    dequantize: bool = False,
+) -> Plan:
+    """Return the plan of the import of an open Hugging Face folder; the arguments are those of `import_hf`.
+
+    values: the same folder, opened as values, from which weights are requantized; None: none are.
+    """
+    if ckpt.quantized is None:
+        return plan_te_folder(ckpt, layout, dtype=dtype)
+    from ..quantized.import_plan import plan_quantized_import
+    from ..quantized.passthrough_values import passthrough_as_values
+
+    plan = plan_quantized_import(ckpt, values, layout, dtype, dequantize=dequantize)
+    if ckpt.formats:
+        return plan
+    # then the result does not say what was declared
+    quantized, passthrough = ckpt.quantized, our_names(ckpt.passthrough)
+    return passthrough_as_values(plan, ckpt.files, passthrough, quantized.format, dtype or quantized.dtype)
 
 
 def export_hf(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,9 +10,9 @@ from te_models.config import mixer_words
 from te_models.sizes import format_size, plural
 
 from ..folder.checkpoint import open_checkpoint
-from ..plan.param_shapes import expected_tensors, is_expert_stack
+from ..plan.param_shapes import expected_tensors
 from .conversion import PathLike
-from .statistics import FormatSummary, count_parts, summarize_formats
+from .statistics import FormatSummary, count_parameters, count_parts, summarize_formats
 
 
 @dataclass(frozen=True)
@@ -86,10 +85,7 @@ def inspect(path: PathLike, *, verify: bool = True) -> Inspection:
     and headers are checked against its manifest.json."""
     with open_checkpoint(path, verify=verify) as ckpt:
         shapes = expected_tensors(ckpt.config)
-        total = sum(math.prod(shape) for shape in shapes.values())
-        in_experts = sum(math.prod(shape) for name, shape in shapes.items() if is_expert_stack(name))
-        moe = ckpt.config.moe
-        idle = in_experts * (moe.num_moe_experts - moe.moe_router_topk) // moe.num_moe_experts if moe else 0
+        total, active = count_parameters(ckpt.config)
         sizes: Counter[str] = Counter()
         formats = summarize_formats(ckpt)
         for name, info in ckpt.files.tensors.items():
@@ -103,7 +99,7 @@ def inspect(path: PathLike, *, verify: bool = True) -> Inspection:
             total_bytes=sum(sizes.values()),
             carried_bytes=sum(ckpt.tensors[name].nbytes for name in ckpt.passthrough),
             parameters=total,
-            active_parameters=total - idle,
+            active_parameters=active,
             parts=count_parts(shapes),
             dtypes=dict(Counter(info.dtype for info in ckpt.files.tensors.values())),
             formats={name: summary.parameters for name, summary in formats.items()},

@@ -22,6 +22,8 @@ from .conversion import PathLike
 if TYPE_CHECKING:
     import torch
 
+    from te_models.config import ModelConfig
+
     from ..formats import numbers
     from ..formats.source import QuantizedFiles
 else:
@@ -54,6 +56,17 @@ class ScaleStatistics:
     smallest: float
     median: float
     largest: float
+
+
+def count_parameters(config: ModelConfig) -> tuple[int, int]:
+    """Return the weights of a model, and those that one token uses."""
+    shapes = expected_tensors(config)
+    total = sum(map(math.prod, shapes.values()))
+    if config.moe is None:
+        return total, total
+    in_experts = sum(math.prod(shape) for name, shape in shapes.items() if is_expert_stack(name))
+    experts = config.moe.num_moe_experts
+    return total, total - in_experts * (experts - config.moe.moe_router_topk) // experts
 
 
 def count_parts(shapes: Mapping[str, Shape]) -> dict[str, int]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from te_models.checkpoints import Checkpoint, CheckpointError, Plan
-from te_models.checkpoints.folder.te_plan import plan_te_folder
 from te_models.checkpoints.io.header import without_collections
 from te_models.checkpoints.io.strict_json import read_object
+from te_models.checkpoints.plan.report import moved_report
+from te_models.checkpoints.tools.convert import plan_import
+from te_models.checkpoints.tools.statistics import count_parameters
 
 from ..config import ConfigError
 from ..sizes import plural
-from .estimates import cache_bytes, copy_speed, count_parameters, memory
+from .estimates import cache_bytes, copy_speed, memory
 from .headers import HeaderStore, digest_of, read_headers, small_files
 from .source import Source, source_of
 
@@ -41,8 +43,8 @@ class Certificate:
         inexact: quantized parameter -> why our storage cannot take over its numbers.
         option: of `te-models import`, without which it is refused.
         import_bytes: what an import writes.
-        memory: bytes by use; cache_bytes: of the keys and values of 1,024 positions.
-        import_seconds: at the speed with which this machine copies files.
+        memory: bytes by use; cache_bytes: of what decoding carries after 1,024 positions.
+        import_seconds: at the speed with which this machine copies files; 0 if not measured.
         scales_read: False where exactness supposes that scales are positive numbers, of MXFP8 powers of two.
         notes: what a user should know besides.
         config: the model, as `ModelConfig.to_dict` writes it.
@@ -88,13 +90,18 @@ class Certificate:
 
 
 def certify(
-    where: str | os.PathLike[str], *, scales: bool = False, progress: Callable[[int, int], None] | None = None
+    where: str | os.PathLike[str],
+    *,
+    scales: bool = False,
+    seconds: bool = True,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Certificate:
     """Return what an import of a checkpoint would do, from its configuration, its index and the headers of its files.
 
     Arguments:
         where: a Hugging Face folder, the URL of one on a web server, or a hub id (`org/name`, `org/name@revision`).
         scales: read the scales of quantized weights, too, on whose values exactness can depend.
+        seconds: measure how fast this machine copies files.
         progress: called with (files whose header was read, files in total).
 
     Raises CheckpointError where the checkpoint cannot be read at all; what can be read and cannot be converted is the
@@ -105,7 +112,10 @@ def certify(
         folder = Path(scratch)
         small_files(source, folder)
         store = read_headers(source, folder, scales=scales, progress=progress)
-        return _certificate(source, folder, store, scales)
+        found = _certificate(source, folder, store, scales)
+    if seconds and found.import_bytes:
+        found.import_seconds = found.import_bytes / copy_speed()
+    return found
 
 
 def _certificate(source: Source, folder: Path, store: HeaderStore, scales: bool) -> Certificate:
@@ -132,12 +142,11 @@ def _certificate(source: Source, folder: Path, store: HeaderStore, scales: bool)
         except (CheckpointError, ConfigError):
             return found.refuse(exact_reason)
     found.family, found.config = ckpt.family or "", ckpt.config.to_dict()
-    found.parameters, found.active_parameters, _ = count_parameters(ckpt.config)
+    found.parameters, found.active_parameters = count_parameters(ckpt.config)
     found.import_bytes = plan.total_bytes
-    found.classes = [] if plan.report is None else plan.report.to_dict()
+    found.classes = (plan.report or moved_report(plan, ckpt.tensors)).to_dict()
     found.memory = memory(ckpt.config, plan.total_bytes)
     found.cache_bytes = cache_bytes(ckpt.config)
-    found.import_seconds = plan.total_bytes / copy_speed()
     found.notes = list(plan.notes)
     if found.format and not scales:
         found.notes.append("scales were not read; they are taken for positive numbers, as the format declares them")
@@ -151,25 +160,17 @@ def _exact_plan(folder: Path, store: HeaderStore, found: Certificate) -> tuple[P
     ckpt = Checkpoint(folder, files=store, verify=False)
     if ckpt.kind != "hf":
         raise CheckpointError("this is a te_models folder, which needs no import")
-    if ckpt.quantized is None:
-        from te_models.checkpoints.plan.report import moved_report
-
-        plan = plan_te_folder(ckpt, "grouped")
-        return replace(plan, report=moved_report(plan, ckpt.tensors)), ckpt
-    from te_models.checkpoints.quantized.import_plan import plan_quantized_import
-
-    found.format, found.inexact = ckpt.quantized.format.name, dict(ckpt.quantized.found.inexact)
-    return plan_quantized_import(ckpt, None, "grouped", None, dequantize=False), ckpt
+    if ckpt.quantized is not None:
+        found.format, found.inexact = ckpt.quantized.format.name, dict(ckpt.quantized.found.inexact)
+    return plan_import(ckpt), ckpt
 
 
 def _plan_of_values(folder: Path, store: HeaderStore) -> tuple[Plan, Checkpoint]:
     """Return the plan of an import with --dequantize."""
-    from te_models.checkpoints.quantized.import_plan import plan_quantized_import
-
     ckpt = Checkpoint(folder, "values", files=store, verify=False)
     if ckpt.quantized is None:
         raise CheckpointError("nothing is quantized")
-    return plan_quantized_import(ckpt, None, "grouped", None, dequantize=True), ckpt
+    return plan_import(ckpt, dequantize=True), ckpt
 
 
 def _said(error: Exception, source: Source, folder: Path) -> str:

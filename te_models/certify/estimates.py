@@ -9,7 +9,8 @@ from pathlib import Path
 
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.io.boxes import count, full
-from te_models.checkpoints.plan.param_shapes import is_expert_stack, is_linear_weight
+from te_models.checkpoints.plan.param_shapes import is_linear_weight
+from te_models.checkpoints.tools.statistics import count_parameters
 
 from ..config import ModelConfig
 
@@ -19,26 +20,16 @@ _COPIES = {"none": 0.0, "delayed": 2.0, "current": 2.0, "block": 2.0005, "mxfp8"
 """Bytes that a linear weight takes besides under each recipe: its quantized rows and its quantized columns."""
 LORA_RANK = 16
 KEYS = 1024
-"""Positions that the size of a key-value cache is said for."""
+"""Positions that the size of what decoding carries is said for."""
 _PROBE = 64 << 20
-
-
-def count_parameters(config: ModelConfig) -> tuple[int, int, int]:
-    """Return the parameters of a model, those that one token uses, and those in linear weights."""
-    total = idle = linear = 0
-    for name, shape in expected_tensors(config).items():
-        elements = count(full(shape))
-        total += elements
-        linear += elements if is_linear_weight(name) else 0
-        if is_expert_stack(name) and config.moe is not None:
-            idle += elements * (config.moe.num_moe_experts - config.moe.moe_router_topk) // config.moe.num_moe_experts
-    return total, total - idle, linear
 
 
 def memory(config: ModelConfig, stored_bytes: int) -> dict[str, int]:
     """Return bytes by use: serving as stored, LoRA over the stored weights, and training under each recipe. Activations
     and the key-value cache come on top; `te-models plan` counts the former."""
-    parameters, _, linear = count_parameters(config)
+    shapes = expected_tensors(config)
+    parameters, _ = count_parameters(config)
+    linear = sum(count(full(shape)) for name, shape in shapes.items() if is_linear_weight(name))
     found = {"inference": stored_bytes, f"LoRA, rank {LORA_RANK}": stored_bytes + _TRAINED * _adapters(config)}
     for recipe, copies in _COPIES.items():
         found[f"training, {recipe}" if recipe != "none" else "training, bf16"] = round(
@@ -48,14 +39,17 @@ def memory(config: ModelConfig, stored_bytes: int) -> dict[str, int]:
 
 
 def cache_bytes(config: ModelConfig) -> int:
-    """Return the bytes of keys and values of `KEYS` positions of one sequence in bfloat16, windows aside."""
-    a = config.attention
-    if a.mla is not None:
-        width = a.mla.kv_lora_rank + a.mla.qk_pos_emb_head_dim
-    else:
-        assert a.kv_channels is not None, "filled in by validation"
-        width = (a.num_query_groups or a.num_attention_heads) * (a.kv_channels + (a.v_head_dim or a.kv_channels))
-    return 2 * KEYS * config.num_layers * width
+    """Return the bytes that decoding carries of one sequence of `KEYS` positions: keys and values in bfloat16, windows
+    aside, and the states of other mixers, which do not grow."""
+    total = 0
+    for layer in range(config.num_layers):
+        attention, mixer = config.attention_of(layer), config.mixer_of(layer)
+        if attention is not None and config.kv_source(layer) is None:
+            groups, channels = attention.cached_sizes()
+            total += 2 * KEYS * groups * sum(channels)
+        for state in () if mixer is None else mixer.states():
+            total += count(full(state.shape)) * (4 if state.dtype == "float32" else 2)
+    return total
 
 
 def copy_speed(folder: Path | None = None) -> float:

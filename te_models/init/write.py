@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.io.atomic import replaced_file
+from te_models.checkpoints.tools.statistics import count_parameters
 
 from ..config import ConfigError, ModelConfig
 from ..parallel.dims import ParallelDims
@@ -121,18 +120,13 @@ def first_config(
     longest = length if amount is None else amount.length(length)
     trained = 0
     if task in ("pretrain", "sft"):
-        trained = count_parameters(base.config)
+        trained, _ = count_parameters(base.config)
     largest = WINDOWS if amount is None else amount.micro_batch(longest, WINDOWS)
     sizes = fitting(planned, longest, trained, machine.device, machine.memory, largest=largest)
     why = f"the text has {plural(amount.tokens, 'token')}" if amount is not None and longest < length else ""
     _add_sizes(tables, sizes, longest, base, machine, bool(trained), why)
     _add_validation(tables, sizes, amount)
     return _heading(task, base, path, output) + tables.text(), sizes, base
-
-
-def count_parameters(model: ModelConfig) -> int:
-    """Return how many numbers a model has."""
-    return sum(math.prod(shape) for shape in expected_tensors(model, "grouped").values())
 
 
 def _heading(task: Task, base: Base, path: str, output: Path) -> str:

@@ -55,6 +55,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", _MOE),
     "qwen3_moe-ragged": ("Qwen3MoeConfig", _MOE | {"moe_intermediate_size": 96}),
     "deepseek_v3": ("DeepseekV3Config", _LATENT),
+    "deepseek_v3-ragged": ("DeepseekV3Config", _LATENT | {"moe_intermediate_size": 96}),
     "llama4": ("Llama4TextConfig", {"intermediate_size": 96, "intermediate_size_mlp": 256, "num_local_experts": 3}),
     "gpt_oss": ("GptOssConfig", {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 96}),
 }

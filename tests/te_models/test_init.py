@@ -49,7 +49,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that holds a config.json alone."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sizes, "plan_each", planned)
-    monkeypatch.setattr("te_models.init.write.count_parameters", lambda config: TRAINED)
+    monkeypatch.setattr("te_models.init.write.count_parameters", lambda config: (TRAINED, TRAINED))
     folder = tmp_path / "smol"
 
     folder.mkdir()

@@ -235,6 +235,14 @@ class AttentionConfig(MixerConfig):
         """Channels of the index key of a token, 0 where the attention has no indexer of its own."""
         return 0 if self.indexer is None or self.indexer.shared else self.indexer.head_dim
 
+    def cached_sizes(self, tp_size: int = 1) -> tuple[int, tuple[int, int]]:
+        """Return the heads of what decoding keeps of a token, those of a rank of `tp_size`, and the channels of the two
+        tensors that it is kept in."""
+        if self.mla is not None:
+            return 1, (self.mla.kv_lora_rank, self.mla.qk_pos_emb_head_dim + self.index_channels)
+        groups = (self.num_query_groups or self.num_attention_heads) // tp_size
+        return groups, (self.key_channels, self.value_channels + -(-self.index_channels // groups))
+
     def shared_sizes(self) -> dict[str, int]:
         """As `MixerConfig.shared_sizes`."""
         groups = self.num_query_groups or self.num_attention_heads

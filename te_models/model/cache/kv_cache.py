@@ -17,7 +17,7 @@ from torch import Tensor
 
 from te_models.layers.functional.gemm_operand import autocast_dtype
 
-from ...config import AttentionConfig, ModelConfig
+from ...config import ModelConfig
 from .states import PairMemory, StateMemory
 
 SLACK = 128
@@ -119,14 +119,6 @@ def check_dtype(stored: Tensor, key: Tensor) -> None:
         )
 
 
-def cached_sizes(a: AttentionConfig, tp_size: int) -> tuple[int, tuple[int, int]]:
-    """Return the heads of what an attention caches, G of a rank, and the channels of the two tensors."""
-    if a.mla is not None:
-        return 1, (a.mla.kv_lora_rank, a.mla.qk_pos_emb_head_dim + a.index_channels)
-    groups = (a.num_query_groups or a.num_attention_heads) // tp_size
-    return groups, (a.key_channels, a.value_channels + -(-a.index_channels // groups))
-
-
 def joined(attention: Any, states: StateMemory | None) -> Any:
     """Return the memory of a layer from those of its attention and of its other mixer, None where it has none."""
     if states is None:
@@ -180,7 +172,7 @@ class KVCache:
         for i in range(config.num_layers) if layers is None else layers:
             attention, mixer, states = config.attention_of(i), config.mixer_of(i), None
             if attention is not None and config.kv_source(i) is None:
-                groups, sizes = cached_sizes(attention, tp_size)
+                groups, sizes = attention.cached_sizes(tp_size)
                 reach = reach_of(config, i)
                 capacity = max_length if reach is None else min(max_length, reach + rollback + SLACK)
                 shapes = ((batch_size, capacity, groups, size) for size in sizes)

@@ -17,7 +17,7 @@ from torch import Tensor
 from te_models.kernels.asserted import asserted
 
 from ...config import ModelConfig
-from .kv_cache import cached_sizes, check_dtype, joined, reach_of
+from .kv_cache import check_dtype, joined, reach_of
 from .states import StateMemory
 
 
@@ -141,7 +141,7 @@ class StaticKVCache:
         for i in range(config.num_layers):
             attention, mixer, prompt, states = config.attention_of(i), config.mixer_of(i), None, None
             if attention is not None and config.kv_source(i) is None:
-                groups, sizes = cached_sizes(attention, tp_size)
+                groups, sizes = attention.cached_sizes(tp_size)
                 reach = reach_of(config, i)
                 slots = max_length if reach is None else min(max_length, reach + 1)
                 shapes = ((batch_size, slots, groups, size) for size in sizes)

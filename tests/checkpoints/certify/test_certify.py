@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,13 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from te_models import ModelConfig
 from te_models.certify import certify
 from te_models.certify.card import check_card, write_card
 from te_models.checkpoints import CheckpointError, import_hf
 from te_models.cli.main import main
+from te_models.model.cache import KVCache
+from tests.checkpoints import family_cases
 from tests.checkpoints.certify.servers import serving
 from tests.checkpoints.hf_cases import HFFolder
-from tests.checkpoints.quantized_cases import CASES, make
+from tests.checkpoints.quantized_cases import CASES, FP8_CONFIG, Case, fp8_block, make
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3_moe", "qwen2-tied"])
@@ -37,18 +41,38 @@ def test_a_plain_folder_is_as_its_import(case: str, hf_folder: HFFolder, tmp_pat
 def test_a_quantized_folder_is_as_its_import(case: str, tmp_path: Path) -> None:
     folder, _ = make(CASES[case], tmp_path)
     found = certify(folder, scales=True)
-    try:
-        plan = import_hf(folder, tmp_path / "ours", dry_run=True)
-    except CheckpointError as error:
-        assert found.verdict == "convertible with loss" and found.option == "--dequantize"
-        assert found.reason.split(";")[0] == str(error).split(";")[0]
-        plan = import_hf(folder, tmp_path / "ours", dry_run=True, dequantize=True)
-    else:
-        assert found.verdict == "exact"
+    assert found.verdict == "exact"
+    plan = import_hf(folder, tmp_path / "ours", dry_run=True)
     assert found.import_bytes == plan.total_bytes and plan.report is not None
     assert found.classes == plan.report.to_dict() and found.format
     unread = certify(folder)
     assert not unread.scales_read and "scales were not read" in unread.notes[-1]
+
+
+def test_blocks_that_are_cut_are_certified_as_values(tmp_path: Path) -> None:
+    """So are those of a layer that the model does not use, whose format the import no longer declares."""
+    folder, _ = make(Case("deepseek_v3-ragged", fp8_block(), FP8_CONFIG), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    unused = {n.replace("layers.1.", "layers.2."): t.clone() for n, t in tensors.items() if "layers.1." in n}
+    save_file(tensors | unused, folder / "model.safetensors", metadata={"format": "pt"})
+    found = certify(folder)
+    assert (found.verdict, found.exit_code, found.option) == ("convertible with loss", 3, "--dequantize")
+    with pytest.raises(CheckpointError, match=re.escape(found.reason.partition(";")[0])):
+        import_hf(folder, tmp_path / "ours")
+    plan = import_hf(folder, tmp_path / "ours", dequantize=True)
+    assert found.import_bytes == plan.total_bytes and plan.report is not None
+    assert found.classes == plan.report.to_dict() and len(plan.passthrough) > 0
+
+
+def test_decoding_carries_keys_by_layer_and_states(hf_folder: HFFolder, tmp_path: Path) -> None:
+    family_cases.make("mamba2").save_pretrained(tmp_path)
+    llama, mamba = certify(hf_folder("llama")), certify(tmp_path)
+    a = ModelConfig.from_dict(llama.config).attention
+    assert a.num_query_groups is not None
+    assert llama.cache_bytes == 2 * 1024 * llama.config["num_layers"] * a.num_query_groups * 2 * a.key_channels
+    config = ModelConfig.from_dict(mamba.config)
+    with torch.device("meta"):
+        assert mamba.cache_bytes == KVCache(config, 1, 1024, dtype=torch.bfloat16).nbytes > 0
 
 
 def test_what_does_not_fit_is_refused_by_name(hf_folder: HFFolder, edit_json: Callable[..., None]) -> None:
