@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...sizes import format_size
 from ...terminal import say_while_waiting
+from ..convert import RECIPES
 from ..parser import Verbs, emit, verb
 
 DESCRIPTION = """\
@@ -16,7 +17,6 @@ decided by the memory and the kind of the device, and a comment behind each says
 planned and checked as `te-models train` checks it before it is written. Of MODEL only the
 configuration is read: a folder, or a hub id, ORGANISATION/NAME."""
 TASKS = ("pretrain", "sft", "lora", "qlora")
-RECIPES = ("auto", "none", "delayed", "current", "block", "mxfp8", "nvfp4")
 
 
 def add(verbs: Verbs) -> None:
@@ -40,7 +40,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument(
         "--recipe",
-        choices=RECIPES,
+        choices=("auto", "none", *RECIPES),
         default="auto",
         metavar="NAME",
         help="recipe of the GEMMs; auto: bf16 on a CPU, MXFP8 from compute capability 10.0 on, FP8 with a scale per "
