@@ -171,6 +171,20 @@ def _part(config: ModelConfig, name: str, shape: Shape, place: Place) -> RankPar
     return RankPart(dim, tuple(ranges), experts)
 
 
+def joined_rows(config: ModelConfig, name: str, shape: Shape) -> tuple[int, ...]:
+    """Return the rows of each matrix that a weight [out, in], or a stack of them, joins: q, k and v, gate and up, or
+    what a mixer names; one number for a weight that is one matrix. shape: of the whole parameter."""
+    dim, blocks = len(shape) - 2, (shape[-2],)
+    if name.endswith(".linear_qkv_down.weight"):
+        match = _LAYER.match(name)
+        attention = config.attention_of(config.num_layers - 1 if match is None else int(match[1]))
+        assert attention is not None and attention.mla is not None, "the layer has its parameters"
+        latent = attention.mla.kv_lora_rank + attention.mla.qk_pos_emb_head_dim
+        return shape[dim] - latent, latent
+    split = _split(config, name, shape)
+    return split[1] if split is not None and split[0] == dim and sum(split[1]) == shape[dim] else blocks
+
+
 def _split(config: ModelConfig, name: str, shape: Shape) -> tuple[int, tuple[int, ...]] | None:
     """Return the dimension that is split and the blocks along it; None for what every rank has."""
     if name in _VOCABULARY:

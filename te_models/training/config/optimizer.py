@@ -39,6 +39,9 @@ class OptimizerConfig(ConfigPart):
     muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """How Muon scales lr by the shape of a matrix: to updates as large as AdamW's, or by the root of rows / columns
     where that is above 1."""
+    muon_split: Literal["projections", "none"] = "projections"
+    """What Muon takes for a matrix in a weight that joins projections, such as q, k and v, or gate and up: each of
+    them, or with none the whole weight."""
     ema_decay: float | None = None
     """Decay rate of a float32 average of the trained parameters, which is exported as final-ema; unset means none."""
     betas: tuple[float, ...] = (0.9, 0.95)

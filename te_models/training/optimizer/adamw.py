@@ -7,7 +7,7 @@ that is filled before each step: its value is data, so nothing that reads it spe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +58,7 @@ class Optimizer:
         main_grads: give every parameter a float32 `main_grad`, which is then its gradient: `accumulate_gradients`
             follows each backward pass.
         divided: the parameters whose matrices ranks have in parts, by name; None: none.
+        joined: the rows of each matrix that a parameter joins, by name, which Muon takes one by one; None: none does.
         everywhere: the names of the whole model's parameters, which patterns may mean; None: these.
         own: what part of each parameter this rank has, by name; None: it has all of each.
     """
@@ -75,6 +76,7 @@ class Optimizer:
         elsewhere: Collection[str] = (),
         main_grads: bool = False,
         divided: Mapping[str, DividedMatrix] | None = None,
+        joined: Mapping[str, Sequence[int]] | None = None,
         everywhere: Iterable[str] | None = None,
         own: Mapping[str, LocalPart] | None = None,
     ) -> None:
@@ -107,9 +109,8 @@ class Optimizer:
                 momentum=config.muon_momentum,
                 adjust_lr=config.muon_adjust_lr,
                 master_weights=config.master_weights,
-                divided={
-                    self.parameters[name]: its for name, its in (divided or {}).items() if name in self.parameters
-                },
+                divided=self._by_parameter(divided),
+                joined=self._by_parameter(joined),
             )
         self._adamw = FusedAdamW(
             groups_of["adamw"] or [{"params": []}],
@@ -132,6 +133,9 @@ class Optimizer:
         self._norms = (
             None if config.skip_grad_norm_spike is None else torch.zeros(2, dtype=torch.float32, device=device)
         )
+
+    def _by_parameter(self, named: Mapping[str, Any] | None) -> dict[torch.Tensor, Any]:
+        return {self.parameters[name]: its for name, its in (named or {}).items() if name in self.parameters}
 
     @property
     def masters(self) -> dict[str, torch.Tensor]:

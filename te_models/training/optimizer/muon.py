@@ -1,9 +1,10 @@
 """Muon (K. Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"): momentum whose matrix is
 replaced by the nearest one with singular values of about 1, by five Newton-Schulz steps in bfloat16.
 
-Of a stack of experts [num_gemms, out, in] every member is orthogonalised by itself, in batched products. On matrices
-the numbers are those of `torch.optim.Muon` with Nesterov momentum, of which this differs in what it reads and writes:
-`main_grad`, float32 masters, a float32 momentum, and a step that a tensor can switch off.
+Of a stack of experts [num_gemms, out, in] every member is orthogonalised by itself, in batched products; of a weight
+that joins projections, such as q, k and v, each of them (as in arXiv 2502.16982). On matrices the numbers are those of
+`torch.optim.Muon` with Nesterov momentum, of which this differs in what it reads and writes: `main_grad`, float32
+masters, a float32 momentum, and a step that a tensor can switch off.
 
 Where ranks have parts of a matrix, each puts the whole of its update together, orthogonalises it and keeps its part:
 the ranks of a copy do the same work, so that nothing is sent back.
@@ -12,7 +13,7 @@ the ranks of a copy do the same work, so that nothing is sent back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,11 +54,18 @@ def scale_of(shape: torch.Size, adjust: str) -> float:
     return 0.2 * math.sqrt(max(m, n)) if adjust == "match_rms_adamw" else math.sqrt(max(1, m / n))
 
 
+def steps_of(update: Tensor, rows: Sequence[int], lr: Tensor, adjust: str) -> Tensor:
+    """Return what is subtracted from matrices [..., m, n], float32: each `rows` of them orthogonalised and scaled."""
+    found = [lr * scale_of(own.shape, adjust) * newton_schulz(own).float() for own in update.split(list(rows), -2)]
+    return found[0] if len(found) == 1 else torch.cat(found, -2)
+
+
 class Muon(torch.optim.Optimizer):
     """Muon for matrices and stacks of them.
 
     params: groups with "lr" (a scalar tensor) and "weight_decay". master_weights: keep a float32 master of parameters
-    of fewer bits. divided: the parameters that ranks have parts of, of which `step` is a collective.
+    of fewer bits. divided: the parameters that ranks have parts of, of which `step` is a collective. joined: the rows
+    of each matrix that a parameter joins; one of them where it is not named.
 
     State per parameter: "momentum_buffer" (float32) and "master". Raises ValueError for a parameter that is no matrix
     and no stack of matrices, or is stored quantized.
@@ -73,9 +81,10 @@ class Muon(torch.optim.Optimizer):
         adjust_lr: str = "match_rms_adamw",
         master_weights: bool = False,
         divided: Mapping[Tensor, DividedMatrix] | None = None,
+        joined: Mapping[Tensor, Sequence[int]] | None = None,
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        self._divided = divided or {}
+        self._divided, self._joined = divided or {}, joined or {}
         self.momentum, self.adjust_lr = momentum, adjust_lr
         for group in self.param_groups:
             for p in group["params"]:
@@ -102,14 +111,11 @@ class Muon(torch.optim.Optimizer):
                 own, gradient, whole = local_part(p), local_part(gradient).float(), self._divided.get(p)
                 momentum = torch.lerp(state["momentum_buffer"], gradient, 1 - self.momentum)
                 update = torch.lerp(gradient, momentum, self.momentum)
-                if whole is None:
-                    update = newton_schulz(update).float()
-                else:
-                    update = whole.own(newton_schulz(whole.gather(update))).float()
-                scale = scale_of(p.shape if whole is None else torch.Size(whole.shape), self.adjust_lr)
                 weight = state.get("master", own).float()
                 lr = group["lr"].to(weight.device)
-                new = weight * (1 - lr * group["weight_decay"]) - lr * scale * update
+                update = update if whole is None else whole.gather(update)
+                step = steps_of(update, self._joined.get(p, update.shape[-2:-1]), lr, self.adjust_lr)
+                new = weight * (1 - lr * group["weight_decay"]) - (step if whole is None else whole.own(step))
                 if noop is not None:
                     momentum = torch.where(noop.bool(), state["momentum_buffer"], momentum)
                     new = torch.where(noop.bool(), weight, new)

@@ -100,6 +100,36 @@ def test_muon_is_torch_s_on_matrices() -> None:
         Muon([torch.nn.Parameter(torch.ones(3))], lr=torch.tensor(1.0))
 
 
+@pytest.mark.parametrize("split", ["projections", "none"])
+def test_muon_takes_joined_projections_one_by_one(split: str, tmp_path: Path) -> None:
+    """A step on a weight that joins matrices is torch's on each of them, by itself."""
+    run = tiny_run(tmp_path, moe=True, optimizer=OptimizerConfig(kind="muon", muon_split=split))  # type: ignore[arg-type]
+    model = build_model(run, "cpu", None)
+    a, f = model.config.attention, model.config.moe.moe_ffn_hidden_size
+    keys = a.num_query_groups * a.key_channels
+    joined = {
+        "self_attention.linear_qkv.weight": (a.num_attention_heads * a.key_channels, keys, keys),
+        "mlp.experts.linear_fc1.weight": (f, f),
+    }
+    optimizer = build_optimizer(run, model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step(0.02)
+    for end, rows in joined.items():
+        name = f"decoder.layers.0.{end}"
+        p = optimizer.parameters[name]
+        for place in range(p.shape[0] if p.dim() == 3 else 1):
+            old, grad, new = (x[place] if p.dim() == 3 else x for x in (before[name], p.grad, p.detach()))
+            parts = [x.split(list(rows)) if split == "projections" else [x] for x in (old, grad, new)]
+            for theirs, its_grad, ours in zip(*parts, strict=True):
+                reference = torch.nn.Parameter(theirs.clone())
+                reference.grad = its_grad.clone()
+                options = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+                torch.optim.Muon([reference], **options).step()
+                torch.testing.assert_close(ours, reference.detach(), rtol=0, atol=2e-4)
+
+
 def run_of(tmp_path: Path, name: str, **changes: Any) -> TrainConfig:
     options: dict[str, Any] = {"lr": 3e-3, "ema_decay": 0.8, "skip_grad_norm_spike": 3.0, **changes}
     return tiny_run(
