@@ -51,14 +51,13 @@ def record_stages(config: TrainConfig, model: ModelConfig, layout: Layout) -> Re
     """
     stages = layout.stages
     assert stages is not None and layout.mesh is not None and layout.mesh.stages is not None
-    micro_batches, most = config.data.gradient_accumulation, 2 * stages.stages
-    if micro_batches <= most + stages.stages:
+    micro_batches, full = config.data.gradient_accumulation, 3 * stages.ranks
+    if micro_batches <= full + stages.ranks:
         return _record_layers(config, model, layout, stages, micro_batches)
-    # more change neither what is in flight nor what each of them sends
-    few = most + (micro_batches - most) % stages.stages
-    base, more = (_record_layers(config, model, layout, stages, n) for n in (few, few + stages.stages))
-    total = base.plus(more.plus(base, -1.0), (micro_batches - few) / stages.stages)
-    return dataclasses.replace(total, peak=more.peak)
+    # with as many the pipeline is full: each further round of it holds and sends the same more
+    few = full + micro_batches % stages.ranks
+    base, more = (_record_layers(config, model, layout, stages, n) for n in (few, few + stages.ranks))
+    return base.plus(more.plus(base, -1.0), (micro_batches - few) / stages.ranks)
 
 
 def _record_layers(

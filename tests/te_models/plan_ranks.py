@@ -43,6 +43,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2 checkpointed": {"data_parallel_shard_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
     "pp2 long": {"pipeline_model_parallel_size": 2},
+    "pp2 GPipe long": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "GPipe"},
     "pp2 Interleaved1F1B": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "Interleaved1F1B"},
     "pp2 ZBVZeroBubble": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "ZBVZeroBubble"},
     "fsdp2 ahead": {"data_parallel_shard_size": 2},
@@ -56,8 +57,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 STAGES = {name: sizes for name, sizes in LAYOUTS.items() if name.startswith("pp")}
 DENSE = ("fsdp2 mxfp8", "pp2")
-MICRO_BATCHES = {"pp2": 3}
-"""Of a step. "pp2 long" has 8, of which a plan runs 4 and 6; models of "ahead" predict a further token. With "lora" one
+MICRO_BATCHES = {"pp2": 3, "pp2 long": 12, "pp2 GPipe long": 12}
+"""Of a step. Of 12 a plan runs 6 and 8; models of "ahead" predict a further token. With "lora" one
 layer is adapted in other places than the others, and "frozen" is all of one."""
 
 
