@@ -14,6 +14,7 @@ from ..io.errors import CheckpointError
 from .afmoe import AFMOE
 from .arcee import ARCEE
 from .axk1 import AXK1
+from .bailing_hybrid import BAILING_HYBRID
 from .bamba import BAMBA
 from .base.family import Family
 from .cohere import COHERE
@@ -52,6 +53,7 @@ from .internlm3 import INTERNLM3
 from .iquestcoder import IQUESTCODER
 from .jais2 import JAIS2
 from .kimi_k25 import KIMI_K25
+from .kimi_linear import KIMI_LINEAR
 from .kolibri1 import KOLIBRI1
 from .laguna import LAGUNA
 from .lfm2 import LFM2
@@ -72,6 +74,7 @@ from .nemotron_h import NEMOTRON_H
 from .olmo import OLMO
 from .olmo2 import OLMO2
 from .olmo3 import OLMO3
+from .olmo_hybrid import OLMO_HYBRID
 from .olmoe import OLMOE
 from .phi import PHI
 from .phi3 import PHI3
@@ -169,6 +172,9 @@ _KNOWN = (
     GRANITEMOEHYBRID,
     BAMBA,
     NEMOTRON_H,
+    OLMO_HYBRID,
+    KIMI_LINEAR,
+    BAILING_HYBRID,
     QWEN3_5,
     QWEN3_5_MOE,
     GEMMA3,

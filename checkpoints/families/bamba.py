@@ -8,7 +8,7 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .base.common import ATTENTION_BIAS, decoder_fields
+from .base.common import ATTENTION_BIAS, SILU, decoder_fields
 from .base.family import Family
 from .base.fields import Field, Values, read_typed
 from .base.names import Names
@@ -36,7 +36,7 @@ BAMBA = Family(
     model_type="bamba",
     architecture="BambaForCausalLM",
     fields=(
-        *decoder_fields(max_positions=262144, norm_eps=1e-5, kv_heads=8, pad=0),
+        *decoder_fields(max_positions=262144, norm_eps=1e-5, kv_heads=8, pad=0, activations=SILU),
         ATTENTION_BIAS,
         Field("mlp_bias", "mlp.bias", bool, False),
         Rope(partial=0.5),

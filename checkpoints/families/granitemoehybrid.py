@@ -10,7 +10,7 @@ from typing import Any
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
-from .base.common import ATTENTION_BIAS, decoder_fields
+from .base.common import ATTENTION_BIAS, SILU, decoder_fields
 from .base.family import Family
 from .base.fields import Values, read_typed, shorten_value
 from .base.moe_fields import RouterLoss
@@ -122,7 +122,7 @@ GRANITEMOEHYBRID = Family(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
     fields=(
-        *decoder_fields(max_positions=2048, without=("intermediate_size",)),
+        *decoder_fields(max_positions=2048, activations=SILU, without=("intermediate_size",)),
         ATTENTION_BIAS,
         *MULTIPLIERS,
         Experts(),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 MISSING: dict[str, str] = {
-    "norms before some mixers and after others": "olmo_hybrid",
-    "the gated delta rule with a decay per channel": "kimi_linear bailing_hybrid",
     "Mamba-2": "falcon_h1 zamba2",
     "Mamba (selective scan)": "mamba falcon_mamba jamba zamba",
     "gated short convolutions": "lfm3",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .base.common import decoder_fields
+from .base.common import SILU, decoder_fields
 from .base.family import Family
 from .base.fields import Entry, Field, Fixed, OneOf
 from .base.moe_fields import ExpertSize, RouterLoss
@@ -33,7 +33,7 @@ _MOE = Names(gate_in_q=True, mixers=_MIXERS, **SHARED_EXPERT)
 QWEN3_5_TEXT = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
-    fields=(*decoder_fields(max_positions=32768, kv_heads=4, head_dim=256), *_COMMON),
+    fields=(*decoder_fields(max_positions=32768, kv_heads=4, head_dim=256, activations=SILU), *_COMMON),
     mixers=GATED_DELTA,
     names=_DENSE,
     unused=_UNUSED,
@@ -42,7 +42,9 @@ QWEN3_5_MOE_TEXT = Family(
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     fields=(
-        *decoder_fields(max_positions=32768, kv_heads=2, head_dim=256, without=("intermediate_size",)),
+        *decoder_fields(
+            max_positions=32768, kv_heads=2, head_dim=256, activations=SILU, without=("intermediate_size",)
+        ),
         *_COMMON,
         ExpertSize(name="moe_intermediate_size", default=512, dense=True),
         OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 256),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .base.common import ATTENTION_BIAS, decoder_fields
+from .base.common import ATTENTION_BIAS, SILU, decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed, OneOf
 from .base.moe_fields import RouterLoss, SparseLayers
@@ -39,7 +39,7 @@ QWEN3_NEXT = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     fields=(
-        *decoder_fields(max_positions=32768, kv_heads=2, head_dim=256),
+        *decoder_fields(max_positions=32768, kv_heads=2, head_dim=256, activations=SILU),
         GATED_BIAS,
         Fixed("norm.layernorm_zero_centered_gamma", True),
         Fixed("norm.cast_order", "weight_first"),

@@ -179,13 +179,15 @@ class Folded:
 
 @dataclass(frozen=True)
 class Unsqueezed:
-    """The whole tensor, stored with an additional dimension `dim` of size 1."""
+    """The whole tensor, stored with an additional dimension `dim` of size 1, or with several, in rising order."""
 
     name: str
-    dim: int = 0
+    dim: int | tuple[int, ...] = 0
 
     def place(self, shape: Shape) -> Iterator[Placed]:
         axes: list[int | None] = [*range(len(shape))]
-        axes.insert(self.dim, None)
-        stored_shape = (*shape[: self.dim], 1, *shape[self.dim :])
-        yield Placed(full(shape), self.name, full(stored_shape), stored_shape, tuple(axes))
+        stored = [*shape]
+        for dim in (self.dim,) if isinstance(self.dim, int) else self.dim:
+            axes.insert(dim, None)
+            stored.insert(dim, 1)
+        yield Placed(full(shape), self.name, full(tuple(stored)), tuple(stored), tuple(axes))

@@ -91,12 +91,12 @@ def _tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 def _layer(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]:
     """A layer of the kind of number `i`, whose names begin with `p`."""
-    attention, mixer, after = config.attention_of(i), config.mixer_of(i), config.block in ("sandwich", "post")
+    attention, mixer, after = config.attention_of(i), config.mixer_of(i), config.norms_after(i)
     apart = config.has_input_layernorm(i)
     if apart:
         yield from _norm(config, f"{p}input_layernorm.", "")
     if attention is not None:
-        normed = config.norms_before and not apart
+        normed = config.norms_before(i) and not apart
         if attention.mla is None:
             yield from _attention(config, attention, p, normed, own_keys=config.kv_source(i) is None)
         else:
@@ -107,6 +107,9 @@ def _layer(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]:
         yield from _norm(config, f"{p}post_self_attn_layernorm.", "")
     if config.has_mlp(i):
         moe = config.moe if config.is_moe_layer(i) else None
+        if config.norms_before(i):
+            place = ("mlp.linear_fc1.", "layer_norm_") if moe is None else ("pre_mlp_layernorm.", "")
+            yield from _norm(config, p + place[0], place[1])
         yield from _dense(config, p) if moe is None else _experts(config, p)
         if after or (moe is not None and moe.post_layernorm):
             yield from _norm(config, f"{p}post_mlp_layernorm.", "")
@@ -197,8 +200,6 @@ def _latent_attention(config: ModelConfig, a: AttentionConfig, p: str, normed: b
 def _dense(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
     m, H = config.mlp, config.hidden_size
     rows = m.ffn_hidden_size * (2 if m.gated else 1)
-    if config.norms_before:
-        yield from _norm(config, f"{p}mlp.linear_fc1.", "layer_norm_")
     yield f"{p}mlp.linear_fc1.weight", (rows, H)
     if m.bias:
         yield f"{p}mlp.linear_fc1.bias", (rows,)
@@ -211,8 +212,6 @@ def _experts(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
     moe, H = config.moe, config.hidden_size
     assert moe is not None, "called for MoE layers only"
     E, I, gates = moe.num_moe_experts, moe.moe_ffn_hidden_size, 2 if config.mlp.gated else 1
-    if config.norms_before:
-        yield from _norm(config, f"{p}pre_mlp_layernorm.", "")
     yield f"{p}mlp.router.weight", (E, H)
     if moe.router.linear_bias:
         yield f"{p}mlp.router.bias", (E,)

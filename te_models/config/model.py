@@ -13,6 +13,8 @@ from .part import ConfigError, ConfigPart, check
 from .residual import HyperConnectionConfig
 from .rope import RopeConfig
 
+Block = Literal["pre", "post", "sandwich", "parallel", "parallel_shared_norm"]
+"""Where the norms of a layer are."""
 LayerType = Literal["full", "sliding", "chunked", "nope", "sliding_nope", "chunked_nope"]
 """What the queries of a layer see; "nope" of the whole past, and the others so named, without position encoding."""
 
@@ -120,7 +122,7 @@ class ModelConfig(ConfigPart):
     """Mixture of experts; unset means a dense model."""
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     """Token embedding and output layer."""
-    block: Literal["pre", "post", "sandwich", "parallel", "parallel_shared_norm"] = "pre"
+    block: Block = "pre"
     """Where the norms are: before each sublayer (pre), after it (post), both (sandwich), or attention and MLP side
     by side with two norms (parallel) or one (parallel_shared_norm)."""
     layer_types: tuple[LayerType, ...] | None = None
@@ -132,6 +134,8 @@ class ModelConfig(ConfigPart):
     means attention."""
     mlp_layers: tuple[int, ...] | None = None
     """Indices of the layers that have an MLP or experts, from 0; unset means all layers."""
+    layer_blocks: tuple[Block, ...] | None = None
+    """Where the norms of each layer are, "pre", "post" or "sandwich", in place of block; unset means block in all."""
     kv_source_layers: tuple[int, ...] | None = None
     """For each layer the one whose keys and values its attention reads, an earlier one or itself; unset: itself."""
     hyper_connections: HyperConnectionConfig | None = None
@@ -148,7 +152,7 @@ class ModelConfig(ConfigPart):
     """Factor of the mean loss of these layers in the loss that training minimises."""
 
     _LATER: ClassVar[frozenset[str]] = frozenset(
-        {"attention", "mixers", "layer_mixers", "mlp_layers", "kv_source_layers", "hyper_connections"}
+        {"attention", "mixers", "layer_mixers", "mlp_layers", "layer_blocks", "kv_source_layers", "hyper_connections"}
     )
 
     def _derivations(self) -> dict[str, Any]:
@@ -191,7 +195,9 @@ class ModelConfig(ConfigPart):
                 where = f"{'.'.join(self._place(layer))}.{name}"
                 check(has_size, where, None, f"a size, because layer_types has {kind!r} layers")
         self._check_indexers()
-        one = self.block in ("pre", "sandwich") and self.residual_multiplier == 1.0 and not self.mtp_num_layers
+        self._check_blocks()
+        blocks = {self.block_of(layer) for layer in range(self.num_layers)}
+        one = blocks <= {"pre", "sandwich"} and self.residual_multiplier == 1.0 and not self.mtp_num_layers
         allowed = "null with block 'post' or 'parallel*', residual_multiplier or mtp_num_layers"
         check(one or self.hyper_connections is None, "hyper_connections", self.hyper_connections, allowed)
         check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
@@ -207,7 +213,7 @@ class ModelConfig(ConfigPart):
         if self.moe is not None:
             layers = self.moe.layers or ()
             post = self.moe.post_layernorm
-            check(self.block == "pre" or not post, "moe.post_layernorm", post, "false unless block is 'pre'")
+            check(blocks == {"pre"} or not post, "moe.post_layernorm", post, "false unless block is 'pre'")
             check(self._ordered(layers), "moe.layers", layers, self._increasing)
             within = all(map(self.has_mlp, layers))
             check(within, "moe.layers", layers, f"some of mlp_layers = {self.mlp_layers}")
@@ -246,6 +252,16 @@ class ModelConfig(ConfigPart):
                 self.layer_mixers,
                 f"a mixer in layer {layer}, which has no MLP",
             )
+
+    def _check_blocks(self) -> None:
+        blocks, apart = self.layer_blocks, ("pre", "post", "sandwich")
+        if blocks is None:
+            return
+        check(
+            len(blocks) == self.num_layers, "the number of layer_blocks", len(blocks), f"num_layers = {self.num_layers}"
+        )
+        for block in (self.block, *blocks):
+            check(block in apart, "layer_blocks", block, ", ".join(map(repr, apart)))
 
     def _check_source(self, layer: int, source: int) -> None:
         """Check that a layer can read the keys and values of another one."""
@@ -366,6 +382,8 @@ class ModelConfig(ConfigPart):
             some = {name: mixer for name, mixer in (self.mixers or {}).items() if name in used}
             alike = set(names) == {"attention"}
             fields = {"layer_mixers": None if alike else names, "mixers": some or None}
+        if self.layer_blocks is not None:
+            fields["layer_blocks"] = tuple(self.layer_blocks[layer] for layer in layers)
         if self.mlp_layers is not None:
             fields["mlp_layers"] = tuple(i for i, layer in enumerate(layers) if layer in self.mlp_layers)
         if self.kv_source_layers is not None:
@@ -379,10 +397,17 @@ class ModelConfig(ConfigPart):
         """Whether a layer has an MLP without experts."""
         return any(self.has_mlp(i) and not self.is_moe_layer(i) for i in range(self.num_layers))
 
-    @property
-    def norms_before(self) -> bool:
-        """Whether sublayers have norms of their own before them."""
-        return self.block not in ("post", "parallel_shared_norm")
+    def block_of(self, layer: int) -> Block:
+        """Where the norms of layer number `layer` are."""
+        return self.block if self.layer_blocks is None else self.layer_blocks[layer]
+
+    def norms_before(self, layer: int) -> bool:
+        """Whether the sublayers of layer number `layer` have norms of their own before them."""
+        return self.block_of(layer) not in ("post", "parallel_shared_norm")
+
+    def norms_after(self, layer: int) -> bool:
+        """Whether the sublayers of layer number `layer` have norms after them."""
+        return self.block_of(layer) in ("post", "sandwich")
 
     def has_input_layernorm(self, layer: int) -> bool:
         """Whether the norm before the mixers of layer number `layer` is a module of its own, because more than one
@@ -390,7 +415,7 @@ class ModelConfig(ConfigPart):
         attention = self.attention_of(layer)
         apart = attention is not None and (attention.has_head_gate or attention.index_channels > 0)
         several = self.mixer_of(layer) is not None or apart
-        return self.block == "parallel_shared_norm" or (several and self.norms_before)
+        return self.block == "parallel_shared_norm" or (several and self.norms_before(layer))
 
     @property
     def is_recurrent(self) -> bool:

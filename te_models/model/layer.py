@@ -55,13 +55,13 @@ class TransformerLayer(nn.Module):
         check_supported(config)
         build = build or Build()
         self.sequence_shard = build.sequence_shard
-        self.block = config.block
+        self.block = config.block_of(layer)
         self.residual_multiplier = config.residual_multiplier
         self.hidden_dropout = config.hidden_dropout
         self.is_moe = config.is_moe_layer(layer)
         attention, mixer = config.attention_of(layer), config.mixer_of(layer)
         self.has_mixer, has_mlp = bool(attention or mixer), config.has_mlp(layer)
-        normed, after = config.norms_before, config.block in ("post", "sandwich")
+        normed, after = config.norms_before(layer), config.norms_after(layer)
         apart = config.has_input_layernorm(layer)
         indexer = None if attention is None else attention.indexer
         self.shares_choice = indexer is not None and indexer.shared

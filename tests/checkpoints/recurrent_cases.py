@@ -27,6 +27,17 @@ _NEMOTRON = {
     "moe_intermediate_size": 24,
     "moe_shared_expert_intermediate_size": 40,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "moe_intermediate_size": 24,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 3,
+}
 
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": (
@@ -207,6 +218,82 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "use_conv_bias": False,
             "conv_kernel": 3,
             "time_step_min": 0.3,
+        },
+    ),
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        {
+            **_DELTA,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
+        },
+    ),
+    "olmo_hybrid-flags": (
+        "olmo_hybrid",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": None,
+            "linear_conv_kernel_dim": 3,
+            "linear_allow_neg_eigval": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        },
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            **_LATENT,
+            "linear_head_dim": 7,
+            "linear_num_heads": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
+    "kimi_linear-flags": (
+        "kimi_linear",
+        {
+            **_LATENT,
+            "q_lora_rank": 20,
+            "linear_head_dim": 6,
+            "linear_num_heads": 4,
+            "linear_conv_kernel_dim": 3,
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "n_shared_experts": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+    ),
+    "bailing_hybrid": (
+        "bailing_hybrid",
+        {
+            **_LATENT,
+            "head_dim": 7,
+            "n_group": 2,
+            "topk_group": 1,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
+    "bailing_hybrid-flags": (
+        "bailing_hybrid",
+        {
+            **_LATENT,
+            "head_dim": 6,
+            "layer_group_size": 2,
+            "first_k_dense_replace": 1,
+            "short_conv_kernel_size": 3,
+            "kda_safe_gate": False,
+            "n_shared_experts": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
         },
     ),
 }

@@ -57,6 +57,7 @@ VARIANTS: dict[str, ModelConfig] = {
     "dense": tiny(),
     "post": tiny(block="post"),
     "sandwich": tiny(block="sandwich"),
+    "blocks_by_layer": tiny(num_layers=3, block="post", layer_blocks=("pre", "post", "sandwich")),
     "parallel": tiny(block="parallel"),
     "parallel_shared_norm": tiny(block="parallel_shared_norm"),
     "layernorm": tiny(norm=NormConfig(normalization="LayerNorm", bias=True)),

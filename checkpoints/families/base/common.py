@@ -21,6 +21,8 @@ ACTIVATIONS = {
     "relu": "relu",
     "relu2": "squared_relu",
 }
+SILU = {name: ACTIVATIONS[name] for name in ("silu", "swish")}
+"""Those of models whose convolutions have the activation of the MLP, too."""
 
 
 ATTENTION_BIAS = Spread("attention_bias", ("attention.add_qkv_bias", "attention.add_output_bias"))
@@ -36,6 +38,7 @@ def decoder_fields(
     tied: bool = False,
     activation: str = "silu",
     activation_name: str = "hidden_act",
+    activations: dict[str, str] = ACTIVATIONS,
     norm_name: str = "rms_norm_eps",
     init_std: float = 0.02,
     dropout: float = 0.0,
@@ -55,7 +58,7 @@ def decoder_fields(
         Field("tie_word_embeddings", "embedding.share_embeddings_and_output_weights", bool, tied),
         Field("attention_dropout", "attention.attention_dropout", float, dropout, null=True),
         Field("initializer_range", "init_method_std", float, init_std),
-        Choice(activation_name, "mlp.activation", ACTIVATIONS, activation),
+        Choice(activation_name, "mlp.activation", activations, activation),
         KeyValueHeads(kv_heads),
         HeadDim(head_dim),
     )

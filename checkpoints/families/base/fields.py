@@ -8,7 +8,7 @@ entry, because files of older releases leave it out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -196,6 +196,35 @@ class OneOf:
 
     def write(self, config: ModelConfig) -> Values:
         return {self.names[0]: get_path(config, self.path)}
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """An entry some of whose fields have another name, which is written; theirs is read, too, where they agree."""
+
+    entry: Entry
+    others: Mapping[str, str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.entry.names, *(self.others[name] for name in self.entry.names if name in self.others))
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        found = {}
+        for name in self.entry.names:
+            other = self.others.get(name)
+            if other in hf and name in hf and hf[name] != hf[other]:
+                raise CheckpointError(f"config.json has {name} = {hf[name]} and {other} = {hf[other]}")
+            found |= {name: hf[other]} if other in hf else {}
+        return self.entry.read({**hf, **found})
+
+    def write(self, config: ModelConfig) -> Values:
+        return {self.others.get(name, name): value for name, value in self.entry.write(config).items()}
+
+
+def renamed(entries: Iterable[Entry], others: Mapping[str, str]) -> tuple[Entry, ...]:
+    """Return entries of which those that read a field in `others` read it by its other name."""
+    return tuple(Renamed(entry, others) if set(entry.names) & set(others) else entry for entry in entries)
 
 
 @dataclass(frozen=True)

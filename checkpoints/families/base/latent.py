@@ -16,13 +16,14 @@ from .indexer import indexer_weights
 from .rope import Rope
 
 
-def latent_attention(a: AttentionConfig, at: str, ours: str, gate: str) -> Iterator[tuple[str, Layout]]:
-    """Yield the weight map of one layer's attention, without the norm before it. gate: the name, in the layer, of the
-    projection of the output gate."""
+def latent_attention(a: AttentionConfig, at: str, ours: str, gate: str, proj: str) -> Iterator[tuple[str, Layout]]:
+    """Yield the weight map of one layer's attention, without the norm before it. gate, proj: the names, in the layer,
+    of the projections of the output gate and of the output, beside which the other ones are."""
     yield from indexer_weights(a, at, ours)
     mla, gate = a.mla, at + gate
     assert mla is not None, "called for latent attention only"
-    at = f"{at}self_attn."
+    module, _, proj = (at + proj).rpartition(".")
+    at = f"{module}."
     q = "q_proj" if mla.q_lora_rank is None else "q_a_proj"
     q_rows = mla.q_lora_rank or a.num_attention_heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
     kv_rows = mla.kv_lora_rank + mla.qk_pos_emb_head_dim
@@ -38,14 +39,14 @@ def latent_attention(a: AttentionConfig, at: str, ours: str, gate: str) -> Itera
     if a.has_head_gate:
         yield f"{ours}head_gate.weight", At(f"{gate}.weight")
     for kind in ("weight", "bias") if a.add_output_bias else ("weight",):
-        yield f"{ours}linear_proj.{kind}", At(f"{at}o_proj.{kind}")
+        yield f"{ours}linear_proj.{kind}", At(f"{at}{proj}.{kind}")
 
 
 @dataclass(frozen=True)
 class QueryRank:
     """`q_lora_rank`: null means that q has no latent; absent means `default`."""
 
-    default: int
+    default: int | None
     names: tuple[str, ...] = ("q_lora_rank",)
 
     def read(self, hf: Mapping[str, Any]) -> Values:
@@ -99,12 +100,13 @@ class KeysForEveryHead:
 
 def latent_fields(
     *,
-    query_rank: int,
+    query_rank: int | None,
     nope: int = 128,
     value: int = 128,
-    rope: Rope,
+    rope: Rope | None,
 ) -> tuple[Entry, ...]:
-    """Return the fields of latent attention; the arguments are the class's defaults."""
+    """Return the fields of latent attention; the arguments are the class's defaults. rope: None where nothing rotates,
+    the channels that would included."""
     return (
         QueryRank(query_rank),
         KeysForEveryHead(),
@@ -112,5 +114,5 @@ def latent_fields(
         Field("qk_nope_head_dim", "attention.mla.qk_head_dim", int, nope),
         Field("qk_rope_head_dim", "attention.mla.qk_pos_emb_head_dim", int, 64),
         Field("v_head_dim", "attention.mla.v_head_dim", int, value),
-        YarnScores(nope, 64, rope),
+        *(() if rope is None else (YarnScores(nope, 64, rope),)),
     )

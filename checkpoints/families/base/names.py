@@ -106,7 +106,8 @@ class Names:
     Arguments:
         form: what this kind of file is called; "published" is what transformers writes.
         loadable: whether transformers loads such files.
-        norms: before attention, after it, before the MLP, after it; None where the family has none.
+        norms: before attention, after it, before the MLP, after it; None where the family has none. recurrent_norms: in
+            layers without attention, where these are others.
         qkv, fc1, shared_fc1: the projections that ours holds one after the other; one name: fused in that order.
         gate: the projection of attention's output gate. gate_in_q: the projection of q holds, head by head, the rows
             of q and those of the gate.
@@ -126,6 +127,7 @@ class Names:
     output: str = "lm_head"
     layer: str = "model.layers.{i}"
     norms: Norms = PRE
+    recurrent_norms: Norms | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     heads_in_turn: bool = False
     transposed: bool = False
@@ -197,7 +199,7 @@ class Names:
         yield from self._norms(config, i, at, ours)
         attention, mixer = config.attention_of(i), config.mixer_of(i)
         if attention is not None and attention.mla is not None:
-            yield from latent_attention(attention, at, f"{ours}self_attention.", self.gate)
+            yield from latent_attention(attention, at, f"{ours}self_attention.", self.gate, self.proj)
         elif attention is not None:
             own_keys = config.kv_source(i) is None
             yield from self._attention(config, attention, at, f"{ours}self_attention.", own_keys=own_keys)
@@ -211,7 +213,7 @@ class Names:
     def _norms(self, config: ModelConfig, i: int, at: str, ours: str) -> Weights:
         attention, mixes, mlp = config.attention_of(i), bool(config.mixer_names(i)), config.has_mlp(i)
         qkv = "linear_qkv_down" if attention is not None and attention.mla is not None else "linear_qkv"
-        apart, after = config.has_input_layernorm(i), config.block in ("post", "sandwich")
+        apart, after = config.has_input_layernorm(i), config.norms_after(i)
         post_moe = config.is_moe_layer(i) and config.moe is not None and config.moe.post_layernorm
         places = (
             (mixes, "input_layernorm." if apart else f"self_attention.{qkv}.layer_norm_"),
@@ -219,7 +221,8 @@ class Names:
             (mlp, "pre_mlp_layernorm." if config.is_moe_layer(i) else "mlp.linear_fc1.layer_norm_"),
             (mlp and (after or post_moe), "post_mlp_layernorm."),
         )
-        for (there, place), name in zip(places, self.norms):
+        norms = self.norms if attention is not None or self.recurrent_norms is None else self.recurrent_norms
+        for (there, place), name in zip(places, norms):
             if name is not None and there:
                 yield from _norm(config, ours + place, at + name)
 

@@ -364,6 +364,7 @@ NOT_COMPARED = {
     "moe_layer_interval",
     "sliding_window_pattern",  # layer_types says it
     "global_attn_every_n_layers",
+    "layer_group_size",
     "max_window_layers",
     "interleave_moe_layer_step",  # moe_layers says it
     "no_rope_layer_interval",  # no_rope_layers says it
