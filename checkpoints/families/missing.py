@@ -5,10 +5,8 @@ from __future__ import annotations
 MISSING: dict[str, str] = {
     "norms before some mixers and after others": "olmo_hybrid",
     "the gated delta rule with a decay per channel": "kimi_linear bailing_hybrid",
-    "Mamba-2": "falcon_h1 zamba2",
-    "Mamba (selective scan)": "mamba falcon_mamba jamba zamba",
+    "blocks shared between layers": "zamba zamba2",
     "gated short convolutions": "lfm3",
-    "lightning attention": "minimax",
     "sparse attention beside gates, other latents or keys of earlier layers": "axk2 hy_v4 dots3_note mistral_large4",
     "sparse attention to pooled keys": "glm5_next",
     "compressed keys": "deepseek_v4",

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 from .mixers import AttentionConfig, MixerConfig
 from .mlp import MLPConfig, MoEConfig
 from .part import ConfigError, ConfigPart, check
-from .residual import HyperConnectionConfig
+from .residual import DeepNormConfig, HyperConnectionConfig
 from .rope import RopeConfig
 
 LayerType = Literal["full", "sliding", "chunked", "nope", "sliding_nope", "chunked_nope"]
@@ -136,6 +136,8 @@ class ModelConfig(ConfigPart):
     """For each layer the one whose keys and values its attention reads, an earlier one or itself; unset: itself."""
     hyper_connections: HyperConnectionConfig | None = None
     """Hyper-connections: a residual stream of several lanes; unset means one."""
+    deep_norm: DeepNormConfig | None = None
+    """Residual connections from behind the norms, with factors; unset means from before them."""
     residual_multiplier: float = 1.0
     """Factor of what each sublayer adds to the residual stream."""
     hidden_dropout: float = 0.0
@@ -148,7 +150,7 @@ class ModelConfig(ConfigPart):
     """Factor of the mean loss of these layers in the loss that training minimises."""
 
     _LATER: ClassVar[frozenset[str]] = frozenset(
-        {"attention", "mixers", "layer_mixers", "mlp_layers", "kv_source_layers", "hyper_connections"}
+        {"attention", "mixers", "layer_mixers", "mlp_layers", "kv_source_layers", "hyper_connections", "deep_norm"}
     )
 
     def _derivations(self) -> dict[str, Any]:
@@ -194,6 +196,10 @@ class ModelConfig(ConfigPart):
         one = self.block in ("pre", "sandwich") and self.residual_multiplier == 1.0 and not self.mtp_num_layers
         allowed = "null with block 'post' or 'parallel*', residual_multiplier or mtp_num_layers"
         check(one or self.hyper_connections is None, "hyper_connections", self.hyper_connections, allowed)
+        one = self.block == "pre" and self.residual_multiplier == 1.0 and self.hyper_connections is None
+        one = one and not self.has_dense_layers and not (self.moe is not None and self.moe.post_layernorm)
+        allowed = "null with a block other than 'pre', residual_multiplier, hyper_connections, or layers with an MLP"
+        check(one or self.deep_norm is None, "deep_norm", self.deep_norm, allowed)
         check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
         pad, last = self.embedding.padding_idx, self.vocab_size - 1
         check(pad is None or 0 <= pad <= last, "embedding.padding_idx", pad, f"0 to {last}, or null")
@@ -389,7 +395,8 @@ class ModelConfig(ConfigPart):
         projection reads what it gives."""
         attention = self.attention_of(layer)
         apart = attention is not None and (attention.has_head_gate or attention.index_channels > 0)
-        several = self.mixer_of(layer) is not None or apart
+        apart = apart or (attention is not None and attention.input_multiplier != 1.0)
+        several = self.mixer_of(layer) is not None or apart or self.deep_norm is not None
         return self.block == "parallel_shared_norm" or (several and self.norms_before)
 
     @property

@@ -14,7 +14,7 @@ from te_models.kernels.hyper_connections import Mixing
 from te_models.layers.distributed.sequence_parallel import gather_tokens_of_ranks, norm_own_tokens, own_tokens
 from te_models.layers.recipe.activation_checkpoint import checkpointed
 
-from ..config import ModelConfig
+from ..config import DeepNormConfig, ModelConfig
 from .build import Build, check_supported, make_norm
 from .cache import LayerMemory, PairMemory
 from .hyper_connection import HyperConnection
@@ -40,9 +40,9 @@ class TransformerLayer(nn.Module):
     parallel_shared_norm  x = x + attention(n1(x)) + mlp(n1(x))
     n1 and n2 live in the linear layer that reads them, n2 of an MoE layer in `pre_mlp_layernorm`, an n1 that several
     modules read in `input_layernorm`. With hyper-connections x has several lanes, of which a sublayer reads a sum, and
-    writes to all. What the configuration names as the layer's mixers stands for attention: softmax
-    attention is `self_attention`, another kind `mixer`; two side by side read the same n1, and are added up. A layer
-    without mixer, or without MLP, has the other sublayer alone.
+    writes to all. With `deep_norm` x = alpha n1(x) + beta attention(n1(x)), and so on. What the configuration names as
+    the layer's mixers stands for attention: softmax attention is `self_attention`, another kind `mixer`; two side by
+    side read the same n1, and are added up. A layer without mixer, or without MLP, has the other sublayer alone.
     """
 
     def __init__(self, config: ModelConfig, layer: int = 0, build: Build | None = None) -> None:
@@ -60,6 +60,7 @@ class TransformerLayer(nn.Module):
         self.hidden_dropout = config.hidden_dropout
         self.is_moe = config.is_moe_layer(layer)
         attention, mixer = config.attention_of(layer), config.mixer_of(layer)
+        self.residual_factors = None if config.deep_norm is None else _factors(config.deep_norm, attention is not None)
         self.has_mixer, has_mlp = bool(attention or mixer), config.has_mlp(layer)
         normed, after = config.norms_before, config.block in ("post", "sandwich")
         apart = config.has_input_layernorm(layer)
@@ -136,6 +137,8 @@ class TransformerLayer(nn.Module):
             if self.hidden_dropout > 0 and self.training:  # each sublayer's output has a mask of its own
                 attended, y = (F.dropout(part, self.hidden_dropout) for part in (attended, y))
             return _result(self._scaled_sum(x, attended + y), routed, passed)
+        if self.residual_factors is not None:
+            return self._run_deep(x, inputs, cache, self.residual_factors)
         passed = None
         if self.has_mixer:
             connection = self.self_attention_hyper_connection
@@ -155,6 +158,24 @@ class TransformerLayer(nn.Module):
         x = self._add(x, y) if mixing is None else self._written(connection, x, y, mixing)
         return _result(x, routed, passed)
 
+    def _run_deep(
+        self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None, factors: tuple[float, ...]
+    ) -> LayerResult:
+        """Run a layer whose residual connections begin behind its norms."""
+        passed = routed = None
+        alpha, beta, mlp_alpha, mlp_beta = factors
+        if self.has_mixer:
+            assert self.input_layernorm is not None, "it is apart in such a layer"
+            x = self._normed(self.input_layernorm, x)
+            y, passed = self._mixed(x, inputs, cache)
+            x = alpha * x + beta * F.dropout(y, self.hidden_dropout, self.training)
+        if self.mlp is not None:
+            assert self.pre_mlp_layernorm is not None, "it is apart before experts"
+            x = self._normed(self.pre_mlp_layernorm, x)
+            y, routed = self._experts(x, inputs.token_mask, inputs.batch_size)
+            x = mlp_alpha * x + mlp_beta * F.dropout(y, self.hidden_dropout, self.training)
+        return _result(x, routed, passed)
+
     def _mixed(self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None) -> tuple[Tensor, Passed | None]:
         """x: [B, S, H], normed where the mixers do not norm it themselves. Return their sum, and what attention passes
         on to later layers."""
@@ -170,8 +191,13 @@ class TransformerLayer(nn.Module):
         if self.pre_mlp_layernorm is not None:
             x = self._normed(self.pre_mlp_layernorm, x)
         assert self.mlp is not None, "called in layers that have it"
-        if not self.is_moe:
-            return self.mlp(x), None
+        return self._experts(x, token_mask, batch_size) if self.is_moe else (self.mlp(x), None)
+
+    def _experts(
+        self, x: Tensor, token_mask: Tensor | None, batch_size: int | None
+    ) -> tuple[Tensor, RouterOutput | None]:
+        """x: normed."""
+        assert self.mlp is not None, "called in layers with experts"
         if self.sequence_shard is None:
             return self.mlp(x, token_mask)
         # a router loss is of all tokens, so that every rank routes all of them
@@ -196,6 +222,12 @@ class TransformerLayer(nn.Module):
 
     def _scaled_sum(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y if self.residual_multiplier == 1.0 else x + y * self.residual_multiplier
+
+
+def _factors(c: DeepNormConfig, attends: bool) -> tuple[float, float, float, float]:
+    """Return alpha and beta of the mixers, and of the experts."""
+    mixers = (c.attention_alpha, c.attention_beta) if attends else (c.recurrent_alpha, c.recurrent_beta)
+    return *mixers, c.mlp_alpha, c.mlp_beta
 
 
 def _result(x: Tensor, routed: RouterOutput | None, passed: Passed | None) -> LayerResult:

@@ -87,6 +87,8 @@ class SelfAttention(nn.Module):
         """x: [B, S, H] -> [B, S, H], with what the layer attended with where later ones read it, with a Selection where
         there is an indexer. cache: takes this call's keys and values, gives all; of the layer that has them, where this
         one has none."""
+        if self.attention.input_multiplier != 1.0:
+            x = x * self.attention.input_multiplier
         rotary, hidden_keys, query_scale, batch_size = inputs[:4]
         qkv = self.linear_qkv(x)
         qkv = qkv if batch_size is None else qkv.unflatten(0, (batch_size, -1))
@@ -135,7 +137,8 @@ class SelfAttention(nn.Module):
             y = gated(y, self.head_gate(x, batch_size, self.linear_proj), self.attention)
         elif gate is not None:
             y = gated(y, gate, self.attention)
-        return self.linear_proj(y if batch_size is None else y.flatten(0, 1))
+        y = self.linear_proj(y if batch_size is None else y.flatten(0, 1))
+        return y if self.attention.output_multiplier == 1.0 else y * self.attention.output_multiplier
 
     def _sparse(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, inputs: MixerInputs, cache: LayerMemory | None

@@ -12,7 +12,15 @@ import torch
 from te_models import AttentionConfig, DraftModel, GPTModel, KVCache, ModelConfig, StaticKVCache, generate
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.plan.rank_shards import Place, parts
-from te_models.config import ConfigError, GatedDeltaConfig, Mamba2Config, MixerConfig, ShortConvolutionConfig
+from te_models.config import (
+    ConfigError,
+    GatedDeltaConfig,
+    LightningConfig,
+    Mamba2Config,
+    MambaConfig,
+    MixerConfig,
+    ShortConvolutionConfig,
+)
 from te_models.layers import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe, autocast
 from te_models.model.parallel import check_layers
 from tests.te_models.configs import tiny, token_ids
@@ -32,11 +40,24 @@ MIXERS: dict[str, MixerConfig] = {
         decay_lower_bound=-5.0,
         allow_neg_eigval=True,
     ),
+    "lightning": LightningConfig(num_heads=4, head_dim=6),
+    "mamba": MambaConfig(channels=24, state_size=6, time_step_rank=3),
+    "mamba_normed": MambaConfig(
+        channels=16, state_size=4, time_step_rank=2, use_bias=True, use_conv_bias=False, selection_norm="with_weight"
+    ),
     "mamba2": Mamba2Config(num_heads=4, head_dim=8, state_size=6, num_groups=2, use_bias=True),
     "mamba2_after_norm": Mamba2Config(
         num_heads=2, head_dim=8, use_conv_bias=False, gate="after_norm", time_step_low=0.02, time_step_high=0.04
     ),
     "mamba2_without_norm": Mamba2Config(num_heads=2, head_dim=8, state_size=4, gate="no_norm"),
+    "mamba2_multiplied": Mamba2Config(
+        num_heads=2,
+        head_dim=8,
+        use_output_bias=True,
+        input_multiplier=0.7,
+        row_multipliers=(0.5, 1.5, 0.8, 1.2, 0.6),
+        output_multiplier=1.3,
+    ),
     "short_convolution": ShortConvolutionConfig(channels=32, use_bias=True),
 }
 without_chance = partial(NVFP4BlockScaling, disable_stochastic_rounding=True)
@@ -168,6 +189,9 @@ def test_every_rank_has_its_part_of_a_mixer(name: str) -> None:
         (GatedDeltaConfig, {"num_value_heads": 3}, "gated_delta.num_value_heads is 3; allowed: a multiple"),
         (GatedDeltaConfig, {"decay_lora_rank": 4}, "gated_delta.decay_lora_rank is 4; allowed: null where decay_by"),
         (GatedDeltaConfig, {"decay_lower_bound": 1.0}, "gated_delta.decay_lower_bound is 1.0; allowed: a negative"),
+        (LightningConfig, {"num_heads": 0}, "lightning.num_heads is 0; allowed: a positive number"),
+        (MambaConfig, {"time_step_rank": 0}, "mamba.time_step_rank is 0; allowed: a positive integer"),
+        (Mamba2Config, {"row_multipliers": (1.0,)}, r"mamba2.row_multipliers is \(1.0,\); allowed: five numbers"),
         (Mamba2Config, {"num_groups": 3}, "mamba2.num_groups is 3; allowed: a divisor of num_heads = 4"),
         (Mamba2Config, {"time_step_low": 1.0, "time_step_high": 0.5}, "mamba2.time_step_high is 0.5; allowed: time_"),
         (ShortConvolutionConfig, {"channels": 0}, "short_convolution.channels is 0; allowed: a positive integer"),
@@ -177,6 +201,8 @@ def test_what_cannot_be_is_named(kind: type[MixerConfig], fields: dict, message:
     whole = {
         GatedDeltaConfig: {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 6},
         Mamba2Config: {"num_heads": 4, "head_dim": 8},
+        LightningConfig: {"num_heads": 4, "head_dim": 6},
+        MambaConfig: {"channels": 8, "time_step_rank": 1},
         ShortConvolutionConfig: {},
     }
     with pytest.raises(ConfigError, match=message):
