@@ -93,6 +93,7 @@ from .solar_open import SOLAR_OPEN
 from .starcoder2 import STARCODER2
 from .vaultgemma import VAULTGEMMA
 from .youtu import YOUTU
+from .zamba2 import ZAMBA2
 
 _KNOWN = (
     # A model that was never in a Hugging Face folder is exported as the first that can express it.
@@ -174,6 +175,7 @@ _KNOWN = (
     BAMBA,
     NEMOTRON_H,
     FALCON_H1,
+    ZAMBA2,
     MAMBA,
     FALCON_MAMBA,
     JAMBA,

@@ -5,7 +5,7 @@ from __future__ import annotations
 MISSING: dict[str, str] = {
     "norms before some mixers and after others": "olmo_hybrid",
     "the gated delta rule with a decay per channel": "kimi_linear bailing_hybrid",
-    "blocks shared between layers": "zamba zamba2",
+    "blocks shared between layers": "zamba",
     "gated short convolutions": "lfm3",
     "sparse attention beside gates, other latents or keys of earlier layers": "axk2 hy_v4 dots3_note mistral_large4",
     "sparse attention to pooled keys": "glm5_next",

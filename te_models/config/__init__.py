@@ -27,6 +27,7 @@ from .model import EmbeddingConfig, LayerType, ModelConfig, NormConfig
 from .part import ConfigError, ConfigPart, check
 from .residual import DeepNormConfig, HyperConnectionConfig
 from .rope import RopeConfig
+from .shared import SharedBlocksConfig
 
 __all__ = [
     "KINDS",
@@ -50,6 +51,7 @@ __all__ = [
     "NormConfig",
     "RopeConfig",
     "RouterConfig",
+    "SharedBlocksConfig",
     "ShortConvolutionConfig",
     "TemperatureConfig",
     "check",

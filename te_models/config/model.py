@@ -12,6 +12,7 @@ from .mlp import MLPConfig, MoEConfig
 from .part import ConfigError, ConfigPart, check
 from .residual import DeepNormConfig, HyperConnectionConfig
 from .rope import RopeConfig
+from .shared import SharedBlocksConfig
 
 LayerType = Literal["full", "sliding", "chunked", "nope", "sliding_nope", "chunked_nope"]
 """What the queries of a layer see; "nope" of the whole past, and the others so named, without position encoding."""
@@ -134,6 +135,8 @@ class ModelConfig(ConfigPart):
     """Indices of the layers that have an MLP or experts, from 0; unset means all layers."""
     kv_source_layers: tuple[int, ...] | None = None
     """For each layer the one whose keys and values its attention reads, an earlier one or itself; unset: itself."""
+    shared_blocks: SharedBlocksConfig | None = None
+    """Blocks of attention and an MLP that several layers share; unset means none."""
     hyper_connections: HyperConnectionConfig | None = None
     """Hyper-connections: a residual stream of several lanes; unset means one."""
     deep_norm: DeepNormConfig | None = None
@@ -150,7 +153,10 @@ class ModelConfig(ConfigPart):
     """Factor of the mean loss of these layers in the loss that training minimises."""
 
     _LATER: ClassVar[frozenset[str]] = frozenset(
-        {"attention", "mixers", "layer_mixers", "mlp_layers", "kv_source_layers", "hyper_connections", "deep_norm"}
+        {
+            *("attention", "mixers", "layer_mixers", "mlp_layers", "kv_source_layers"),
+            *("shared_blocks", "hyper_connections", "deep_norm"),
+        }
     )
 
     def _derivations(self) -> dict[str, Any]:
@@ -193,6 +199,7 @@ class ModelConfig(ConfigPart):
                 where = f"{'.'.join(self._place(layer))}.{name}"
                 check(has_size, where, None, f"a size, because layer_types has {kind!r} layers")
         self._check_indexers()
+        self._check_shared_blocks()
         one = self.block in ("pre", "sandwich") and self.residual_multiplier == 1.0 and not self.mtp_num_layers
         allowed = "null with block 'post' or 'parallel*', residual_multiplier or mtp_num_layers"
         check(one or self.hyper_connections is None, "hyper_connections", self.hyper_connections, allowed)
@@ -320,6 +327,27 @@ class ModelConfig(ConfigPart):
                 allowed = f"at least the {rotated} channels that are rotated"
                 check(indexer.head_dim >= rotated, f"{where}.head_dim", indexer.head_dim, allowed)
 
+    def _check_shared_blocks(self) -> None:
+        """Check that layers can use the blocks that they are said to share."""
+        shared = self.shared_blocks
+        if shared is None:
+            return
+        alone = self.block == "pre" and self.hyper_connections is None and self.deep_norm is None
+        alone = alone and self.kv_source_layers is None and not self.mtp_num_layers and not self.hidden_dropout
+        allowed = "null with block, hyper_connections, deep_norm, kv_source_layers, mtp_num_layers or hidden_dropout"
+        check(alone, "shared_blocks", shared, allowed)
+        check(self._ordered(shared.layers), "shared_blocks.layers", shared.layers, self._increasing)
+        for layer in shared.layers:
+            its = self.attention_of(layer)
+            plain = its is not None and (its.mla or its.indexer) is None and not its.has_head_gate
+            pair = plain and self.mixer_of(layer) is not None and its == self.attention_of(shared.layers[0])
+            allowed = f"layers of a plain attention, the same in all, beside another mixer, which {layer} is not"
+            check(pair, "shared_blocks.layers", shared.layers, allowed)
+
+    def shared_block_of(self, layer: int) -> int | None:
+        """The number of the shared block that layer number `layer` uses; None where it uses none."""
+        return None if self.shared_blocks is None else self.shared_blocks.block_of(layer)
+
     def named_mixers(self) -> dict[str, MixerConfig]:
         """The mixers that layers name, by the name of their table: "attention", "mixers.NAME"."""
         used = self.layer_mixers is None or any("attention" in self._names(entry) for entry in self.layer_mixers)
@@ -372,6 +400,10 @@ class ModelConfig(ConfigPart):
             some = {name: mixer for name, mixer in (self.mixers or {}).items() if name in used}
             alike = set(names) == {"attention"}
             fields = {"layer_mixers": None if alike else names, "mixers": some or None}
+        if self.shared_blocks is not None:
+            uses = tuple(i for i, layer in enumerate(layers) if layer in self.shared_blocks.layers)
+            number = min(self.shared_blocks.num_blocks, len(uses))
+            fields["shared_blocks"] = self.shared_blocks.replace(layers=uses, num_blocks=number) if uses else None
         if self.mlp_layers is not None:
             fields["mlp_layers"] = tuple(i for i, layer in enumerate(layers) if layer in self.mlp_layers)
         if self.kv_source_layers is not None:

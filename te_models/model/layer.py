@@ -23,6 +23,7 @@ from .mlp import MLP
 from .moe import MoELayer
 from .rotary import Rotary
 from .router import RouterOutput
+from .shared_block import SharedBlock, SharedUse
 
 Passed = Selection | KeysValues
 """What attention gives later layers."""
@@ -66,9 +67,13 @@ class TransformerLayer(nn.Module):
         apart = config.has_input_layernorm(layer)
         indexer = None if attention is None else attention.indexer
         self.shares_choice = indexer is not None and indexer.shared
+        shares = config.shared_block_of(layer) is not None
+        self.shared_use = None
+        if shares and config.shared_blocks is not None:
+            self.shared_use = SharedUse(config, config.shared_blocks, layer, build)
         self.input_layernorm = make_norm(config.norm, config.hidden_size, build) if apart else None
         self.self_attention = self.mixer = None
-        if attention is not None:
+        if attention is not None and not shares:
             self.self_attention = attention_class(attention)(
                 config, attention, layer, build, normed=normed and not apart
             )
@@ -106,13 +111,16 @@ class TransformerLayer(nn.Module):
         documents: Tensor | None = None,
         keys_values: KeysValues | None = None,
         choice: Tensor | None = None,
+        shared: tuple[SharedBlock, Tensor] | None = None,
     ) -> LayerResult:
         """x: [B, S, H] -> ([B, S, H], what the router decided; None in a dense layer), and a third, where attention is
         sparse, or later layers read its keys and values. Arguments as for `MixerInputs` and `MoELayer`. recompute: keep
         only them for the backward pass and compute the rest again there (activation checkpointing); here, not around
         the call, so that it is part of a graph of one layer. batch_size: B, where x and the result are this rank's part
-        of the tokens, [B S / ranks, H]."""
+        of the tokens, [B S / ranks, H]. shared: the block that the layer uses, and the embeddings."""
         arguments = (x, rotary, hidden_keys, token_mask, cache, query_scale, batch_size, documents, keys_values, choice)
+        if self.shared_use is not None:
+            arguments = (*arguments, shared)
         return checkpointed(self._run, *arguments) if recompute else self._run(*arguments)
 
     def _run(
@@ -127,6 +135,7 @@ class TransformerLayer(nn.Module):
         documents: Tensor | None,
         keys_values: KeysValues | None,
         choice: Tensor | None,
+        shared: tuple[SharedBlock, Tensor] | None = None,
     ) -> LayerResult:
         inputs = MixerInputs(rotary, hidden_keys, query_scale, batch_size, token_mask, documents, keys_values, choice)
         if self.block in ("parallel", "parallel_shared_norm"):
@@ -143,6 +152,9 @@ class TransformerLayer(nn.Module):
         if self.has_mixer:
             connection = self.self_attention_hyper_connection
             inner, mixing = (x, None) if connection is None else connection.read(x)
+            if self.shared_use is not None and shared is not None:
+                memory, cache = (None, None) if cache is None else cast(PairMemory, cache)
+                inner = inner + self.shared_use(shared[0], x, shared[1], inputs, memory)
             normed = inner if self.input_layernorm is None else self._normed(self.input_layernorm, inner)
             attended, passed = self._mixed(normed, inputs, cache)
             if self.post_self_attn_layernorm is not None:

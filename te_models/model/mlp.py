@@ -67,9 +67,10 @@ class MLP(nn.Module):
         self._activation = activation_of(config.mlp)
         self.gate_multiplier, self.output_multiplier = config.mlp.gate_multiplier, config.mlp.output_multiplier
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., H] -> [..., H]."""
+    def forward(self, x: Tensor, adapted: Tensor | None = None) -> Tensor:
+        """x: [..., H] -> [..., H]. adapted: what is added to the result of `linear_fc1`."""
         hidden = self.linear_fc1(x)
+        hidden = hidden if adapted is None else hidden + adapted
         if self.gate_multiplier != 1.0:
             gate, up = hidden.chunk(2, -1)
             hidden = torch.cat((gate * self.gate_multiplier, up), -1)

@@ -294,6 +294,37 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         "jamba",
         {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "head_dim": 12, "mamba_d_state": 4},
     ),
+    "zamba2": (
+        "zamba2",
+        {
+            "num_hidden_layers": 6,
+            "layers_block_type": ["mamba", "hybrid", "hybrid", "mamba", "hybrid", "hybrid"],
+            "num_key_value_heads": 4,
+            "num_mem_blocks": 2,
+            "adapter_rank": 3,
+            "use_shared_attention_adapter": True,
+            "n_mamba_heads": 4,
+            "mamba_d_state": 6,
+            "mamba_ngroups": 2,
+            "use_mem_rope": True,
+        },
+    ),
+    "zamba2-flags": (
+        "zamba2",
+        {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid"],
+            "num_mem_blocks": 1,
+            "adapter_rank": 5,
+            "n_mamba_heads": 2,
+            "mamba_d_state": 5,
+            "mamba_d_conv": 3,
+            "mamba_expand": 3,
+            "time_step_min": 0.3,
+            "add_bias_linear": True,
+            "hidden_act": "silu",
+        },
+    ),
     "minimax": (
         "minimax",
         {
