@@ -32,7 +32,7 @@ def _derived(hf: Mapping[str, Any], name: str, value: int) -> int:
 
 
 @dataclass(frozen=True)
-class Attention:
+class WideAttention:
     """The attention of shared blocks: heads over 2 hidden_size channels, scores by the root of half a head."""
 
     names: tuple[str, ...] = ("attention_head_dim", "attention_hidden_size", "num_query_groups", "kv_channels")
@@ -48,7 +48,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Width:
+class WidthOrFourfold:
     """`intermediate_size`; 0 or null means four times hidden_size."""
 
     names: tuple[str, ...] = ("intermediate_size",)
@@ -62,7 +62,7 @@ class Width:
 
 
 @dataclass(frozen=True)
-class Positions:
+class MemoryPositions:
     """`use_mem_rope`: whether shared blocks rotate queries and keys."""
 
     names: tuple[str, ...] = ("use_mem_rope",)
@@ -153,9 +153,9 @@ ZAMBA2 = Family(
         ),
         Only("tie_word_embeddings", True),  # with false, transformers shares no block either
         Fixed("embedding.share_embeddings_and_output_weights", True),
-        Width(),
-        Attention(),
-        Positions(),
+        WidthOrFourfold(),
+        WideAttention(),
+        MemoryPositions(),
         Only("use_long_context", False),
         Spread("add_bias_linear", ("mlp.bias",)),
         Rope(),

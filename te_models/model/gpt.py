@@ -27,7 +27,7 @@ from te_models.layers import (
 from te_models.layers.distributed.context_parallel import ContextShard, context_shard, own_positions
 from te_models.layers.tensor.fsdp import sharded
 
-from ..config import ConfigError, ModelConfig
+from ..config import ModelConfig
 from .build import Build, ExpertDispatch, ExpertLayout, check_supported, give_memory, real_device, without_draws
 from .cache import Memory
 from .decoder import Decoder
@@ -147,11 +147,8 @@ class GPTModel(SharedModel):
 
         The ranks count as data parallel: average their gradients. Such a model takes no cache; logits are gathered.
         Sequences are multiples of twice as many positions as there are ranks. Transformer Engine: the method of this
-        name of its layers. ValueError for a group without this rank, ConfigError for recurrent mixers, whose states
-        ranks do not hand on.
+        name of its layers. ValueError for a group without this rank, ConfigError for a model with recurrent mixers.
         """
-        if cp_group is not None and self.config.is_recurrent:
-            raise ConfigError("mixers: a model with recurrent mixers cannot share sequences over ranks")
         shard = context_shard(cp_group)
         for module in self.modules():
             if hasattr(module, "context_shard"):
