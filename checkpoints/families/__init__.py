@@ -28,6 +28,7 @@ from .ernie4_5 import ERNIE4_5
 from .ernie4_5_moe import ERNIE4_5_MOE
 from .exaone4 import EXAONE4
 from .exaone_moe import EXAONE_MOE
+from .falcon_h1 import FALCON_H1
 from .flex_olmo import FLEX_OLMO
 from .flint import FLINT
 from .gemma import GEMMA
@@ -52,6 +53,7 @@ from .hyperclovax import HYPERCLOVAX
 from .internlm3 import INTERNLM3
 from .iquestcoder import IQUESTCODER
 from .jais2 import JAIS2
+from .jamba import JAMBA
 from .kimi_k25 import KIMI_K25
 from .kimi_linear import KIMI_LINEAR
 from .kolibri1 import KOLIBRI1
@@ -60,9 +62,11 @@ from .lfm2 import LFM2
 from .lfm2_moe import LFM2_MOE
 from .llama import LLAMA
 from .llama4 import LLAMA4, LLAMA4_TEXT
+from .mamba import FALCON_MAMBA, MAMBA
 from .mamba2 import MAMBA2
 from .mellum import MELLUM
 from .mimo_v2_flash import MIMO_V2_FLASH
+from .minimax import MINIMAX
 from .minimax_m2 import MINIMAX_M2
 from .ministral import MINISTRAL
 from .ministral3 import MINISTRAL3, MISTRAL3
@@ -92,6 +96,7 @@ from .solar_open import SOLAR_OPEN
 from .starcoder2 import STARCODER2
 from .vaultgemma import VAULTGEMMA
 from .youtu import YOUTU
+from .zamba2 import ZAMBA2
 
 _KNOWN = (
     # A model that was never in a Hugging Face folder is exported as the first that can express it.
@@ -175,6 +180,12 @@ _KNOWN = (
     OLMO_HYBRID,
     KIMI_LINEAR,
     BAILING_HYBRID,
+    FALCON_H1,
+    ZAMBA2,
+    MAMBA,
+    FALCON_MAMBA,
+    JAMBA,
+    MINIMAX,
     QWEN3_5,
     QWEN3_5_MOE,
     GEMMA3,

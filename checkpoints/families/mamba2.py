@@ -38,7 +38,7 @@ class Expand(MixerField):
         return {"expand": mixer.size // config.hidden_size}
 
 
-_NO_ATTENTION = (
+NO_ATTENTION = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
@@ -47,6 +47,7 @@ _NO_ATTENTION = (
     "hidden_act",
     "max_position_embeddings",
 )
+"""Of `decoder_fields`: what a model of recurrent mixers alone does not have."""
 
 MAMBA2 = Family(
     model_type="mamba2",
@@ -58,7 +59,7 @@ MAMBA2 = Family(
             norm_name="layer_norm_epsilon",
             init_std=0.1,
             pad=1,
-            without=_NO_ATTENTION,
+            without=NO_ATTENTION,
         ),
         Only("hidden_act", "silu"),
         Fixed("max_position_embeddings", 2**20),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 MISSING: dict[str, str] = {
-    "Mamba-2": "falcon_h1 zamba2",
-    "Mamba (selective scan)": "mamba falcon_mamba jamba zamba",
+    "blocks shared between layers": "zamba",
     "gated short convolutions": "lfm3",
-    "lightning attention": "minimax",
     "sparse attention beside gates, other latents or keys of earlier layers": "axk2 hy_v4 dots3_note mistral_large4",
     "sparse attention to pooled keys": "glm5_next",
     "compressed keys": "deepseek_v4",

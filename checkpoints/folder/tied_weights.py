@@ -45,7 +45,7 @@ def check_tied_copies(store: FileStore, copies: Mapping[str, str]) -> None:
         a, b = store.tensors[copy], store.tensors[original]
         same = (a.dtype, a.shape) == (b.dtype, b.shape) and _same_bytes(store, copy, original, a.nbytes)
         if not same:
-            shared = "tie_word_embeddings is true" if copy.count(".") == 1 else "layers behind the last share weights"
+            shared = "tie_word_embeddings is true" if copy.count(".") == 1 else "layers share weights"
             raise CheckpointError(f"{shared}, but {copy!r} differs from {original!r}")
 
 

@@ -73,6 +73,8 @@ def _tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield "embedding.position_embeddings.weight", (config.max_position_embeddings, H)
     for i in range(config.num_layers):
         yield from _layer(config, i, f"decoder.layers.{i}.")
+    for b in range(0 if config.shared_blocks is None else config.shared_blocks.num_blocks):
+        yield from _shared_block(config, f"decoder.shared_blocks.{b}.")
     yield from _norm(config, "decoder.final_layernorm.", "")
     if config.hyper_connections is not None and config.hyper_connections.output == "weighted":
         yield from _hyper_connection(config, "decoder.final_hyper_connection.", output=True)
@@ -93,9 +95,12 @@ def _layer(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]:
     """A layer of the kind of number `i`, whose names begin with `p`."""
     attention, mixer, after = config.attention_of(i), config.mixer_of(i), config.norms_after(i)
     apart = config.has_input_layernorm(i)
+    shares = config.shared_block_of(i) is not None
+    if shares:
+        yield from _shared_use(config, i, f"{p}shared_use.")
     if apart:
         yield from _norm(config, f"{p}input_layernorm.", "")
-    if attention is not None:
+    if attention is not None and not shares:
         normed = config.norms_before(i) and not apart
         if attention.mla is None:
             yield from _attention(config, attention, p, normed, own_keys=config.kv_source(i) is None)
@@ -117,6 +122,31 @@ def _layer(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]:
         for there, sublayer in ((config.mixer_names(i), "self_attention"), (config.has_mlp(i), "mlp")):
             if there:
                 yield from _hyper_connection(config, f"{p}{sublayer}_hyper_connection.")
+
+
+def _shared_block(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
+    shared = config.shared_blocks
+    attention = None if shared is None else config.attention_of(shared.layers[0])
+    assert attention is not None, "checked by the configuration"
+    wide = config.replace(hidden_size=2 * config.hidden_size)
+    yield from _norm(wide, f"{p}input_layernorm.", "")
+    for name, shape in _attention(wide, attention, p, False, own_keys=True):
+        yield name, (config.hidden_size, *shape[1:]) if ".linear_proj." in name else shape
+    yield from _norm(config, f"{p}pre_mlp_layernorm.", "")
+    yield from ((name, shape) for name, shape in _dense(config, p) if ".layer_norm_" not in name)
+
+
+def _shared_use(config: ModelConfig, layer: int, p: str) -> Iterator[tuple[str, Shape]]:
+    shared, attention, H = config.shared_blocks, config.attention_of(layer), config.hidden_size
+    assert shared is not None and attention is not None, "checked by the configuration"
+    rank = shared.lora_rank
+    if shared.attention_lora:
+        yield f"{p}qkv_down.weight", (3 * rank, 2 * H)
+        for number, rows in enumerate(attention.qkv_rows()):
+            yield f"{p}qkv_up.{number}.weight", (rows, rank)
+    yield f"{p}fc1_down.weight", (rank, H)
+    yield f"{p}fc1_up.weight", (config.mlp.ffn_hidden_size * (2 if config.mlp.gated else 1), rank)
+    yield f"{p}linear_out.weight", (H, H)
 
 
 def _hyper_connection(config: ModelConfig, p: str, *, output: bool = False) -> Iterator[tuple[str, Shape]]:

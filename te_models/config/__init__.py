@@ -14,7 +14,9 @@ from .mixers import (
     AttentionConfig,
     GatedDeltaConfig,
     IndexerConfig,
+    LightningConfig,
     Mamba2Config,
+    MambaConfig,
     MixerConfig,
     MLAConfig,
     ShortConvolutionConfig,
@@ -23,28 +25,33 @@ from .mixers import (
 from .mlp import MLPConfig, MoEConfig, RouterConfig
 from .model import EmbeddingConfig, LayerType, ModelConfig, NormConfig
 from .part import ConfigError, ConfigPart, check
-from .residual import HyperConnectionConfig
+from .residual import DeepNormConfig, HyperConnectionConfig
 from .rope import RopeConfig
+from .shared import SharedBlocksConfig
 
 __all__ = [
     "KINDS",
     "AttentionConfig",
     "ConfigError",
     "ConfigPart",
+    "DeepNormConfig",
     "EmbeddingConfig",
     "GatedDeltaConfig",
     "HyperConnectionConfig",
     "IndexerConfig",
     "LayerType",
+    "LightningConfig",
     "MLAConfig",
     "MLPConfig",
     "Mamba2Config",
+    "MambaConfig",
     "MixerConfig",
     "MoEConfig",
     "ModelConfig",
     "NormConfig",
     "RopeConfig",
     "RouterConfig",
+    "SharedBlocksConfig",
     "ShortConvolutionConfig",
     "TemperatureConfig",
     "check",

@@ -14,7 +14,8 @@ def mixer_words(config: ModelConfig) -> dict[str, int]:
         attention, mixer = config.attention_of(layer), config.mixer_of(layer)
         parts = [] if attention is None else [_attention(attention, config.layer_type(layer))]
         parts += [] if mixer is None else [mixer.kind]
-        words = " beside ".join(parts) or "an MLP alone"
+        between = " beside " if config.shared_block_of(layer) is None else " in a shared block before "
+        words = between.join(parts) or "an MLP alone"
         words += "" if config.has_mlp(layer) else ", without an MLP"
         found[words] = found.get(words, 0) + 1
     return found

@@ -31,9 +31,18 @@ class MLPConfig(ConfigPart):
     """Factor of the gate inside the sigmoid of a clamped gate."""
     up_offset: float = 0.0
     """Added to the up projection before the gate multiplies it."""
+    gate_multiplier: float = 1.0
+    """Factor of the gate before its activation, in layers without experts."""
+    output_multiplier: float = 1.0
+    """Factor of the result, in layers without experts."""
+
+    _LATER: ClassVar[frozenset[str]] = frozenset({"gate_multiplier", "output_multiplier"})
 
     def _validate(self) -> None:
         check(self.ffn_hidden_size > 0, "mlp.ffn_hidden_size", self.ffn_hidden_size, "a positive integer")
+        check(
+            self.gated or self.gate_multiplier == 1.0, "mlp.gate_multiplier", self.gate_multiplier, "1 without a gate"
+        )
         check(self.clamp is None or self.clamp > 0, "mlp.clamp", self.clamp, "a positive number or null")
 
 

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal, Self
 from .mixers import AttentionConfig, MixerConfig
 from .mlp import MLPConfig, MoEConfig
 from .part import ConfigError, ConfigPart, check
-from .residual import HyperConnectionConfig
+from .residual import DeepNormConfig, HyperConnectionConfig
 from .rope import RopeConfig
+from .shared import SharedBlocksConfig
 
 Block = Literal["pre", "post", "sandwich", "parallel", "parallel_shared_norm"]
 """Where the norms of a layer are."""
@@ -138,8 +139,12 @@ class ModelConfig(ConfigPart):
     """Where the norms of each layer are, "pre", "post" or "sandwich", in place of block; unset means block in all."""
     kv_source_layers: tuple[int, ...] | None = None
     """For each layer the one whose keys and values its attention reads, an earlier one or itself; unset: itself."""
+    shared_blocks: SharedBlocksConfig | None = None
+    """Blocks of attention and an MLP that several layers share; unset means none."""
     hyper_connections: HyperConnectionConfig | None = None
     """Hyper-connections: a residual stream of several lanes; unset means one."""
+    deep_norm: DeepNormConfig | None = None
+    """Residual connections from behind the norms, with factors; unset means from before them."""
     residual_multiplier: float = 1.0
     """Factor of what each sublayer adds to the residual stream."""
     hidden_dropout: float = 0.0
@@ -152,7 +157,10 @@ class ModelConfig(ConfigPart):
     """Factor of the mean loss of these layers in the loss that training minimises."""
 
     _LATER: ClassVar[frozenset[str]] = frozenset(
-        {"attention", "mixers", "layer_mixers", "mlp_layers", "layer_blocks", "kv_source_layers", "hyper_connections"}
+        {
+            *("attention", "mixers", "layer_mixers", "mlp_layers", "layer_blocks", "kv_source_layers"),
+            *("shared_blocks", "hyper_connections", "deep_norm"),
+        }
     )
 
     def _derivations(self) -> dict[str, Any]:
@@ -196,10 +204,15 @@ class ModelConfig(ConfigPart):
                 check(has_size, where, None, f"a size, because layer_types has {kind!r} layers")
         self._check_indexers()
         self._check_blocks()
+        self._check_shared_blocks()
         blocks = {self.block_of(layer) for layer in range(self.num_layers)}
         one = blocks <= {"pre", "sandwich"} and self.residual_multiplier == 1.0 and not self.mtp_num_layers
         allowed = "null with block 'post' or 'parallel*', residual_multiplier or mtp_num_layers"
         check(one or self.hyper_connections is None, "hyper_connections", self.hyper_connections, allowed)
+        one = blocks == {"pre"} and self.residual_multiplier == 1.0 and self.hyper_connections is None
+        one = one and not self.has_dense_layers and not (self.moe is not None and self.moe.post_layernorm)
+        allowed = "null with a block other than 'pre', residual_multiplier, hyper_connections, or layers with an MLP"
+        check(one or self.deep_norm is None, "deep_norm", self.deep_norm, allowed)
         check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
         pad, last = self.embedding.padding_idx, self.vocab_size - 1
         check(pad is None or 0 <= pad <= last, "embedding.padding_idx", pad, f"0 to {last}, or null")
@@ -330,6 +343,31 @@ class ModelConfig(ConfigPart):
                 allowed = f"at least the {rotated} channels that are rotated"
                 check(indexer.head_dim >= rotated, f"{where}.head_dim", indexer.head_dim, allowed)
 
+    def _check_shared_blocks(self) -> None:
+        """Check that layers can use the blocks that they are said to share."""
+        shared = self.shared_blocks
+        if shared is None:
+            return
+        alone = (
+            (self.block, self.layer_blocks) == ("pre", None)
+            and self.hyper_connections is None
+            and self.deep_norm is None
+        )
+        alone = alone and self.kv_source_layers is None and not self.mtp_num_layers and not self.hidden_dropout
+        allowed = "null with block, hyper_connections, deep_norm, kv_source_layers, mtp_num_layers or hidden_dropout"
+        check(alone, "shared_blocks", shared, allowed)
+        check(self._ordered(shared.layers), "shared_blocks.layers", shared.layers, self._increasing)
+        for layer in shared.layers:
+            its = self.attention_of(layer)
+            plain = its is not None and (its.mla or its.indexer) is None and not its.has_head_gate
+            pair = plain and self.mixer_of(layer) is not None and its == self.attention_of(shared.layers[0])
+            allowed = f"layers of a plain attention, the same in all, beside another mixer, which {layer} is not"
+            check(pair, "shared_blocks.layers", shared.layers, allowed)
+
+    def shared_block_of(self, layer: int) -> int | None:
+        """The number of the shared block that layer number `layer` uses; None where it uses none."""
+        return None if self.shared_blocks is None else self.shared_blocks.block_of(layer)
+
     def named_mixers(self) -> dict[str, MixerConfig]:
         """The mixers that layers name, by the name of their table: "attention", "mixers.NAME"."""
         used = self.layer_mixers is None or any("attention" in self._names(entry) for entry in self.layer_mixers)
@@ -384,6 +422,10 @@ class ModelConfig(ConfigPart):
             fields = {"layer_mixers": None if alike else names, "mixers": some or None}
         if self.layer_blocks is not None:
             fields["layer_blocks"] = tuple(self.layer_blocks[layer] for layer in layers)
+        if self.shared_blocks is not None:
+            uses = tuple(i for i, layer in enumerate(layers) if layer in self.shared_blocks.layers)
+            number = min(self.shared_blocks.num_blocks, len(uses))
+            fields["shared_blocks"] = self.shared_blocks.replace(layers=uses, num_blocks=number) if uses else None
         if self.mlp_layers is not None:
             fields["mlp_layers"] = tuple(i for i, layer in enumerate(layers) if layer in self.mlp_layers)
         if self.kv_source_layers is not None:
@@ -414,7 +456,8 @@ class ModelConfig(ConfigPart):
         projection reads what it gives."""
         attention = self.attention_of(layer)
         apart = attention is not None and (attention.has_head_gate or attention.index_channels > 0)
-        several = self.mixer_of(layer) is not None or apart
+        apart = apart or (attention is not None and attention.input_multiplier != 1.0)
+        several = self.mixer_of(layer) is not None or apart or self.deep_norm is not None
         return self.block == "parallel_shared_norm" or (several and self.norms_before(layer))
 
     @property

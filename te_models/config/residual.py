@@ -9,6 +9,25 @@ from .part import ConfigPart, check
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeepNormConfig(ConfigPart):
+    """Residual connections of MiniMax-01 (arXiv 2501.08313; DeepNorm, arXiv 2203.00555): x = alpha n(x) + beta f(n(x)),
+    n being the norm before a sublayer f. Each kind of sublayer has its alpha and its beta."""
+
+    attention_alpha: float = 1.0
+    """Factor of the normed input, in sublayers of softmax attention."""
+    attention_beta: float = 1.0
+    """Factor of the result, in sublayers of softmax attention."""
+    recurrent_alpha: float = 1.0
+    """Factor of the normed input, in sublayers of other mixers alone."""
+    recurrent_beta: float = 1.0
+    """Factor of the result, in sublayers of other mixers alone."""
+    mlp_alpha: float = 1.0
+    """Factor of the normed input, in sublayers of experts."""
+    mlp_beta: float = 1.0
+    """Factor of the result, in sublayers of experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class HyperConnectionConfig(ConfigPart):
     """Manifold-constrained hyper-connections (mHC, arXiv 2512.24880): the stream has several lanes. A sublayer reads a
     weighted sum of them, adds its result to each by another weight, and mixes them by a matrix whose rows and columns

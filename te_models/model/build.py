@@ -277,13 +277,20 @@ def make_output_linear(config: ModelConfig, in_features: int, bias: bool, build:
 
 
 def make_input_linear(
-    config: ModelConfig, blocks: tuple[int, ...], bias: bool, build: Build, *, normed: bool
+    config: ModelConfig,
+    blocks: tuple[int, ...],
+    bias: bool,
+    build: Build,
+    *,
+    normed: bool,
+    in_features: int | None = None,
 ) -> nn.Module:
     """Return the first projection of a sublayer, with the norm before it as one module when `normed`. blocks: the rows
-    of what it joins, each of which is shared by the ranks that split it."""
+    of what it joins, each of which is shared by the ranks that split it. in_features: hidden_size where it is None."""
     start, out_features = build.starting(init_method(config), blocks), sum(blocks)
     if not normed:
-        return Linear(config.hidden_size, out_features, bias, init_method=start, **build.new, **build.split("column"))
+        size = in_features or config.hidden_size
+        return Linear(size, out_features, bias, init_method=start, **build.new, **build.split("column"))
     norm = config.norm
     return LayerNormLinear(
         config.hidden_size,

@@ -25,6 +25,7 @@ from .mixers import KeysValues, Selection
 from .moe import MoELayer
 from .rotary import Rotary, RotaryEmbedding
 from .router import RouterOutput
+from .shared_block import SharedBlock
 
 
 class LayerInputs(NamedTuple):
@@ -58,6 +59,10 @@ class Decoder(nn.Module):
         self.sequence_shard = build.sequence_shard
         self.context_shard: ContextShard | None = None
         self.layers = nn.ModuleList(TransformerLayer(config, i, build) for i in range(config.num_layers))
+        shared = config.shared_blocks
+        firsts = () if shared is None else shared.layers[: shared.num_blocks]
+        self.shared_blocks = nn.ModuleList(SharedBlock(config, i, build) for i in firsts) if firsts else None
+        self.shared_of_layer = [config.shared_block_of(i) for i in range(config.num_layers)]
         self.final_layernorm = make_norm(config.norm, config.hidden_size, build)
         self.lanes, hyper = 1, config.hyper_connections
         self.final_hyper_connection = None
@@ -99,7 +104,8 @@ class Decoder(nn.Module):
 
     def _all_pack(self, device: torch.device) -> bool:
         """Whether every layer attends within documents without a mask."""
-        attentions = (cast(TransformerLayer, layer).self_attention for layer in self.layers)
+        blocks = (*self.layers, *(self.shared_blocks or ()))
+        attentions = (cast(TransformerLayer, block).self_attention for block in blocks)
         return all(attention.packs(device) for attention in attentions if attention is not None)
 
     def _output(self, x: Tensor) -> Tensor:
@@ -155,11 +161,16 @@ class Decoder(nn.Module):
         *,
         recompute: bool,
         choice: Tensor | None = None,
+        embedded: Tensor | None = None,
     ) -> LayerResult:
         """Call a layer as number `number` of this decoder is called, which may be another one than that. choice: of
-        the last sparse attention before it."""
+        the last sparse attention before it. embedded: the embeddings, where layers share blocks."""
         table, documents = self.rotary_of_layer[number], inputs.documents
-        attention = layer.self_attention
+        attention, used = layer.self_attention, None
+        if layer.shared_use is not None and self.shared_blocks is not None:
+            assert embedded is not None and self.shared_of_layer[number] is not None, "of a layer that uses a block"
+            block = cast(SharedBlock, self.shared_blocks[cast(int, self.shared_of_layer[number])])
+            attention, used = block.self_attention, (block, embedded)
         packs = documents is not None and (attention is None or attention.packs(x.device))
         assert packs or documents is None or inputs.hidden_keys is not None, "a mask is there for layers that need it"
         source, shared = self.kv_sources[number], inputs.shared
@@ -176,6 +187,7 @@ class Decoder(nn.Module):
             inputs.texts,
             None if source is None or shared is None else shared[source],
             choice if layer.shares_choice else None,
+            *(() if used is None else (used,)),
         )
         if len(found) == 2 or isinstance(found[2], Selection):
             return found
@@ -207,10 +219,13 @@ class Decoder(nn.Module):
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         routed: list[RouterOutput] = []
         choice: Tensor | None = None
+        embedded = None if self.shared_blocks is None else x
         for i, layer in enumerate(cast(list[TransformerLayer], self.layers)):
             if states is not None:
                 states.append(x)
-            x, decided, *selections = self.run_layer(layer, i, x, inputs, recompute=recompute, choice=choice)
+            x, decided, *selections = self.run_layer(
+                layer, i, x, inputs, recompute=recompute, choice=choice, embedded=embedded
+            )
             for selection in selections:
                 choice = selection.choice
                 if index_losses is not None and selection.loss is not None:

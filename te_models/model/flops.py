@@ -14,7 +14,7 @@ from te_models.checkpoints.plan.param_shapes import is_expert_stack
 
 from ..config import ModelConfig
 
-_NO_GEMM = ("embedding.", "layernorm", "layer_norm", "bias", "rotary")
+_NO_GEMM = ("embedding.", "layernorm", "layer_norm", "bias", "rotary", ".A_log")
 """Parts of the names of parameters that no GEMM multiplies by."""
 
 
@@ -61,7 +61,11 @@ def _active_weights(config: ModelConfig, counted: Callable[[str], bool] = lambda
 
 
 def _share(config: ModelConfig, name: str) -> float:
-    """Return the part of a matrix, or of a stack of them, that a token is multiplied by."""
+    """Return the part of a matrix, or of a stack of them, that a token is multiplied by; how often, where layers share
+    it."""
+    if name.startswith("decoder.shared_blocks.") and config.shared_blocks is not None:
+        uses = [config.shared_block_of(layer) for layer in config.shared_blocks.layers]
+        return float(uses.count(int(name.split(".")[2])))
     if not is_expert_stack(name):
         return 1.0
     assert config.moe is not None

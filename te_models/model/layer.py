@@ -14,7 +14,7 @@ from te_models.kernels.hyper_connections import Mixing
 from te_models.layers.distributed.sequence_parallel import gather_tokens_of_ranks, norm_own_tokens, own_tokens
 from te_models.layers.recipe.activation_checkpoint import checkpointed
 
-from ..config import ModelConfig
+from ..config import DeepNormConfig, ModelConfig
 from .build import Build, check_supported, make_norm
 from .cache import LayerMemory, PairMemory
 from .hyper_connection import HyperConnection
@@ -23,6 +23,7 @@ from .mlp import MLP
 from .moe import MoELayer
 from .rotary import Rotary
 from .router import RouterOutput
+from .shared_block import SharedBlock, SharedUse
 
 Passed = Selection | KeysValues
 """What attention gives later layers."""
@@ -40,9 +41,9 @@ class TransformerLayer(nn.Module):
     parallel_shared_norm  x = x + attention(n1(x)) + mlp(n1(x))
     n1 and n2 live in the linear layer that reads them, n2 of an MoE layer in `pre_mlp_layernorm`, an n1 that several
     modules read in `input_layernorm`. With hyper-connections x has several lanes, of which a sublayer reads a sum, and
-    writes to all. What the configuration names as the layer's mixers stands for attention: softmax
-    attention is `self_attention`, another kind `mixer`; two side by side read the same n1, and are added up. A layer
-    without mixer, or without MLP, has the other sublayer alone.
+    writes to all. With `deep_norm` x = alpha n1(x) + beta attention(n1(x)), and so on. What the configuration names as
+    the layer's mixers stands for attention: softmax attention is `self_attention`, another kind `mixer`; two side by
+    side read the same n1, and are added up. A layer without mixer, or without MLP, has the other sublayer alone.
     """
 
     def __init__(self, config: ModelConfig, layer: int = 0, build: Build | None = None) -> None:
@@ -60,14 +61,19 @@ class TransformerLayer(nn.Module):
         self.hidden_dropout = config.hidden_dropout
         self.is_moe = config.is_moe_layer(layer)
         attention, mixer = config.attention_of(layer), config.mixer_of(layer)
+        self.residual_factors = None if config.deep_norm is None else _factors(config.deep_norm, attention is not None)
         self.has_mixer, has_mlp = bool(attention or mixer), config.has_mlp(layer)
         normed, after = config.norms_before(layer), config.norms_after(layer)
         apart = config.has_input_layernorm(layer)
         indexer = None if attention is None else attention.indexer
         self.shares_choice = indexer is not None and indexer.shared
+        shares = config.shared_block_of(layer) is not None
+        self.shared_use = None
+        if shares and config.shared_blocks is not None:
+            self.shared_use = SharedUse(config, config.shared_blocks, layer, build)
         self.input_layernorm = make_norm(config.norm, config.hidden_size, build) if apart else None
         self.self_attention = self.mixer = None
-        if attention is not None:
+        if attention is not None and not shares:
             self.self_attention = attention_class(attention)(
                 config, attention, layer, build, normed=normed and not apart
             )
@@ -105,13 +111,16 @@ class TransformerLayer(nn.Module):
         documents: Tensor | None = None,
         keys_values: KeysValues | None = None,
         choice: Tensor | None = None,
+        shared: tuple[SharedBlock, Tensor] | None = None,
     ) -> LayerResult:
         """x: [B, S, H] -> ([B, S, H], what the router decided; None in a dense layer), and a third, where attention is
         sparse, or later layers read its keys and values. Arguments as for `MixerInputs` and `MoELayer`. recompute: keep
         only them for the backward pass and compute the rest again there (activation checkpointing); here, not around
         the call, so that it is part of a graph of one layer. batch_size: B, where x and the result are this rank's part
-        of the tokens, [B S / ranks, H]."""
+        of the tokens, [B S / ranks, H]. shared: the block that the layer uses, and the embeddings."""
         arguments = (x, rotary, hidden_keys, token_mask, cache, query_scale, batch_size, documents, keys_values, choice)
+        if self.shared_use is not None:
+            arguments = (*arguments, shared)
         return checkpointed(self._run, *arguments) if recompute else self._run(*arguments)
 
     def _run(
@@ -126,6 +135,7 @@ class TransformerLayer(nn.Module):
         documents: Tensor | None,
         keys_values: KeysValues | None,
         choice: Tensor | None,
+        shared: tuple[SharedBlock, Tensor] | None = None,
     ) -> LayerResult:
         inputs = MixerInputs(rotary, hidden_keys, query_scale, batch_size, token_mask, documents, keys_values, choice)
         if self.block in ("parallel", "parallel_shared_norm"):
@@ -136,10 +146,15 @@ class TransformerLayer(nn.Module):
             if self.hidden_dropout > 0 and self.training:  # each sublayer's output has a mask of its own
                 attended, y = (F.dropout(part, self.hidden_dropout) for part in (attended, y))
             return _result(self._scaled_sum(x, attended + y), routed, passed)
+        if self.residual_factors is not None:
+            return self._run_deep(x, inputs, cache, self.residual_factors)
         passed = None
         if self.has_mixer:
             connection = self.self_attention_hyper_connection
             inner, mixing = (x, None) if connection is None else connection.read(x)
+            if self.shared_use is not None and shared is not None:
+                memory, cache = (None, None) if cache is None else cast(PairMemory, cache)
+                inner = inner + self.shared_use(shared[0], x, shared[1], inputs, memory)
             normed = inner if self.input_layernorm is None else self._normed(self.input_layernorm, inner)
             attended, passed = self._mixed(normed, inputs, cache)
             if self.post_self_attn_layernorm is not None:
@@ -153,6 +168,24 @@ class TransformerLayer(nn.Module):
         if self.post_mlp_layernorm is not None:
             y = self._normed(self.post_mlp_layernorm, y)
         x = self._add(x, y) if mixing is None else self._written(connection, x, y, mixing)
+        return _result(x, routed, passed)
+
+    def _run_deep(
+        self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None, factors: tuple[float, ...]
+    ) -> LayerResult:
+        """Run a layer whose residual connections begin behind its norms."""
+        passed = routed = None
+        alpha, beta, mlp_alpha, mlp_beta = factors
+        if self.has_mixer:
+            assert self.input_layernorm is not None, "it is apart in such a layer"
+            x = self._normed(self.input_layernorm, x)
+            y, passed = self._mixed(x, inputs, cache)
+            x = alpha * x + beta * F.dropout(y, self.hidden_dropout, self.training)
+        if self.mlp is not None:
+            assert self.pre_mlp_layernorm is not None, "it is apart before experts"
+            x = self._normed(self.pre_mlp_layernorm, x)
+            y, routed = self._experts(x, inputs.token_mask, inputs.batch_size)
+            x = mlp_alpha * x + mlp_beta * F.dropout(y, self.hidden_dropout, self.training)
         return _result(x, routed, passed)
 
     def _mixed(self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None) -> tuple[Tensor, Passed | None]:
@@ -170,8 +203,13 @@ class TransformerLayer(nn.Module):
         if self.pre_mlp_layernorm is not None:
             x = self._normed(self.pre_mlp_layernorm, x)
         assert self.mlp is not None, "called in layers that have it"
-        if not self.is_moe:
-            return self.mlp(x), None
+        return self._experts(x, token_mask, batch_size) if self.is_moe else (self.mlp(x), None)
+
+    def _experts(
+        self, x: Tensor, token_mask: Tensor | None, batch_size: int | None
+    ) -> tuple[Tensor, RouterOutput | None]:
+        """x: normed."""
+        assert self.mlp is not None, "called in layers with experts"
         if self.sequence_shard is None:
             return self.mlp(x, token_mask)
         # a router loss is of all tokens, so that every rank routes all of them
@@ -196,6 +234,12 @@ class TransformerLayer(nn.Module):
 
     def _scaled_sum(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y if self.residual_multiplier == 1.0 else x + y * self.residual_multiplier
+
+
+def _factors(c: DeepNormConfig, attends: bool) -> tuple[float, float, float, float]:
+    """Return alpha and beta of the mixers, and of the experts."""
+    mixers = (c.attention_alpha, c.attention_beta) if attends else (c.recurrent_alpha, c.recurrent_beta)
+    return *mixers, c.mlp_alpha, c.mlp_beta
 
 
 def _result(x: Tensor, routed: RouterOutput | None, passed: Passed | None) -> LayerResult:

@@ -65,10 +65,17 @@ class MLP(nn.Module):
         self.linear_fc1 = make_input_linear(config, rows, bias, build, normed=normed)
         self.linear_fc2 = make_output_linear(config, ffn_hidden_size, bias, build)
         self._activation = activation_of(config.mlp)
+        self.gate_multiplier, self.output_multiplier = config.mlp.gate_multiplier, config.mlp.output_multiplier
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., H] -> [..., H]."""
-        return output_projection(self.linear_fc2, self._activation, self.linear_fc1(x))
+    def forward(self, x: Tensor, adapted: Tensor | None = None) -> Tensor:
+        """x: [..., H] -> [..., H]. adapted: what is added to the result of `linear_fc1`."""
+        hidden = self.linear_fc1(x)
+        hidden = hidden if adapted is None else hidden + adapted
+        if self.gate_multiplier != 1.0:
+            gate, up = hidden.chunk(2, -1)
+            hidden = torch.cat((gate * self.gate_multiplier, up), -1)
+        y = output_projection(self.linear_fc2, self._activation, hidden)
+        return y if self.output_multiplier == 1.0 else y * self.output_multiplier
 
 
 class SharedExperts(nn.Module):

@@ -187,6 +187,8 @@ def check_layers(config: ModelConfig, ranks: int, expert_ranks: int) -> None:
     expert_ranks: those that split each expert."""
     if ranks == 1:
         return
+    if config.shared_blocks is not None:
+        raise ConfigError(f"shared_blocks: a model whose layers share blocks cannot be split over {ranks} ranks")
     if config.vocab_size < ranks:
         raise ConfigError(f"vocab_size is {config.vocab_size}; allowed: a word or more for each of {ranks} ranks")
     moe = config.moe

@@ -45,6 +45,10 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
             "moe.moe_router_load_balancing_type is 'joint_aux_loss', which compares experts over all layers; allowed "
             "in a stage: 'aux_loss', 'seq_aux_loss', 'global_aux_loss', or moe.aux_loss_coeff = 0"
         )
+    if model.config.shared_blocks is not None and len(layers) < whole:
+        raise ConfigError(
+            "shared_blocks: layers that share blocks, and read the embeddings, cannot be in several stages"
+        )
     _check_choices(model.config, layers)
     first, last = layers[0] == 0, layers[-1] == whole - 1
     needed = {"embedding"} if first or (last and embeds_twice(model.config)) else set()

@@ -522,7 +522,8 @@ def make(case: str, *, dtype: torch.dtype = torch.float32) -> transformers.PreTr
 def fill(model: torch.nn.Module) -> None:
     """Random weights, large enough that every part matters to the logits; norms and biases near what they start as."""
     stored = model.state_dict().keys()
-    buffers = [buffer for name, buffer in model.named_buffers() if name in stored]
+    tables = ("slope_rate", "_decay")  # which follow from the configuration
+    buffers = [buffer for name, buffer in model.named_buffers() if name in stored and not name.endswith(tables)]
     for tensor in (*model.parameters(), *buffers):
         if tensor.dim() == 1 or tensor.shape[0] == 1:
             tensor.add_(torch.randn_like(tensor) * 0.2)

@@ -52,6 +52,9 @@ CASES = (
     "cohere",
     "axk1",
     "glm_moe_dsa",
+    "jamba",
+    "minimax",
+    "falcon_h1-flags",
 )
 QUANTIZED_CASES = ("current", "block", "mxfp8", "nvfp4")
 LARGE = ModelConfig(

@@ -14,7 +14,7 @@ from te_models.config import AttentionConfig, ModelConfig
 
 from ...io.errors import CheckpointError
 from ...plan.layout_ops import At, Concat, Deinterleaved, Folded, Layout, Rows, Stack, Transpose, Unsqueezed
-from ...plan.param_shapes import head_sizes
+from ...plan.param_shapes import expected_tensors, head_sizes
 from .indexer import indexer_weights
 from .latent import latent_attention
 
@@ -99,6 +99,19 @@ class MTPNames:
     output: str = "shared_head.head"
 
 
+@dataclass(frozen=True)
+class SharedNames:
+    """Blocks that layers share, as zamba2 stores them: in the first layer that uses one, with the adapters of all uses,
+    `{use}` in a name being the number of the use. inner: what the names of the layer's own mixer begin with."""
+
+    block: str = "shared_transformer."
+    inner: str = "mamba_decoder."
+    norms: tuple[str, str] = ("input_layernorm", "pre_ff_layernorm")
+    qkv_adapters: tuple[str, ...] = tuple(f"self_attn.linear_{x}_adapter_list.{{use}}" for x in "qkv")
+    fc1_adapter: str = "feed_forward.gate_up_proj_adapter_list.{use}"
+    output: str = "linear"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Names:
     """How one kind of file stores a decoder. The defaults are the names that llama and qwen3_moe introduced.
@@ -117,6 +130,7 @@ class Names:
         selection_bias_unsqueezed: it is stored as [1, E].
         mtp: of the layers behind the last one that predict further tokens; None: they cannot be parameters.
         mixers: how they store mixers that are no attention, by kind.
+        shared: how they store blocks that layers share; None: the family has none.
     """
 
     form: str = "published"
@@ -147,6 +161,7 @@ class Names:
     shared_gate: str = "mlp.shared_expert_gate"
     mtp: MTPNames | None = None
     mixers: Mapping[str, MixerNames] = field(default_factory=dict)
+    shared: SharedNames | None = None
 
     @property
     def experts_apart(self) -> bool:
@@ -161,6 +176,8 @@ class Names:
             yield "embedding.position_embeddings.weight", At(f"{self.positions}.weight")
         for i in range(config.num_layers):
             yield from self._layer(config, i, f"{self.layer.format(i=i)}.", f"decoder.layers.{i}.")
+        for first, ours in self._shared_blocks(config):
+            yield from self._shared_block(config, first, f"{self.layer.format(i=first)}.", ours)
         yield from _norm(config, "decoder.final_layernorm.", self.final_norm)
         if not embedding.share_embeddings_and_output_weights:
             yield "output_layer.weight", At(f"{self.output}.weight")
@@ -182,6 +199,7 @@ class Names:
         embedding, output = f"{self.embedding}.weight", f"{self.output}.weight"
         tied = config.embedding.share_embeddings_and_output_weights
         pairs = [(output, embedding)] if tied else []
+        pairs += self._shared_copies(config)
         if (mtp := self.mtp) is None:
             return pairs
         for k in range(config.mtp_num_layers):
@@ -194,13 +212,65 @@ class Names:
         """Return the output layer's weight where it is the embedding's, so that files need not hold it."""
         return (f"{self.output}.weight",) if config.embedding.share_embeddings_and_output_weights else ()
 
+    def _shared_blocks(self, config: ModelConfig) -> list[tuple[int, str]]:
+        """Return the first layer that uses each shared block, and what begins the names of its parameters."""
+        shared = config.shared_blocks
+        layers = () if shared is None else shared.layers[: shared.num_blocks]
+        return [(layer, f"decoder.shared_blocks.{b}.") for b, layer in enumerate(layers)]
+
+    def _shared_block(self, config: ModelConfig, layer: int, at: str, ours: str) -> Weights:
+        attention, its = config.attention_of(layer), self.shared
+        if its is None or attention is None:
+            raise CheckpointError("these files have no names for blocks that layers share")
+        at += its.block
+        yield from _norm(config, f"{ours}input_layernorm.", at + its.norms[0])
+        yield from self._attention(config, attention, at, f"{ours}self_attention.", own_keys=True)
+        yield from _norm(config, f"{ours}pre_mlp_layernorm.", at + its.norms[1])
+        yield from self._mlp(config, at, f"{ours}mlp.")
+
+    def _shared_use(self, config: ModelConfig, i: int, ours: str) -> Weights:
+        """What layer number `i` has of its own to use a block. Files have adapters where they have the block."""
+        shared, its = config.shared_blocks, self.shared
+        if shared is None or its is None:
+            raise CheckpointError("these files have no names for blocks that layers share")
+        use, first = shared.layers.index(i), shared.layers[shared.layers.index(i) % shared.num_blocks]
+        at = f"{self.layer.format(i=first)}.{its.block}"
+        if shared.attention_lora:
+            downs = [At(f"{at}{name.format(use=use)}.0.weight") for name in its.qkv_adapters]
+            yield f"{ours}qkv_down.weight", Concat(*((down, shared.lora_rank) for down in downs))
+            for number, name in enumerate(its.qkv_adapters):
+                yield f"{ours}qkv_up.{number}.weight", At(f"{at}{name.format(use=use)}.1.weight")
+        fc1 = its.fc1_adapter.format(use=use)
+        yield f"{ours}fc1_down.weight", At(f"{at}{fc1}.0.weight")
+        yield f"{ours}fc1_up.weight", At(f"{at}{fc1}.1.weight")
+        yield f"{ours}linear_out.weight", At(f"{self.layer.format(i=i)}.{its.output}.weight")
+
+    def _shared_copies(self, config: ModelConfig) -> list[tuple[str, str]]:
+        """List (name, original) of a block's tensors, which files may repeat in each layer that uses it."""
+        shared, its, pairs = config.shared_blocks, self.shared, []
+        if shared is None or its is None:
+            return []
+        for use, layer in enumerate(shared.layers[shared.num_blocks :], shared.num_blocks):
+            first = shared.layers[use % shared.num_blocks]
+            here, there = (f"{self.layer.format(i=i)}." for i in (layer, first))
+            for ours, layout in self.weights(config):
+                block, b = ours.split("."), use % shared.num_blocks
+                uses = ours.startswith("decoder.layers.") and "shared_use" in block
+                if ours.startswith(f"decoder.shared_blocks.{b}.") or uses:
+                    names = {p.stored for p in layout.place(expected_tensors(config)[ours])}
+                    pairs += [(here + n[len(there) :], n) for n in names if n.startswith(there + its.block)]
+        return pairs
+
     def _layer(self, config: ModelConfig, i: int, at: str, ours: str) -> Weights:
         """A layer of the kind of number `i`: `at` begins the names of files, `ours` those of parameters."""
+        if config.shared_block_of(i) is not None and self.shared is not None:
+            yield from self._shared_use(config, i, f"{ours}shared_use.")
+            at += self.shared.inner
         yield from self._norms(config, i, at, ours)
         attention, mixer = config.attention_of(i), config.mixer_of(i)
         if attention is not None and attention.mla is not None:
             yield from latent_attention(attention, at, f"{ours}self_attention.", self.gate, self.proj)
-        elif attention is not None:
+        elif attention is not None and config.shared_block_of(i) is None:
             own_keys = config.kv_source(i) is None
             yield from self._attention(config, attention, at, f"{ours}self_attention.", own_keys=own_keys)
         if mixer is not None:

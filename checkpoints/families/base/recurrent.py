@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from te_models.config import GatedDeltaConfig, Mamba2Config, ModelConfig, ShortConvolutionConfig
+from te_models.config import (
+    GatedDeltaConfig,
+    LightningConfig,
+    Mamba2Config,
+    MambaConfig,
+    ModelConfig,
+    ShortConvolutionConfig,
+)
 
 from ...io.errors import CheckpointError
 from ...plan.layout_ops import At, Concat, Layout, Rows, Unsqueezed
@@ -62,6 +69,20 @@ class TimeStepLimit(MixerField):
         return {} if (low, high) == (0.0, None) else {self.hf: [low, infinite if high is None else high]}
 
 
+@dataclass(frozen=True)
+class TimeStepRank(MixerField):
+    """The size of the latent of Mamba's time steps; "auto" means hidden_size by 16, rounded up."""
+
+    name: str = "time_step_rank"
+    kind: type = int
+    default: Any = "auto"
+
+    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+        if hf.get(self.hf, "auto") == "auto":
+            return {self.name: -(-nested["hidden_size"] // 16)}
+        return {self.name: read_typed(hf, self.hf, int, REQUIRED)}
+
+
 def _number(value: Any) -> float | None:
     value = value.get("__float__") if isinstance(value, dict) else value
     if value in ("Infinity", math.inf):
@@ -83,6 +104,7 @@ class RecurrentLayers:
         hidden_as: the field of the mixer that is hidden_size.
         extra: fields that `pattern` reads, and other names of `layer_types`.
         alone: all layers have the mixer, and no MLP; there are no `layer_types`.
+        beside: all layers have the mixer beside attention; there are no `layer_types`.
     """
 
     kind: str
@@ -94,6 +116,7 @@ class RecurrentLayers:
     hidden_as: str | None = None
     extra: tuple[str, ...] = ()
     alone: bool = False
+    beside: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,10 +124,11 @@ class RecurrentLayers:
 
     def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
         layers = nested["num_layers"]
-        kinds = [self.word[0]] * layers if self.alone else self._words(hf, layers)
+        kinds = [self.word[0]] * layers if self.alone or self.beside else self._words(hf, layers)
         if not set(kinds) & set(self.word):
             return {}
-        names = [self.kind if kind in self.word else "attention" for kind in kinds]
+        name = f"attention+{self.kind}" if self.beside else self.kind
+        names = [name if kind in self.word else "attention" for kind in kinds]
         found = {"mixers": {self.kind: self.mixer(hf, nested)}, "layer_mixers": names}
         return found | ({"mlp_layers": []} if self.alone else {})
 
@@ -128,7 +152,7 @@ class RecurrentLayers:
 
     def write(self, config: ModelConfig) -> Values:
         values: Values = {}
-        if not self.alone:
+        if not (self.alone or self.beside):
             kinds = [config.mixer_of(i) is not None for i in range(config.num_layers)]
             values = {"layer_types": [self.word[0] if recurrent else self.attention[0] for recurrent in kinds]}
         mixer = (config.mixers or {}).get(self.kind)
@@ -186,10 +210,11 @@ def _of_heads(name: str, heads: int, sizes: tuple[int, ...], only: int | None = 
     return Concat(*((Rows(name, h * group + offsets[p], heads * group), sizes[p]) for p in parts for h in range(heads)))
 
 
-def _projections(at: str, ours: str, *, bias: bool) -> Weights:
-    """The projections into a mixer and out of it."""
-    for name, theirs in (("linear_in", "in_proj"), ("linear_proj", "out_proj")):
-        for kind in ("weight", "bias") if bias else ("weight",):
+def _projections(at: str, ours: str, *, bias: bool, output_bias: bool | None = None) -> Weights:
+    """The projections into a mixer and out of it. output_bias: None: as bias says."""
+    output_bias = bias if output_bias is None else output_bias
+    for name, theirs, has_bias in (("linear_in", "in_proj", bias), ("linear_proj", "out_proj", output_bias)):
+        for kind in ("weight", "bias") if has_bias else ("weight",):
             yield f"{ours}{name}.{kind}", At(f"{at}{theirs}.{kind}")
 
 
@@ -208,7 +233,45 @@ class Mamba2Names:
             yield ours + name, At(at + name)
         if mixer.gate != "no_norm":
             yield f"{ours}norm_weight", At(f"{at}norm.weight")
+        yield from _projections(at, ours, bias=mixer.use_bias, output_bias=mixer.output_bias)
+
+
+@dataclass(frozen=True)
+class MambaNames:
+    """The mixer of Mamba. at: what its names begin with, in the layer; norms: of the latent of the time steps, of B and
+    of C, where these have weights."""
+
+    at: str = "mamba."
+    norms: tuple[str, ...] = ()
+
+    def weights(self, config: ModelConfig, mixer: MambaConfig, at: str, ours: str) -> Weights:
+        at += self.at
+        yield f"{ours}conv_weight", Unsqueezed(f"{at}conv1d.weight", 1)
+        if mixer.use_conv_bias:
+            yield f"{ours}conv_bias", At(f"{at}conv1d.bias")
+        for name, theirs in (("A_log", "A_log"), ("D", "D"), ("dt_bias", "dt_proj.bias")):
+            yield ours + name, At(at + theirs)
+        if mixer.selection_norm == "with_weight":
+            for name, theirs in zip(("dt_norm_weight", "B_norm_weight", "C_norm_weight"), self.norms, strict=True):
+                yield ours + name, At(f"{at}{theirs}.weight")
+        yield f"{ours}selection.weight", At(f"{at}x_proj.weight")
+        yield f"{ours}step.weight", At(f"{at}dt_proj.weight")
         yield from _projections(at, ours, bias=mixer.use_bias)
+
+
+@dataclass(frozen=True)
+class LightningNames:
+    """Lightning attention: `qkv_proj` holds the rows of q, k and v of the first head, then those of the second."""
+
+    at: str = "self_attn."
+
+    def weights(self, config: ModelConfig, mixer: LightningConfig, at: str, ours: str) -> Weights:
+        at += self.at
+        yield f"{ours}norm_weight", At(f"{at}norm.weight")
+        qkv = _of_heads(f"{at}qkv_proj.weight", mixer.num_heads, (mixer.head_dim,) * 3)
+        gate = At(f"{at}output_gate.weight")
+        yield f"{ours}linear_in.weight", Concat((qkv, 3 * mixer.size), (gate, mixer.size))
+        yield f"{ours}linear_proj.weight", At(f"{at}out_proj.weight")
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,14 @@ from .attention import AttentionConfig, MLAConfig, TemperatureConfig
 from .base import MixerConfig, Parameter, State
 from .gated_delta import GatedDeltaConfig
 from .indexer import IndexerConfig
+from .lightning import LightningConfig
+from .mamba import MambaConfig
 from .mamba2 import Mamba2Config
 from .short_convolution import ShortConvolutionConfig
 
 KINDS: dict[str, type[MixerConfig]] = {
-    kind.kind: kind for kind in (AttentionConfig, GatedDeltaConfig, Mamba2Config, ShortConvolutionConfig)
+    kind.kind: kind
+    for kind in (AttentionConfig, GatedDeltaConfig, LightningConfig, MambaConfig, Mamba2Config, ShortConvolutionConfig)
 }
 """The kinds of mixers by the word that a configuration's `kind` has."""
 
@@ -21,8 +24,10 @@ __all__ = [
     "AttentionConfig",
     "GatedDeltaConfig",
     "IndexerConfig",
+    "LightningConfig",
     "MLAConfig",
     "Mamba2Config",
+    "MambaConfig",
     "MixerConfig",
     "Parameter",
     "ShortConvolutionConfig",

@@ -68,6 +68,8 @@ class AttentionConfig(MixerConfig):
             "key_is_value",
             "rope",
             "indexer",
+            "input_multiplier",
+            "output_multiplier",
         }
     )
 
@@ -108,6 +110,10 @@ class AttentionConfig(MixerConfig):
     """Activation of the output gate; softplus is computed in float32."""
     value_scale: float | None = None
     """Factor of v; unset means 1."""
+    input_multiplier: float = 1.0
+    """Factor of what the projections read, the normed input."""
+    output_multiplier: float = 1.0
+    """Factor of the result, before it is added to the residual stream."""
     key_is_value: bool = False
     """Whether one projection gives k and v: v is k before its norm and its rotation."""
     rope: RopeConfig | None = None
@@ -144,6 +150,10 @@ class AttentionConfig(MixerConfig):
         for name in ("kv_channels", "v_head_dim", "window_size", "chunk_size"):
             value = getattr(self, name)
             check(value is None or value > 0, f"attention.{name}", value, "a positive integer or null")
+        plain = (self.input_multiplier, self.output_multiplier) == (1.0, 1.0) or (self.mla or self.indexer) is None
+        check(
+            plain, "attention.input_multiplier", self.input_multiplier, "1, as output_multiplier, with mla or indexer"
+        )
         for name in ("softmax_scale", "softcap", "clip_qkv", "value_scale"):
             value = getattr(self, name)
             check(value is None or value > 0, f"attention.{name}", value, "a positive number or null")

@@ -28,6 +28,8 @@ class Mamba2Config(MixerConfig):
     """Tokens that the convolution reads, its own included."""
     use_bias: bool = False
     """Whether the projections have a bias."""
+    use_output_bias: bool | None = None
+    """Whether the output projection has a bias; unset means as use_bias says."""
     use_conv_bias: bool = True
     """Whether the convolution has a bias."""
     time_step_low: float = 0.0
@@ -38,6 +40,16 @@ class Mamba2Config(MixerConfig):
     """Whether the output is multiplied by SiLU(z) before its norm, after it, or without one."""
     norm_epsilon: float | None = None
     """Epsilon of the norm of the output; unset means the model's."""
+    input_multiplier: float = 1.0
+    """Factor of the normed input."""
+    row_multipliers: tuple[float, ...] | None = None
+    """Factors of z, x, B, C and the time step, as they are projected; unset means 1 each."""
+    output_multiplier: float = 1.0
+    """Factor of the result, before it is added to the residual stream."""
+
+    _LATER: ClassVar[frozenset[str]] = frozenset(
+        {"use_output_bias", "input_multiplier", "row_multipliers", "output_multiplier"}
+    )
 
     def _validate(self) -> None:
         for name in ("num_heads", "head_dim", "state_size", "num_groups", "conv_kernel_size"):
@@ -49,11 +61,23 @@ class Mamba2Config(MixerConfig):
         check(high is None or high >= low, "mamba2.time_step_high", high, f"time_step_low = {low} or more, or null")
         epsilon = self.norm_epsilon
         check(epsilon is None or epsilon > 0, "mamba2.norm_epsilon", epsilon, "a positive number or null")
+        factors = self.row_multipliers
+        check(factors is None or len(factors) == 5, "mamba2.row_multipliers", factors, "five numbers, or null")
 
     @property
     def size(self) -> int:
         """Channels of all heads."""
         return self.num_heads * self.head_dim
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The rows of `linear_in`: of z, x, B, C and the time step."""
+        return self.size, *self.convolved, self.num_heads
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether the output projection has a bias."""
+        return self.use_bias if self.use_output_bias is None else self.use_output_bias
 
     @property
     def convolved(self) -> tuple[int, int, int]:
@@ -62,7 +86,7 @@ class Mamba2Config(MixerConfig):
 
     def parameters(self, hidden_size: int) -> Iterator[Parameter]:
         """As `MixerConfig.parameters`: the rows of `linear_in` are z, x, B, C and the time step."""
-        rows, N = (self.size, *self.convolved, self.num_heads), self.num_heads
+        rows, N = self.rows, self.num_heads
         yield Parameter("conv_weight", (sum(self.convolved), self.conv_kernel_size), self.convolved)
         if self.use_conv_bias:
             yield Parameter("conv_bias", (sum(self.convolved),), self.convolved)
@@ -74,7 +98,7 @@ class Mamba2Config(MixerConfig):
         if self.use_bias:
             yield Parameter("linear_in.bias", (sum(rows),), rows)
         yield Parameter("linear_proj.weight", (hidden_size, self.size), (self.size,), 1)
-        if self.use_bias:
+        if self.output_bias:
             yield Parameter("linear_proj.bias", (hidden_size,))
 
     def states(self) -> tuple[State, ...]:

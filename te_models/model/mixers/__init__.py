@@ -2,8 +2,9 @@
 
 attention         softmax attention                    latent_attention  softmax attention over a latent
 gated_delta       the gated delta rule                 mamba2            a state space with scalar decays
-short_convolution a gated convolution                  sparse_attention  the indexer of either attention
-base              what a layer and a mixer agree on    convolved         what recurrent mixers share
+mamba             a state space of each channel        short_convolution a gated convolution
+sparse_attention  the indexer of either attention      base              what a layer and a mixer agree on
+convolved         what recurrent mixers share          lightning         linear attention with a fixed decay
 
 `mixer_class` says which module computes a kind. To add a kind: its configuration in `te_models/config/mixers/`, its
 module here, and an entry below.
@@ -18,12 +19,16 @@ from .attention import SelfAttention
 from .base import KeysValues, Mixer, MixerInputs, RecurrentMixer, Selection
 from .gated_delta import GatedDelta
 from .latent_attention import LatentAttention
+from .lightning import Lightning
+from .mamba import Mamba
 from .mamba2 import Mamba2
 from .short_convolution import ShortConvolution
 from .sparse_attention import train_indexers
 
 RECURRENT: dict[str, Callable[..., RecurrentMixer]] = {
     "gated_delta": GatedDelta,
+    "lightning": Lightning,
+    "mamba": Mamba,
     "mamba2": Mamba2,
     "short_convolution": ShortConvolution,
 }

@@ -35,7 +35,16 @@ class SelfAttention(nn.Module):
     before them when `normed`.
     """
 
-    def __init__(self, config: ModelConfig, a: AttentionConfig, layer: int, build: Build, *, normed: bool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        a: AttentionConfig,
+        layer: int,
+        build: Build,
+        *,
+        normed: bool,
+        in_features: int | None = None,
+    ) -> None:
         super().__init__()
         all_heads, all_groups = a.num_attention_heads, a.num_query_groups or a.num_attention_heads
         self.num_heads, self.num_groups = all_heads // build.tp_size, all_groups // build.tp_size
@@ -59,7 +68,7 @@ class SelfAttention(nn.Module):
         self.attention = a
         joined_bias = a.add_qkv_bias and not a.has_bias_apart
         rows = a.qkv_rows(own_keys=self.own_keys)
-        self.linear_qkv = make_input_linear(config, rows, joined_bias, build, normed=normed)
+        self.linear_qkv = make_input_linear(config, rows, joined_bias, build, normed=normed, in_features=in_features)
         self.qkv_bias = build.parameter(self.v_end) if a.has_bias_apart else None
         if self.norm_kind in ("head", "each_head", "full"):
             one = self.norm_kind == "head"
@@ -82,13 +91,16 @@ class SelfAttention(nn.Module):
             self.qkv_bias.zero_()
 
     def forward(
-        self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None = None
+        self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None = None, adapted: Tensor | None = None
     ) -> Tensor | tuple[Tensor, KeysValues | Selection]:
         """x: [B, S, H] -> [B, S, H], with what the layer attended with where later ones read it, with a Selection where
         there is an indexer. cache: takes this call's keys and values, gives all; of the layer that has them, where this
-        one has none."""
+        one has none. adapted: what is added to the result of `linear_qkv`."""
+        if self.attention.input_multiplier != 1.0:
+            x = x * self.attention.input_multiplier
         rotary, hidden_keys, query_scale, batch_size = inputs[:4]
         qkv = self.linear_qkv(x)
+        qkv = qkv if adapted is None else qkv + adapted
         qkv = qkv if batch_size is None else qkv.unflatten(0, (batch_size, -1))
         gate = qkv[..., self.v_end :] if self.attention.gate_rows else None
         if self.qkv_bias is not None:
@@ -135,7 +147,8 @@ class SelfAttention(nn.Module):
             y = gated(y, self.head_gate(x, batch_size, self.linear_proj), self.attention)
         elif gate is not None:
             y = gated(y, gate, self.attention)
-        return self.linear_proj(y if batch_size is None else y.flatten(0, 1))
+        y = self.linear_proj(y if batch_size is None else y.flatten(0, 1))
+        return y if self.attention.output_multiplier == 1.0 else y * self.attention.output_multiplier
 
     def _sparse(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, inputs: MixerInputs, cache: LayerMemory | None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from te_models.layers.distributed.context_parallel import ContextShard
 
+from ...config import ConfigError
 from ..rotary import Rotary
 
 KeysValues = tuple[Tensor, Tensor]
@@ -71,9 +72,15 @@ class RecurrentMixer(nn.Module):
     change no state, and documents begin with a state of zeros.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.context_shard: ContextShard | None = None
+    @property
+    def context_shard(self) -> ContextShard | None:
+        """None: a mixer that hands states on from rank to rank has another one."""
+        return None
+
+    @context_shard.setter
+    def context_shard(self, shard: ContextShard | None) -> None:
+        if shard is not None:
+            raise ConfigError("mixers: a model with recurrent mixers cannot share sequences over ranks")
 
     def forward(self, x: Tensor, inputs: MixerInputs, cache: Any = None) -> Tensor:
         """As `Mixer`."""

@@ -50,6 +50,34 @@ class Rows(nn.Module):
             return linear(x.to(dtype), self.weight.to(dtype), None)
 
 
+class Columns(nn.Module):
+    """A projection in high precision, as `Rows`, of a rank's own features: its results are summed over the ranks.
+
+    weight: [rows, columns of a rank].
+    """
+
+    def __init__(self, config: ModelConfig, rows: int, columns: int, build: Build) -> None:
+        super().__init__()
+        self.start, self.columns, self.build = init_method(config), columns, build
+        self.weight = build.parameter(rows, columns // build.tp_size)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise the projection anew."""
+        if self.build.tp_group is None:
+            self.start(self.weight)
+        elif not self.weight.is_meta:
+            whole = self.start(self.weight.new_empty(self.weight.shape[0], self.columns))
+            self.weight.copy_(whole.chunk(self.build.tp_size, 1)[self.build.tp_group.rank()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, S, columns] -> [B, S, rows]."""
+        dtype = compute_dtype(x)
+        with without_autocast(x):
+            return linear(x.to(dtype), self.weight.to(dtype), None)
+
+
 def own_input(x: Tensor, inputs: MixerInputs, split: TensorParallelModule, shard: SequenceShard | None) -> Tensor:
     """Return x [B, S, H] of all tokens, whose gradient ranks that split a layer add up. split: a layer that they share;
     shard: how they share tokens, where inputs.batch_size says so."""
@@ -73,6 +101,13 @@ def start_rows(x: Tensor, start: Callable[[Tensor], Tensor], blocks: tuple[int, 
     rows = x if x.dim() == 2 else x[:, None]
     with torch.no_grad():
         build.starting_rows(build.starting(start, blocks), sum(blocks))(rows)
+
+
+def start_steps(x: Tensor, low: float = 1e-3, high: float = 0.1) -> Tensor:
+    """Fill the bias of steps so that softplus gives steps between two numbers, evenly in their logarithms."""
+    steps = torch.rand(x.shape, device=x.device, dtype=torch.float32)
+    steps = (steps * (math.log(high) - math.log(low)) + math.log(low)).exp().clamp_(min=1e-4)
+    return x.copy_(steps + (-torch.expm1(-steps)).log())
 
 
 def convolved(

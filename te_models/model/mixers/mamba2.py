@@ -5,7 +5,6 @@ B batch, S sequence, H hidden, N heads of a rank, P channels of a head, G groups
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from te_models.kernels.state_space import state_space_scan
 from ...config import Mamba2Config, ModelConfig
 from ..build import Build, make_input_linear, make_output_linear
 from .base import MixerInputs, RecurrentMixer
-from .convolved import convolved, silu_gated, softplus, start_convolution, start_rows
+from .convolved import convolved, silu_gated, softplus, start_convolution, start_rows, start_steps
 
 
 class Mamba2(RecurrentMixer):
@@ -36,9 +35,8 @@ class Mamba2(RecurrentMixer):
         self.conv_bias = build.parameter(sum(self.sizes)) if mixer.use_conv_bias else None
         self.A_log, self.D, self.dt_bias = (build.parameter(self.heads) for _ in range(3))
         self.norm_weight = build.parameter(self.size) if mixer.gate != "no_norm" else None
-        rows = (mixer.size, *mixer.convolved, mixer.num_heads)
-        self.linear_in = make_input_linear(config, rows, mixer.use_bias, build, normed=False)
-        self.linear_proj = make_output_linear(config, mixer.size, mixer.use_bias, build)
+        self.linear_in = make_input_linear(config, mixer.rows, mixer.use_bias, build, normed=False)
+        self.linear_proj = make_output_linear(config, mixer.size, mixer.output_bias, build)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -47,7 +45,7 @@ class Mamba2(RecurrentMixer):
         heads = (self.mixer.num_heads,)
         start_convolution(self.conv_weight, self.conv_bias, self.mixer.convolved, self.build)
         start_rows(self.A_log, lambda x: x.copy_(_numbers(x).log()), heads, self.build)
-        start_rows(self.dt_bias, _start_steps, heads, self.build)
+        start_rows(self.dt_bias, start_steps, heads, self.build)
         self.D.fill_(1.0)
         if self.norm_weight is not None:
             self.norm_weight.fill_(1.0)
@@ -55,8 +53,12 @@ class Mamba2(RecurrentMixer):
     def forward(self, x: Tensor, inputs: MixerInputs, cache: Any = None) -> Tensor:
         """As `Mixer`."""
         state, taps = (None, None) if cache is None else cache.read()
-        rows = self.linear_in(x)
+        rows = self.linear_in(x if self.mixer.input_multiplier == 1.0 else x * self.mixer.input_multiplier)
         rows = rows if inputs.batch_size is None else rows.unflatten(0, (inputs.batch_size, -1))
+        if self.mixer.row_multipliers is not None:
+            sizes = [n // self.build.tp_size for n in self.mixer.rows]
+            parts = zip(rows.split(sizes, -1), self.mixer.row_multipliers, strict=True)
+            rows = torch.cat([part * factor for part, factor in parts], -1)
         gate, mixed, dt = rows.split([self.size, sum(self.sizes), self.heads], -1)
         mixed, taps = convolved(mixed, inputs, self.conv_weight, self.conv_bias, "silu", taps)
         if inputs.token_mask is not None:
@@ -72,7 +74,8 @@ class Mamba2(RecurrentMixer):
         if cache is not None:
             cache.write(state, taps)
         y = self._gated(y.flatten(2), gate)
-        return self.linear_proj(y if inputs.batch_size is None else y.flatten(0, 1))
+        y = self.linear_proj(y if inputs.batch_size is None else y.flatten(0, 1))
+        return y if self.mixer.output_multiplier == 1.0 else y * self.mixer.output_multiplier
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """y, gate: [B, S, N P]. The norm is over each group's channels."""
@@ -87,10 +90,3 @@ class Mamba2(RecurrentMixer):
 
 def _numbers(x: Tensor) -> Tensor:
     return torch.arange(1, x.shape[0] + 1, device=x.device, dtype=torch.float32).view_as(x)
-
-
-def _start_steps(x: Tensor, low: float = 1e-3, high: float = 0.1) -> Tensor:
-    """Fill the bias of steps so that softplus gives steps between two numbers, evenly in their logarithms."""
-    steps = torch.rand(x.shape, device=x.device, dtype=torch.float32)
-    steps = (steps * (math.log(high) - math.log(low)) + math.log(low)).exp().clamp_(min=1e-4)
-    return x.copy_(steps + (-torch.expm1(-steps)).log())

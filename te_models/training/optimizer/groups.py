@@ -50,8 +50,9 @@ def multiplier(table: dict[str, float], name: str) -> float | None:
 
 
 def is_decayed(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: to matrices, not to norms and biases (stacked expert biases are told by name)."""
-    return parameter.ndim >= 2 and not name.rpartition(".")[2].startswith("bias")
+    """Whether weight decay applies: to matrices, not to norms, biases (stacked expert biases are told by name) and the
+    decays of state spaces."""
+    return parameter.ndim >= 2 and not name.rpartition(".")[2].startswith(("bias", "A_log"))
 
 
 def uses_muon(name: str, parameter: nn.Parameter) -> bool:

@@ -28,6 +28,8 @@ FIELDS = {
     "ernie4_5": (None, None, None),
     "lfm2": (None, None, None),
     "lfm2_moe": (None, None, None),
+    "mamba": (None, None, None),
+    "falcon_mamba": (None, None, None),
     "mamba2": (None, None, None),
     "ernie4_5_moe": (None, None, None),
 }

@@ -368,5 +368,7 @@ NOT_COMPARED = {
     "max_window_layers",
     "interleave_moe_layer_step",  # moe_layers says it
     "no_rope_layer_interval",  # no_rope_layers says it
+    "mamba_d_ssm",  # mamba_expand says it, where it is null
+    "mamba_expand",
     "router_aux_loss_coef",  # counts only with output_router_logits
 }

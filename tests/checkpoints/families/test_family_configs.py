@@ -23,6 +23,7 @@ NEEDED = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "mamba2": {"num_heads": 8, "head_dim": 64},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
 }
 """Fields for which a family's class has no usable default."""
 

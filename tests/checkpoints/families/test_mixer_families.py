@@ -158,9 +158,9 @@ def test_a_family_says_which_mixers_it_cannot_express() -> None:
 
 
 def test_a_model_type_that_is_not_supported_says_which_element_is_missing() -> None:
-    message = "'jamba' is not supported: its layers need an element that te_models lacks, Mamba"
+    message = "'zamba' is not supported: its layers need an element that te_models lacks, blocks shared"
     with pytest.raises(CheckpointError, match=message):
-        family_of("jamba")
+        family_of("zamba")
     with pytest.raises(CheckpointError, match="'granite9' is not supported; near: granite, granitemoe"):
         family_of("granite9")
 

@@ -20,7 +20,11 @@ WITHOUT = (
     *("hy_v3", "solar_open", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
 )
 """Families whose classes have no coefficient; Llama 4's has one that nothing reads."""
-MIXTURES = [case for case, (family, _) in CASES.items() if case not in DENSE and family not in WITHOUT]
+MIXTURES = [
+    case
+    for case, (family, _) in CASES.items()
+    if case not in DENSE and family not in WITHOUT and "router_aux_loss_coef" in FAMILIES[family].known
+]
 
 
 def with_loss(case: str) -> transformers.PreTrainedModel:

@@ -25,6 +25,7 @@ NEEDED = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "mamba2": {"num_heads": 8, "head_dim": 64},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
     "gpt2": {"n_embd": 256, "n_layer": 2, "n_head": 32},
 }
 SIZES = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "max_position_embeddings")}
@@ -69,15 +70,15 @@ def replaced(config: Any, path: tuple[str, ...], value: Any) -> Any:
 def afresh(values: dict[str, Any], path: tuple[str, ...], value: Any) -> ModelConfig:
     """A configuration of the same fields, with what derives from others left out, and one changed."""
     values = copy.deepcopy(values)
-    a, moe, layers = values["attention"], values["moe"], range(values["num_layers"])
-    kind = "full" if a["window_size"] is None else "sliding"
+    a, moe, layers = values.get("attention"), values["moe"], range(values["num_layers"])
+    kind = "full" if a is None or a["window_size"] is None else "sliding"
     if values["layer_types"] == [kind for _ in layers]:
         values["layer_types"] = None
-    if a["num_query_groups"] == a["num_attention_heads"]:
+    if a is not None and a["num_query_groups"] == a["num_attention_heads"]:
         a["num_query_groups"] = None
-    if a["mla"] is not None:
+    if a is not None and a["mla"] is not None:
         a["kv_channels"] = a["v_head_dim"] = None
-    elif a["kv_channels"] == values["hidden_size"] / a["num_attention_heads"]:
+    elif a is not None and a["kv_channels"] == values["hidden_size"] / a["num_attention_heads"]:
         a["kv_channels"] = None
     if moe is not None and moe["layers"] == list(layers):
         moe["layers"] = None
@@ -89,7 +90,7 @@ def outcome(build: Any) -> ModelConfig | str:
     try:
         return build()
     except ConfigError as error:
-        assert re.match(r"[\w.]+(\[\d+\])? (is|has|needs) .", str(error)), error
+        assert re.match(r"(the \w+ of (a )?)?[\w.]+(\[\d+\])? (is|has|needs) .", str(error)), error
         assert "\n" not in str(error)
         return str(error)
 

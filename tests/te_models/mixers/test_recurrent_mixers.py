@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,23 @@ import torch
 from te_models import AttentionConfig, DraftModel, GPTModel, KVCache, ModelConfig, StaticKVCache, generate
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.plan.rank_shards import Place, parts
-from te_models.config import ConfigError, GatedDeltaConfig, Mamba2Config, MixerConfig, ShortConvolutionConfig
+from te_models.config import (
+    ConfigError,
+    DeepNormConfig,
+    GatedDeltaConfig,
+    LightningConfig,
+    Mamba2Config,
+    MambaConfig,
+    MixerConfig,
+    SharedBlocksConfig,
+    ShortConvolutionConfig,
+)
 from te_models.layers import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe, autocast
+from te_models.model.flops import forward_flops_per_token
 from te_models.model.parallel import check_layers
-from tests.te_models.configs import tiny, token_ids
+from te_models.model.stage import with_layers
+from te_models.training.optimizer.groups import is_decayed
+from tests.te_models.configs import tiny, tiny_moe, token_ids
 
 GDN = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=6)
 MIXERS: dict[str, MixerConfig] = {
@@ -32,12 +47,27 @@ MIXERS: dict[str, MixerConfig] = {
         decay_lower_bound=-5.0,
         allow_neg_eigval=True,
     ),
+    "lightning": LightningConfig(num_heads=4, head_dim=6),
+    "mamba": MambaConfig(channels=24, state_size=6, time_step_rank=3),
+    "mamba_normed": MambaConfig(
+        channels=16, state_size=4, time_step_rank=2, use_bias=True, use_conv_bias=False, selection_norm="with_weight"
+    ),
     "mamba2": Mamba2Config(num_heads=4, head_dim=8, state_size=6, num_groups=2, use_bias=True),
     "mamba2_after_norm": Mamba2Config(
         num_heads=2, head_dim=8, use_conv_bias=False, gate="after_norm", time_step_low=0.02, time_step_high=0.04
     ),
     "mamba2_without_norm": Mamba2Config(num_heads=2, head_dim=8, state_size=4, gate="no_norm"),
+    "mamba2_multiplied": Mamba2Config(
+        num_heads=2,
+        head_dim=8,
+        use_output_bias=True,
+        input_multiplier=0.7,
+        row_multipliers=(0.5, 1.5, 0.8, 1.2, 0.6),
+        output_multiplier=1.3,
+    ),
     "short_convolution": ShortConvolutionConfig(channels=32, use_bias=True),
+    "in_shared_blocks": Mamba2Config(num_heads=4, head_dim=8, state_size=6),
+    "with_deep_norm": LightningConfig(num_heads=2, head_dim=8),
 }
 without_chance = partial(NVFP4BlockScaling, disable_stochastic_rounding=True)
 """Eager code and a graph draw other numbers."""
@@ -45,8 +75,15 @@ every_mixer = pytest.mark.parametrize("name", MIXERS)
 
 
 def hybrid(name: str) -> ModelConfig:
-    layers = ("attention", "recurrent", "attention+recurrent")
-    return tiny(num_layers=3, mixers={"recurrent": MIXERS[name]}, layer_mixers=layers)
+    layers, mixers = ("attention", "recurrent", "attention+recurrent"), {"recurrent": MIXERS[name]}
+    if name == "in_shared_blocks":
+        shared = SharedBlocksConfig(num_blocks=2, layers=(1, 2, 3), lora_rank=3, attention_lora=True)
+        layers = ("recurrent", *("attention+recurrent",) * 3)
+        return tiny(num_layers=4, mixers=mixers, layer_mixers=layers, mlp_layers=(), shared_blocks=shared)
+    if name == "with_deep_norm":
+        factors = DeepNormConfig(attention_alpha=1.2, attention_beta=0.6, recurrent_alpha=1.4, mlp_beta=0.7)
+        return tiny_moe().replace(num_layers=3, mixers=mixers, layer_mixers=layers, deep_norm=factors)
+    return tiny(num_layers=3, mixers=mixers, layer_mixers=layers)
 
 
 def model_of(name: str) -> GPTModel:
@@ -162,12 +199,58 @@ def test_every_rank_has_its_part_of_a_mixer(name: str) -> None:
         check_layers(unequal, 48, 1)
 
 
+@every_mixer
+def test_what_decays_and_what_a_plan_counts(name: str) -> None:
+    model, uses = model_of(name), hybrid(name).shared_blocks
+    shapes = expected_tensors(model.config)
+    decayed = {n for n, p in model.named_parameters() if is_decayed(n, p)}
+    assert not any(n.endswith(("A_log", "D", "bias")) for n in decayed)
+    gemms = [n for n in decayed if "embedding" not in n and "norm" not in n]
+    counted = {n: 2 if n.startswith("decoder.shared_blocks.0") and uses else 1 for n in gemms}
+    experts = [n for n in gemms if ".experts." in n]
+    total = sum(2.0 * math.prod(shapes[n]) * times for n, times in counted.items() if n not in experts)
+    total += sum(math.prod(shapes[n]) for n in experts)  # two of four for each token
+    per_token = [mixer.flops(16) for i in range(model.config.num_layers) if (mixer := model.config.mixer_of(i))]
+    per_token += [a.flops(8.5) for i in range(model.config.num_layers) if (a := model.config.attention_of(i))]
+    assert forward_flops_per_token(model.config, 16) == pytest.approx(total + sum(per_token))
+
+
+def test_what_cannot_be_split_over_ranks_says_so() -> None:
+    shard: Any = object()
+    for name in ("mamba", "gated_delta"):
+        with pytest.raises(ConfigError, match="a model with recurrent mixers cannot share sequences over ranks"):
+            GPTModel(hybrid(name), device="meta").decoder.layers[1].mixer.context_shard = shard
+    shared = hybrid("in_shared_blocks")
+    with pytest.raises(ConfigError, match="a model whose layers share blocks cannot be split over 2 ranks"):
+        check_layers(shared, 2, 1)
+    with pytest.raises(ConfigError, match=r"layers that share blocks.* cannot be in several stages"):
+        with_layers(GPTModel(shared, device="meta"), [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_mixers": ("recurrent",) * 4}, "shared_blocks.layers is .* beside another mixer, which 1 is not"),
+        ({"block": "post"}, "shared_blocks is .*; allowed: null with block"),
+        ({"shared_blocks": {"layers": (3, 2)}}, "shared_blocks.layers is .*; allowed: increasing layer indices"),
+        ({"shared_blocks": {"layers": (2,), "num_blocks": 2}}, "shared_blocks.num_blocks is 2; allowed: 1 to 1"),
+        ({"shared_blocks": None, "deep_norm": {}, "mlp_layers": None}, "deep_norm is .*; allowed: null with a block"),
+    ],
+)
+def test_what_blocks_cannot_be_is_named(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dict(hybrid("in_shared_blocks").to_dict() | changes)
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
         (GatedDeltaConfig, {"num_value_heads": 3}, "gated_delta.num_value_heads is 3; allowed: a multiple"),
         (GatedDeltaConfig, {"decay_lora_rank": 4}, "gated_delta.decay_lora_rank is 4; allowed: null where decay_by"),
         (GatedDeltaConfig, {"decay_lower_bound": 1.0}, "gated_delta.decay_lower_bound is 1.0; allowed: a negative"),
+        (LightningConfig, {"num_heads": 0}, "lightning.num_heads is 0; allowed: a positive number"),
+        (MambaConfig, {"time_step_rank": 0}, "mamba.time_step_rank is 0; allowed: a positive integer"),
+        (Mamba2Config, {"row_multipliers": (1.0,)}, r"mamba2.row_multipliers is \(1.0,\); allowed: five numbers"),
         (Mamba2Config, {"num_groups": 3}, "mamba2.num_groups is 3; allowed: a divisor of num_heads = 4"),
         (Mamba2Config, {"time_step_low": 1.0, "time_step_high": 0.5}, "mamba2.time_step_high is 0.5; allowed: time_"),
         (ShortConvolutionConfig, {"channels": 0}, "short_convolution.channels is 0; allowed: a positive integer"),
@@ -177,6 +260,8 @@ def test_what_cannot_be_is_named(kind: type[MixerConfig], fields: dict, message:
     whole = {
         GatedDeltaConfig: {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 6},
         Mamba2Config: {"num_heads": 4, "head_dim": 8},
+        LightningConfig: {"num_heads": 4, "head_dim": 6},
+        MambaConfig: {"channels": 8, "time_step_rank": 1},
         ShortConvolutionConfig: {},
     }
     with pytest.raises(ConfigError, match=message):
