@@ -23,11 +23,12 @@ from .mixers import (
 from .mlp import MLPConfig, MoEConfig, RouterConfig
 from .model import EmbeddingConfig, LayerType, ModelConfig, NormConfig
 from .part import ConfigError, ConfigPart, check
-from .residual import HyperConnectionConfig
+from .residual import AlternatingUpdatesConfig, HyperConnectionConfig, PerLayerEmbeddingConfig
 from .rope import RopeConfig
 
 __all__ = [
     "KINDS",
+    "AlternatingUpdatesConfig",
     "AttentionConfig",
     "ConfigError",
     "ConfigPart",
@@ -43,6 +44,7 @@ __all__ = [
     "MoEConfig",
     "ModelConfig",
     "NormConfig",
+    "PerLayerEmbeddingConfig",
     "RopeConfig",
     "RouterConfig",
     "ShortConvolutionConfig",

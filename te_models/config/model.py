@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 from .mixers import AttentionConfig, MixerConfig
 from .mlp import MLPConfig, MoEConfig
 from .part import ConfigError, ConfigPart, check
-from .residual import HyperConnectionConfig
+from .residual import AlternatingUpdatesConfig, HyperConnectionConfig, PerLayerEmbeddingConfig, check_additions
 from .rope import RopeConfig
 
 LayerType = Literal["full", "sliding", "chunked", "nope", "sliding_nope", "chunked_nope"]
@@ -136,6 +136,19 @@ class ModelConfig(ConfigPart):
     """For each layer the one whose keys and values its attention reads, an earlier one or itself; unset: itself."""
     hyper_connections: HyperConnectionConfig | None = None
     """Hyper-connections: a residual stream of several lanes; unset means one."""
+    alternating_updates: AlternatingUpdatesConfig | None = None
+    """Alternating updates: a residual stream of several lanes, of which layers read one; unset means one lane."""
+    laurel_rank: int | None = None
+    """Rank of a learned augmented residual beside attention (LAuReL, arXiv 2411.07501); unset means none."""
+    per_layer_embedding: PerLayerEmbeddingConfig | None = None
+    """Embeddings of each layer, added behind its MLP; unset means none."""
+    layer_scalar: bool = False
+    """Whether a stored number multiplies the stream behind each layer."""
+    ffn_hidden_sizes: tuple[int, ...] | None = None
+    """For each layer the channels of its dense MLP; unset means mlp.ffn_hidden_size in all."""
+    activation_sparsity: tuple[float, ...] | None = None
+    """For each layer the fraction of MLP gates that are zero: what is below mean + z * deviation of a token's gates; 0
+    means that all count; unset means 0 in all layers."""
     residual_multiplier: float = 1.0
     """Factor of what each sublayer adds to the residual stream."""
     hidden_dropout: float = 0.0
@@ -148,7 +161,20 @@ class ModelConfig(ConfigPart):
     """Factor of the mean loss of these layers in the loss that training minimises."""
 
     _LATER: ClassVar[frozenset[str]] = frozenset(
-        {"attention", "mixers", "layer_mixers", "mlp_layers", "kv_source_layers", "hyper_connections"}
+        {
+            "attention",
+            "mixers",
+            "layer_mixers",
+            "mlp_layers",
+            "kv_source_layers",
+            "hyper_connections",
+            "alternating_updates",
+            "laurel_rank",
+            "per_layer_embedding",
+            "layer_scalar",
+            "ffn_hidden_sizes",
+            "activation_sparsity",
+        }
     )
 
     def _derivations(self) -> dict[str, Any]:
@@ -194,6 +220,7 @@ class ModelConfig(ConfigPart):
         one = self.block in ("pre", "sandwich") and self.residual_multiplier == 1.0 and not self.mtp_num_layers
         allowed = "null with block 'post' or 'parallel*', residual_multiplier or mtp_num_layers"
         check(one or self.hyper_connections is None, "hyper_connections", self.hyper_connections, allowed)
+        check_additions(self)
         check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
         pad, last = self.embedding.padding_idx, self.vocab_size - 1
         check(pad is None or 0 <= pad <= last, "embedding.padding_idx", pad, f"0 to {last}, or null")
@@ -208,9 +235,19 @@ class ModelConfig(ConfigPart):
             layers = self.moe.layers or ()
             post = self.moe.post_layernorm
             check(self.block == "pre" or not post, "moe.post_layernorm", post, "false unless block is 'pre'")
+            own = self.moe.own_norms
+            check(self.block == "sandwich" or not own, "moe.own_norms", own, "false unless block is 'sandwich'")
             check(self._ordered(layers), "moe.layers", layers, self._increasing)
             within = all(map(self.has_mlp, layers))
             check(within, "moe.layers", layers, f"some of mlp_layers = {self.mlp_layers}")
+
+    def ffn_hidden_size(self, layer: int) -> int:
+        """The channels between the two linear layers of the dense MLP of layer number `layer`."""
+        return self.mlp.ffn_hidden_size if self.ffn_hidden_sizes is None else self.ffn_hidden_sizes[layer]
+
+    def sparsity(self, layer: int) -> float:
+        """The fraction of gates of the MLP of layer number `layer` that are zero."""
+        return 0.0 if self.activation_sparsity is None else self.activation_sparsity[layer]
 
     def _check_mixers(self) -> None:
         """Check that layers name mixers that there are, and sublayers at all."""
@@ -285,7 +322,7 @@ class ModelConfig(ConfigPart):
             if self.embedding.position_embedding_type == "rope" and rope is not None:
                 rotated = int(channels * rope.rotary_percent)
                 check(
-                    rotated > 0 and rotated % 2 == 0,
+                    (rotated > 0 and rotated % 2 == 0) or rope.scaling == "proportional",
                     f"{name}.rotary_percent",
                     rope.rotary_percent,
                     f"a fraction that rotates an even number of the {channels} head channels",
@@ -372,6 +409,9 @@ class ModelConfig(ConfigPart):
             places = {layer: place for place, layer in enumerate(layers)}
             sources = (places.get(self.kv_source_layers[layer], place) for layer, place in places.items())
             fields["kv_source_layers"] = tuple(sources)
+        for name in ("ffn_hidden_sizes", "activation_sparsity"):
+            values = getattr(self, name)
+            fields |= {} if values is None else {name: tuple(values[layer] for layer in layers)}
         return fields
 
     @property
@@ -389,7 +429,7 @@ class ModelConfig(ConfigPart):
         projection reads what it gives."""
         attention = self.attention_of(layer)
         apart = attention is not None and (attention.has_head_gate or attention.index_channels > 0)
-        several = self.mixer_of(layer) is not None or apart
+        several = self.mixer_of(layer) is not None or apart or self.laurel_rank is not None
         return self.block == "parallel_shared_norm" or (several and self.norms_before)
 
     @property
@@ -400,7 +440,8 @@ class ModelConfig(ConfigPart):
     @property
     def stream_size(self) -> int:
         """Channels of the residual stream, of all lanes together."""
-        return self.hidden_size * (1 if self.hyper_connections is None else self.hyper_connections.lanes)
+        lanes = self.hyper_connections or self.alternating_updates
+        return self.hidden_size * (1 if lanes is None else lanes.lanes)
 
     @property
     def embedding_dropout(self) -> float:

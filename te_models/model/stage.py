@@ -46,6 +46,9 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
             "in a stage: 'aux_loss', 'seq_aux_loss', 'global_aux_loss', or moe.aux_loss_coeff = 0"
         )
     _check_choices(model.config, layers)
+    for name in ("alternating_updates", "per_layer_embedding"):
+        if getattr(model.config, name) is not None and len(layers) < whole:
+            raise ConfigError(f"{name}: a model with it, both of whose ends read it, cannot be cut into stages")
     first, last = layers[0] == 0, layers[-1] == whole - 1
     needed = {"embedding"} if first or (last and embeds_twice(model.config)) else set()
     needed |= {"output_layer", "mtp"} if last else set()
