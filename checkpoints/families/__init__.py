@@ -32,6 +32,7 @@ from .flint import FLINT
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3, GEMMA3_TEXT
+from .gemma3n import GEMMA3N, GEMMA3N_TEXT
 from .gemma4 import GEMMA4, GEMMA4_TEXT
 from .glm import GLM
 from .glm4 import GLM4
@@ -171,10 +172,12 @@ _KNOWN = (
     GRANITEMOEHYBRID,
     BAMBA,
     NEMOTRON_H,
+    GEMMA3N_TEXT,
     GEMMA4_TEXT,
     QWEN3_5,
     QWEN3_5_MOE,
     GEMMA3,
+    GEMMA3N,
     GEMMA4,
     LLAMA4,
     MISTRAL3,

@@ -39,10 +39,10 @@ class AlternatingUpdates(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the mixes; the factor of each channel starts at zero, as published models do."""
+        """Draw the mixes; the factor of each channel starts at 1, so that all of the layer's embedding learns at once."""
         for weight in (self.router, self.prediction, self.correction):
             self.init_method(weight)
-        self.scale.zero_()
+        self.scale.fill_(1.0)
 
     def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x: [B, S, M H] -> the predicted lanes [B, S, M, H], and the one that the layer reads, [B, S, H]."""

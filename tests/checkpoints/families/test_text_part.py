@@ -206,7 +206,8 @@ def test_what_published_files_leave_out() -> None:
 
 
 def test_every_such_family_has_a_case() -> None:
-    images = {name for name, family in FAMILIES.items() if text_part(family) is not None}
+    """gemma3n's class needs a library of vision models: its files are those of its text model in test_gemma.py."""
+    images = {name for name, family in FAMILIES.items() if text_part(family) is not None} - {"gemma3n"}
     assert images == {family for family, _, _ in CASES.values()}
 
 
