@@ -34,6 +34,8 @@ from .flint import FLINT
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3, GEMMA3_TEXT
+from .gemma3n import GEMMA3N, GEMMA3N_TEXT
+from .gemma4 import GEMMA4, GEMMA4_TEXT
 from .glm import GLM
 from .glm4 import GLM4
 from .glm4_moe import GLM4_MOE
@@ -90,6 +92,7 @@ from .qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from .qwen3_moe import QWEN3_MOE
 from .qwen3_next import QWEN3_NEXT
 from .qwen3_vl import QWEN3_VL
+from .qwen3_vl_moe import QWEN3_VL_MOE
 from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
 from .solar_open import SOLAR_OPEN
@@ -186,12 +189,17 @@ _KNOWN = (
     FALCON_MAMBA,
     JAMBA,
     MINIMAX,
+    GEMMA3N_TEXT,
+    GEMMA4_TEXT,
     QWEN3_5,
     QWEN3_5_MOE,
     GEMMA3,
+    GEMMA3N,
+    GEMMA4,
     LLAMA4,
     MISTRAL3,
     QWEN3_VL,
+    QWEN3_VL_MOE,
     QWEN2_5_VL,
     KIMI_K25,
 )

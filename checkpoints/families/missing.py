@@ -9,7 +9,6 @@ MISSING: dict[str, str] = {
     "sparse attention to pooled keys": "glm5_next",
     "compressed keys": "deepseek_v4",
     "sparse attention by blocks": "minimax_m3 minimax_m3_vl_text qwen4_exp qwen4_exp_text",
-    "keys and values of earlier layers": "gemma3n gemma3n_text gemma4 gemma4_text",
     "two attentions and two MLPs in a layer": "longcat_flash",
     "convolutions on keys and values": "inkling inkling2 zaya",
     "RG-LRU": "recurrent_gemma",

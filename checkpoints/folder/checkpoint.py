@@ -112,7 +112,7 @@ class Checkpoint:
         elif self.source is not None:
             family = FAMILIES[self.family or ""]
             suffix = "" if declaration is None else declaration.format.data.suffix
-            found = {name.removesuffix(suffix) for name in self.files.tensors} if suffix else self.files.tensors.keys()
+            found = {name.removesuffix(suffix): info for name, info in self.files.tensors.items()}
             form, high_precision = family.best_form(self.config, found)
             self.source = replace(self.source, form=form)
             if declaration is None:

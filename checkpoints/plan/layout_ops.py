@@ -8,6 +8,7 @@ A weight map says `canonical name -> expression`, and an expression says where t
     stored as [in, out]         Transpose(At("...c_attn.weight"))
     stored as g0 u0 g1 u1 ...   Deinterleaved("...gate_up_proj_bias", parts=2, dim=1)
     some rows of a tensor       Rows("...query_key_value.weight", begin=64, total=192)
+    some columns of it          Columns("...embed_tokens_per_layer.weight", begin=256, total=8960)
     with a dimension in front   Unsqueezed("...e_score_correction_bias")
     a vector stored as [n, d]   Folded("...q_norm.weight", 32)
 
@@ -159,6 +160,19 @@ class Rows:
     def place(self, shape: Shape) -> Iterator[Placed]:
         whole, stored_shape = full(shape), (self.total, *shape[1:])
         yield Placed(whole, self.name, shift(whole, 0, self.begin), stored_shape, tuple(range(len(shape))))
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns `begin` and following of a stored matrix of `total` columns; other expressions account for the others."""
+
+    name: str
+    begin: int
+    total: int
+
+    def place(self, shape: Shape) -> Iterator[Placed]:
+        whole, stored_shape = full(shape), (*shape[:-1], self.total)
+        yield Placed(whole, self.name, shift(whole, len(shape) - 1, self.begin), stored_shape, tuple(range(len(shape))))
 
 
 @dataclass(frozen=True)

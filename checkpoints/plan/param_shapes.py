@@ -78,6 +78,12 @@ def _tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     yield from _norm(config, "decoder.final_layernorm.", "")
     if config.hyper_connections is not None and config.hyper_connections.output == "weighted":
         yield from _hyper_connection(config, "decoder.final_hyper_connection.", output=True)
+    if config.alternating_updates is not None:
+        for end in ("in", "out"):
+            for lane in range(config.alternating_updates.lanes - 1):
+                yield f"decoder.lane_projections.linear_{end}.{lane}.weight", (H, H)
+    if config.per_layer_embedding is not None and config.norm.has_weight:
+        yield "decoder.per_layer_layernorm.weight", (config.per_layer_embedding.channels,)
     if not emb.share_embeddings_and_output_weights:
         yield "output_layer.weight", (V, H)
     if emb.output_bias:
@@ -112,12 +118,13 @@ def _layer(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]:
         yield from _norm(config, f"{p}post_self_attn_layernorm.", "")
     if config.has_mlp(i):
         moe = config.moe if config.is_moe_layer(i) else None
-        if config.norms_before(i):
+        if config.norms_before(i) and not (moe is not None and moe.own_norms):
             place = ("mlp.linear_fc1.", "layer_norm_") if moe is None else ("pre_mlp_layernorm.", "")
             yield from _norm(config, p + place[0], place[1])
-        yield from _dense(config, p) if moe is None else _experts(config, p)
+        yield from _dense(config, i, p) if moe is None else _experts(config, p)
         if after or (moe is not None and moe.post_layernorm):
             yield from _norm(config, f"{p}post_mlp_layernorm.", "")
+    yield from _additions(config, p)
     if config.hyper_connections is not None:
         for there, sublayer in ((config.mixer_names(i), "self_attention"), (config.has_mlp(i), "mlp")):
             if there:
@@ -127,13 +134,13 @@ def _layer(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]:
 def _shared_block(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
     shared = config.shared_blocks
     attention = None if shared is None else config.attention_of(shared.layers[0])
-    assert attention is not None, "checked by the configuration"
+    assert shared is not None and attention is not None, "checked by the configuration"
     wide = config.replace(hidden_size=2 * config.hidden_size)
     yield from _norm(wide, f"{p}input_layernorm.", "")
     for name, shape in _attention(wide, attention, p, False, own_keys=True):
         yield name, (config.hidden_size, *shape[1:]) if ".linear_proj." in name else shape
     yield from _norm(config, f"{p}pre_mlp_layernorm.", "")
-    yield from ((name, shape) for name, shape in _dense(config, p) if ".layer_norm_" not in name)
+    yield from _dense(config, shared.layers[0], p)
 
 
 def _shared_use(config: ModelConfig, layer: int, p: str) -> Iterator[tuple[str, Shape]]:
@@ -147,6 +154,36 @@ def _shared_use(config: ModelConfig, layer: int, p: str) -> Iterator[tuple[str, 
     yield f"{p}fc1_down.weight", (rank, H)
     yield f"{p}fc1_up.weight", (config.mlp.ffn_hidden_size * (2 if config.mlp.gated else 1), rank)
     yield f"{p}linear_out.weight", (H, H)
+
+
+def _additions(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
+    """What a layer adds to the residual stream beside its mixers and its MLP."""
+    H, rank, updates, embedding = (
+        config.hidden_size,
+        config.laurel_rank,
+        config.alternating_updates,
+        config.per_layer_embedding,
+    )
+    if rank is not None:
+        yield f"{p}laurel.linear_left.weight", (rank, H)
+        yield f"{p}laurel.linear_right.weight", (H, rank)
+        yield from _norm(config, f"{p}laurel.layernorm.", "")
+    if updates is not None:
+        M = updates.lanes
+        yield f"{p}alternating_updates.router", (M, H)
+        yield f"{p}alternating_updates.prediction", (M * M, M)
+        yield f"{p}alternating_updates.correction", (M, M)
+        yield f"{p}alternating_updates.scale", (H,)
+        yield from _norm(config, f"{p}alternating_updates.layernorm.", "")
+    if embedding is not None:
+        C = embedding.channels
+        yield f"{p}per_layer_embedding.weight", (embedding.vocab_size, C)
+        yield f"{p}per_layer_embedding.linear_in.weight", (C, H)
+        yield f"{p}per_layer_embedding.linear_gate.weight", (C, H)
+        yield f"{p}per_layer_embedding.linear_proj.weight", (H, C)
+        yield from _norm(config, f"{p}per_layer_embedding.layernorm.", "")
+    if config.layer_scalar:
+        yield f"{p}layer_scalar.value", (1,)
 
 
 def _hyper_connection(config: ModelConfig, p: str, *, output: bool = False) -> Iterator[tuple[str, Shape]]:
@@ -227,13 +264,13 @@ def _latent_attention(config: ModelConfig, a: AttentionConfig, p: str, normed: b
     yield from _indexer(config, a, mla.q_lora_rank or H, f"{ours}indexer.")
 
 
-def _dense(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
+def _dense(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]:
     m, H = config.mlp, config.hidden_size
-    rows = m.ffn_hidden_size * (2 if m.gated else 1)
+    rows = config.ffn_hidden_size(i) * (2 if m.gated else 1)
     yield f"{p}mlp.linear_fc1.weight", (rows, H)
     if m.bias:
         yield f"{p}mlp.linear_fc1.bias", (rows,)
-    yield f"{p}mlp.linear_fc2.weight", (H, m.ffn_hidden_size)
+    yield f"{p}mlp.linear_fc2.weight", (H, config.ffn_hidden_size(i))
     if m.bias:
         yield f"{p}mlp.linear_fc2.bias", (H,)
 
@@ -242,9 +279,16 @@ def _experts(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
     moe, H = config.moe, config.hidden_size
     assert moe is not None, "called for MoE layers only"
     E, I, gates = moe.num_moe_experts, moe.moe_ffn_hidden_size, 2 if config.mlp.gated else 1
+    if moe.own_norms:
+        for own in ("pre_shared", "post_shared", "pre_experts", "post_experts"):
+            yield from _norm(config, f"{p}mlp.{own}_layernorm.", "")
     yield f"{p}mlp.router.weight", (E, H)
     if moe.router.linear_bias:
         yield f"{p}mlp.router.bias", (E,)
+    if moe.router.normed_input:
+        yield f"{p}mlp.router.norm_weight", (H,)
+    if moe.router.expert_scale:
+        yield f"{p}mlp.router.expert_scale", (E,)
     if moe.router.expert_bias:
         yield f"{p}mlp.router.expert_bias", (E,)
     yield f"{p}mlp.experts.linear_fc1.weight", (E, gates * I, H)

@@ -94,14 +94,14 @@ def rope_frequencies(
     """
     if scaling not in SCALINGS:
         raise ValueError(f"scaling is {shown(scaling)}; allowed: {', '.join(map(repr, SCALINGS))}")
+    if scaling == "proportional":
+        return _proportional(head_dim, base, rotary_percent, factor or 1.0, device), 1.0
     rotated = int(head_dim * rotary_percent)
     if rotated % 2 or rotated == 0:
         raise ValueError(
             f"rotary_percent is {rotary_percent}: it rotates {rotated} of {head_dim} channels, not an even number"
         )
     original = original_max_position_embeddings or max_position_embeddings
-    if scaling == "proportional":
-        return _proportional(head_dim, base, rotary_percent, factor or 1.0, device), 1.0
     if scaling == "dynamic":
         if alpha is not None:
             return _plain(rotated, base * alpha ** (rotated / (rotated - 2)), device), 1.0

@@ -25,12 +25,18 @@ from .mixers import (
 from .mlp import MLPConfig, MoEConfig, RouterConfig
 from .model import EmbeddingConfig, LayerType, ModelConfig, NormConfig
 from .part import ConfigError, ConfigPart, check
-from .residual import DeepNormConfig, HyperConnectionConfig
+from .residual import (
+    AlternatingUpdatesConfig,
+    DeepNormConfig,
+    HyperConnectionConfig,
+    PerLayerEmbeddingConfig,
+)
 from .rope import RopeConfig
 from .shared import SharedBlocksConfig
 
 __all__ = [
     "KINDS",
+    "AlternatingUpdatesConfig",
     "AttentionConfig",
     "ConfigError",
     "ConfigPart",
@@ -49,6 +55,7 @@ __all__ = [
     "MoEConfig",
     "ModelConfig",
     "NormConfig",
+    "PerLayerEmbeddingConfig",
     "RopeConfig",
     "RouterConfig",
     "SharedBlocksConfig",

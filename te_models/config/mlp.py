@@ -79,8 +79,12 @@ class RouterConfig(ConfigPart):
     """Whether the scores multiply the input of the experts instead of their output."""
     logits_softcap: float | None = None
     """Bound of the tanh soft cap of the router's logits; unset means none."""
+    normed_input: bool = False
+    """Whether an RMSNorm of the router's own, whose weight is divided by sqrt(hidden_size), norms what it reads."""
+    expert_scale: bool = False
+    """Whether each expert has a learned factor of its score, behind the normalisation."""
 
-    _LATER: ClassVar[frozenset[str]] = frozenset({"logits_softcap"})
+    _LATER: ClassVar[frozenset[str]] = frozenset({"logits_softcap", "normed_input", "expert_scale"})
 
     def _validate(self) -> None:
         both = (self.num_groups is None) == (self.topk_groups is None)
@@ -133,7 +137,11 @@ class MoEConfig(ConfigPart):
     post_layernorm: bool = False
     """Whether a norm follows the experts, in a model whose dense layers have none after the MLP (block "pre")."""
 
-    _LATER: ClassVar[frozenset[str]] = frozenset({"post_layernorm"})
+    own_norms: bool = False
+    """Whether the shared expert and the others have norms before and after them each, and the router reads what comes
+    before these norms (Gemma 4: experts beside an MLP)."""
+
+    _LATER: ClassVar[frozenset[str]] = frozenset({"post_layernorm", "own_norms"})
 
     def _validate(self) -> None:
         experts = self.num_moe_experts
@@ -152,6 +160,10 @@ class MoEConfig(ConfigPart):
             "moe.shared_expert_gate",
             self.shared_expert_gate,
             "false without a shared expert",
+        )
+        own = shared is not None and not self.shared_expert_gate
+        check(
+            own or not self.own_norms, "moe.own_norms", self.own_norms, "false without a shared expert without a gate"
         )
         groups = self.router.num_groups
         check(

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
+from .layer_checks import check_layers
 from .mixers import AttentionConfig, MixerConfig
 from .mlp import MLPConfig, MoEConfig
 from .part import ConfigError, ConfigPart, check
-from .residual import DeepNormConfig, HyperConnectionConfig
+from .residual import AlternatingUpdatesConfig, DeepNormConfig, HyperConnectionConfig, PerLayerEmbeddingConfig
 from .rope import RopeConfig
 from .shared import SharedBlocksConfig
 
@@ -145,6 +146,19 @@ class ModelConfig(ConfigPart):
     """Hyper-connections: a residual stream of several lanes; unset means one."""
     deep_norm: DeepNormConfig | None = None
     """Residual connections from behind the norms, with factors; unset means from before them."""
+    alternating_updates: AlternatingUpdatesConfig | None = None
+    """Alternating updates: a residual stream of several lanes, of which layers read one; unset means one lane."""
+    laurel_rank: int | None = None
+    """Rank of a learned augmented residual beside attention (LAuReL, arXiv 2411.07501); unset means none."""
+    per_layer_embedding: PerLayerEmbeddingConfig | None = None
+    """Embeddings of each layer, added behind its MLP; unset means none."""
+    layer_scalar: bool = False
+    """Whether a stored number multiplies the stream behind each layer."""
+    ffn_hidden_sizes: tuple[int, ...] | None = None
+    """For each layer the channels of its dense MLP; unset means mlp.ffn_hidden_size in all."""
+    activation_sparsity: tuple[float, ...] | None = None
+    """For each layer the fraction of MLP gates that are zero: what is below mean + z * deviation of a token's gates; 0
+    means that all count; unset means 0 in all layers."""
     residual_multiplier: float = 1.0
     """Factor of what each sublayer adds to the residual stream."""
     hidden_dropout: float = 0.0
@@ -159,7 +173,8 @@ class ModelConfig(ConfigPart):
     _LATER: ClassVar[frozenset[str]] = frozenset(
         {
             *("attention", "mixers", "layer_mixers", "mlp_layers", "layer_blocks", "kv_source_layers"),
-            *("shared_blocks", "hyper_connections", "deep_norm"),
+            *("shared_blocks", "hyper_connections", "deep_norm", "alternating_updates", "laurel_rank"),
+            *("per_layer_embedding", "layer_scalar", "ffn_hidden_sizes", "activation_sparsity"),
         }
     )
 
@@ -194,25 +209,13 @@ class ModelConfig(ConfigPart):
         check(
             len(kinds) == self.num_layers, "layer_types", kinds, f"one entry for each of the {self.num_layers} layers"
         )
-        for layer, source in enumerate(self.kv_source_layers or ()):
-            self._check_source(layer, source)
         for layer, kind in enumerate(kinds):
             for seen, name in (("sliding", "window_size"), ("chunked", "chunk_size")):
                 attention = self.attention_of(layer) if kind.startswith(seen) else None
                 has_size = attention is None or getattr(attention, name) is not None
-                where = f"{'.'.join(self._place(layer))}.{name}"
+                where = f"{'.'.join(self.place_of(layer))}.{name}"
                 check(has_size, where, None, f"a size, because layer_types has {kind!r} layers")
-        self._check_indexers()
-        self._check_blocks()
-        self._check_shared_blocks()
-        blocks = {self.block_of(layer) for layer in range(self.num_layers)}
-        one = blocks <= {"pre", "sandwich"} and self.residual_multiplier == 1.0 and not self.mtp_num_layers
-        allowed = "null with block 'post' or 'parallel*', residual_multiplier or mtp_num_layers"
-        check(one or self.hyper_connections is None, "hyper_connections", self.hyper_connections, allowed)
-        one = blocks == {"pre"} and self.residual_multiplier == 1.0 and self.hyper_connections is None
-        one = one and not self.has_dense_layers and not (self.moe is not None and self.moe.post_layernorm)
-        allowed = "null with a block other than 'pre', residual_multiplier, hyper_connections, or layers with an MLP"
-        check(one or self.deep_norm is None, "deep_norm", self.deep_norm, allowed)
+        check_layers(self)
         check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
         pad, last = self.embedding.padding_idx, self.vocab_size - 1
         check(pad is None or 0 <= pad <= last, "embedding.padding_idx", pad, f"0 to {last}, or null")
@@ -226,10 +229,20 @@ class ModelConfig(ConfigPart):
         if self.moe is not None:
             layers = self.moe.layers or ()
             post = self.moe.post_layernorm
-            check(blocks == {"pre"} or not post, "moe.post_layernorm", post, "false unless block is 'pre'")
-            check(self._ordered(layers), "moe.layers", layers, self._increasing)
+            check(self.blocks == {"pre"} or not post, "moe.post_layernorm", post, "false unless block is 'pre'")
+            own = self.moe.own_norms
+            check(self.block == "sandwich" or not own, "moe.own_norms", own, "false unless block is 'sandwich'")
+            check(self.are_ordered(layers), "moe.layers", layers, self.ordered_layers)
             within = all(map(self.has_mlp, layers))
             check(within, "moe.layers", layers, f"some of mlp_layers = {self.mlp_layers}")
+
+    def ffn_hidden_size(self, layer: int) -> int:
+        """The channels between the two linear layers of the dense MLP of layer number `layer`."""
+        return self.mlp.ffn_hidden_size if self.ffn_hidden_sizes is None else self.ffn_hidden_sizes[layer]
+
+    def sparsity(self, layer: int) -> float:
+        """The fraction of gates of the MLP of layer number `layer` that are zero."""
+        return 0.0 if self.activation_sparsity is None else self.activation_sparsity[layer]
 
     def _check_mixers(self) -> None:
         """Check that layers name mixers that there are, and sublayers at all."""
@@ -257,7 +270,7 @@ class ModelConfig(ConfigPart):
             raise ConfigError("attention is None; allowed: an attention, which layers name", "attention")
         unused = [name for name in known[1:] if name not in used]
         check(not unused, "mixers", unused, "mixers that layer_mixers names")
-        check(self._ordered(self.mlp_layers or ()), "mlp_layers", self.mlp_layers, self._increasing)
+        check(self.are_ordered(self.mlp_layers or ()), "mlp_layers", self.mlp_layers, self.ordered_layers)
         for layer in range(self.num_layers):
             check(
                 bool(self.mixer_names(layer)) or self.has_mlp(layer),
@@ -265,34 +278,6 @@ class ModelConfig(ConfigPart):
                 self.layer_mixers,
                 f"a mixer in layer {layer}, which has no MLP",
             )
-
-    def _check_blocks(self) -> None:
-        blocks, apart = self.layer_blocks, ("pre", "post", "sandwich")
-        if blocks is None:
-            return
-        check(
-            len(blocks) == self.num_layers, "the number of layer_blocks", len(blocks), f"num_layers = {self.num_layers}"
-        )
-        for block in (self.block, *blocks):
-            check(block in apart, "layer_blocks", block, ", ".join(map(repr, apart)))
-
-    def _check_source(self, layer: int, source: int) -> None:
-        """Check that a layer can read the keys and values of another one."""
-        sources = self.kv_source_layers or ()
-        where, fits = f"kv_source_layers[{layer}]", len(sources) == self.num_layers
-        check(fits, "the number of kv_source_layers", len(sources), f"num_layers = {self.num_layers}")
-        check(self.mtp_num_layers == 0, "mtp_num_layers", self.mtp_num_layers, "0 with kv_source_layers")
-        if source == layer:
-            return
-        own = 0 <= source < layer and sources[source] == source
-        check(own, where, source, f"{layer}, or an earlier layer with its own keys")
-        its, reads = self.attention_of(source), self.attention_of(layer)
-        alike = its is not None and reads is not None and its.key_value_sizes == reads.key_value_sizes
-        alike = alike and its is not None and reads is not None and its.mla is None and reads.mla is None
-        alike = alike and its is not None and reads is not None and its.indexer is None and reads.indexer is None
-        for seen in (self.window_size, self.chunk_size):
-            alike = alike and seen(source) == seen(layer)
-        check(alike, where, source, "a layer whose attention has the same key heads, channels and window")
 
     def kv_source(self, layer: int) -> int | None:
         """The layer whose keys and values layer number `layer` reads; None where it has its own."""
@@ -314,7 +299,7 @@ class ModelConfig(ConfigPart):
             if self.embedding.position_embedding_type == "rope" and rope is not None:
                 rotated = int(channels * rope.rotary_percent)
                 check(
-                    rotated > 0 and rotated % 2 == 0,
+                    (rotated > 0 and rotated % 2 == 0) or rope.scaling == "proportional",
                     f"{name}.rotary_percent",
                     rope.rotary_percent,
                     f"a fraction that rotates an even number of the {channels} head channels",
@@ -323,46 +308,6 @@ class ModelConfig(ConfigPart):
                     number = len(getattr(rope, factors) or ()) or None
                     allowed = f"{rotated // 2}, one for each pair of the {rotated} channels that are rotated"
                     check(number in (None, rotated // 2), f"the number of {name}.{factors}", number, allowed)
-
-    def _check_indexers(self) -> None:
-        """Check that a layer that shares a choice has one to share, and that indexers have channels to rotate."""
-        chooses = False
-        for layer in range(self.num_layers):
-            attention = self.attention_of(layer)
-            indexer = None if attention is None else attention.indexer
-            if attention is None or indexer is None:
-                continue
-            where = f"{'.'.join(self._place(layer))}.indexer"
-            chooses = chooses or not indexer.shared
-            check(chooses, f"{where}.shared", True, f"false in layer {layer}, before which no layer has an indexer")
-            last = self.mtp_num_layers > 0 and layer == self.num_layers - 1
-            check(not (last and indexer.shared), f"{where}.shared", True, "false in the last layer with mtp_num_layers")
-            rope = self.rope_of(layer)
-            rotated = 0 if rope is None else int(attention.rotated_channels * rope.rotary_percent)
-            if not indexer.shared and indexer.rotated != "none":
-                allowed = f"at least the {rotated} channels that are rotated"
-                check(indexer.head_dim >= rotated, f"{where}.head_dim", indexer.head_dim, allowed)
-
-    def _check_shared_blocks(self) -> None:
-        """Check that layers can use the blocks that they are said to share."""
-        shared = self.shared_blocks
-        if shared is None:
-            return
-        alone = (
-            (self.block, self.layer_blocks) == ("pre", None)
-            and self.hyper_connections is None
-            and self.deep_norm is None
-        )
-        alone = alone and self.kv_source_layers is None and not self.mtp_num_layers and not self.hidden_dropout
-        allowed = "null with block, hyper_connections, deep_norm, kv_source_layers, mtp_num_layers or hidden_dropout"
-        check(alone, "shared_blocks", shared, allowed)
-        check(self._ordered(shared.layers), "shared_blocks.layers", shared.layers, self._increasing)
-        for layer in shared.layers:
-            its = self.attention_of(layer)
-            plain = its is not None and (its.mla or its.indexer) is None and not its.has_head_gate
-            pair = plain and self.mixer_of(layer) is not None and its == self.attention_of(shared.layers[0])
-            allowed = f"layers of a plain attention, the same in all, beside another mixer, which {layer} is not"
-            check(pair, "shared_blocks.layers", shared.layers, allowed)
 
     def shared_block_of(self, layer: int) -> int | None:
         """The number of the shared block that layer number `layer` uses; None where it uses none."""
@@ -374,11 +319,13 @@ class ModelConfig(ConfigPart):
         own: dict[str, MixerConfig] = {"attention": self.attention} if used else {}
         return own | {f"mixers.{name}": mixer for name, mixer in (self.mixers or {}).items()}
 
-    def _ordered(self, layers: tuple[int, ...]) -> bool:
+    def are_ordered(self, layers: tuple[int, ...]) -> bool:
+        """Whether indices of layers increase, and the model has these layers."""
         return list(layers) == sorted(set(layers)) and all(0 <= i < self.num_layers for i in layers)
 
     @property
-    def _increasing(self) -> str:
+    def ordered_layers(self) -> str:
+        """What is allowed where `are_ordered` is not so, for an error."""
         return f"increasing layer indices below num_layers = {self.num_layers}"
 
     @staticmethod
@@ -388,8 +335,8 @@ class ModelConfig(ConfigPart):
     def _mixer(self, name: str) -> MixerConfig:
         return self.attention if name == "attention" else (self.mixers or {})[name]
 
-    def _place(self, layer: int) -> tuple[str, ...]:
-        """Return the table of the attention of a layer."""
+    def place_of(self, layer: int) -> tuple[str, ...]:
+        """The table of the attention of layer number `layer`, as the words of its key."""
         names = [n for n in self.mixer_names(layer) if n == "attention" or isinstance(self._mixer(n), AttentionConfig)]
         return ("attention",) if names in ([], ["attention"]) else ("mixers", names[0])
 
@@ -432,6 +379,9 @@ class ModelConfig(ConfigPart):
             places = {layer: place for place, layer in enumerate(layers)}
             sources = (places.get(self.kv_source_layers[layer], place) for layer, place in places.items())
             fields["kv_source_layers"] = tuple(sources)
+        for name in ("ffn_hidden_sizes", "activation_sparsity"):
+            values = getattr(self, name)
+            fields |= {} if values is None else {name: tuple(values[layer] for layer in layers)}
         return fields
 
     @property
@@ -442,6 +392,11 @@ class ModelConfig(ConfigPart):
     def block_of(self, layer: int) -> Block:
         """Where the norms of layer number `layer` are."""
         return self.block if self.layer_blocks is None else self.layer_blocks[layer]
+
+    @property
+    def blocks(self) -> set[str]:
+        """Where the norms of any layer are."""
+        return {self.block_of(layer) for layer in range(self.num_layers)}
 
     def norms_before(self, layer: int) -> bool:
         """Whether the sublayers of layer number `layer` have norms of their own before them."""
@@ -457,7 +412,8 @@ class ModelConfig(ConfigPart):
         attention = self.attention_of(layer)
         apart = attention is not None and (attention.has_head_gate or attention.index_channels > 0)
         apart = apart or (attention is not None and attention.input_multiplier != 1.0)
-        several = self.mixer_of(layer) is not None or apart or self.deep_norm is not None
+        several = self.mixer_of(layer) is not None or apart
+        several = several or self.deep_norm is not None or self.laurel_rank is not None
         return self.block == "parallel_shared_norm" or (several and self.norms_before(layer))
 
     @property
@@ -468,7 +424,8 @@ class ModelConfig(ConfigPart):
     @property
     def stream_size(self) -> int:
         """Channels of the residual stream, of all lanes together."""
-        return self.hidden_size * (1 if self.hyper_connections is None else self.hyper_connections.lanes)
+        lanes = self.hyper_connections or self.alternating_updates
+        return self.hidden_size * (1 if lanes is None else lanes.lanes)
 
     @property
     def embedding_dropout(self) -> float:

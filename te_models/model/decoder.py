@@ -23,6 +23,7 @@ from .hyper_connection import HyperConnection
 from .layer import LayerResult, TransformerLayer
 from .mixers import KeysValues, Selection
 from .moe import MoELayer
+from .residual import LaneProjections, PerLayerInputs
 from .rotary import Rotary, RotaryEmbedding
 from .router import RouterOutput
 from .shared_block import SharedBlock
@@ -34,7 +35,7 @@ class LayerInputs(NamedTuple):
     padding; cache: what layers keep; batch_size: see `Decoder.forward`; documents: int64 [B, S], which layers that
     attend within documents without a mask get in place of `hidden_keys`, None where all are such layers; texts: the
     same numbers for recurrent mixers, also where a mask says them; shared: the keys and values that later layers read,
-    by the number of the layer that has them, as layers run."""
+    by the number of the layer that has them, as layers run; embeddings: what the embeddings of layers are made of."""
 
     tables: list[Rotary]
     query_scale: Tensor | None
@@ -45,6 +46,7 @@ class LayerInputs(NamedTuple):
     documents: Tensor | None = None
     texts: Tensor | None = None
     shared: dict[int, KeysValues] | None = None
+    embeddings: PerLayerInputs | None = None
 
 
 class Decoder(nn.Module):
@@ -70,6 +72,13 @@ class Decoder(nn.Module):
             self.lanes = hyper.lanes
             if hyper.output == "weighted":
                 self.final_hyper_connection = HyperConnection(config, hyper, build, output=True)
+        updates, embedding = config.alternating_updates, config.per_layer_embedding
+        self.lane_projections = self.per_layer_layernorm = None
+        if updates is not None:
+            self.lanes = updates.lanes
+            self.lane_projections = LaneProjections(config, self.lanes, build.whole)
+        if embedding is not None:
+            self.per_layer_layernorm = make_norm(config.norm, embedding.channels, build)
         self.recurrent = config.is_recurrent
         self.kv_sources = [config.kv_source(i) for i in range(config.num_layers)]
         ropes: list[tuple[RopeConfig, int]] = []
@@ -110,9 +119,17 @@ class Decoder(nn.Module):
 
     def _output(self, x: Tensor) -> Tensor:
         """Return what the final norm reads of all lanes."""
+        if self.lane_projections is not None:
+            return self.lane_projections(x)
         if self.final_hyper_connection is None:
             return x.unflatten(-1, (self.lanes, -1)).mean(-2)
         return self.final_hyper_connection.read(x)[0]
+
+    def widened(self, x: Tensor) -> Tensor:
+        """Return the lanes that the first layer reads, of embeddings [B, S, H]: [B, S, M H]."""
+        if self.lane_projections is not None:
+            return self.lane_projections.widened(x)
+        return x if self.lanes == 1 else x.repeat(1, 1, self.lanes)
 
     def _own_tables(self, tables: Rotary) -> Rotary:
         cos, sin = tables
@@ -187,6 +204,7 @@ class Decoder(nn.Module):
             inputs.texts,
             None if source is None or shared is None else shared[source],
             choice if layer.shares_choice else None,
+            inputs.embeddings,
             *(() if used is None else (used,)),
         )
         if len(found) == 2 or isinstance(found[2], Selection):
@@ -205,6 +223,7 @@ class Decoder(nn.Module):
         batch_size: int | None = None,
         document_ids: Tensor | None = None,
         index_losses: list[Tensor] | None = None,
+        embedded: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, list[RouterOutput]]:
         """x: [B, S, H]; position_ids: [B or 1, S]; attention_mask: [B, L] bool, False where a key is padding, or
         [B, S, L], False where a key is hidden from a query; document_ids: [B, S], in its place.
@@ -213,9 +232,12 @@ class Decoder(nn.Module):
         result of each layer but the last, and what is returned, all [B, S, H]. batch_size: B, where x and the result
         are this rank's part of the tokens, [B S / ranks, H]. Where ranks share sequences, position_ids and
         attention_mask are of all positions, and x is of this rank's. index_losses: a list that gets the weighted loss
-        of each indexer that is trained.
+        of each indexer that is trained. embedded: the tokens [B, S] and their embeddings [B, S, H], which the
+        embeddings of layers are made of.
         """
         inputs = self.layer_inputs(x, position_ids, attention_mask, cache, batch_size, document_ids)
+        if self.per_layer_layernorm is not None and embedded is not None:
+            inputs = inputs._replace(embeddings=PerLayerInputs(*embedded, self.per_layer_layernorm.weight))
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         routed: list[RouterOutput] = []
         choice: Tensor | None = None

@@ -34,6 +34,19 @@ def input_size(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[
     return tokens.shape[0], tokens.shape[1]
 
 
+def of_tokens(config: ModelConfig, input_ids: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the tokens and their embeddings x, [B, S] and [B, S, H], for layers that read them; None for a model
+    without. Raises ValueError where the tokens are not known."""
+    if config.per_layer_embedding is None:
+        return None
+    if input_ids is None:
+        raise ValueError(
+            "inputs_embeds are given to a model whose layers have embeddings of their own for each token "
+            "(per_layer_embedding); allowed: input_ids"
+        )
+    return input_ids, x
+
+
 class Table(TensorParallelModule):
     """A lookup table: weight [rows, H], of which the ranks that split layers have consecutive rows each.
     padding_idx: a row that gets no gradient. fuse_wgrad_accumulation: see `te_models.layers.Linear`; set it later."""

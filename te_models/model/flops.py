@@ -14,7 +14,10 @@ from te_models.checkpoints.plan.param_shapes import is_expert_stack
 
 from ..config import ModelConfig
 
-_NO_GEMM = ("embedding.", "layernorm", "layer_norm", "bias", "rotary", ".A_log")
+_NO_GEMM = (
+    *("embedding.word", "embedding.position", "per_layer_embedding.weight"),
+    *("layernorm", "layer_norm", "bias", "rotary", ".A_log"),
+)
 """Parts of the names of parameters that no GEMM multiplies by."""
 
 

@@ -31,7 +31,7 @@ from ..config import ModelConfig
 from .build import Build, ExpertDispatch, ExpertLayout, check_supported, give_memory, real_device, without_draws
 from .cache import Memory
 from .decoder import Decoder
-from .embedding import Embedding, check_words, config_of_words, input_size, resize_rows
+from .embedding import Embedding, check_words, config_of_words, input_size, of_tokens, resize_rows
 from .mlp import store_inputs_in_fp8, stores_inputs_in_fp8
 from .moe import Experts
 from .mtp import MultiTokenPrediction
@@ -268,7 +268,7 @@ class GPTModel(SharedModel):
         if shard is not None or self.sequence_parallel:
             asked = {"cache": cache, "last_logits_only": last_logits_only, "return_hidden_states": return_hidden_states}
             check_tokens_shared(asked)
-        own_ids = position_ids
+        own_ids, tokens = position_ids, None
         if shard is not None:
             shard.check(length)
             if self.pre_process:  # a later stage gets this rank's positions
@@ -280,7 +280,8 @@ class GPTModel(SharedModel):
             batch_size = batch
         if self.pre_process:
             x = self.embedding(input_ids, own_ids, inputs_embeds)
-            x = x if self.decoder.lanes == 1 else x.repeat(1, 1, self.decoder.lanes)
+            tokens = of_tokens(self.config, input_ids, x)
+            x = self.decoder.widened(x)
         elif inputs_embeds is None:
             raise ValueError(
                 "this stage was given input_ids; allowed: inputs_embeds, what the stage before it returned"
@@ -289,7 +290,7 @@ class GPTModel(SharedModel):
             x = inputs_embeds
         embedded, states = x, ([] if return_hidden_states else None)
         index_losses: list[Tensor] = []
-        arguments = (attention_mask, cache, states, batch_size, document_ids, index_losses)
+        arguments = (attention_mask, cache, states, batch_size, document_ids, index_losses, tokens)
         x, routed = self.decoder(x, position_ids, *arguments)
         if cache is not None:
             cache.advance(length)

@@ -21,6 +21,7 @@ from .hyper_connection import HyperConnection
 from .mixers import KeysValues, Mixer, MixerInputs, Selection, attention_class, recurrent_class
 from .mlp import MLP
 from .moe import MoELayer
+from .residual import AlternatingUpdates, Laurel, LayerScalar, PerLayerEmbedding, PerLayerInputs
 from .rotary import Rotary
 from .router import RouterOutput
 from .shared_block import SharedBlock, SharedUse
@@ -81,13 +82,14 @@ class TransformerLayer(nn.Module):
             self.mixer = recurrent_class(mixer)(config, mixer, layer, build)
         mixes = after and self.has_mixer
         self.post_self_attn_layernorm = make_norm(config.norm, config.hidden_size, build) if mixes else None
-        separate = normed and self.is_moe
+        separate = normed and self.is_moe and not (config.moe and config.moe.own_norms)
         self.pre_mlp_layernorm = make_norm(config.norm, config.hidden_size, build) if separate else None
         self.mlp: nn.Module | None = None
         if self.is_moe:
             self.mlp = MoELayer(config, build.of_all_tokens)
         elif has_mlp:
-            self.mlp = MLP(config, config.mlp.ffn_hidden_size, config.mlp.bias, build, normed=normed)
+            sizes = (config.ffn_hidden_size(layer), config.mlp.bias)
+            self.mlp = MLP(config, *sizes, build, normed=normed, sparsity=config.sparsity(layer))
         after = has_mlp and (after or (self.is_moe and config.moe is not None and config.moe.post_layernorm))
         self.post_mlp_layernorm = make_norm(config.norm, config.hidden_size, build) if after else None
 
@@ -97,6 +99,11 @@ class TransformerLayer(nn.Module):
             self.self_attention_hyper_connection = HyperConnection(config, hyper, build)
         if hyper is not None and has_mlp:
             self.mlp_hyper_connection = HyperConnection(config, hyper, build)
+        lanes, embedding, rank = config.alternating_updates, config.per_layer_embedding, config.laurel_rank
+        self.laurel = None if rank is None else Laurel(config, rank, build.whole)
+        self.alternating_updates = None if lanes is None else AlternatingUpdates(config, lanes, build.whole)
+        self.per_layer_embedding = None if embedding is None else PerLayerEmbedding(config, embedding, build.whole)
+        self.layer_scalar = LayerScalar(build) if config.layer_scalar else None
 
     def forward(
         self,
@@ -111,6 +118,7 @@ class TransformerLayer(nn.Module):
         documents: Tensor | None = None,
         keys_values: KeysValues | None = None,
         choice: Tensor | None = None,
+        embeddings: PerLayerInputs | None = None,
         shared: tuple[SharedBlock, Tensor] | None = None,
     ) -> LayerResult:
         """x: [B, S, H] -> ([B, S, H], what the router decided; None in a dense layer), and a third, where attention is
@@ -118,7 +126,8 @@ class TransformerLayer(nn.Module):
         only them for the backward pass and compute the rest again there (activation checkpointing); here, not around
         the call, so that it is part of a graph of one layer. batch_size: B, where x and the result are this rank's part
         of the tokens, [B S / ranks, H]. shared: the block that the layer uses, and the embeddings."""
-        arguments = (x, rotary, hidden_keys, token_mask, cache, query_scale, batch_size, documents, keys_values, choice)
+        arguments = (x, rotary, hidden_keys, token_mask, cache, query_scale, batch_size, documents, keys_values)
+        arguments = (*arguments, choice, embeddings)
         if self.shared_use is not None:
             arguments = (*arguments, shared)
         return checkpointed(self._run, *arguments) if recompute else self._run(*arguments)
@@ -135,6 +144,7 @@ class TransformerLayer(nn.Module):
         documents: Tensor | None,
         keys_values: KeysValues | None,
         choice: Tensor | None,
+        embeddings: PerLayerInputs | None,
         shared: tuple[SharedBlock, Tensor] | None = None,
     ) -> LayerResult:
         inputs = MixerInputs(rotary, hidden_keys, query_scale, batch_size, token_mask, documents, keys_values, choice)
@@ -148,7 +158,9 @@ class TransformerLayer(nn.Module):
             return _result(self._scaled_sum(x, attended + y), routed, passed)
         if self.residual_factors is not None:
             return self._run_deep(x, inputs, cache, self.residual_factors)
-        passed = None
+        passed = lanes = None
+        if self.alternating_updates is not None:
+            lanes, x = self.alternating_updates.predict(x)
         if self.has_mixer:
             connection = self.self_attention_hyper_connection
             inner, mixing = (x, None) if connection is None else connection.read(x)
@@ -159,7 +171,10 @@ class TransformerLayer(nn.Module):
             attended, passed = self._mixed(normed, inputs, cache)
             if self.post_self_attn_layernorm is not None:
                 attended = self._normed(self.post_self_attn_layernorm, attended)
-            x = self._add(x, attended) if mixing is None else self._written(connection, x, attended, mixing)
+            if self.laurel is not None:
+                x = self.laurel(x, normed, attended)
+            else:
+                x = self._add(x, attended) if mixing is None else self._written(connection, x, attended, mixing)
         if self.mlp is None:
             return _result(x, None, passed)
         connection = self.mlp_hyper_connection
@@ -168,7 +183,20 @@ class TransformerLayer(nn.Module):
         if self.post_mlp_layernorm is not None:
             y = self._normed(self.post_mlp_layernorm, y)
         x = self._add(x, y) if mixing is None else self._written(connection, x, y, mixing)
-        return _result(x, routed, passed)
+        return _result(self._ended(x, lanes, embeddings), routed, passed)
+
+    def _ended(self, x: Tensor, lanes: Tensor | None, embeddings: PerLayerInputs | None) -> Tensor:
+        """Return the stream behind the layer. x: [B, S, H], behind the MLP; lanes: [B, S, M, H], as predicted."""
+        read = x
+        if self.alternating_updates is not None and lanes is not None:
+            lanes, read = self.alternating_updates.correct(lanes, x)
+            x = lanes.flatten(-2)
+        if self.per_layer_embedding is not None and embeddings is not None:
+            added = self.per_layer_embedding(read, embeddings)
+            if lanes is not None:  # the first lane has no part in it
+                added = F.pad(added.repeat(1, 1, lanes.shape[-2] - 1), (added.shape[-1], 0))
+            x = x + added
+        return x if self.layer_scalar is None else self.layer_scalar(x)
 
     def _run_deep(
         self, x: Tensor, inputs: MixerInputs, cache: LayerMemory | None, factors: tuple[float, ...]

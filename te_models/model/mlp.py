@@ -6,6 +6,7 @@ H hidden, F feed-forward width.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,8 +60,18 @@ def output_projection(linear_fc2: nn.Module, activation: Activation, hidden: Ten
 class MLP(nn.Module):
     """`act(x w1^T) w2^T`; `linear_fc1` includes the norm before it when `normed`, its rows are [gate | up] if gated."""
 
-    def __init__(self, config: ModelConfig, ffn_hidden_size: int, bias: bool, build: Build, *, normed: bool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        ffn_hidden_size: int,
+        bias: bool,
+        build: Build,
+        *,
+        normed: bool,
+        sparsity: float = 0.0,
+    ) -> None:
         super().__init__()
+        self.deviations = statistics.NormalDist().inv_cdf(sparsity) if sparsity else None
         rows = (ffn_hidden_size,) * (2 if config.mlp.gated else 1)
         self.linear_fc1 = make_input_linear(config, rows, bias, build, normed=normed)
         self.linear_fc2 = make_output_linear(config, ffn_hidden_size, bias, build)
@@ -74,8 +85,20 @@ class MLP(nn.Module):
         if self.gate_multiplier != 1.0:
             gate, up = hidden.chunk(2, -1)
             hidden = torch.cat((gate * self.gate_multiplier, up), -1)
+        if self.deviations is not None:
+            hidden = sparse_gates(hidden, self.deviations)
         y = output_projection(self.linear_fc2, self._activation, hidden)
         return y if self.output_multiplier == 1.0 else y * self.output_multiplier
+
+
+def sparse_gates(hidden: Tensor, deviations: float) -> Tensor:
+    """hidden: [..., 2 F], gates and then the up projection -> the same with each gate reduced by a bound, the mean of
+    the token's gates and so many standard deviations, and 0 below it: of normal gates the fraction that is zero is the
+    same for every token. Computed in float32."""
+    gate, up = hidden.chunk(2, -1)
+    wide = gate.float()
+    bound = wide.mean(-1, keepdim=True) + deviations * wide.std(-1, keepdim=True, unbiased=False)
+    return torch.cat(((wide - bound).relu().to(up.dtype), up), -1)
 
 
 class SharedExperts(nn.Module):

@@ -47,9 +47,12 @@ from te_models.layers.distributed.quantized_rows import RowFormats, row_formats
 from te_models.layers.distributed.sequence_parallel import SequenceShard, gather_tokens_of_ranks, own_share
 
 from ..config import ModelConfig
-from .build import Build, LocalExperts, Normal, init_method, output_init_method
+from .build import Build, LocalExperts, Normal, init_method, make_norm, output_init_method
 from .mlp import SharedExperts, activation_of
 from .router import Router, RouterOutput, count_choices
+
+NORMS = ("pre_shared_layernorm", "post_shared_layernorm", "pre_experts_layernorm", "post_experts_layernorm")
+"""The norms of a mixture with `own_norms`."""
 
 
 class Experts(nn.Module):
@@ -145,6 +148,8 @@ class MoELayer(nn.Module):
         self.shared_experts = None
         if config.moe.shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(config, build)
+        for name in NORMS if config.moe.own_norms else ():  # before and after the shared expert and the others
+            setattr(self, name, make_norm(config.norm, config.hidden_size, build))
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, RouterOutput]:
         """x: [B, S, H] -> ([B, S, H], what the router decided). token_mask: [B, S] bool, False where a token is
@@ -165,11 +170,23 @@ class MoELayer(nn.Module):
             topk_groups=r.topk_groups,
             group_score=r.group_score,
         )
-        y, counts = self._expert_sums(tokens, weights, indices)
-        y = y.view(x.shape)
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(x)
+        if self.router.expert_scale is not None:
+            weights = weights * self.router.expert_scale.to(weights.dtype)[indices]
+        if self.moe.own_norms:
+            y, counts = self._beside(x, weights, indices)
+        else:
+            y, counts = self._expert_sums(tokens, weights, indices)
+            y = y.view(x.shape)
+            if self.shared_experts is not None:
+                y = y + self.shared_experts(x)
         return y, self._router_output(logits, indices, counts, token_mask, x.shape[0])
+
+    def _beside(self, x: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """The shared expert and the others, each between norms of its own. x: [B, S, H], not normed."""
+        assert self.shared_experts is not None, "the configuration has been checked"
+        y, counts = self._expert_sums(self.pre_experts_layernorm(x).flatten(0, -2), weights, indices)
+        shared = self.post_shared_layernorm(self.shared_experts(self.pre_shared_layernorm(x)))
+        return shared + self.post_experts_layernorm(y.view(x.shape)), counts
 
     def _expert_sums(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """tokens: [T, H]; weights, indices: [T, K] -> (each token's weighted sum of its experts' results [T, H], how

@@ -107,6 +107,9 @@ def check_sequence(config: ModelConfig) -> None:
     """Raise ConfigError naming the field because of which the tokens between split layers cannot be shared."""
     if config.hyper_connections is not None:
         raise ConfigError("hyper_connections: a model with them cannot have sequence_parallel; allowed: without it")
+    for name in ("alternating_updates", "laurel_rank", "per_layer_embedding"):
+        if getattr(config, name) is not None:
+            raise ConfigError(f"{name}: a model with it cannot have sequence_parallel; allowed: without it")
     for name, p in {
         "hidden_dropout": config.hidden_dropout,
         "embedding.embedding_dropout": config.embedding_dropout,
@@ -191,6 +194,10 @@ def check_layers(config: ModelConfig, ranks: int, expert_ranks: int) -> None:
         raise ConfigError(f"shared_blocks: a model whose layers share blocks cannot be split over {ranks} ranks")
     if config.vocab_size < ranks:
         raise ConfigError(f"vocab_size is {config.vocab_size}; allowed: a word or more for each of {ranks} ranks")
+    if any(config.activation_sparsity or ()):
+        raise ConfigError(
+            f"activation_sparsity: a model with it, whose bounds are of all gates, cannot be split over {ranks} ranks"
+        )
     moe = config.moe
     sizes: dict[str, int] = {}
     for name, mixer in config.named_mixers().items():
@@ -208,6 +215,7 @@ def check_layers(config: ModelConfig, ranks: int, expert_ranks: int) -> None:
         "moe.moe_ffn_hidden_size": moe.moe_ffn_hidden_size if moe is not None and expert_ranks == ranks else 0,
         "moe.shared_expert_intermediate_size": (moe.shared_expert_intermediate_size or 0) if moe is not None else 0,
     }
+    sizes |= {f"ffn_hidden_sizes[{i}]": size for i, size in enumerate(config.ffn_hidden_sizes or ())}
     for name, size in sizes.items():
         if size % ranks:
             raise ConfigError(f"{name} is {size}, which {ranks} ranks cannot share equally")

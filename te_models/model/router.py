@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import linear
+from te_models.kernels.norm import rms_norm
 from te_models.kernels.torch_versions import exporting
 from te_models.kernels.without_autocast import without_autocast
 from te_models.layers.collectives import all_reduce, group_of_all
@@ -48,9 +49,10 @@ class RouterOutput(NamedTuple):
 
 
 class Router(nn.Module):
-    """The router projection. weight: [E, H]; bias: [E] if `linear_bias`. Buffers: expert_bias [E] with the option of
-    this name, kept in float32; and expert_counts [E] and dropped_tokens [1] int64, which no checkpoint holds: how many
-    tokens chose each expert, and found no room, since the last `update_expert_bias` or `take_expert_load`.
+    """The router projection. weight: [E, H]; bias: [E] if `linear_bias`; norm_weight: [H] if `normed_input`;
+    expert_scale: [E], of the scores of the chosen, with the option of this name. Buffers: expert_bias [E] with the
+    option of this name, kept in float32; and expert_counts [E] and dropped_tokens [1] int64, which no checkpoint holds:
+    how many tokens chose each expert, and found no room, since the last `update_expert_bias` or `take_expert_load`.
 
     layer_group: the name of the group of the ranks that have the layer; None: all, if any of a whole model."""
 
@@ -66,6 +68,9 @@ class Router(nn.Module):
         self.init_method = init_method(config)
         experts = config.moe.num_moe_experts
         self.weight = build.parameter(experts, config.hidden_size)
+        self.epsilon = config.norm.layernorm_epsilon
+        self.norm_weight = build.parameter(config.hidden_size) if self.config.normed_input else None
+        self.expert_scale = build.parameter(experts) if self.config.expert_scale else None
         self.bias = build.parameter(experts) if self.config.linear_bias else None
         bias = None
         if self.config.expert_bias:
@@ -83,6 +88,9 @@ class Router(nn.Module):
         for tensor in (self.bias, self.expert_bias, self.expert_counts, self.dropped_tokens):
             if tensor is not None:
                 tensor.zero_()
+        for factor in (self.norm_weight, self.expert_scale):
+            if factor is not None:
+                factor.fill_(1.0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Selection compares scores that differ by less than bfloat16 resolves, so this bias is never rounded.
@@ -99,6 +107,8 @@ class Router(nn.Module):
         """x: [T, H] -> logits [T, E], in float32 if the configuration says so, else in the compute dtype."""
         dtype = torch.float32 if self.config.dtype == "float32" else compute_dtype(x)
         bias = None if self.bias is None else self.bias.to(dtype)
+        if self.norm_weight is not None:
+            x = rms_norm(x, self.norm_weight, self.epsilon, cast_order="weight_first") * x.shape[-1] ** -0.5
         x, cap = x.to(dtype), self.config.logits_softcap
         with without_autocast(x):
             logits = linear(x, self.weight.to(dtype), bias)

@@ -50,6 +50,9 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
             "shared_blocks: layers that share blocks, and read the embeddings, cannot be in several stages"
         )
     _check_choices(model.config, layers)
+    for name in ("alternating_updates", "per_layer_embedding"):
+        if getattr(model.config, name) is not None and len(layers) < whole:
+            raise ConfigError(f"{name}: a model with it, both of whose ends read it, cannot be cut into stages")
     first, last = layers[0] == 0, layers[-1] == whole - 1
     needed = {"embedding"} if first or (last and embeds_twice(model.config)) else set()
     needed |= {"output_layer", "mtp"} if last else set()

@@ -85,6 +85,8 @@ def parallelize(
     with_the_rest = [
         decoder.final_layernorm,
         decoder.final_hyper_connection,
+        decoder.lane_projections,
+        decoder.per_layer_layernorm,
         *([model.embedding, model.output_layer] if tied else ()),
     ]
     target = real_device(device)
@@ -172,7 +174,8 @@ def _reshard_of(asked: ReshardAfterForward) -> bool | int | None:
 def parts_of(model: GPTModel) -> Iterator[nn.Module]:
     """Yield the parts of a model that are sharded one by one, in the order in which they are created."""
     decoder = model.decoder
-    last = decoder.final_layernorm, decoder.final_hyper_connection, model.output_layer
+    ends = decoder.final_layernorm, decoder.final_hyper_connection, decoder.lane_projections
+    last = *ends, decoder.per_layer_layernorm, model.output_layer
     parts = (model.embedding, *decoder.layers, *last)
     further = () if model.mtp is None else model.mtp.layers
     yield from (part for part in (*parts, *further) if part is not None)

@@ -19,7 +19,7 @@ from te_models import (
     RouterConfig,
     TemperatureConfig,
 )
-from te_models.config import IndexerConfig
+from te_models.config import AlternatingUpdatesConfig, IndexerConfig, PerLayerEmbeddingConfig
 
 VOCAB = 61
 
@@ -199,6 +199,27 @@ VARIANTS: dict[str, ModelConfig] = {
         RouterConfig(score="sigmoid", score_after_topk=True, normalize=False, apply_on_input=True)
     ),
     "moe_parallel": tiny_moe().replace(block="parallel"),
+    "beside_an_mlp": tiny(
+        block="sandwich",
+        moe=MoEConfig(
+            num_moe_experts=4,
+            moe_router_topk=2,
+            moe_ffn_hidden_size=24,
+            shared_expert_intermediate_size=40,
+            own_norms=True,
+            router=RouterConfig(normed_input=True, expert_scale=True),
+        ),
+        layer_scalar=True,
+        attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, value_layernorm=True),
+    ),
+    "alternating_updates": tiny(
+        block="sandwich",
+        alternating_updates=AlternatingUpdatesConfig(lanes=3),
+        laurel_rank=6,
+        per_layer_embedding=PerLayerEmbeddingConfig(vocab_size=VOCAB, channels=6),
+        ffn_hidden_sizes=(40, 48),
+    ),
+    "sparse_gates": tiny(activation_sparsity=(0.7, 0.0)),
 }
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from te_models.config import ConfigError, ModelConfig
 
@@ -36,6 +36,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "first_k_dense_replace": (None, 0),
     "hc_mult": (None, 1),
+    "hidden_size_per_layer_input": (None, 0),
     "index_topk": (None,),
     "is_encoder_decoder": (None, False),
     "gating": (None,),
@@ -55,6 +56,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "moe_router_logit_softcapping": (None, 0),
     "mup_enabled": (None, False),
     "num_attention_heads_per_layer": (None,),
+    "num_kv_shared_layers": (None, 0),
     "num_shared_experts": (None, 0),
     "parallel_attn": (None, False),
     "q_lora_rank": (None,),
@@ -75,7 +77,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "scale_attn_weights": (None, True),
     "shared_intermediate_size": (None, 0),
     "use_bias": (None, False),
-    "use_bidirectional_attention": (None, False),
+    "use_bidirectional_attention": (None, False, "vision"),  # which concerns images alone
     "use_mrope": (None, False),
     "use_parallel_residual": (None, False),
     "use_qk_norm": (None, False),
@@ -104,6 +106,13 @@ _FAR = 100
 
 _NEAREST = 3
 """How many families give their reasons where none fits."""
+
+
+class HasShape(Protocol):
+    """A tensor, or what is known of one in a file."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True)
@@ -210,16 +219,18 @@ class Family:
         """The forms in which files of this family exist, by name; the first is the published one."""
         return {names.form: names for names in (self.names, *self.other_names)}
 
-    def best_form(self, config: ModelConfig, found: Collection[str]) -> tuple[str, Namespace]:
-        """Return the form that has most of the tensor names in `found`, and how it stores the model."""
+    def best_form(self, config: ModelConfig, found: Mapping[str, HasShape]) -> tuple[str, Namespace]:
+        """Return the form that has most of the tensors in `found`, by names and, where these are the same, by shapes,
+        and how it stores the model."""
         best, most = None, -1
         for form, names in self.forms.items():
             if not self.other_names or not names.experts_apart or holds_experts(config, len(found)):
                 namespace = self.namespace(config, form)
-                count = sum(name in namespace.stored for name in found)
+                both = ((namespace.stored[name], its) for name, its in found.items() if name in namespace.stored)
+                count = sum(2 if stored.shape == tuple(its.shape) else 1 for stored, its in both)
                 if count > most:
                     best, most = (form, namespace), count
-                if count == len(found):  # no other form can have more, and a mixture has many names
+                if count == 2 * len(found):  # no other form can have more, and a mixture has many names
                     break
         assert best is not None, "the first form has each expert's weights, or needs none"
         return best

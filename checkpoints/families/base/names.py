@@ -15,6 +15,7 @@ from te_models.config import AttentionConfig, ModelConfig
 from ...io.errors import CheckpointError
 from ...plan.layout_ops import At, Concat, Deinterleaved, Folded, Layout, Rows, Stack, Transpose, Unsqueezed
 from ...plan.param_shapes import expected_tensors, head_sizes
+from .additions import layer_additions, model_additions
 from .indexer import indexer_weights
 from .latent import latent_attention
 
@@ -179,6 +180,7 @@ class Names:
         for first, ours in self._shared_blocks(config):
             yield from self._shared_block(config, first, f"{self.layer.format(i=first)}.", ours)
         yield from _norm(config, "decoder.final_layernorm.", self.final_norm)
+        yield from model_additions(config, self._root)
         if not embedding.share_embeddings_and_output_weights:
             yield "output_layer.weight", At(f"{self.output}.weight")
         if embedding.output_bias:
@@ -278,17 +280,24 @@ class Names:
                 raise CheckpointError(f"these files have no names for the parameters of a {mixer.kind!r} mixer")
             yield from self.mixers[mixer.kind].weights(config, mixer, at, f"{ours}mixer.")
         if config.has_mlp(i):
-            yield from (self._moe if config.is_moe_layer(i) else self._mlp)(config, at, f"{ours}mlp.")
+            yield from (self._moe if config.is_moe_layer(i) else self._mlp)(config, i, at, f"{ours}mlp.")
+        yield from layer_additions(config, i, self._root, at, ours)
+
+    @property
+    def _root(self) -> str:
+        """What the names of the model begin with."""
+        return self.embedding.rpartition(".")[0]
 
     def _norms(self, config: ModelConfig, i: int, at: str, ours: str) -> Weights:
         attention, mixes, mlp = config.attention_of(i), bool(config.mixer_names(i)), config.has_mlp(i)
         qkv = "linear_qkv_down" if attention is not None and attention.mla is not None else "linear_qkv"
         apart, after = config.has_input_layernorm(i), config.norms_after(i)
-        post_moe = config.is_moe_layer(i) and config.moe is not None and config.moe.post_layernorm
+        moe = config.moe if config.is_moe_layer(i) else None
+        post_moe, own = moe is not None and moe.post_layernorm, moe is not None and moe.own_norms
         places = (
             (mixes, "input_layernorm." if apart else f"self_attention.{qkv}.layer_norm_"),
             (mixes and after, "post_self_attn_layernorm."),
-            (mlp, "pre_mlp_layernorm." if config.is_moe_layer(i) else "mlp.linear_fc1.layer_norm_"),
+            (mlp and not own, "pre_mlp_layernorm." if config.is_moe_layer(i) else "mlp.linear_fc1.layer_norm_"),
             (mlp and (after or post_moe), "post_mlp_layernorm."),
         )
         norms = self.norms if attention is not None or self.recurrent_norms is None else self.recurrent_norms
@@ -331,13 +340,13 @@ class Names:
             yield f"{ours}head_gate.weight", At(f"{at}{self.gate}.weight")
         yield from self._linear(f"{ours}linear_proj", [at + self.proj], (config.hidden_size,), a.add_output_bias)
 
-    def _mlp(self, config: ModelConfig, at: str, ours: str) -> Weights:
+    def _mlp(self, config: ModelConfig, i: int, at: str, ours: str) -> Weights:
         m = config.mlp
         fc1 = [at + name for name in self.fc1]
-        yield from self._linear(f"{ours}linear_fc1", fc1, (m.ffn_hidden_size,) * len(fc1), m.bias)
+        yield from self._linear(f"{ours}linear_fc1", fc1, (config.ffn_hidden_size(i),) * len(fc1), m.bias)
         yield from self._linear(f"{ours}linear_fc2", [at + self.fc2], (config.hidden_size,), m.bias)
 
-    def _moe(self, config: ModelConfig, at: str, ours: str) -> Weights:
+    def _moe(self, config: ModelConfig, i: int, at: str, ours: str) -> Weights:
         moe = config.moe
         assert moe is not None, "called for MoE layers only"
         yield from self._linear(f"{ours}router", [at + self.router], (moe.num_moe_experts,), moe.router.linear_bias)

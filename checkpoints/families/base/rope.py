@@ -16,6 +16,7 @@ from te_models.config import ModelConfig, RopeConfig
 from ...io.errors import CheckpointError
 from .fields import REQUIRED, Values, read_typed, shorten_value
 
+_PROPORTIONAL = "proportional"
 _TYPES = {
     "default": "none",
     "linear": "linear",
@@ -24,6 +25,7 @@ _TYPES = {
     "longrope": "longrope",
     "su": "longrope",
     "llama3": "llama3",
+    _PROPORTIONAL: "proportional",
 }
 _NUMBERS = {
     "none": (),
@@ -32,6 +34,7 @@ _NUMBERS = {
     "yarn": ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),
     "longrope": ("factor", "attention_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "proportional": ("factor",),
 }
 _WITH_ORIGINAL_LENGTH = ("yarn", "longrope", "llama3")
 _KNOWN = {
@@ -62,7 +65,7 @@ class Rope:
 
     theta: float = 10000.0
     partial: float | None = None
-    types: tuple[str, ...] = tuple(_TYPES)
+    types: tuple[str, ...] = tuple(kind for kind in _TYPES if kind != _PROPORTIONAL)
     original: int | None = None
     alpha: bool = False
     extra: tuple[str, ...] = ()
@@ -151,6 +154,8 @@ class RopePerLayerType:
     are such files; without, nothing outside `rope_parameters` counts.
     partial: the rotated fraction of the head where an object does not say, without extension; None: always all of it.
     default: the fractions of full and of sliding layers where there is no object.
+    proportional: the type of this name is known, and it is that of full layers where there is no object, with this
+        fraction of the head.
     """
 
     theta: float
@@ -160,6 +165,7 @@ class RopePerLayerType:
     names: tuple[str, ...] = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
     partial: float | None = None
     default: tuple[float, float] | None = None
+    proportional: float | None = None
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         if not self.older:
@@ -168,6 +174,8 @@ class RopePerLayerType:
         if not nested and self.default is not None:
             kinds = ("full_attention", "sliding_attention")
             nested = {kind: {"partial_rotary_factor": part} for kind, part in zip(kinds, self.default, strict=True)}
+        if not nested and self.proportional is not None:
+            nested = {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": self.proportional}}
         if not isinstance(nested, dict) or not set(nested) <= {"full_attention", "sliding_attention"}:
             raise CheckpointError("config.json has rope_parameters that are not one object for each layer type")
         result: Values = {}
@@ -182,7 +190,10 @@ class RopePerLayerType:
             plain = isinstance(values, dict) and values.get("rope_type", "default") == "default"
             partial = self.partial if plain or self.partial is None else 1.0
             outer = {name: value for name, value in hf.items() if name != "partial_rotary_factor"}
-            fields = Rope(theta, partial=partial).rope_fields(outer, values, outside)
+            rope = Rope(theta, partial=partial)
+            if self.proportional is not None and isinstance(values, dict) and values.get("rope_type") == _PROPORTIONAL:
+                rope = Rope(theta, partial=1.0, types=(_PROPORTIONAL,))
+            fields = rope.rope_fields(outer, values, outside)
             result |= {f"{ours}.{name}": value for name, value in fields.items()}
         return result
 
@@ -192,6 +203,8 @@ class RopePerLayerType:
 
     def _values(self, rope: RopeConfig) -> Values:
         """Return the object that describes `rope`, without the fraction that it would have anyway."""
+        if rope.scaling == _PROPORTIONAL:
+            return Rope(partial=1.0).rope_values(rope)
         usual = 1.0 if self.partial is None or rope.scaling != "none" else self.partial
         return Rope(partial=None if rope.rotary_percent == usual else self.partial).rope_values(rope)
 

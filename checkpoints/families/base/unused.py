@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .additions import first_shared
 from .fields import REQUIRED, read_typed
 
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
+_KEYS = re.compile(r"layers\.(0|[1-9][0-9]{0,8})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.")
 
 
@@ -27,15 +29,20 @@ class Unused:
         layers_behind: also all of `model.layers.{i}` for the layers behind the last one of the model, as many as
             config.json says under one of the names that families have for it, 1 where it says nothing.
         beside: patterns of the tensors of models beside this one, which its size does not concern.
+        shared_keys: also the keys and values of layers that `num_kv_shared_layers` has read those of another one.
     """
 
     patterns: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     layers_behind: bool = False
     beside: tuple[str, ...] = ()
+    shared_keys: bool = False
 
     def holds(self, name: str, hf: Mapping[str, Any]) -> bool:
         """Whether a tensor of this name is one, in a folder whose config.json is `hf`."""
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns) or self.is_beside(name):
+            return True
+        match = _KEYS.search(name) if self.shared_keys else None
+        if match is not None and int(match[1]) >= first_shared(hf):
             return True
         match = _LAYER.match(name) if self.layers_behind else None
         if match is None:

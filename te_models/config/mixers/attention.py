@@ -70,6 +70,7 @@ class AttentionConfig(MixerConfig):
             "indexer",
             "input_multiplier",
             "output_multiplier",
+            "value_layernorm",
         }
     )
 
@@ -114,6 +115,8 @@ class AttentionConfig(MixerConfig):
     """Factor of what the projections read, the normed input."""
     output_multiplier: float = 1.0
     """Factor of the result, before it is added to the residual stream."""
+    value_layernorm: bool = False
+    """Whether each head of v has an RMSNorm without weight."""
     key_is_value: bool = False
     """Whether one projection gives k and v: v is k before its norm and its rotation."""
     rope: RopeConfig | None = None
@@ -178,6 +181,7 @@ class AttentionConfig(MixerConfig):
         check(by_head, "attention.output_gate_by", self.output_gate_by, "'head' with mla")
         same = self.v_head_dim in (None, self.kv_channels) and self.mla is None
         check(not self.key_is_value or same, "attention.key_is_value", True, "false with mla, or v_head_dim of its own")
+        check(self.mla is None or not self.value_layernorm, "attention.value_layernorm", True, "false with mla")
         check(0 <= self.attention_dropout < 1, "attention.attention_dropout", self.attention_dropout, "0 <= p < 1")
         sizes = (self.window_size, self.chunk_size, self.softcap)
         alone = sizes == (None, None, None) and not (self.sinks or self.attention_dropout or self.output_gate)

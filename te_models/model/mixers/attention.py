@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
         self.gives_keys = config.is_kv_source(layer)
         self.v_begin = self.q_size + (0 if a.key_is_value else self.k_size)
         self.v_end = self.v_begin + self.num_groups * self.v_head_dim if self.own_keys else self.q_size
-        self.value_scale = a.value_scale
+        self.value_scale, self.value_norm = a.value_scale, a.value_layernorm
         self.attention = a
         joined_bias = a.add_qkv_bias and not a.has_bias_apart
         rows = a.qkv_rows(own_keys=self.own_keys)
@@ -117,6 +117,8 @@ class SelfAttention(nn.Module):
         if rotary is not None and (self.norm_kind in ("none", "l2") or self.norm_after_rope):
             v = apart(v)  # nothing else keeps the projection's result: queries and keys are rotated copies
         v = torch.unflatten(v, -1, (self.num_groups, self.v_head_dim))
+        if self.value_norm:
+            v = rms_norm(v, None, self.epsilon)
         if self.value_scale is not None:
             v = v * self.value_scale
         if self.indexer is not None:
