@@ -275,7 +275,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": (
         "jamba",
         {
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 5,
             "attn_layer_period": 3,
             "attn_layer_offset": 1,
             "num_experts": 4,

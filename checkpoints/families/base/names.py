@@ -228,7 +228,7 @@ class Names:
         yield from _norm(config, f"{ours}input_layernorm.", at + its.norms[0])
         yield from self._attention(config, attention, at, f"{ours}self_attention.", own_keys=True)
         yield from _norm(config, f"{ours}pre_mlp_layernorm.", at + its.norms[1])
-        yield from self._mlp(config, at, f"{ours}mlp.")
+        yield from self._mlp(config, layer, at, f"{ours}mlp.")
 
     def _shared_use(self, config: ModelConfig, i: int, ours: str) -> Weights:
         """What layer number `i` has of its own to use a block. Files have adapters where they have the block."""
