@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import gc
 import json
+import logging
 import math
 import os
 from collections.abc import Generator, Iterator
@@ -33,6 +34,9 @@ if not HAS_GPU:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    import tests.compiler_costs  # noqa: F401  changes the compiler, with which triton is imported
+
+    logging.getLogger().addHandler(logging.NullHandler())  # without any, Python prints what libraries log
     EVERYDAY[0] = config.option.markexpr.startswith("not slow")
     BUDGET_FACTOR[0] = config.option.budget
     # Only a power failure tells what was flushed from what was not, and waiting for the disk took a tenth of the

@@ -21,7 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["pytest", "hypothesis.strategies", "torch", "torch._dynamo", "torch.distributed.tensor", "te_models.training.loop"]
+    [
+        *("pytest", "hypothesis.strategies", "torch", "tests.compiler_costs"),
+        *("torch.distributed.tensor", "te_models.training.loop"),
+    ]
 )
 
 

@@ -18,6 +18,7 @@ from te_models.lora import add_lora, save_adapter
 from tests.byte_tokenizer import byte_tokenizer
 from tests.training.runs import tiny_model
 
+pytestmark = pytest.mark.usefixtures("shared_tokenizer_process")
 TEXT = "def main(): return 0\n" * 20
 
 

@@ -20,6 +20,7 @@ from te_models.cli.main import main
 from te_models.layers import recipe
 from tests.byte_tokenizer import byte_tokenizer
 
+pytestmark = pytest.mark.usefixtures("shared_tokenizer_process")
 TEXT = "def f(x):\n    return x + 1\n" * 20
 
 

@@ -118,6 +118,7 @@ def test_logits_are_never_whole(compiled, monkeypatch) -> None:
         assert low <= largest < high
 
 
+@pytest.mark.sentinels("dynamic-None", "mark_dynamic-4")
 @pytest.mark.parametrize("chunk_tokens", [4, None])
 @pytest.mark.parametrize("marked", [False, True], ids=["dynamic", "mark_dynamic"])
 def test_token_counts_share_one_graph(marked, chunk_tokens) -> None:
@@ -145,6 +146,7 @@ def test_multipliers_and_caps_share_one_graph() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.sentinels("None-False", "20-False", "1000-False", "20-True")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [None, 20, 1000])
 def test_a_main_gradient_gets_the_unrounded_sum(chunk_tokens: int | None, compiled: bool) -> None:

@@ -197,14 +197,15 @@ def test_scores_depend_on_the_distance_only() -> None:
     assert torch.allclose(scores[0], scores[1], rtol=0, atol=64 * 16 * UNIT[torch.float32])
 
 
-def test_compiled_rotation_equals_eager() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_rotation_equals_eager(backend: str) -> None:
     x = torch.randn(2, 33, 3, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     cos, sin = tables(33, 16)
 
     def both(x: torch.Tensor) -> list[torch.Tensor]:
         return [apply_rope(x, cos, sin, style) for style in ("half", "interleaved")]
 
-    for compiled, eager in zip(torch.compile(both, fullgraph=True)(x), both(x), strict=True):
+    for compiled, eager in zip(torch.compile(both, fullgraph=True, backend=backend)(x), both(x), strict=True):
         assert torch.equal(compiled, eager)
 
 

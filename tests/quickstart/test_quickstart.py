@@ -58,16 +58,17 @@ def check_output(out: Path, layers: int) -> dict:
 
 
 @pytest.mark.costs(120)
+@pytest.mark.usefixtures("shared_tokenizer_process")
 def test_every_step_on_little_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All steps and all checks, with a model that has hardly learned anything, and without the compiler."""
     sizes = replace(TINY, windows=4, length=64, most_perplexity=2.0 * tiny.VOCABULARY, new_tokens=8)
-    sizes = replace(sizes, train_batches=24, windows_per_file=2, compared=4, train_length=32, train_batch=4)
+    sizes = replace(sizes, train_batches=16, windows_per_file=2, compared=4, train_length=32, train_batch=4)
     monkeypatch.setattr(quickstart, "TINY", sizes)
     files, held_out = library_files()
     monkeypatch.setattr(quickstart, "library_files", lambda: (files[:50], held_out))
-    monkeypatch.setattr(quickstart, "tiny_folder", functools.partial(tiny.tiny_folder, steps=25))
+    monkeypatch.setattr(quickstart, "tiny_folder", functools.partial(tiny.tiny_folder, steps=22))
     monkeypatch.setattr(tiny, "train", lambda c: train(c.replace(data=c.data.replace(micro_batch_size=2))))
     monkeypatch.setattr(steps, "train", lambda config: train(config.replace(compile=False)))
     assert main(["quickstart", "--offline-tiny", "--out", str(tmp_path / "out")]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 
 from docs.generate import ROOT, fill, package_tree, pages
 from tests.structure.tree import packages
+
+generated = functools.cache(pages)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +26,7 @@ from tests.structure.tree import packages
     ],
 )
 def test_generated_parts_are_current(page: str) -> None:
-    assert (ROOT / page).read_text(encoding="utf-8") == pages()[ROOT / page], "run: make docs"
+    assert (ROOT / page).read_text(encoding="utf-8") == generated()[ROOT / page], "run: make docs"
 
 
 def test_the_tree_names_every_folder_with_a_phrase() -> None:

@@ -47,13 +47,25 @@ ONE_RANK = """
 import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """
+PLANS = """
+import contextlib, io, sys
+import te_models.plan.process as plans
+def plan_here(module, text):
+    sys.stdin, printed = io.StringIO(text), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        plans.main()
+    return subprocess.CompletedProcess([], 0, printed.getvalue(), "")
+plans.run_module = plan_here
+"""
+"""Plans are made by forks of the page's process; docs/planning.md starts interpreters."""
 PRELUDES = {
     "docs/compile.md": MODEL
     + ONE_RANK
     + "from te_models.layers import LayerNormLinear, Linear\n"
     + "group, hidden, x = None, 32, torch.randn(4, 32)\nattention = lambda qkv: qkv[:, :32]\n",
     "docs/parallel.md": MODEL + ONE_RANK + "rank, n = 0, 1\n",
-    "docs/training.md": MODEL
+    "docs/training.md": PLANS
+    + MODEL
     + "from te_models import MoEConfig, RouterConfig\n"
     + "router = RouterConfig(expert_bias=True)\n"
     + "moe = MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16, router=router)\n"

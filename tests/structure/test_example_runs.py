@@ -74,7 +74,7 @@ def furnish(folder: Path, reader: Path) -> None:  # noqa: F811
     (folder / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 20)
 
 
-@pytest.mark.sentinels("pretrain_dense.py", "pretrain_moe.py", "upcycle.py", "port_of_a_transformer_engine_script.py")
+@pytest.mark.sentinels("pretrain_dense.py", "pretrain_moe.py", "port_of_a_transformer_engine_script.py")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs(name: str, reader: Path, tmp_path: Path) -> None:  # noqa: F811
     if name in EXTRAS:
@@ -89,7 +89,7 @@ def test_a_script_runs(name: str, reader: Path, tmp_path: Path) -> None:  # noqa
     assert "loss" in done.stdout
 
 
-@pytest.mark.sentinels("sft_chat", "lora")
+@pytest.mark.sentinels("sft_chat")
 @pytest.mark.parametrize("name", ["finetune", "sft_chat", "lora", "qlora_fp8"])
 def test_a_configuration_runs(
     name: str,

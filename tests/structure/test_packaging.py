@@ -217,6 +217,7 @@ print(len(names))
     assert int(run.stdout) == len(modules()) - inside_hf
 
 
+@pytest.mark.slow
 def test_the_command_runs_with_the_core_dependencies_only(clean_python: Path, tmp_path: Path) -> None:
     command = clean_python.parent / "te-models"
     run = subprocess.run([str(command), "info"], cwd=tmp_path, env=_plain_environment(), capture_output=True, text=True)

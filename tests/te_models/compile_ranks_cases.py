@@ -19,8 +19,9 @@ from torch import Tensor
 
 from te_models import GPTModel, RouterConfig, compile_model
 from te_models.compile.ranks import MissingRanksError
-from te_models.layers import autocast, recipe
+from te_models.layers import Linear, autocast, recipe
 from te_models.layers.module.model_state import quantized_modules
+from te_models.model.output import ModelOutput
 from tests.te_models.configs import VARIANTS, one_layer, tiny_moe, token_ids
 
 STEPS = ((9, 9), (9, 14), (9, 14), (3, 30), (17, 2), (9, 9))
@@ -59,9 +60,23 @@ PATIENCE_S = 10.0
 """For one that does not come, and at first for one that does: at least as long as the longest training case."""
 
 
-def build(kind: str) -> GPTModel:
+class Words(torch.nn.Module):
+    """A model of two layers, called as a GPTModel is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.output_layer = torch.nn.Embedding(61, 16), Linear(16, 61)
+
+    def forward(self, ids: Tensor, labels: Tensor, return_logits: bool) -> ModelOutput:
+        loss = torch.nn.functional.cross_entropy(self.output_layer(self.embedding(ids)).flatten(0, 1), labels.flatten())
+        return ModelOutput(loss=loss)
+
+
+def build(kind: str) -> GPTModel | Words:
     """Equal on every rank."""
     torch.manual_seed(0)
+    if kind == "words":
+        return Words()
     if kind == "dense":
         return GPTModel(one_layer(VARIANTS["dense"]))
     config = tiny_moe(RouterConfig(score="sigmoid", expert_bias=True))
@@ -153,6 +168,7 @@ def _error_of(call: Callable[[], object]) -> str:
 
 
 CASES = {
+    "words": lambda: train("words", "whole"),
     "dense": lambda: train("dense", "whole"),
     "moe": lambda: train("moe", "whole"),
     "block": lambda: train("deep_moe", "block"),

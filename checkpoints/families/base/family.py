@@ -265,12 +265,10 @@ def first_that_expresses(families: Iterable[Family], config: ModelConfig) -> Fam
     """Return the first family that can express a model, or raise CheckpointError with the reasons of the nearest."""
     reasons = []
     for family in families:
-        try:
-            family.write_config(config)
-        except CheckpointError:
-            reasons.append(family.distance(config))
-        else:
+        reason = family.distance(config)
+        if not reason[0]:
             return family
+        reasons.append(reason)
     nearest = sorted(reasons, key=lambda reason: reason[0])[:_NEAREST]
     raise CheckpointError("; ".join(reason for _, reason in nearest))
 

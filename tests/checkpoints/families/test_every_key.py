@@ -4,6 +4,7 @@ transformers, or the field is refused."""
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -65,14 +66,17 @@ def theirs_changed(theirs: transformers.PreTrainedModel, values: dict[str, Any])
 TOKENS = torch.randint(3, 61, (2, 41), generator=torch.Generator().manual_seed(41))
 
 
-@pytest.mark.sentinels("gpt_neox")
-@pytest.mark.parametrize("family", FIRST_CASES)
+@pytest.mark.parametrize(
+    ("family", "every"),
+    [pytest.param(family, 1, marks=pytest.mark.slow) for family in FIRST_CASES] + [("gpt_neox", 5)],
+)
 @torch.no_grad()
-def test_every_key_is_followed_or_refused(family: str) -> None:
+def test_every_key_is_followed_or_refused(family: str, every: int) -> None:
+    """every: which of the changes are tried; 5: each fifth."""
     theirs = make(FIRST_CASES[family])
     values = json.loads(theirs.config.to_json_string())
     before, plain, followed = FAMILIES[family].read_config(values), theirs(TOKENS).logits, 0
-    for name, changed in changes(values):
+    for name, changed in itertools.islice(changes(values), 0, None, every):
         other = theirs_changed(theirs, changed)
         if other is None:
             continue
@@ -85,4 +89,4 @@ def test_every_key_is_followed_or_refused(family: str) -> None:
         got = plain if config == before else GPTModel.from_hf(other).eval()(TOKENS).logits
         assert (got - expected).abs().max() <= BOUND * expected.abs().max(), name
         followed += 1
-    assert followed > 20
+    assert followed > 20 / every

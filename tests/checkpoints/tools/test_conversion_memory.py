@@ -30,7 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe": {
         "model_type": "mixtral",
         "vocab_size": 4096,
-        "hidden_size": 768,
+        "hidden_size": 512,
         "intermediate_size": 1024,
         "num_hidden_layers": 6,
         "num_attention_heads": 8,

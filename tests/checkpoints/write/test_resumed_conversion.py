@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +81,26 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def notes(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [r.getMessage() for r in caplog.records if r.name == "te_models.checkpoints.write.resume"]
-    caplog.clear()
+@pytest.fixture
+def told() -> Iterator[list[str]]:
+    """What conversions say of interrupted ones."""
+    messages: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("te_models.checkpoints.write.resume")
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield messages
+    logger.setLevel(logging.NOTSET)
+    logger.removeHandler(handler)
+
+
+def notes(told: list[str]) -> list[str]:
+    found = [*told]
+    told.clear()
     return found
 
 
-def test_finished_files_are_kept_and_counted(
-    hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_finished_files_are_kept_and_counted(hf_folder: HFFolder, tmp_path: Path, told: list[str]) -> None:
     source, out = hf_folder("mixtral"), tmp_path / "out"
     do_import(source, tmp_path / "reference")
     working = interrupted(do_import, source, out, files=3)
@@ -97,7 +108,7 @@ def test_finished_files_are_kept_and_counted(
     assert len(finished) == 3
     seen: list[tuple[int, int]] = []
     do_import(source, out, progress=lambda done, total: seen.append((done, total)))
-    (note,) = notes(caplog)
+    (note,) = notes(told)
     shards = len(list(out.glob("*.safetensors")))
     assert note.startswith(f"continuing an interrupted run: 3 of {shards} files (")
     assert content(out) == content(tmp_path / "reference")
@@ -110,20 +121,18 @@ def test_finished_files_are_kept_and_counted(
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_finished_files_are_kept_whichever_digests_are_wanted(
-    hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture, whole: bool
+    hf_folder: HFFolder, tmp_path: Path, told: list[str], whole: bool
 ) -> None:
     """The run that goes on lists the digests that it is asked for, not those that the killed one was."""
     source, out = hf_folder("mixtral"), tmp_path / "out"
     do_import(source, tmp_path / "reference", file_digests=whole)
     interrupted(lambda a, b: do_import(a, b, file_digests=not whole), source, out, files=3)
     do_import(source, out, file_digests=whole)
-    assert notes(caplog)[0].startswith("continuing an interrupted run: 3 of ")
+    assert notes(told)[0].startswith("continuing an interrupted run: 3 of ")
     assert content(out) == content(tmp_path / "reference")
 
 
-def test_a_damaged_finished_file_is_written_again(
-    hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_finished_file_is_written_again(hf_folder: HFFolder, tmp_path: Path, told: list[str]) -> None:
     source, out = hf_folder("mixtral"), tmp_path / "out"
     do_import(source, tmp_path / "reference")
     working = interrupted(do_import, source, out, files=4)
@@ -135,7 +144,7 @@ def test_a_damaged_finished_file_is_written_again(
     os.truncate(working / "content" / files[1], 10)
     (working / "finished" / f"{files[2]}.json").write_text('{"sha256": "')
     do_import(source, out)
-    (note,) = notes(caplog)
+    (note,) = notes(told)
     assert note.startswith("continuing an interrupted run: 1 of ")
     assert content(out) == content(tmp_path / "reference")
 
@@ -161,22 +170,20 @@ def _other_config(source: Path) -> str:
 
 
 @pytest.mark.parametrize("case", OTHER_JOBS)
-def test_another_job_starts_afresh(
-    hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
-) -> None:
+def test_another_job_starts_afresh(hf_folder: HFFolder, tmp_path: Path, told: list[str], case: str) -> None:
     source, out = hf_folder("mixtral"), tmp_path / "out"
     interrupted(do_import, source, out, files=3)
     change, options = OTHER_JOBS[case]
     change(source)
     options = {"max_shard_bytes": SHARD_BYTES} | options
     import_hf(source, out, **options)
-    assert not notes(caplog)
+    assert not notes(told)
     import_hf(source, tmp_path / "reference", **options)
     assert content(out) == content(tmp_path / "reference")
 
 
 def test_computed_tensors_are_of_the_same_job_only_with_the_same_numbers(
-    hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hf_folder: HFFolder, tmp_path: Path, told: list[str]
 ) -> None:
     source, out = hf_folder("llama"), tmp_path / "out"
 
@@ -187,19 +194,19 @@ def test_computed_tensors_are_of_the_same_job_only_with_the_same_numbers(
     for seed, noise in ((1, 0.1), (0, 0.2)):
         interrupted(with_seed(0, 0.1), source, out, files=3)
         with_seed(seed, noise)(source, out)
-        assert not notes(caplog)
+        assert not notes(told)
         out.rename(tmp_path / f"{seed}")
     for first, second in (("current", "block"), ("block", "current")):
         interrupted(lambda s, o: quantize(s, o, first, max_shard_bytes=8_000), source, out, files=2)  # noqa: B023
         quantize(source, out, second, max_shard_bytes=8_000)
-        assert not notes(caplog)
+        assert not notes(told)
         out.rename(tmp_path / second)
     interrupted(with_seed(0, 0.1), source, out, files=3)
     with_seed(0, 0.1)(source, out)
-    assert len(notes(caplog)) == 1
+    assert len(notes(told)) == 1
 
 
-def test_measured_errors_are_those_of_the_whole_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_measured_errors_are_those_of_the_whole_run(tmp_path: Path, told: list[str]) -> None:
     """conversion.json has the largest error of all files, also of those that the killed run wrote."""
     source, _ = make(CASES["mxfp4-gpt-oss"], tmp_path)
 
@@ -212,7 +219,7 @@ def test_measured_errors_are_those_of_the_whole_run(tmp_path: Path, caplog: pyte
     files = len(list((tmp_path / "whole").glob("*.safetensors")))
     interrupted(convert, source, tmp_path / "out", files=files - 1)
     convert(source, tmp_path / "out")
-    assert notes(caplog) and content(tmp_path / "out") == content(tmp_path / "whole")
+    assert notes(told) and content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_a_source_that_changes_meanwhile_is_noticed(hf_folder: HFFolder, tmp_path: Path) -> None:
@@ -228,7 +235,7 @@ def test_a_source_that_changes_meanwhile_is_noticed(hf_folder: HFFolder, tmp_pat
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_ctrl_c_keeps_finished_files(hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ctrl_c_keeps_finished_files(hf_folder: HFFolder, tmp_path: Path, told: list[str]) -> None:
     """A real SIGINT to a real process of the command line, which goes on where another one was killed, says so, and
     begins no third of three files before the signal is sent."""
     source, out = hf_folder("mixtral"), tmp_path / "out"
@@ -264,7 +271,7 @@ def test_ctrl_c_keeps_finished_files(hf_folder: HFFolder, tmp_path: Path, caplog
     assert last == f"te-models: interrupted; {working} has {kept} finished files: the same command goes on from there"
     assert "Traceback" not in errors
     assert main(words) == 0
-    (note,) = notes(caplog)
+    (note,) = notes(told)
     assert note.startswith(f"continuing an interrupted run: {kept} of ")
     do_import(source, tmp_path / "reference")
     assert content(out) == content(tmp_path / "reference") and not working.exists()
@@ -286,10 +293,9 @@ def test_nothing_useful_is_left(hf_folder: HFFolder, tmp_path: Path, error: type
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_an_ordinary_run_says_nothing(hf_folder: HFFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        do_import(hf_folder("mixtral"), tmp_path / "out")
-    assert not notes(caplog)
+def test_an_ordinary_run_says_nothing(hf_folder: HFFolder, tmp_path: Path, told: list[str]) -> None:
+    do_import(hf_folder("mixtral"), tmp_path / "out")
+    assert not notes(told)
 
 
 @pytest.mark.sentinels("1", "3")

@@ -158,8 +158,10 @@ FLIPPED: dict[str, tuple[dict[str, Any], int, Convert]] = {
 }
 
 
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FLIPPED)
-def test_damage_anywhere_is_refused(tmp_path: Path, name: str) -> None:
+def test_damage_anywhere_is_refused(tmp_path: Path, name: str, every: int) -> None:
+    """every: which of the places are damaged, one after the other; 7: each seventh, first bytes and last ones."""
     config, version, convert = FLIPPED[name]
     ours, out = tmp_path / "ours", tmp_path / "out"
     import_hf(make_folder(tmp_path / "hf", config), ours, max_shard_bytes=FEW if name == "several files" else 10**9)
@@ -167,7 +169,7 @@ def test_damage_anywhere_is_refused(tmp_path: Path, name: str) -> None:
         make_earlier(ours, version)
     found = list(places(ours))
     assert len(found) > 30
-    for file, byte, tensor in found:
+    for file, byte, tensor in found[::every]:
         flip(file, byte)
         with pytest.raises(CheckpointError, match=f"{file.name}: tensor '{tensor}' does not have the SHA-256"):
             convert(ours, out)
@@ -176,20 +178,19 @@ def test_damage_anywhere_is_refused(tmp_path: Path, name: str) -> None:
     convert(ours, out)
 
 
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["export", "import"])
-def test_damage_before_an_interruption_is_refused_after_it(tmp_path: Path, name: str) -> None:
-    """The files that the killed run finished have the damage, and come from tensors that are not read again."""
+def test_damage_before_an_interruption_is_refused_after_it(tmp_path: Path, name: str, every: int) -> None:
+    """The files that the killed run finished have the damage, and come from tensors that are not read again. every:
+    which of the tensors are damaged, one after the other; 4: each fourth."""
     ours, out = tmp_path / "ours", tmp_path / "out"
     import_hf(make_folder(tmp_path / "hf", DENSE), ours)
     convert: Convert = export_files
     if name == "import":
         export_hf(ours, tmp_path / "source")
         ours, convert = tmp_path / "source", lambda a, b: import_hf(a, b, max_shard_bytes=FEW)
-    seen = set()
-    for file, byte, tensor in places(ours):
-        if tensor in seen:
-            continue
-        seen.add(tensor)
+    first = {tensor: (file, byte) for file, byte, tensor in reversed([*places(ours)])}
+    for tensor, (file, byte) in [*first.items()][::every]:
         flip(file, byte)
         interrupted(convert, ours, out, files=2)
         with pytest.raises(CheckpointError, match=f"tensor '{tensor}' does not have the SHA-256"):

@@ -89,6 +89,7 @@ def test_quantized_numbers_reach_the_kernels(
         assert not found[0][sum(SPLITS) :].any()
 
 
+@pytest.mark.sentinels("Linear-input", "Linear-weight", "Linear-None", "GroupedLinear-None")
 @pytest.mark.parametrize("frozen", ["input", "weight", None])
 @pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
 def test_no_gemm_of_a_format_without_kernels_falls_back_silently(

@@ -190,15 +190,17 @@ def test_an_exported_program_has_any_length() -> None:
         close([program(*some)], [layer(*some)])
 
 
-def test_other_lengths_compile_at_most_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for those with blocks, once for those without."""
+@pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_other_lengths_compile_at_most_twice(trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for those with blocks, once for those without. trained: with the graphs of gradients."""
     monkeypatch.setattr(flash_attention, "serves", lambda *_: False)
     torch._dynamo.reset()
     layer = attention(8)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length in (30, 300):
-        compiled(*inputs(length, length))
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for length in (40, 180, 257, 400):
-            tensors = inputs(length, length)
-            close([compiled(*tensors)], [layer(*tensors)])
+    with torch.set_grad_enabled(trained):
+        for length in (30, 300):
+            compiled(*inputs(length, length))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for length in (40, 180, 257, 400):
+                tensors = inputs(length, length)
+                close([compiled(*tensors)], [layer(*tensors)])

@@ -88,6 +88,7 @@ class SplitCube(ops.BasicOperation):
         return ops.Gradients(3 * x**2 * dy)
 
 
+@pytest.mark.sentinels("False-Cube", "False-SplitCube", "True-SplitCube")
 @pytest.mark.parametrize("kind", [Cube, SplitCube])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_both_forms_run_and_differentiate(kind: type, compiled: bool) -> None:

@@ -22,8 +22,6 @@ QUANTIZERS: dict[str, Callable[[], Any]] = {
     "live": lambda: te.Float8Quantizer(torch.ones(()), None, torch.float8_e4m3fn),
 }
 
-REST = ("current", "block", "nvfp4")
-
 
 def told(x: Tensor, quantizer: Any) -> Any:
     quantizer.set_usage(columnwise=False)
@@ -46,8 +44,9 @@ def tensors(found: Any) -> list[tuple[str, Tensor]]:
     return [pair for t in (found if isinstance(found, tuple) else (found,)) for pair in t.fields.items()]
 
 
+@pytest.mark.sentinels("mxfp8-told", "mxfp8-other", "live-told_and_back")
 @pytest.mark.parametrize("function", [told, other, told_and_back], ids=lambda function: function.__name__)
-@pytest.mark.parametrize("name", ["mxfp8", "live", *(pytest.param(n, marks=pytest.mark.slow) for n in REST)])
+@pytest.mark.parametrize("name", QUANTIZERS)
 def test_usages_change_in_a_compiled_function(name: str, function: Callable[..., Any]) -> None:
     if name == "live" and function is other:  # it is told, and has no other value
         function = told

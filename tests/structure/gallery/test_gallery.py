@@ -73,10 +73,6 @@ def planned(names: list[str], ranks: int) -> list[str]:
     return [format_size(plan.memory) if isinstance(plan, Plan) else str(plan) for plan in found]
 
 
-def test_the_planned_memory_of_one_configuration() -> None:
-    assert planned(["qwen3-0.6b-sft"], 1) == [ROWS["qwen3-0.6b-sft"][7]]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_the_planned_memory_of_all(ranks: int) -> None:

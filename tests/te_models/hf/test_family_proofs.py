@@ -13,6 +13,7 @@ from te_models.checkpoints import export_hf, import_hf, quantize
 from te_models.layers import MXFP8BlockScaling, autocast
 from tests.checkpoints.family_cases import CASES, make
 from tests.checkpoints.hf_cases import assert_same_bits, stored
+from tests.te_models.configs import one_layer
 
 FIRST_CASES = {family: case for case, (family, _) in reversed(CASES.items())}
 PROMPT = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -30,11 +31,13 @@ def test_greedy_text(family: str) -> None:
     assert torch.equal(got[:, :length], expected)
 
 
-@pytest.mark.sentinels("cohere", "axk1")
+@pytest.mark.sentinels("cohere")
 @pytest.mark.parametrize("family", FIRST_CASES)
 def test_compiled_step_under_a_recipe(family: str) -> None:
-    """The same loss and gradients as without the compiler, in one graph."""
-    ours = GPTModel.from_hf(make(FIRST_CASES[family])).train()
+    """The same loss and gradients as without the compiler, in one graph. Of layers that are alike, one is compiled."""
+    config = GPTModel.from_hf(make(FIRST_CASES[family])).config
+    alike = len(set(config.layer_types)) == 1 and (config.moe is None or config.moe.layers is None)
+    ours = GPTModel(one_layer(config) if alike and config.layer_mixers is None else config)
     losses, gradients = [], []
     for model in (ours, torch.compile(ours, fullgraph=True, backend="aot_eager")):
         ours.zero_grad()

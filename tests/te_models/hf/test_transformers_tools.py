@@ -131,14 +131,15 @@ def test_a_token_weighs_the_same_in_every_micro_batch(tmp_path: Path) -> None:
 
 def test_trainer_resumes_and_its_checkpoints_are_model_folders(theirs: Any, tokenizer: Any, tmp_path: Path) -> None:
     source = save(theirs, tmp_path / "hf")
-    whole = trainer(TEModelForCausalLM.from_pretrained(source), tokenizer, tmp_path / "out")
+    steps = {"max_steps": 4, "save_steps": 2}
+    whole = trainer(TEModelForCausalLM.from_pretrained(source), tokenizer, tmp_path / "out", **steps)
     whole.train()
     whole.save_model()
-    resumed = trainer(TEModelForCausalLM.from_pretrained(source), tokenizer, tmp_path / "out")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-6"))
-    assert losses(resumed)[-6:] == pytest.approx(losses(whole)[-6:], rel=1e-6)
-    assert (tmp_path / "out/checkpoint-12/optimizer.pt").is_file() and (tmp_path / "out/checkpoint-6").is_dir()
-    assert verify(tmp_path / "out", tmp_path / "out/checkpoint-12").equal
+    resumed = trainer(TEModelForCausalLM.from_pretrained(source), tokenizer, tmp_path / "out", **steps)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-2"))
+    assert losses(resumed)[-2:] == pytest.approx(losses(whole)[-2:], rel=1e-6)
+    assert (tmp_path / "out/checkpoint-4/optimizer.pt").is_file() and (tmp_path / "out/checkpoint-2").is_dir()
+    assert verify(tmp_path / "out", tmp_path / "out/checkpoint-4").equal
     folder = tmp_path / "out"
     loaded = GPTModel.from_pretrained(folder)
     assert all(torch.equal(p, q) for p, q in zip(loaded.parameters(), whole.model.parameters(), strict=True))
