@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from te_models.layers import QuantizedTensor
 
     from ..formats import Declaration
-    from ..formats.source import QuantizedFiles
+    from ..formats.files import QuantizedFiles
 
 
 class Checkpoint:
@@ -111,8 +111,11 @@ class Checkpoint:
             self.formats = grouped_formats(self.config, self.layout, stored)
         elif self.source is not None:
             family = FAMILIES[self.family or ""]
-            suffix = "" if declaration is None else declaration.format.data.suffix
-            found = {name.removesuffix(suffix): info for name, info in self.files.tensors.items()}
+            found: Mapping[str, TensorInfo] = self.files.tensors
+            if declaration is not None:
+                from ..formats.source import logical_tensors
+
+                found = logical_tensors(self.files, declaration.format)
             form, high_precision = family.best_form(self.config, found)
             self.source = replace(self.source, form=form)
             if declaration is None:
@@ -206,7 +209,7 @@ class Checkpoint:
     def check_elements(self) -> None:
         """Have the numbers of quantized parameters checked when they are read."""
         if self.quantized is not None:
-            data = {name + self.quantized.format.data.suffix for name in self.quantized.weights}
+            data = {name + form.data.suffix for name, form in self.quantized.formats.items()}
         elif self.layout is not None and self.formats:
             suffixes = [suffix for field, suffix in SUFFIXES.items() if field.endswith("_data")]
             data = {n + s for n in formats_in_layout(self.config, self.layout, self.formats) for s in suffixes}
@@ -230,9 +233,11 @@ class Checkpoint:
         if self.layout is not None and self.formats:
             from ..formats.numbers import check_scales
 
-            suffixes = [suffix for field, suffix in SUFFIXES.items() if not field.endswith("_data")]
-            names = (n + s for n in formats_in_layout(self.config, self.layout, self.formats) for s in suffixes)
-            check_scales(self.files, (name for name in names if name in self.tensors))
+            suffixes = [suffix for f, suffix in SUFFIXES.items() if not f.endswith(("_data", "_zero_point"))]
+            described = formats_in_layout(self.config, self.layout, self.formats)
+            integers = ("int4", "int8")
+            names = ((n + s, meta["format"] in integers) for n, meta in described.items() for s in suffixes)
+            check_scales(self.files, ((name, signed) for name, signed in names if name in self.tensors))
 
     def __enter__(self) -> Self:
         return self

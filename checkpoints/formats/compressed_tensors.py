@@ -6,6 +6,10 @@ mxfp4-pack-quantized    X.weight_packed U8 [M, K/2]    X.weight_scale U8 [M, K/3
 mxfp8-quantized         X.weight F8_E4M3 [M, K]        X.weight_scale U8 [M, K/32]
 float-quantized         X.weight F8_E4M3 [M, K]        X.weight_scale BF16 or F32, by `strategy`: "tensor" [1],
                                                        "channel" [M, 1], "block" [M/128, K/128]
+pack-quantized          X.weight_packed I32 [M, K/8]   integers of four or eight bits: see `integers.py`
+
+Groups of modules may have formats of their own (`format` "mixed-precision"). A module is of the group with its name
+among the `targets`, else of one with a pattern (re:) that matches it, else of the group of all "Linear" modules.
 
 The scales of the key-value cache are `self_attn.k_scale` and `self_attn.v_scale`, beside the projections. Rotations in
 `transform_config` are in the stored weights where they are of weights, and undone by another weight; where they are of
@@ -15,17 +19,18 @@ activations, the model computes them, which ours do not: such folders are refuse
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from te_models.layers.quantizer import NVFP4Quantizer
+from te_models.layers.quantizer import IntQuantizer, NVFP4Quantizer
 
 from ..families.base.fields import shorten_value
 from ..families.base.text_part import OTHER_PARTS, TEXT
 from ..io.errors import CheckpointError
-from .format import Part, WeightFormat, one_of, section
+from .format import MixedFormat, Part, WeightFormat, one_of, section
 from .fp8 import BLOCK, blocks_128, per_channel, per_tensor
+from .integers import packed_format
 from .modelopt import takes_nvfp4
 from .mx import mxfp4_format, mxfp8_format
 
@@ -56,6 +61,10 @@ BLOCKS = blocks_128(
     name="float-quantized", scale_suffix="_scale", pow2=False, activations=_ACTIVATIONS, attention=_ATTENTION
 )
 CHANNEL = per_channel(name="float-quantized", activations=_ACTIVATIONS, attention=_ATTENTION, entries="matrix")
+PACKED = "pack-quantized"
+_MIXED = "mixed-precision"
+_CLASSES = ("Linear", "LinearBase")
+_GROUPS = (32, 64, 128, 16, 8, 256, 512, 1024)
 _OF_WEIGHTS = ("weight_input", "weight_output")
 _FORMATS = {f.name: f for f in (NVFP4, MXFP4, MXFP8)}
 _STRATEGIES = {"tensor": TENSOR, "channel": CHANNEL, "block": BLOCKS}
@@ -73,33 +82,89 @@ _WEIGHTS: dict[str, dict[str, Any]] = {
 }
 
 
-def read(config: Mapping[str, Any]) -> WeightFormat:
-    """Return the format that `quantization_config` declares; all of its groups must have the same one."""
-    name = one_of(config, "format", (*_FORMATS, "float-quantized"), None)
+def read(config: Mapping[str, Any]) -> WeightFormat | MixedFormat:
+    """Return the format that `quantization_config` declares, or the formats of its groups where they have several."""
+    name = one_of(config, "format", (*_FORMATS, "float-quantized", PACKED, _MIXED), None)
     _check_sparsity(config.get("sparsity_config"))
     _check_transforms(config.get("transform_config"))
-    if name != "float-quantized":
+    groups = config.get("config_groups")
+    if name in _FORMATS and not (isinstance(groups, dict) and len(groups) > 1):
         return _FORMATS[name]
-    found: dict[str, WeightFormat] = {}
+    targets: dict[str, WeightFormat] = {}
     for group in section(config, "config_groups").values():
         if isinstance(group, dict) and "weights" in group and group["weights"] is None:
             continue  # it quantizes activations alone
         weights = section(group if isinstance(group, dict) else {}, "weights")
-        one_of(weights, "num_bits", (8,), None)
-        one_of(weights, "type", ("float",), None)
-        strategy = one_of(weights, "strategy", tuple(_STRATEGIES), None)
-        if strategy == "block" and weights.get("block_structure") != list(BLOCK):
-            raise CheckpointError(
-                f"the quantization configuration has block_structure = {weights.get('block_structure')}; supported: "
-                f"{list(BLOCK)}"
-            )
-        found[strategy] = _STRATEGIES[strategy]
-    if len(found) != 1:
+        default = None if name == _MIXED else name
+        form = _of_group(one_of(group, "format", (*_FORMATS, "float-quantized", PACKED), default), weights)
+        targets |= dict.fromkeys(_strings(group, "targets"), form)
+    if not targets:
+        raise CheckpointError("the quantization configuration has no group that quantizes weights")
+    if len({*targets.values()}) == 1:
+        return next(iter(targets.values()))
+    ignored = _strings(config, "ignore")
+    return MixedFormat(tuple(_rules(targets, ignored)))
+
+
+def _of_group(name: str | None, weights: Mapping[str, Any]) -> WeightFormat:
+    """Return the format of a group of modules."""
+    if name in _FORMATS:
+        return _FORMATS[name]
+    if name == PACKED:
+        return _packed(weights)
+    one_of(weights, "num_bits", (8,), None)
+    one_of(weights, "type", ("float",), None)
+    strategy = one_of(weights, "strategy", tuple(_STRATEGIES), None)
+    if strategy == "block" and weights.get("block_structure") != list(BLOCK):
         raise CheckpointError(
-            f"the quantization configuration has groups with the strategies {', '.join(sorted(found)) or 'none'}; "
-            "supported: one strategy for all"
+            f"the quantization configuration has block_structure = {weights.get('block_structure')}; supported: "
+            f"{list(BLOCK)}"
         )
-    return next(iter(found.values()))
+    return _STRATEGIES[strategy]
+
+
+def _packed(weights: Mapping[str, Any]) -> WeightFormat:
+    bits = one_of(weights, "num_bits", (4, 8), None)
+    one_of(weights, "type", ("int",), "int")
+    strategy = one_of(weights, "strategy", ("group", "channel"), None)
+    symmetric = one_of(weights, "symmetric", (True, False), True)
+    size = one_of(weights, "group_size", _GROUPS, None) if strategy == "group" else 0
+    return packed_format(PACKED, bits, size, zero_points=not symmetric, attention=_ATTENTION)
+
+
+def _strings(config: Mapping[str, Any], name: str) -> list[str]:
+    found = config.get(name) or []
+    if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
+        raise CheckpointError(f"the quantization configuration has {name} = {shorten_value(found)}; allowed: names")
+    return found
+
+
+def _rules(
+    targets: Mapping[str, WeightFormat], ignored: list[str]
+) -> Iterator[tuple[Callable[[str], bool], WeightFormat]]:
+    """Yield the rules of targets, names before patterns before classes of modules, as compressed-tensors takes them."""
+
+    def matcher(target: str) -> Callable[[str], bool]:
+        known = _matcher(target)
+        return lambda module: known(module) and not any(ignores(module) for ignores in ignores_all)
+
+    ignores_all = [_matcher(target) for target in ignored if target not in _CLASSES]
+    order = sorted(targets, key=lambda target: (target in _CLASSES, target.startswith("re:"), target))
+    for target in order:
+        yield matcher(target), targets[target]
+
+
+def _matcher(target: str) -> Callable[[str], bool]:
+    """Return what says whether a module has a name, matches a pattern, or is of a class: all weights are linear."""
+    if target in _CLASSES:
+        return lambda module: True
+    if target.startswith("re:"):
+        try:
+            pattern = re.compile(target.removeprefix("re:"))
+        except re.error as error:
+            raise CheckpointError(f"the quantization configuration has the target {target!r}: {error}") from None
+        return lambda module: pattern.match(module) is not None
+    return lambda module: module == target
 
 
 def _check_sparsity(sparsity: object) -> None:
@@ -125,12 +190,46 @@ def _check_transforms(transforms: object) -> None:
                 )
 
 
+INTEGERS = tuple(
+    packed_format(PACKED, bits, group, zero_points=zero_points, attention=_ATTENTION)
+    for bits in (4, 8)
+    for group in (*_GROUPS, 0)
+    for zero_points in (False, True)
+)
+"""Formats of packed integers that are written."""
+
+
 def write(weight_format: WeightFormat, unquantized: list[str]) -> dict[str, Any]:
     """Return `quantization_config` for a model whose linear modules `unquantized` are not quantized.
 
     E4M3 with float scales asks for activations in E4M3 as they come, which needs no scale in the files, as fp8's
     "dynamic" does and as readers want for experts; with other weights, activations stay in high precision.
     """
+    return {
+        "quant_method": "compressed-tensors",
+        "format": weight_format.name,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": _group(weight_format, ["Linear"])},
+        "ignore": list(dict.fromkeys(_ignored(unquantized))),
+    }
+
+
+def write_mixed(formats: Mapping[str, WeightFormat], unquantized: list[str]) -> dict[str, Any]:
+    """Return `quantization_config` for a model of several formats. formats: of each module."""
+    modules: dict[WeightFormat, list[str]] = {}
+    for module, form in formats.items():
+        modules.setdefault(form, []).append(module)
+    groups = {f"group_{i}": _group(form, list(_ignored(names))) for i, (form, names) in enumerate(modules.items())}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": _MIXED,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": list(dict.fromkeys(_ignored(unquantized))),
+    }
+
+
+def _group(weight_format: WeightFormat, targets: list[str]) -> dict[str, Any]:
     weights: dict[str, Any] = {"type": "float", "symmetric": True, "dynamic": False}
     activations: dict[str, Any] | None = None
     if weight_format.name == "float-quantized":
@@ -139,21 +238,19 @@ def write(weight_format: WeightFormat, unquantized: list[str]) -> dict[str, Any]
         weights |= {"num_bits": 8, "strategy": strategy}
         if strategy == "block":
             weights["block_structure"] = list(BLOCK)
+    elif weight_format.integers:
+        form = next(iter(weight_format.storages.values()))
+        assert isinstance(form, IntQuantizer), "integers are stored as such"
+        strategy = {"strategy": "group", "group_size": form.group_size} if form.group_size else {"strategy": "channel"}
+        weights |= {"type": "int", "num_bits": form.BITS, "symmetric": not form.zero_points} | strategy
     else:
         weights |= _WEIGHTS[weight_format.name]
-    group = {
-        "targets": ["Linear"],
+    return {
+        "targets": targets,
         "format": weight_format.name,  # where a group has none, some versions infer another one from its numbers
         "weights": weights,
         "input_activations": activations,
         "output_activations": None,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": weight_format.name,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": list(dict.fromkeys(_ignored(unquantized))),
     }
 
 

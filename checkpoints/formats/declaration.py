@@ -13,16 +13,19 @@ from ..families.base.fields import shorten_value
 from ..io.errors import CheckpointError
 from ..io.strict_json import read_object
 from ..io.weight_files import plain_file
-from . import compressed_tensors, fp8, modelopt, mx
-from .format import Declaration, WeightFormat
+from . import bitsandbytes, columns, compressed_tensors, fp8, modelopt, mx
+from .format import Declaration, MixedFormat, WeightFormat
 from .separate import SEPARATE
 
-_READERS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
+_READERS: dict[str, Callable[[Mapping[str, Any]], WeightFormat | MixedFormat]] = {
     "fp8": fp8.read,
     "mxfp8": mx.read_mxfp8,
     "mxfp4": mx.read_mxfp4,
     "modelopt": modelopt.read,
     "compressed-tensors": compressed_tensors.read,
+    "gptq": columns.read_gptq,
+    "awq": columns.read_awq,
+    "bitsandbytes": bitsandbytes.read,
 }
 
 WRITABLE: dict[str, tuple[WeightFormat, ...]] = {
@@ -34,6 +37,7 @@ WRITABLE: dict[str, tuple[WeightFormat, ...]] = {
     "mxfp4-pack-quantized": (compressed_tensors.MXFP4,),
     "mxfp8-quantized": (compressed_tensors.MXFP8,),
     "float-quantized": (compressed_tensors.TENSOR, compressed_tensors.BLOCKS),
+    "pack-quantized": compressed_tensors.INTEGERS,
     "modelopt-fp8": (modelopt.FP8,),
     "modelopt-nvfp4": (modelopt.NVFP4,),
     "modelopt-mxfp8": (modelopt.MXFP8,),
@@ -54,7 +58,7 @@ def declared(values: Mapping[str, Any], folder: Path) -> Declaration | None:
 
 def parse(config: object, separate: Mapping[str, Any] | None) -> Declaration | None:
     """Return the declaration that these make; see `Declaration`."""
-    found: WeightFormat | None = None
+    found: WeightFormat | MixedFormat | None = None
     if config is not None:
         method = config.get("quant_method") if isinstance(config, dict) else None
         if not isinstance(config, dict) or not isinstance(method, str) or method not in _READERS:
@@ -109,7 +113,7 @@ def representable_in(quantizers: set[Quantizer]) -> str:
     return f"choose {' or '.join(names)}" if names else "no format takes all of them"
 
 
-def transformers_note(weight_format: WeightFormat, model_type: str, *, experts: bool) -> str | None:
+def transformers_note(weight_format: WeightFormat | MixedFormat, model_type: str, *, experts: bool) -> str | None:
     """Return what transformers does wrong, without an error, with a model of a family in a format; None: nothing."""
     name = weight_format.name
     if name.startswith("modelopt-"):
@@ -122,11 +126,19 @@ def transformers_note(weight_format: WeightFormat, model_type: str, *, experts: 
 
 
 def hf_config_of(
-    weight_format: WeightFormat, unquantized: list[str]
+    declared: WeightFormat | MixedFormat, unquantized: list[str], formats: Mapping[str, WeightFormat]
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Return (`quantization_config` of config.json, hf_quant_config.json) for a model; `unquantized`: its linear
-    modules that are not quantized."""
-    name = weight_format.name
+    modules that are not quantized; formats: stored weight -> its format, of a model with several."""
+    if isinstance(declared, MixedFormat):
+        modules = {weight.removesuffix(".weight"): form for weight, form in formats.items()}
+        if all(form.name.startswith("modelopt-") for form in declared.formats):
+            return None, modelopt.write_layers(modules, unquantized)
+        if any(form.name == fp8.FP4_EXPERTS.name for form in declared.formats):
+            (blocks,) = (form for form in declared.formats if form.name != fp8.FP4_EXPERTS.name)
+            return fp8.write(blocks, unquantized) | {"expert_dtype": "fp4"}, None
+        return compressed_tensors.write_mixed(modules, unquantized), None
+    weight_format, name = declared, declared.name
     if name in ("fp8", fp8.TENSOR.name, fp8.AUTOFP8.name):
         return fp8.write(weight_format, unquantized), None
     if name in ("mxfp4", "mxfp8"):

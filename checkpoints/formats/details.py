@@ -11,7 +11,8 @@ It travels in our config.json, under "source":
 
 others: other weights are quantized here than in those files, so that their declaration is not true of an export (false
 where it is absent); unkept: parameters whose scales are not the powers of two which that promises; dtypes and ones: how
-tensors are written that may be written in several ways (ones: in shape [1] instead of []); numbers: numbers of whole
+tensors are written that may be written in several ways (ones: in shape [1] instead of []), by suffix, which the number
+of the format precedes for further formats of a folder; numbers: numbers of whole
 matrices that no amax gives back; activations: scales of activations, with which no conversion computes, listed by dtype
 and shape: a number each, or a list where there are several. A mixture has one for each matrix of each expert, so they
 must be few JSON values. Folders written before hold {name: [dtype, shape, [numbers]]} there.
@@ -31,7 +32,7 @@ from ..io.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-    from .source import QuantizedFiles
+    from .files import QuantizedFiles
 else:
     torch = later("torch")
 
@@ -43,28 +44,39 @@ def details_of(quantized: QuantizedFiles, *, others: bool = False) -> dict[str, 
     """Return the details of quantized files, as JSON values; others: whether other weights are quantized than there."""
     from .fp8 import FLOAT_BLOCKS, POW2_BLOCKS
 
-    first = quantized.weights[0]
-    infos = {part: quantized.files.tensors[first + part.suffix] for part in quantized.format.parts}
+    tensors, dtypes, ones = quantized.files.tensors, dict[str, str](), dict[str, bool]()
+    for number, form in enumerate(quantized.format.formats):
+        first = next((weight for weight, own in quantized.formats.items() if own == form), None)
+        for suffix in [] if first is None else [x.suffix for x in (*form.parts, *form.beside)]:
+            if first + suffix in tensors:
+                dtypes[detail_key(number, suffix)] = tensors[first + suffix].dtype
+        for part in form.parts if first is not None else ():
+            if part.block is None:
+                ones[detail_key(number, part.suffix)] = tensors[first + part.suffix].shape[-1:] == (1,)
     details = {
         "separate": None if quantized.declaration.separate is None else dict(quantized.declaration.separate),
-        "dtypes": {part.suffix: info.dtype for part, info in infos.items()},
-        "ones": {part.suffix: info.shape[-1:] == (1,) for part, info in infos.items() if part.block is None},
+        "dtypes": dtypes,
+        "ones": ones,
         "numbers": dict(_unrestored(quantized)),
         "activations": group_scales({name: quantized.files.view(name) for name in quantized.activations}),
     }
-    formats = quantized.found.formats if POW2_BLOCKS in quantized.format.storages.values() else {}
+    promised = any(POW2_BLOCKS in form.storages.values() for form in quantized.format.formats)
+    formats = quantized.found.formats if promised else {}
     loose = FLOAT_BLOCKS.to_dict()
     unkept = [name for name, meta in formats.items() if meta["quantizer"] == loose]
     return details | ({"others": True} if others else {}) | ({"unkept": unkept} if unkept else {})
+
+
+def detail_key(number: int, suffix: str) -> str:
+    """Return under which key details of a part are: of the first format its suffix, of further ones a number first."""
+    return f"{number}{suffix}" if number else suffix
 
 
 def _unrestored(quantized: QuantizedFiles) -> Iterator[tuple[str, float]]:
     """List the numbers of matrices that are not what an export computes from the amax that stands for them."""
     from .encode import number_amax, written_number
 
-    found = quantized.numbers_of_matrices()
-    if found is not None:
-        part, numbers, names = found
+    for part, numbers, names in quantized.numbers_of_matrices():
         written = written_number(part, number_amax(part, numbers), imported={})
         yield from ((names[i], float(numbers[i])) for i in (written != numbers).nonzero().flatten().tolist())
 

@@ -11,7 +11,7 @@ from te_models.kernels.quantize import global_decode
 
 from ..io.dtypes import torch_dtype
 from ..io.errors import CheckpointError
-from . import numbers
+from . import integers, numbers
 from .format import Part
 
 
@@ -24,10 +24,15 @@ def encoder(
     """
     if part.meaning in ("factor", "divisor"):
         return lambda amax: written_number(part, amax, name, imported)
+    if part.meaning == "zero" and dtype == "I32":
+        return lambda zeros: integers.zeros_to_words(zeros, part.block[0] if part.block else 1)
+    if part.meaning == "elements" and dtype == "I32":
+        return integers.to_words
     if part.meaning == "elements":
         packs = element == "e2m1" and field == "F8_E4M3"
-        return (lambda data: numbers.e4m3_to_packed(data, name)) if packs else None
-    if field == dtype:
+        signed = torch_dtype(dtype)
+        return (lambda data: numbers.e4m3_to_packed(data, name).view(signed)) if packs else None
+    if field == dtype or part.meaning == "zero":
         return None
     if field == "U8" and dtype == "F8_E8M0":
         return lambda scales: scales.view(torch.float8_e8m0fnu)

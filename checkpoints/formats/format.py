@@ -2,6 +2,7 @@
 
     fp8                 X.weight F8_E4M3 [M, K]          X.weight_scale_inv F32 [M/128, K/128]
     mxfp4               X_blocks U8 [.., M, K/32, 16]    X_scales U8 [.., M, K/32]
+    pack-quantized      X.weight_packed I32 [M, K/8]     X.weight_scale BF16 [M, K/group]
 
 Every format is one declaration of this kind in a file of its own. How it is read, written, checked and reported follows
 from the declaration. `one_of` and `section` read the fields of `quantization_config`.
@@ -22,8 +23,8 @@ from ..io.boxes import Shape
 from ..io.errors import CheckpointError
 
 Entries = Literal["matrix", "apart", "column"]
-Element = Literal["e4m3", "e2m1"]
-Meaning = Literal["elements", "scale", "factor", "divisor"]
+Element = Literal["e4m3", "e2m1", "int4", "int8", "values"]
+Meaning = Literal["elements", "scale", "zero", "factor", "divisor"]
 FLOAT_SCALES = ("F32", "BF16", "F16")
 BYTE_SCALES = ("U8", "F8_E8M0")
 WHOLE = 1 << 62
@@ -35,11 +36,11 @@ class Part:
     """One of the tensors of a quantized weight.
 
     Arguments:
-        field: the part of a quantized tensor that it becomes: "data", "scale_inv" or "amax".
+        field: the part of a quantized tensor that it becomes: "data", "scale_inv", "zero_point" or "amax".
         suffix: what its name adds to the weight's.
         dtypes: what it may be in files; the first is written where nothing else is known.
-        meaning: elements; the scale of a block; or one float32 per matrix that values are multiplied with (factor) or
-            divided by (divisor).
+        meaning: elements; the scale of a block, or its zero point, of several rows in a word; or one float32 per
+            matrix that values are multiplied with (factor) or divided by (divisor).
         block: rows and columns of the weight per entry; None: one entry per matrix, in shape [] or [1].
         grouped: the last dimension is cut into groups of this many bytes, [..., K/32, 16].
         one: one entry per matrix is written in shape [1].
@@ -66,9 +67,45 @@ class Part:
         return ((*shape[:-1], -(-shape[-1] // self.grouped), self.grouped),) if self.grouped else (shape,)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class Beside:
+    """A tensor beside a weight that says nothing which its shape does not.
+
+    Arguments:
+        suffix: what its name adds to the weight's.
+        dtypes: what it may be in files.
+        required: whether every weight has it.
+        value: what it is, for a weight of a shape [..., out, in].
+        otherwise: why numbers cannot be taken over where it is something else; None: then the files are wrong.
+    """
+
+    suffix: str
+    dtypes: tuple[str, ...]
+    required: bool
+    value: Callable[[Shape], torch.Tensor]
+    otherwise: str | None = None
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How columns are packed. bits: of a code; order: of the codes of a word, from its lowest bits on; along_rows:
+    whether a word has codes of several columns of one row (GPTQ), else of several rows of one column; less: what is
+    taken from zero points before they are stored."""
+
+    bits: int
+    order: tuple[int, ...]
+    along_rows: bool
+    less: int = 0
+
+    @property
+    def per_word(self) -> int:
+        """Codes in a word."""
+        return 32 // self.bits
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class WeightFormat:
-    """A format.
+    """A format; two are equal where they are the same object.
 
     Arguments:
         name: what users call it; `te-models export --format` takes it.
@@ -84,7 +121,9 @@ class WeightFormat:
         attention: the same beside the projections of attention, which scale its queries, keys and values; also in the
             modules of single projections, `k_proj.k_scale`.
         columns: the weight's columns must be a multiple of this.
-        stacks_as_they_lie: of experts [E, in, out], see `stacks.py`.
+        transposed_stacks: of experts [E, in, out], see `stacks.py`.
+        beside: tensors beside a weight that follow from its shape.
+        packing: how files pack columns instead, see `packed_columns.py`; None: as the parts say.
     """
 
     name: str
@@ -99,6 +138,22 @@ class WeightFormat:
     attention: tuple[str, ...] = ()
     columns: int = 1
     transposed_stacks: bool = False
+    beside: tuple[Beside, ...] = ()
+    packing: Packing | None = None
+
+    @property
+    def formats(self) -> tuple[WeightFormat, ...]:
+        """This one alone; see `MixedFormat`."""
+        return (self,)
+
+    def of(self, weight: str) -> WeightFormat | None:
+        """Return the format of a weight, by its name: this one."""
+        return self
+
+    @property
+    def integers(self) -> bool:
+        """Whether its elements are integers."""
+        return self.element in ("int4", "int8")
 
     @property
     def data(self) -> Part:
@@ -121,13 +176,36 @@ class WeightFormat:
 
 
 @dataclass(frozen=True)
+class MixedFormat:
+    """Several formats in one folder. rules: for the name of a module, the format of its weight; the first that gives
+    one counts, and a module that no rule knows is not quantized."""
+
+    rules: tuple[tuple[Callable[[str], bool], WeightFormat], ...]
+
+    @property
+    def formats(self) -> tuple[WeightFormat, ...]:
+        """All of them, each once."""
+        return tuple(dict.fromkeys(found for _, found in self.rules))
+
+    @property
+    def name(self) -> str:
+        """What users call it."""
+        return " + ".join(dict.fromkeys(found.name for found in self.formats))
+
+    def of(self, weight: str) -> WeightFormat | None:
+        """Return the format of a weight, by its name; None: it is not quantized."""
+        module = weight.removesuffix(".weight")
+        return next((found for matches, found in self.rules if matches(module)), None)
+
+
+@dataclass(frozen=True)
 class Declaration:
-    """What a folder says about its quantization: the format, and the JSON that says so.
+    """What a folder says about its quantization: the format or formats, and the JSON that says so.
 
     config: `quantization_config` of config.json, None where it is not there; separate: hf_quant_config.json.
     """
 
-    format: WeightFormat
+    format: WeightFormat | MixedFormat
     config: Mapping[str, Any] | None
     separate: Mapping[str, Any] | None = None
 

@@ -8,11 +8,13 @@ per matrix, where `weight_block_size` is null (Ministral 3 Instruct).
 The last is AutoFP8's, whose declaration has no `weight_block_size` but `ignored_layers`.
 `scale_fmt` "ue8m0" promises scales of blocks that are powers of two; transformers writes them as bytes (F8_E8M0), and
 DeepSeek in float32. `activation_scheme` "static" comes with
-`X.activation_scale`.
+`X.activation_scale`. `expert_dtype` "fp4": experts are X.weight I8 [M, K/2], two E2M1 values in a byte, with
+X.weight_scale_inv F8_E8M0 [M, K/32].
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +27,7 @@ from te_models.layers.quantizer import (
 
 from ..families.base.fields import shorten_value
 from ..io.errors import CheckpointError
-from .format import FLOAT_SCALES, WHOLE, Entries, Part, WeightFormat, is_e4m3, one_of
+from .format import FLOAT_SCALES, WHOLE, Entries, MixedFormat, Part, WeightFormat, is_e4m3, one_of
 
 BLOCK = (128, 128)
 E4M3 = ("e4m3", "float8_e4m3fn")
@@ -112,6 +114,18 @@ def _takes_blocks(quantizer: Quantizer, pow2: bool) -> bool:
     return quantizer.block_scaling_dim == 2 and (quantizer.force_pow_2_scales or not pow2)
 
 
+FP4_EXPERTS = WeightFormat(
+    name="fp4-experts",
+    element="e2m1",
+    parts=(
+        Part("data", "", ("I8", "U8"), "elements", (1, 2)),
+        Part("scale_inv", "_scale_inv", ("F8_E8M0", "U8"), "scale", (1, 32)),
+    ),
+    storages={"mxfp8": MXFP8Quantizer(columnwise=False)},
+    takes=lambda q: isinstance(q, MXFP8Quantizer) and q.rowwise and not q.two_dimensional and is_e4m3(q),
+    columns=2,
+)
+"""E2M1 with a power of two per 32, as the experts of DeepSeek-V4 have it."""
 TENSOR = per_tensor(name="fp8-per-tensor", scale_suffix="_scale_inv", activations=_ACTIVATIONS)
 AUTOFP8 = per_tensor(
     name="autofp8",
@@ -121,7 +135,7 @@ AUTOFP8 = per_tensor(
 )
 
 
-def read(config: Mapping[str, Any]) -> WeightFormat:
+def read(config: Mapping[str, Any]) -> WeightFormat | MixedFormat:
     """Return the format that `quantization_config` declares."""
     one_of(config, "fmt", E4M3, "e4m3")
     one_of(config, "activation_scheme", ("dynamic", "static"), "dynamic")
@@ -135,9 +149,13 @@ def read(config: Mapping[str, Any]) -> WeightFormat:
         raise CheckpointError(
             f"config.json declares FP8 with weight_block_size = {shorten_value(block)}; supported: {list(BLOCK)}, null"
         )
-    return _blocks(pow2=one_of(config, "scale_fmt", ("float", "ue8m0"), "float") == "ue8m0")
+    blocks = _blocks(pow2=one_of(config, "scale_fmt", ("float", "ue8m0"), "float") == "ue8m0")
+    if one_of(config, "expert_dtype", ("fp8", "fp4"), "fp8") == "fp8":
+        return blocks
+    return MixedFormat(((lambda module: ".experts." in module, FP4_EXPERTS), (lambda module: True, blocks)))
 
 
+@functools.cache
 def _blocks(*, pow2: bool) -> WeightFormat:
     return blocks_128(name="fp8", scale_suffix="_scale_inv", pow2=pow2, activations=_ACTIVATIONS)
 

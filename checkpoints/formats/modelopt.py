@@ -7,13 +7,16 @@
     NVFP4        X.weight U8 [M, K/2]       X.weight_scale F8_E4M3 [M, K/16]         value = e2m1 * scale * scale_2
                  X.weight_scale_2 F32 []
 
+"MIXED_PRECISION" lists modules with the algorithm of each under `quantized_layers`; others are not quantized.
 `X.input_scale` and the scales of the key-value cache belong to activations. The latter are `self_attn.k_proj.k_scale`
 and `self_attn.v_proj.v_scale` also where these projections are not quantized, or latent attention has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fnmatch
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +24,7 @@ from te_models.layers.quantizer import NVFP4Quantizer, Quantizer
 
 from ..families.base.fields import shorten_value
 from ..io.errors import CheckpointError
-from .format import Part, WeightFormat, one_of
+from .format import MixedFormat, Part, WeightFormat, one_of, section
 from .fp8 import blocks_128, per_channel, per_tensor
 from .mx import mxfp8_format
 
@@ -66,6 +69,7 @@ _BLOCKS = blocks_128(
 BLOCKS = replace(_BLOCKS, transposed_stacks=True)
 _ROWS = per_channel(name="modelopt-fp8-per-channel", activations=_ACTIVATIONS, attention=_ATTENTION, entries="column")
 CHANNEL = replace(_ROWS, transposed_stacks=True)
+_MIXED = "MIXED_PRECISION"
 UNCALIBRATED = (
     "readers of modelopt-fp8 need an input_scale of every layer, which these weights have not; fp8-per-tensor and "
     "float-quantized hold the same numbers without"
@@ -86,15 +90,49 @@ _WRITTEN: dict[str, dict[str, Any]] = {
 }
 
 
-def read(config: Mapping[str, Any]) -> WeightFormat:
-    """Return the format that `quantization_config`, or `quantization` of hf_quant_config.json, declares."""
+def read(config: Mapping[str, Any]) -> WeightFormat | MixedFormat:
+    """Return the format, or the formats of each layer, that `quantization_config`, or
+    `quantization` of hf_quant_config.json, declares."""
     nested = config.get("quantization")  # some versions wrote the whole of hf_quant_config.json there
     config = nested if isinstance(nested, dict) else config
+    if config.get("quant_algo") == _MIXED:
+        return _read_mixed(config)
+    return _read_one(config, (*_ALGORITHMS, _MIXED))
+
+
+def _read_mixed(config: Mapping[str, Any]) -> WeightFormat | MixedFormat:
+    """Return the formats of modules by their names; of patterns, `*` stands for anything."""
+    layers = section(config, "quantized_layers")
+    found: dict[str, WeightFormat] = {}
+    for name, layer in layers.items():
+        if not isinstance(layer, dict):
+            raise CheckpointError(f"the ModelOpt configuration has quantized_layers of {name!r} that say nothing")
+        found[name] = _read_one(layer, tuple(_ALGORITHMS))
+    if not found:
+        raise CheckpointError("the ModelOpt configuration has quant_algo = MIXED_PRECISION and no quantized_layers")
+    if len({*found.values()}) == 1:
+        return next(iter(found.values()))
+    by_format: dict[WeightFormat, set[str]] = {}
+    for name, form in found.items():
+        by_format.setdefault(form, set()).add(name)
+    return MixedFormat(tuple((_named(names), form) for form, names in by_format.items()))
+
+
+def _named(names: set[str]) -> Callable[[str], bool]:
+    patterns = [name for name in names if "*" in name]
+
+    def matches(module: str) -> bool:
+        parents = itertools.accumulate(module.split("."), "{}.{}".format)
+        return not names.isdisjoint(parents) or any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns)
+
+    return matches
+
+
+def _read_one(config: Mapping[str, Any], allowed: tuple[str, ...]) -> WeightFormat:
     algorithm = config.get("quant_algo")
     if not isinstance(algorithm, str) or algorithm.upper() not in _ALGORITHMS:  # ModelOpt writes fp8_pb_wo so
         raise CheckpointError(
-            f"the ModelOpt configuration has quant_algo = {shorten_value(algorithm)}; supported: "
-            f"{', '.join(_ALGORITHMS)}"
+            f"the ModelOpt configuration has quant_algo = {shorten_value(algorithm)}; supported: {', '.join(allowed)}"
         )
     found = _ALGORITHMS[algorithm.upper()]
     size = _WRITTEN.get(found.name, {}).get("group_size")
@@ -108,3 +146,13 @@ def write(weight_format: WeightFormat, unquantized: list[str]) -> dict[str, Any]
     activations; FP8 has no name of its own for that."""
     quantization = _WRITTEN[weight_format.name] | {"kv_cache_quant_algo": None, "exclude_modules": unquantized}
     return {"producer": {"name": "te_models", "version": "0.1.0"}, "quantization": quantization}
+
+
+def write_layers(formats: Mapping[str, WeightFormat], unquantized: list[str]) -> dict[str, Any]:
+    """Return hf_quant_config.json for a model of several formats. formats: of each module."""
+    layers = {module: _WRITTEN[form.name] for module, form in formats.items()}
+    quantization = {"quant_algo": _MIXED, "kv_cache_quant_algo": None, "quantized_layers": layers}
+    return {
+        "producer": {"name": "te_models", "version": "0.1.0"},
+        "quantization": quantization | {"exclude_modules": unquantized},
+    }

@@ -66,15 +66,15 @@ def upright(namespace: Namespace, weights: Collection[str]) -> Namespace:
 
 def field_namespace(
     high_precision: Namespace,
-    weights: Collection[str],
-    weight_format: WeightFormat,
+    formats: Mapping[str, WeightFormat],
     quantizers: Mapping[str, Quantizer],
     dtype: torch.dtype,
     same: Callable[[str, str], bool],
 ) -> FieldNamespace:
-    """Return the namespace of fields for an upright family namespace in which `weights` are quantized.
+    """Return the namespace of fields for an upright family namespace in which weights are quantized.
 
     Arguments:
+        formats: quantized stored weight -> its format.
         quantizers: the form of each parameter that is to be in fields; the others are in values.
         dtype: the logical dtype.
         same: whether two per-matrix numbers in files are equal, so that one can stand for both.
@@ -89,9 +89,7 @@ def field_namespace(
     for name, shape in high_precision.canonical.items():
         if name in quantizers:
             try:
-                parts = _Parameter(
-                    name, shape, by_name[name], high_precision, weights, weight_format, quantizers[name], dtype
-                )
+                parts = _Parameter(name, shape, by_name[name], high_precision, formats, quantizers[name], dtype)
                 parts.build(same)
             except InexactError as error:
                 result.inexact[name] = str(error)
@@ -119,19 +117,23 @@ class _Parameter:
         shape: Shape,
         links: list[Link],
         high_precision: Namespace,
-        weights: Collection[str],
-        weight_format: WeightFormat,
+        formats: Mapping[str, WeightFormat],
         quantizer: Quantizer,
         dtype: torch.dtype,
     ) -> None:
         self._name, self._shape, self._sources = name, shape, links
-        self._format, self._blocks = weight_format, field_blocks(quantizer)
+        self._blocks = field_blocks(quantizer)
         self.meta = describe(quantizer, dtype)
         self._specs = field_specs(name, shape, self.meta)
         self._shapes = {link.stored: high_precision.stored[link.stored].shape for link in links}
-        outsiders = [link.stored for link in links if link.stored not in weights]
+        outsiders = [link.stored for link in links if link.stored not in formats]
         if outsiders:
             raise InexactError(f"{outsiders[0]!r} is not quantized, and other parts of it are")
+        kinds = {formats[link.stored]: link.stored for link in links}
+        if len(kinds) > 1:
+            one, two = list(kinds.values())[:2]
+            raise InexactError(f"{one!r} and {two!r} are in formats of their own")
+        (self._format,) = kinds
         if any(link.axes[-2:] != (len(shape) - 2, len(shape) - 1) for link in links):
             raise InexactError("its files hold it transposed")
         self.canonical: dict[str, Shape] = {}

@@ -48,7 +48,9 @@ NVFP4_RANGE = 448.0 * 6.0
 
 def unpack_e2m1(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values [..., 2 n] of packed bytes [..., n] in float32, or in E4M3, which has all of them."""
-    return _pairs(dtype).index_select(0, packed.int().flatten()).view(dtype).view(*packed.shape[:-1], -1)
+    return (
+        _pairs(dtype).index_select(0, packed.view(torch.uint8).int().flatten()).view(dtype).view(*packed.shape[:-1], -1)
+    )
 
 
 def e4m3_to_packed(data: Tensor, name: str) -> Tensor:
@@ -132,16 +134,17 @@ _PART = 1 << 18
 _E8M0_NAN = 255
 
 
-def check_scales(store: FileStore, names: Iterable[str]) -> None:
-    """Read these scales and amaxes; raise CheckpointError naming the first that no quantization gives."""
-    for name in names:
+def check_scales(store: FileStore, names: Iterable[tuple[str, bool]]) -> None:
+    """Read these scales and amaxes, each with whether it is `signed`; raise CheckpointError naming the first that no
+    quantization gives."""
+    for name, signed in names:
         for box in cut_rows(store.tensors[name].shape, 4 * _PART):
-            check_values(name, store.read(name, box))
+            check_values(name, store.read(name, box), signed=signed)
 
 
-def check_values(name: str, scales: torch.Tensor) -> None:
+def check_values(name: str, scales: torch.Tensor, *, signed: bool = False) -> None:
     """Raise CheckpointError where these scales, stored as `name` or a part of it, hold a NaN, an infinity, a negative
-    number or a zero.
+    number or a zero. signed: scales of integers, which may be negative and zero.
 
     Scales stored as bytes are exponents (E8M0), in which 255 is NaN. Of scales in E4M3, and of amaxes, zeros are those
     of blocks and matrices that are zero.
@@ -152,7 +155,8 @@ def check_values(name: str, scales: torch.Tensor) -> None:
             finite, wrong = part.view(torch.uint8) != _E8M0_NAN, False
         else:
             numbers = part.float()
-            finite, wrong = torch.isfinite(numbers), bool((numbers < 0 if zeros else numbers <= 0).any())
+            finite = torch.isfinite(numbers)
+            wrong = not signed and bool((numbers < 0 if zeros else numbers <= 0).any())
         if not finite.all():
             raise CheckpointError(f"{name!r} has a scale that is NaN or infinite, so its weight has no values")
         if wrong:

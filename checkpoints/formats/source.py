@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
 from te_models.layers.quantizer import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    Int4Quantizer,
+    Int8Quantizer,
+    IntQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -19,16 +21,18 @@ from te_models.layers.quantizer import (
 from ..io.box_reads import cut_rows
 from ..io.dtypes import FLOATS, torch_dtype, with_most_bytes
 from ..io.errors import CheckpointError
+from ..io.header import TensorInfo
 from ..io.store import FileStore
 from ..plan.param_shapes import is_linear_weight
 from ..plan.plan import match_tensors
 from ..plan.tensor_map import Namespace, Stored
 from . import numbers
-from .encode import number_amax, number_error
-from .format import Declaration, Part, WeightFormat, scale_beside
+from .bitsandbytes import seen_as_values
+from .files import QuantizedFiles
+from .format import Declaration, MixedFormat, WeightFormat, scale_beside
 from .fp8 import FLOAT_BLOCKS, POW2_BLOCKS
-from .namespace import FieldNamespace, field_namespace, upright
-from .numbers import check_values
+from .namespace import field_namespace, upright
+from .packed_columns import seen_by_rows
 from .separate import VALUES
 from .stacks import seen_upright
 from .views import View, ViewStore, field_view, value_view
@@ -38,65 +42,11 @@ FORMS: dict[str, Quantizer] = {
     "float8_block": Float8BlockQuantizer(),
     "mxfp8": MXFP8Quantizer(),
     "nvfp4": NVFP4Quantizer(),
+    "int4": Int4Quantizer(),
+    "int8": Int8Quantizer(),
 }
 """Storages in which any format's values can be requantized."""
 _NOT_LINEAR = "only the weights of linear layers are stored quantized"
-
-
-@dataclass(frozen=True)
-class QuantizedFiles:
-    """The files of a folder that declares a format.
-
-    store: their tensors as fields and values; found: how these store the model. weights: the names of quantized
-    weights. activations: tensors that scale activations, which no conversion computes with. quantizer: the form of the
-    fields; None: there are none. wanted: another form, to be made of these fields or values.
-    """
-
-    declaration: Declaration
-    files: FileStore
-    store: ViewStore
-    found: FieldNamespace
-    weights: tuple[str, ...]
-    activations: tuple[str, ...]
-    quantizer: Quantizer | None
-    dtype: torch.dtype
-    wanted: Quantizer | None = None
-
-    @property
-    def format(self) -> WeightFormat:
-        """The declared format."""
-        return self.declaration.format
-
-    def check_scales(self) -> None:
-        """Read all scales, once, and raise CheckpointError for one that no quantization gives: NaN, infinite, negative.
-
-        Scales that become bytes have to be powers of two.
-        """
-        _ = self._checked
-
-    @cached_property
-    def _checked(self) -> bool:
-        bytes_wanted = self.quantizer is not None and self.quantizer.FORMAT == "mxfp8"
-        for weight in self.weights:
-            in_fields = weight + self.format.data.suffix in self.found.fields
-            for part in self.format.scales:
-                _check_scale(self.files, weight + part.suffix, part, pow2=bytes_wanted and in_fields)
-        return True
-
-    def factor_error(self) -> float:
-        """Return the largest relative error of one number per matrix that our storage keeps as an amax."""
-        numbers = self.numbers_of_matrices()
-        return 0.0 if numbers is None else number_error(numbers[0], number_amax(*numbers[:2]), numbers[1])
-
-    def numbers_of_matrices(self) -> tuple[Part, torch.Tensor, list[str]] | None:
-        """Return the part with one factor or divisor per matrix, all of its numbers, and the name of the tensor that
-        each is from; None in a format without one."""
-        part = self.format.parts[-1]
-        if part.meaning not in ("factor", "divisor"):
-            return None
-        found = {w + part.suffix: self.files.view(w + part.suffix).flatten().float() for w in self.weights}
-        names = [name for name, number in found.items() for _ in range(number.numel())]
-        return part, torch.cat(list(found.values())), names
 
 
 def open_quantized(
@@ -112,48 +62,58 @@ def open_quantized(
     """Read the headers of quantized files, whose plain form a family stores as `high_precision` says.
 
     storage: a key of the format's `storages` or `then`, None for its first, VALUES for none; with any_storage also one
-    of FORMS. float32: values are read as such, not in the dtype of the other weights.
+    of FORMS. Of several formats each weight gets the first of its own: None, VALUES and FORMS are allowed. float32:
+    values are read as such, not in the dtype of the other weights.
     """
-    weight_format = declaration.format
-    files = seen_upright(files, high_precision, weight_format)
-    weights = quantized_weights(high_precision, files, weight_format)
-    if not weights:
-        raise CheckpointError(f"{where} declares the format {weight_format.name} and has no tensor in it")
-    high_precision = upright(high_precision, weights)
-    activations = _activations(files, high_precision, weights, weight_format)
-    _match(files, high_precision, weights, weight_format, where)
-    quantizer, other = _storage(weight_format, storage, any_storage)
-    name = main_float(files, (n for n in high_precision.stored if n not in weights), high_precision)
+    declared = declaration.format
+    files = seen_as_values(seen_by_rows(seen_upright(files, high_precision, declared), declared), declared)
+    formats = quantized_weights(high_precision, files, declared)
+    if not formats:
+        raise CheckpointError(f"{where} declares the format {declared.name} and has no tensor in it")
+    high_precision = upright(high_precision, formats)
+    activations = _activations(files, high_precision, formats)
+    _match(files, high_precision, formats, where)
+    name = main_float(files, (n for n in high_precision.stored if n not in formats), high_precision)
     dtype = torch_dtype(name)
-    parameters = {link.name for link in high_precision.links if link.stored in weights}
-    wanted = {p: quantizer for p in parameters if quantizer is not None and is_linear_weight(p)}
+    forms = {form: _storage(form, storage, any_storage, mixed=len(declared.formats) > 1) for form in declared.formats}
+    quantizer, other = forms[declared.formats[0]]
+    owners = {link.stored: link.name for link in high_precision.links}
+    parameters = {owners[weight]: form for weight, form in formats.items()}
+    disordered = _disordered(files, high_precision, formats)
+    own = {p: forms[form][0] for p, form in parameters.items() if is_linear_weight(p)}
+    wanted = {p: form for p, form in own.items() if form is not None and p not in disordered}
+    wanted, inexact_scales = _with_scales_of(files, high_precision, wanted)
     promised = {name for name, form in wanted.items() if form == POW2_BLOCKS}
-    wanted |= dict.fromkeys(_no_powers_of_two(files, high_precision, promised, weight_format), FLOAT_BLOCKS)
+    wanted |= dict.fromkeys(_no_powers_of_two(files, high_precision, promised, formats), FLOAT_BLOCKS)
     to_bytes = {name for name, form in wanted.items() if any_storage and form.FORMAT == "mxfp8"}
-    requantized = _no_powers_of_two(files, high_precision, to_bytes, weight_format)
+    requantized = _no_powers_of_two(files, high_precision, to_bytes, formats)
     wanted = {name: form for name, form in wanted.items() if name not in requantized}
 
     def same(a: str, b: str) -> bool:
         return torch.equal(files.view(a).flatten().float(), files.view(b).flatten().float())
 
-    found = field_namespace(high_precision, weights, weight_format, wanted, dtype, same)
+    found = field_namespace(high_precision, formats, wanted, dtype, same)
     several = {name for name in found.inexact if wanted.get(name, FLOAT_BLOCKS) != FLOAT_BLOCKS}
-    if storage is None and several and FLOAT_BLOCKS in weight_format.storages.values():
+    several = {name for name in several if FLOAT_BLOCKS in parameters[name].storages.values()}
+    if storage is None and several:
         # one scale per matrix is exact in blocks that repeat it, where what a parameter joins has several
         reasons = found.inexact
         wanted |= dict.fromkeys(several, FLOAT_BLOCKS)
-        found = field_namespace(high_precision, weights, weight_format, wanted, dtype, same)
+        found = field_namespace(high_precision, formats, wanted, dtype, same)
         found.inexact = {name: reasons[name] for name in found.inexact}
-    owners = {link.stored: link.name for link in high_precision.links}
-    if quantizer is not None:
-        found.inexact |= dict.fromkeys(sorted(parameters - {*wanted}), _NOT_LINEAR)
-    elif storage is None or other is not None:
-        found.inexact |= dict.fromkeys(sorted(parameters), "no form of ours has such scales")
+    found.inexact |= inexact_scales | (disordered if storage != VALUES else {})
+    for parameter in sorted(parameters.keys() - {*wanted, *disordered, *inexact_scales}):
+        form, instead = forms[parameters[parameter]]
+        if form is not None:
+            found.inexact[parameter] = _NOT_LINEAR
+        elif storage is None or instead is not None:
+            found.inexact[parameter] = "no form of ours has such scales"
     found.inexact |= dict.fromkeys(sorted(requantized), "it has a scale that is not a power of two")
     views: dict[str, View] = {}
-    hidden = {*activations, *(weight + part.suffix for weight in weights for part in weight_format.parts)}
-    for weight in weights:
-        if quantizer is not None and weight + weight_format.data.suffix in found.fields:
+    hidden = {*activations, *(weight + part.suffix for weight, form in formats.items() for part in form.parts)}
+    hidden |= {weight + beside.suffix for weight, form in formats.items() for beside in form.beside}
+    for weight, weight_format in formats.items():
+        if weight + weight_format.data.suffix in found.fields:
             for part in weight_format.parts:
                 part_name = weight + part.suffix
                 if part_name in found.fields:
@@ -162,16 +122,58 @@ def open_quantized(
                     if view is not None:
                         views[part_name] = view
         else:
-            views[weight] = value_view(
-                files, weight, weight_format, high_precision.stored[weight].shape, "F32" if float32 else name
-            )
-    return QuantizedFiles(
-        declaration, files, ViewStore(files, views, hidden), found, tuple(weights), activations, quantizer, dtype, other
-    )
+            shape = high_precision.stored[weight].shape
+            views[weight] = value_view(files, weight, weight_format, shape, "F32" if float32 else name)
+    store = ViewStore(files, views, hidden)
+    return QuantizedFiles(declaration, files, store, found, formats, parameters, activations, quantizer, dtype, other)
+
+
+def logical_tensors(files: FileStore, declared: WeightFormat | MixedFormat) -> dict[str, TensorInfo]:
+    """Return the tensors of files by name, of quantized weights those of their numbers by the weights' names."""
+    found = dict(seen_as_values(seen_by_rows(files, declared), declared).tensors)
+    for suffix in {form.data.suffix for form in declared.formats} - {""}:
+        found = {name.removesuffix(suffix): info for name, info in found.items()}
+    return found
+
+
+def _disordered(files: FileStore, high_precision: Namespace, formats: Mapping[str, WeightFormat]) -> dict[str, str]:
+    """Return the parameters whose numbers no fields hold because of a tensor beside a weight -> why; this reads such
+    tensors."""
+    found: dict[str, str] = {}
+    for link in high_precision.links:
+        form = formats.get(link.stored)
+        for beside in form.beside if form is not None else ():
+            name = link.stored + beside.suffix
+            if beside.otherwise is None or name not in files.tensors or link.name in found:
+                continue
+            if not torch.equal(files.view(name).long(), beside.value(high_precision.stored[link.stored].shape)):
+                found[link.name] = beside.otherwise
+    return found
+
+
+def _with_scales_of(
+    files: FileStore, high_precision: Namespace, wanted: Mapping[str, Quantizer]
+) -> tuple[dict[str, Quantizer], dict[str, str]]:
+    """Return the forms with the dtype that scales of integers have in files, and the parameters of which parts have
+    several, with the reason that no form has them."""
+    dtypes: dict[str, dict[str, str]] = {}
+    for link in high_precision.links:
+        if isinstance(wanted.get(link.name), IntQuantizer):
+            info = files.tensors[f"{link.stored}_scale"]
+            dtypes.setdefault(link.name, {})[info.dtype] = link.stored
+    forms, several = dict(wanted), dict[str, str]()
+    for name, by_dtype in dtypes.items():
+        form = forms.pop(name)
+        if len(by_dtype) > 1:
+            several[name] = f"its parts have scales in {' and '.join(sorted(by_dtype))}"
+        else:
+            assert isinstance(form, IntQuantizer), "only such forms are looked at"
+            forms[name] = replace(form, scale_dtype=torch_dtype(next(iter(by_dtype))))
+    return forms, several
 
 
 def _storage(
-    weight_format: WeightFormat, storage: str | None, any_storage: bool
+    weight_format: WeightFormat, storage: str | None, any_storage: bool, *, mixed: bool
 ) -> tuple[Quantizer | None, Quantizer | None]:
     """Return the form of the fields, and the one to make of them or of the values if that is another."""
     first = next(iter(weight_format.storages.values()), None)
@@ -179,9 +181,14 @@ def _storage(
         return None, None
     if storage is None:
         return first, None
-    if storage in weight_format.storages:
+    if mixed and not (any_storage and storage in FORMS):
+        raise CheckpointError(
+            f"a folder of several formats cannot be stored as {storage!r}: each weight is stored in the first form "
+            f"of its own; with --allow-requantize {', '.join(FORMS)}"
+        )
+    if storage in weight_format.storages and not mixed:
         return weight_format.storages[storage], None
-    if storage in weight_format.then:
+    if storage in weight_format.then and not mixed:
         return first, weight_format.then[storage]
     if any_storage and storage in FORMS:
         return None, FORMS[storage]
@@ -190,45 +197,46 @@ def _storage(
     raise CheckpointError(f"{weight_format.name} cannot be stored as {storage!r}; allowed: {exact}{more}")
 
 
-def quantized_weights(high_precision: Namespace, files: FileStore, weight_format: WeightFormat) -> list[str]:
-    """Return which stored weights of a plain namespace the files hold in the format: those with a part of theirs."""
+def quantized_weights(
+    high_precision: Namespace, files: FileStore, declared: WeightFormat | MixedFormat
+) -> dict[str, WeightFormat]:
+    """Return which stored weights of a plain namespace the files hold in a declared format, those with a part of
+    theirs, each with its format."""
     tensors = files.tensors
-    return [
-        name
-        for name, stored in high_precision.stored.items()
-        if len(stored.shape) >= 2
-        and (
-            any(part.suffix and name + part.suffix in tensors for part in weight_format.parts)
-            or (name in tensors and not weight_format.data.suffix and tensors[name].dtype in weight_format.data.dtypes)
-        )
-    ]
+    found: dict[str, WeightFormat] = {}
+    for name, stored in high_precision.stored.items():
+        form = declared.of(name) if len(stored.shape) >= 2 else None
+        if form is not None and (
+            any(part.suffix and name + part.suffix in tensors for part in form.parts)
+            or (name in tensors and not form.data.suffix and tensors[name].dtype in form.data.dtypes)
+        ):
+            found[name] = form
+    return found
 
 
-def _activations(
-    files: FileStore, high_precision: Namespace, weights: list[str], weight_format: WeightFormat
-) -> tuple[str, ...]:
-    names = [scale_beside(weight, kind) for weight in weights for kind in weight_format.activations]
-    if weight_format.attention:
+def _activations(files: FileStore, high_precision: Namespace, formats: Mapping[str, WeightFormat]) -> tuple[str, ...]:
+    names = [scale_beside(weight, kind) for weight, form in formats.items() for kind in form.activations]
+    kinds = list(dict.fromkeys(kind for form in dict.fromkeys(formats.values()) for kind in form.attention))
+    if kinds:
         projections = (
             x.stored for x in high_precision.links if ".self_attention." in x.name and is_linear_weight(x.name)
         )
         modules = dict.fromkeys(name.rsplit(".", 2)[0] for name in projections)
-        names += [f"{module}.{kind}" for module in modules for kind in weight_format.attention]
+        names += [f"{module}.{kind}" for module in modules for kind in kinds]
     return tuple(name for name in dict.fromkeys(names) if name in files.tensors)
 
 
 def _match(
     files: FileStore,
     high_precision: Namespace,
-    weights: list[str],
-    weight_format: WeightFormat,
+    formats: Mapping[str, WeightFormat],
     where: str,
 ) -> None:
     """Check that the files have every tensor of the model and of every weight's parts, each as it must be."""
-    quantized = set(weights)
     expected: dict[str, Stored] = {}
     for name, stored in high_precision.stored.items():
-        if name not in quantized:
+        weight_format = formats.get(name)
+        if weight_format is None:
             expected[name] = stored
             continue
         if stored.shape[-1] % weight_format.columns:
@@ -240,21 +248,24 @@ def _match(
             allowed, found = part.shapes(stored.shape), files.tensors.get(name + part.suffix)
             shape = found.shape if found is not None and found.shape in allowed else allowed[0]
             expected[name + part.suffix] = Stored(shape, frozenset(part.dtypes), convertible=False)
+        for beside in weight_format.beside:
+            if beside.required or name + beside.suffix in files.tensors:
+                shape = tuple(beside.value(stored.shape).shape)
+                expected[name + beside.suffix] = Stored(shape, frozenset(beside.dtypes), convertible=False)
     strangers = files.tensors.keys() - expected.keys()  # the model's own check sees them later
     match_tensors(files.tensors, expected, where=where, unused=strangers)
 
 
 def _no_powers_of_two(
-    files: FileStore, high_precision: Namespace, parameters: Collection[str], weight_format: WeightFormat
+    files: FileStore, high_precision: Namespace, parameters: Collection[str], formats: Mapping[str, WeightFormat]
 ) -> set[str]:
     """Return the parameters of which a scale is not a power of two, be it promised, as in published files
     (`self_attn.o_proj` of DeepSeek-V3.1-Terminus), or not; this reads their scales."""
-    part = weight_format.part("scale_inv") if parameters else None
     found: set[str] = set()
     for link in high_precision.links:
-        if part is None or link.name not in parameters or link.name in found:
+        if link.name not in parameters or link.name in found or link.stored not in formats:
             continue
-        name = link.stored + part.suffix
+        name = link.stored + formats[link.stored].part("scale_inv").suffix
         if name in files.tensors and not all(numbers.is_power_of_two(s).all() for s in _scales(files, name)):
             found.add(link.name)
     return found
@@ -272,15 +283,3 @@ def _scales(files: FileStore, name: str) -> Iterator[torch.Tensor]:
     """Yield all scales of a tensor as float32, a part at a time."""
     for box in cut_rows(files.tensors[name].shape, 1 << 22):
         yield numbers.scale_to_float(files.read(name, box))
-
-
-def _check_scale(files: FileStore, name: str, part: Part, *, pow2: bool) -> None:
-    for box in cut_rows(files.tensors[name].shape, 1 << 22):
-        stored = files.read(name, box)
-        check_values(name, stored)
-        scales = numbers.scale_to_float(stored)
-        if pow2 and part.meaning == "scale" and not numbers.is_power_of_two(scales).all():
-            raise CheckpointError(
-                f"{name!r} has a scale that is not a power of two, as storage in mxfp8 needs; --storage float8_block "
-                "takes it over, --allow-requantize quantizes it anew"
-            )

@@ -15,16 +15,15 @@ from ..io.boxes import Box, Shape, full, slices
 from ..io.header import TensorInfo, byte_count
 from ..io.store import FileStore
 from ..plan.tensor_map import Namespace
-from .format import Part, WeightFormat
+from .format import MixedFormat, Part, WeightFormat
 
 
-def stacks(high_precision: Namespace, weight_format: WeightFormat) -> dict[str, Shape]:
+def stacks(high_precision: Namespace, declared: WeightFormat | MixedFormat) -> dict[str, Shape]:
     """Return the stored weights of a family's namespace that a format stores as ModelOpt does, with their shapes
     [E, in, out]."""
-    if not weight_format.transposed_stacks:
-        return {}
     transposed = (link.stored for link in high_precision.links if len(link.axes) == 3 and link.axes[1:] == (2, 1))
-    names = (name for name in dict.fromkeys(transposed) if not name.endswith(".weight"))
+    formats = {n: declared.of(n) for n in dict.fromkeys(transposed) if not n.endswith(".weight")}
+    names = (name for name, form in formats.items() if form is not None and form.transposed_stacks)
     return {name: high_precision.stored[name].shape for name in names}
 
 
@@ -33,10 +32,12 @@ def stacked_name(weight: str, part: Part) -> str:
     return f"{weight}_weight{part.suffix}" if part.suffix else weight
 
 
-def seen_upright(files: FileStore, high_precision: Namespace, weight_format: WeightFormat) -> FileStore:
+def seen_upright(files: FileStore, high_precision: Namespace, declared: WeightFormat | MixedFormat) -> FileStore:
     """Return the files with the parts of such weights as [E, out, in], [E], and the names of the other formats."""
     seen: dict[str, tuple[str, Shape]] = {}
-    for weight, shape in stacks(high_precision, weight_format).items():
+    for weight, shape in stacks(high_precision, declared).items():
+        weight_format = declared.of(weight)
+        assert weight_format is not None, "stacks have a format"
         if not any(stacked_name(weight, part) in files.tensors for part in weight_format.scales):
             continue  # as the other formats have it, or not quantized
         for part in weight_format.parts:

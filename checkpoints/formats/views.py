@@ -16,7 +16,7 @@ from torch import Tensor
 from te_models.kernels.backend import has_library
 from te_models.kernels.quantize import cpu_fields, fp8_to_float
 from te_models.kernels.quantize.fp8.blocks import times_blocks
-from te_models.layers.quantizer import Quantizer
+from te_models.layers.quantizer import IntQuantizer, Quantizer
 from te_models.layers.quantizer.schema import field_layouts
 
 from ..io.boxes import Box, Range, Shape, extents, slices
@@ -24,7 +24,7 @@ from ..io.dtypes import torch_dtype
 from ..io.header import TensorInfo, byte_count
 from ..io.store import FileStore
 from ..plan.tensor_map import Stored
-from . import numbers
+from . import integers, numbers
 from .format import Part, WeightFormat
 
 Block = tuple[int, int]
@@ -32,11 +32,13 @@ Block = tuple[int, int]
 
 @dataclass(frozen=True)
 class View:
-    """A tensor that is computed from others: `read(box)` returns a region of it."""
+    """A tensor that is computed from others: `read(box)` returns a region of it. same_bytes: it has the very bytes of
+    the file's tensor of its name, seen in another dtype."""
 
     dtype: str
     shape: Shape
     read: Callable[[Box], Tensor]
+    same_bytes: bool = False
 
 
 class ViewStore:
@@ -54,7 +56,8 @@ class ViewStore:
         return self._views[name].read(box)
 
     def can_read_bytes(self, name: str) -> bool:
-        return name not in self._views and self._files.can_read_bytes(name)
+        view = self._views.get(name)
+        return (view is None or view.same_bytes) and self._files.can_read_bytes(name)
 
     def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
         self._files.read_into(name, begin, buffer)
@@ -69,6 +72,10 @@ def field_blocks(quantizer: Quantizer) -> dict[str, Block | None]:
 def field_view(files: FileStore, weight: str, part: Part, quantizer: Quantizer, field: Stored) -> View | None:
     """Return one part of a quantized weight as the field that it becomes; None where it is that field already."""
     name, (dtype,) = weight + part.suffix, field.dtypes
+    if isinstance(quantizer, IntQuantizer) and part.meaning == "elements":
+        return View(dtype, field.shape, lambda box: integers.read_bytes(files, name, box), same_bytes=True)
+    if part.meaning == "zero" and files.tensors[name].dtype == "I32":
+        return View(dtype, field.shape, lambda box: integers.read_zeros(files, name, part, box))
     convert = _conversion(files, name, part, dtype)
     block = field_blocks(quantizer)[part.field]
     info = files.tensors[name]
@@ -104,7 +111,14 @@ def value_view(files: FileStore, weight: str, weight_format: WeightFormat, shape
 
     data = weight_format.data
 
+    def scales(part: Part, box: Box, block: Block) -> Tensor:
+        return region(files, weight + part.suffix, part, box, block, numbers.scale_to_float)
+
     def read(box: Box) -> Tensor:
+        if weight_format.element == "values":
+            return files.read(weight + data.suffix, box).to(torch_dtype(dtype))
+        if weight_format.integers:
+            return integers.values_of(files, weight, weight_format, shape, box, torch_dtype(dtype), scales)
         if weight_format.element == "e2m1":
             values = unpacked(files, weight + data.suffix, data, box, torch.float32)
         else:

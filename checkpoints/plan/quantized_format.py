@@ -40,6 +40,7 @@ METADATA_KEY = "te_models"
 SUFFIXES = {
     "rowwise_data": "",
     "rowwise_scale_inv": "_scale_inv",
+    "rowwise_zero_point": "_zero_point",
     "rowwise_amax": "_amax",
     "columnwise_data": "_columnwise",
     "columnwise_scale_inv": "_columnwise_scale_inv",

@@ -10,7 +10,7 @@ goes into a matrix are shared by its parts: the scale of the keys (`k_proj.k_sca
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,38 +40,45 @@ class _Scale:
 def scale_outputs(
     ckpt: Checkpoint,
     scales: Mapping[str, torch.Tensor],
-    weight_format: WeightFormat,
+    formats: Mapping[str, WeightFormat],
     high_precision: Namespace,
-    weights: set[str],
     occupied: set[str],
 ) -> tuple[list[Output], tuple[str, ...]]:
     """Return the outputs of an export that are scales of activations, and the names of those that it cannot have.
 
     Arguments:
         scales: the scales of the files that `ckpt` was imported from, by name.
-        high_precision: how the export stores the model; weights: its quantized weights.
+        high_precision: how the export stores the model; formats: its quantized weights, each with its format.
         occupied: names that other outputs have.
     """
     modules = {part for name in high_precision.stored for part in _modules(name)}
-    beside = {scale_beside(weight, kind) for weight in weights for kind in weight_format.activations}
-    beside |= {f"{module}.{kind}" for module in modules for kind in weight_format.attention}
+    forms = tuple(dict.fromkeys(formats.values()))
+    beside = {scale_beside(weight, kind) for weight, form in formats.items() for kind in form.activations}
+    beside |= {f"{module}.{kind}" for module in modules for form in forms for kind in form.attention}
     own = {n: t for n, t in scales.items() if n not in occupied and (n in beside or n.rpartition(".")[0] in modules)}
     written, used = dict(own), set(own)
     source = _source(ckpt)
     twins = _twins(high_precision, source)
-    by_kind = _by_matrix(ckpt, source, scales, weight_format)
+    by_kind = _by_matrix(ckpt, source, scales, forms)
     for weight, keys in _matrices(high_precision, ckpt).items():
         for kind, known in by_kind.items():
             name = scale_beside(weight, kind)
             parts = [scale for key in keys if (scale := _common(known[key])) is not None]
             alike = len({(scale.number.dtype, scale.one) for scale in parts}) == 1
-            free = weight in weights and weight not in twins and name not in written and name not in occupied
+            free = (
+                weight in formats
+                and kind in formats[weight].activations
+                and weight not in twins
+                and name not in written
+                and name not in occupied
+            )
             if free and alike and len(parts) == len(keys):
                 shape = (*high_precision.stored[weight].shape[:-2], *((1,) if parts[0].one else ()))
                 written[name] = torch.stack([scale.number for scale in parts]).view(shape)
                 used |= {scale.provenance for key in keys for scale in known[key]}
     for weight, twin in twins.items():
-        names = ((scale_beside(weight, kind), scale_beside(twin, kind)) for kind in weight_format.activations)
+        kinds = formats[weight].activations if weight in formats else ()
+        names = ((scale_beside(weight, kind), scale_beside(twin, kind)) for kind in kinds)
         for name, provenance in names:
             if provenance in scales and name not in written and name not in occupied:
                 written[name] = scales[provenance]
@@ -106,10 +113,10 @@ def _places(namespace: Namespace) -> dict[str, tuple[tuple[str, Box], ...]]:
 
 
 def _by_matrix(
-    ckpt: Checkpoint, source: Namespace | None, scales: Mapping[str, torch.Tensor], weight_format: WeightFormat
+    ckpt: Checkpoint, source: Namespace | None, scales: Mapping[str, torch.Tensor], forms: Iterable[WeightFormat]
 ) -> dict[str, dict[Key, list[_Scale]]]:
     """Return the scales of inputs that parts of each matrix of the model had, by kind."""
-    kinds = (kind for kind in weight_format.activations if kind in _OF_INPUTS)
+    kinds = dict.fromkeys(kind for form in forms for kind in form.activations if kind in _OF_INPUTS)
     found: dict[str, dict[Key, list[_Scale]]] = {kind: defaultdict(list) for kind in kinds}
     if source is None:
         return found

@@ -15,10 +15,12 @@ import torch
 from te_models.layers.quantizer import Quantizer
 from te_models.sizes import plural
 
+from ..families import FAMILIES
 from ..folder.checkpoint import Checkpoint
 from ..formats import (
     Declaration,
     WeightFormat,
+    columns,
     format_named,
     hf_config_of,
     modelopt,
@@ -26,6 +28,7 @@ from ..formats import (
     representing_format,
 )
 from ..formats.details import activation_scales
+from ..formats.format import MixedFormat
 from ..formats.fp8 import FLOAT_BLOCKS, POW2_BLOCKS
 from ..formats.namespace import FieldNamespace, field_namespace, upright
 from ..formats.stacks import stacks
@@ -54,7 +57,7 @@ class QuantizedExport:
     plan: Plan
     high_precision: Plan
     store: Store
-    format: WeightFormat
+    format: WeightFormat | MixedFormat
     config: Mapping[str, Any] | None
     separate: Mapping[str, Any] | None
 
@@ -83,33 +86,43 @@ def plan_quantized_export(
     quantizers |= _promised(ckpt, quantizers)
     original, known = _original(ckpt), ckpt.source.quantization if ckpt.source is not None else None
     others = known is not None and known.get("others", False)
-    weight_format, declaration = _choose(set(quantizers.values()), original, others, wanted, allow_requantize)
-    weights = {link.stored for link in high_precision.links if link.name in quantizers}
-    in_stacks = [name for name in stacks(high_precision, weight_format) if name in weights]
-    high_precision = upright(high_precision, weights)
-    _check_columns(high_precision, weights, weight_format)
-    _check_stacks(in_stacks, weight_format)
-    inexact = {name: "" for name, q in quantizers.items() if not _takes(weight_format, q)}
+    by_parameter = _original_formats(ckpt, original, quantizers)
+    declared, declaration = _choose(quantizers, by_parameter, original, others, wanted, allow_requantize)
+    if isinstance(declared, MixedFormat):
+        formats_of = {name: by_parameter[name] for name in quantizers}
+    else:
+        formats_of = dict.fromkeys(quantizers, declared)
+    formats = {link.stored: formats_of[link.name] for link in high_precision.links if link.name in quantizers}
+    if declaration is not None and any(declared.of(weight) != form for weight, form in formats.items()):
+        declaration = None  # other names than those that it gives formats to
+    in_stacks = [name for name in stacks(high_precision, _each(formats)) if name in formats]
+    high_precision = upright(high_precision, formats)
+    _check_columns(high_precision, formats)
+    _check_stacks(high_precision, in_stacks, formats)
+    inexact = {name: "" for name, q in quantizers.items() if not _takes(formats_of[name], q)}
     while True:
-        routes = _routes(quantizers, weight_format, inexact, allow_requantize=allow_requantize)
+        routes = _routes(quantizers, formats_of, inexact, allow_requantize=allow_requantize)
         refused = next((route for route in routes if route.way == "refuse"), None)
         if refused is not None:
             raise CheckpointError(
-                f"{refused.parameter} of {ckpt.path} cannot be written as {weight_format.name}: {refused.why}; choose "
+                f"{refused.parameter} of {ckpt.path} cannot be written as {formats_of[refused.parameter].name}: "
+                f"{refused.why}; choose "
                 "another format, or --allow-requantize, or --dequantize"
             )
-        moved = _move(ckpt, high_precision, weights, weight_format, quantizers, inexact, dtype, passthrough, copies)
+        moved = _move(ckpt, high_precision, formats, quantizers, inexact, dtype, passthrough, copies)
         found = moved.found.inexact or unrepresentable(
-            moved.store, moved.plan, moved.found, weight_format, quantizers, in_stacks, narrow=allow_requantize
+            moved.store, moved.plan, moved.found, formats, quantizers, in_stacks, narrow=allow_requantize
         )
         if not found:
             break
         inexact |= found
-    details = known if declaration is not None else None
+    same_format = original is not None and declared is original.format
+    details = known if same_format else None
     target = FileTarget(
         moved.plan.outputs,
         moved.store,
-        weight_format,
+        formats,
+        declared.formats,
         high_precision,
         moved.found,
         quantizers,
@@ -119,23 +132,23 @@ def plan_quantized_export(
     report = ConversionReport()
     by_weight: dict[str, list[Output]] = {}
     for route in routes:
-        by_weight |= target.outputs(route, _requantized(report, ckpt, route, weight_format))
-    outputs = [output for weight in sorted(weights) for output in by_weight[weight]]
+        by_weight |= target.outputs(route, _requantized(report, ckpt, route, formats_of))
+    outputs = [output for weight in sorted(formats) for output in by_weight[weight]]
     left_out = moved.plan.ignored
     if details is None and known is not None:
         left_out += tuple(activation_scales(known))
     if details is not None:
         names = {output.name for output in (*outputs, *moved.plan.outputs)}
-        scales, unsaid = scale_outputs(ckpt, activation_scales(details), weight_format, high_precision, weights, names)
+        scales, unsaid = scale_outputs(ckpt, activation_scales(details), formats, high_precision, names)
         outputs += scales
         left_out += unsaid
-    rest = [o for o in moved.plan.outputs if o.name not in moved.found.fields and o.name not in weights]
+    rest = [o for o in moved.plan.outputs if o.name not in moved.found.fields and o.name not in formats]
     high_precision_outputs = [output for output in rest if output.name not in moved.plan.passthrough]
     outputs += [output for output in rest if output.name in moved.plan.passthrough]
     for name in moved.found.formats:
         meta, encoded, error = ckpt.formats[name], name in target.reencoded, target.number_error(name)
         what = str(meta["format"]) + (" rowwise copy" if len(meta["usage"]) > 1 else "")
-        report.add_exact(name, what, weight_format.name, encoded=encoded, error=error)
+        report.add_exact(name, what, formats_of[name].name, encoded=encoded, error=error)
     owners = moved.found.owners
     for output in high_precision_outputs:
         name = owners.get(output.name, output.name)  # a copy of the embedding has none
@@ -145,16 +158,18 @@ def plan_quantized_export(
         config, separate = declaration.config, declaration.separate
     else:
         plan = undeclared_passthrough_as_values(plan, ckpt.files, passthrough, ckpt.source, dtype)
-        config, separate = hf_config_of(
-            weight_format, [*_unquantized_modules(high_precision, weights, tied), *passthrough_modules(plan)]
-        )
-        plan = replace(plan, notes=(*plan.notes, modelopt.UNCALIBRATED)) if weight_format == modelopt.FP8 else plan
-    return QuantizedExport(plan, Plan(tuple(high_precision_outputs)), moved.store, weight_format, config, separate)
+        others_named = [*_unquantized_modules(high_precision, set(formats), tied), *passthrough_modules(plan)]
+        if isinstance(declared, WeightFormat) and declared.packing is not None and original is not None:
+            config, separate = columns.with_unquantized(original.config or {}, others_named), None
+        else:
+            config, separate = hf_config_of(declared, others_named, formats)
+        plan = replace(plan, notes=(*plan.notes, modelopt.UNCALIBRATED)) if declared == modelopt.FP8 else plan
+    return QuantizedExport(plan, Plan(tuple(high_precision_outputs)), moved.store, declared, config, separate)
 
 
 def _routes(
     quantizers: Mapping[str, Quantizer],
-    weight_format: WeightFormat,
+    formats: Mapping[str, WeightFormat],
     inexact: Mapping[str, str],
     *,
     allow_requantize: bool,
@@ -163,7 +178,7 @@ def _routes(
     order = (*inexact, *(name for name in quantizers if name not in inexact))
     allowed = ("requantize",) if allow_requantize else ()
     sources = {name: Form(quantizer) for name, quantizer in quantizers.items()}
-    targets = sources | {name: Form(weight_format.quantizer, inexact=why) for name, why in inexact.items()}
+    targets = sources | {name: Form(formats[name].quantizer, inexact=why) for name, why in inexact.items()}
     return [choose_route(name, sources[name], targets[name], allowed) for name in order]
 
 
@@ -184,8 +199,7 @@ class _Moved:
 def _move(
     ckpt: Checkpoint,
     high_precision: Namespace,
-    weights: set[str],
-    weight_format: WeightFormat,
+    formats: Mapping[str, WeightFormat],
     quantizers: Mapping[str, Quantizer],
     inexact: Collection[str],
     dtype: torch.dtype | None,
@@ -194,7 +208,7 @@ def _move(
 ) -> _Moved:
     logical = quantizer_of("", next(iter(ckpt.formats.values())))[1]
     representable = {name: quantizer for name, quantizer in quantizers.items() if name not in inexact}
-    found = field_namespace(high_precision, weights, weight_format, representable, logical, lambda a, b: True)
+    found = field_namespace(high_precision, formats, representable, logical, lambda a, b: True)
     store: Store = as_values(ckpt, [*inexact, *found.inexact], torch.float32)
     rowwise = {name: _rowwise(ckpt, name) for name in found.formats}
     source = te_namespace(ckpt.config, ckpt.layout or "grouped", rowwise)
@@ -213,13 +227,13 @@ def _move(
 
 
 def _requantized(
-    report: ConversionReport, ckpt: Checkpoint, route: Route, weight_format: WeightFormat
+    report: ConversionReport, ckpt: Checkpoint, route: Route, formats: Mapping[str, WeightFormat]
 ) -> Callable[[str], Measure] | None:
     """Report a parameter that is requantized; return what returns where the errors of its weights go."""
     if route.way != "requantize":
         return None
     source = str(ckpt.formats[route.parameter]["format"])
-    line = report.add(route.parameter, "requantized", source, weight_format.name)
+    line = report.add(route.parameter, "requantized", source, formats[route.parameter].name)
     return lambda weight: line.note
 
 
@@ -237,21 +251,50 @@ def _promised(ckpt: Checkpoint, quantizers: Mapping[str, Quantizer]) -> dict[str
     return {name: POW2_BLOCKS for name in unkept if quantizers.get(name) == FLOAT_BLOCKS}
 
 
+def _original_formats(
+    ckpt: Checkpoint, original: Declaration | None, quantizers: Mapping[str, Quantizer]
+) -> dict[str, WeightFormat]:
+    """Return the format that each parameter had in the folder that this one was imported from, where it had one."""
+    if original is None or ckpt.source is None or ckpt.source.family not in FAMILIES:
+        return {}
+    found: dict[str, WeightFormat] = {}
+    for link in FAMILIES[ckpt.source.family].namespace(ckpt.config, ckpt.source.form).links:
+        form = original.format.of(link.stored) if link.name in quantizers else None
+        if form is not None:
+            found[link.name] = form
+    return found
+
+
+def _each(formats: Mapping[str, WeightFormat]) -> MixedFormat:
+    """Return these formats of weights as what a folder could declare."""
+    names: dict[WeightFormat, set[str]] = {}
+    for weight, form in formats.items():
+        names.setdefault(form, set()).add(weight.removesuffix(".weight"))
+    return MixedFormat(tuple((own.__contains__, form) for form, own in names.items()))
+
+
 def _choose(
-    quantizers: set[Quantizer], original: Declaration | None, others: bool, wanted: str | None, allow_requantize: bool
-) -> tuple[WeightFormat, Declaration | None]:
+    by_name: Mapping[str, Quantizer],
+    formats: Mapping[str, WeightFormat],
+    original: Declaration | None,
+    others: bool,
+    wanted: str | None,
+    allow_requantize: bool,
+) -> tuple[WeightFormat | MixedFormat, Declaration | None]:
     """Return the format to write, and the original declaration if that says so of the same weights."""
-    if original is not None and wanted in (None, original.format.name):
-        exact = all(_takes(original.format, q) for q in quantizers)
-        if exact or (wanted is not None and allow_requantize and original.format.storages):
+    quantizers = {*by_name.values()}
+    if original is not None and wanted in (None, original.format.name) and by_name.keys() <= formats.keys():
+        exact = all(_takes(formats[name], q) for name, q in by_name.items())
+        storable = all(form.storages for form in original.format.formats)
+        if exact or (wanted is not None and allow_requantize and storable):
             return original.format, None if others else original
     if wanted is None:
         return representing_format(quantizers), None
     return format_named(wanted, quantizers, allow_requantize=allow_requantize), None
 
 
-def _check_columns(high_precision: Namespace, weights: set[str], weight_format: WeightFormat) -> None:
-    for name in sorted(weights):
+def _check_columns(high_precision: Namespace, formats: Mapping[str, WeightFormat]) -> None:
+    for name, weight_format in sorted(formats.items(), key=lambda item: item[0]):
         columns = high_precision.stored[name].shape[-1]
         if columns % weight_format.columns:
             raise CheckpointError(
@@ -260,10 +303,18 @@ def _check_columns(high_precision: Namespace, weights: set[str], weight_format: 
             )
 
 
-def _check_stacks(in_stacks: list[str], weight_format: WeightFormat) -> None:
-    if in_stacks and any(part.entries != "matrix" for part in weight_format.parts):
+def _check_stacks(high_precision: Namespace, in_stacks: list[str], formats: Mapping[str, WeightFormat]) -> None:
+    for name, weight_format in formats.items():
+        packed = weight_format.packing is not None or weight_format.integers
+        if packed and len(high_precision.stored[name].shape) > 2:
+            raise CheckpointError(
+                f"{name} is a stack of experts and cannot be written as {weight_format.name}, which has modules of one "
+                "matrix; choose another format, or --form per-expert"
+            )
+        if name not in in_stacks or all(part.entries == "matrix" for part in weight_format.parts):
+            continue
         raise CheckpointError(
-            f"{in_stacks[0]} is a stack of experts and cannot be written as {weight_format.name}, whose scales are "
+            f"{name} is a stack of experts and cannot be written as {weight_format.name}, whose scales are "
             "the scales of one matrix; choose another format, or --form per-expert"
         )
 

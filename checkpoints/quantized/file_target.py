@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,10 @@ import torch
 from te_models.layers.quantizer import Quantizer
 
 from ..formats import WeightFormat, encode
+from ..formats.details import detail_key
 from ..formats.format import Part
 from ..formats.namespace import FieldNamespace
+from ..formats.packed_columns import as_columns
 from ..formats.stacks import stacked_name
 from ..formats.views import field_blocks
 from ..io.boxes import Shape
@@ -48,6 +50,7 @@ class FileTarget(Target):
         high_precision: how the family stores the model in high precision; found: the same, with the
             fields of the parameters that are taken over.
         quantizers: of all quantized parameters.
+        formats: stored weight -> its format; declared: all formats, in the order of the declaration.
         stacks: the weights that the format stores as they lie in the model.
         details: what the files that the model came from say besides their declaration, if they are of this format.
 
@@ -59,7 +62,8 @@ class FileTarget(Target):
         self,
         moved: Iterable[Output],
         store: Store,
-        weight_format: WeightFormat,
+        formats: Mapping[str, WeightFormat],
+        declared: Sequence[WeightFormat],
         high_precision: Namespace,
         found: FieldNamespace,
         quantizers: Mapping[str, Quantizer],
@@ -67,7 +71,8 @@ class FileTarget(Target):
         details: Mapping[str, Any],
     ) -> None:
         super().__init__(moved)
-        self._store, self._format, self._stacks, self._found = store, weight_format, stacks, found
+        self._store, self._formats, self._stacks, self._found = store, formats, stacks, found
+        self._number = {form: number for number, form in enumerate(declared)}
         self._dtypes, self._ones = details.get("dtypes", {}), details.get("ones", {})
         self._numbers: Mapping[str, float] | None = details.get("numbers")
         self._quantizers = quantizers
@@ -75,7 +80,8 @@ class FileTarget(Target):
         for link in high_precision.links:
             self._weights[link.name][link.stored] = None
         self._parameter = {weight: name for name, weights in self._weights.items() for weight in weights}
-        self._joined = JoinedAmaxes(weight_format.quantizer)
+        self._joined = {form: JoinedAmaxes(form.quantizer) for form in declared if form.storages}
+        self._shapes = {weight: high_precision.stored[weight].shape for weight in formats}
         self._keys = matrix_keys(high_precision.links, quantizers)
         for weight in stacks:  # one number for all experts
             self._keys[weight] = self._keys[weight][:1] * len(self._keys[weight])
@@ -85,19 +91,24 @@ class FileTarget(Target):
         return list(self._weights[parameter])
 
     def fields(self, weight: str) -> list[Output]:
-        data = self.moved[weight + self._format.data.suffix]
+        form = self._formats[weight]
+        data = self.moved[weight + form.data.suffix]
         packed = field_blocks(self._quantizers[self._parameter[weight]])["data"]
         assert packed is not None, "data has an entry per element or per pair"
         shape = (*data.shape[:-1], data.shape[-1] * packed[1])
-        return [self._part(weight, shape, part) for part in self._format.parts]
+        return [*(self._part(weight, shape, part) for part in form.parts), *self._beside(weight, shape)]
 
     def entries(self, weight: str, quantizer: Quantizer) -> list[WrittenTensor]:
-        values, entries = self.moved[weight], []
-        for part in self._format.parts:
+        values, entries, form = self.moved[weight], list[WrittenTensor](), self._formats[weight]
+        for part in form.parts:
             name, dtype = weight + part.suffix, part.dtypes[0]
-            variant = f"{self._format.name} anew {quantizer!r}"
-            output = Output(name, dtype, self._shape(part, values.shape), values.pieces, variant=variant, owner=weight)
-            encoded = functools.partial(_encode_field, part, self._format.element, dtype, name)
+            if form.integers and part.meaning == "scale":
+                dtype = dtype_name(quantizer.part_dtype("scale_inv") or torch.float32)
+            variant = f"{form.name} anew {quantizer!r}"
+            output = Output(
+                name, dtype, self._shape(form, part, values.shape), values.pieces, variant=variant, owner=weight
+            )
+            encoded = functools.partial(_encode_field, part, form.element, dtype, name)
             entries.append(WrittenTensor(SUFFIXES[f"rowwise_{part.field}"], output, encoded))
         return entries
 
@@ -105,42 +116,66 @@ class FileTarget(Target):
         return self._store, replace(self.moved[weight], dtype="F32")
 
     def amaxes_of(self, weight: str) -> AmaxesOf:
-        keys, shape = self._keys[weight], self.moved[weight].shape[-2:]
-        return lambda number, read: self._joined.add(keys[number], shape, read)
+        keys, shape, joined = self._keys[weight], self.moved[weight].shape[-2:], self._joined[self._formats[weight]]
+        return lambda number, read: joined.add(keys[number], shape, read)
 
     def finish(self, weight: str, outputs: list[Output]) -> list[Output]:
+        form = self._formats[weight]
+        if len(outputs) == len(form.parts) and form.beside:  # computed anew
+            outputs = [*outputs, *self._beside(weight, self._shapes[weight])]
+        if form.packing is not None:
+            return as_columns(weight, form.packing, outputs, functools.partial(_parts, self._store))
         if weight not in self._stacks:
             return outputs
-        return [_as_stored(self._store, *found, weight) for found in zip(outputs, self._format.parts, strict=True)]
+        return [_as_stored(self._store, *found, weight) for found in zip(outputs, form.parts, strict=True)]
 
     def number_error(self, parameter: str) -> float:
         """Return the largest relative error of the numbers of a parameter's whole matrices; 0 where it has none."""
-        part, errors = self._format.parts[-1], [0.0]
-        for name in (weight + part.suffix for weight in self.weights(parameter)):
+        errors = [0.0]
+        for weight in self.weights(parameter):
+            part = self._formats[weight].parts[-1]
+            name = weight + part.suffix
             if part.meaning in ("factor", "divisor") and name in self.moved:  # else another stands for it
                 amax = torch.cat([band.flatten() for _, band in read_bands(self._store, self.moved[name], _BAND)])
                 number = encode.written_number(part, amax, name, self._numbers)
                 errors.append(encode.number_error(part, amax, number))
         return max(errors)
 
-    def _shape(self, part: Part, weight: Shape) -> Shape:
+    def _beside(self, weight: str, shape: Shape) -> list[Output]:
+        """Return the tensors beside a weight of a shape that follow from it."""
+        form, found = self._formats[weight], list[Output]()
+        for beside in form.beside:
+            dtype = self._dtypes.get(self._key(form, beside.suffix), beside.dtypes[0] if beside.required else None)
+            if dtype is not None:
+                value = beside.value(shape).to(torch_dtype(dtype))
+                found.append(Output(weight + beside.suffix, dtype, tuple(value.shape), compute=lambda v=value: [v]))
+        return found
+
+    def _key(self, form: WeightFormat, suffix: str) -> str:
+        return detail_key(self._number[form], suffix)
+
+    def _shape(self, form: WeightFormat, part: Part, weight: Shape) -> Shape:
         """Return the shape in which a part of a weight is written: the number of a whole matrix is a scalar or [1]."""
         shapes = part.shapes(weight)
-        return shapes[1] if len(shapes) == 2 and self._ones.get(part.suffix, part.one) else shapes[0]
+        one = self._ones.get(self._key(form, part.suffix), part.one)
+        return shapes[1] if len(shapes) == 2 and one else shapes[0]
 
     def _part(self, weight: str, shape: Shape, part: Part) -> Output:
-        name, parameter = weight + part.suffix, self._parameter[weight]
+        name, parameter, form = weight + part.suffix, self._parameter[weight], self._formats[weight]
         field, blocks = self.moved[self._found.repeats.get(name, name)], field_blocks(self._quantizers[parameter])
-        dtype, block = self._dtypes.get(part.suffix, part.dtypes[0]), blocks[part.field]
+        dtype, block = self._dtypes.get(self._key(form, part.suffix), part.dtypes[0]), blocks[part.field]
+        dtype = field.dtype if form.integers and part.meaning == "scale" else dtype
         repeat = 1 if part.block is None or block is None else max(1, block[0] // part.block[0])
         every = coarser(part, block, field.shape)
-        convert = encode.encoder(part, self._format.element, field.dtype, dtype, name, self._numbers)
-        written = self._shape(part, shape)
+        convert = encode.encoder(part, form.element, field.dtype, dtype, name, self._numbers)
+        written = self._shape(form, part, shape)
         if convert is None and (written, dtype, repeat) == (field.shape, field.dtype, 1):
             return replace(field, name=name)
-        self.reencoded.add(parameter)
-        compute = functools.partial(_encoded, self._store, field, convert, repeat, every, shape[-2])
-        return Output(name, dtype, written, field.pieces, compute, f"{self._format.name} {part.suffix}")
+        if not form.integers or form.packing is not None:
+            self.reencoded.add(parameter)  # words have the bytes of the fields
+        multiple = part.block[0] if part.meaning == "zero" and part.block else every[0]
+        compute = functools.partial(_encoded, self._store, field, convert, repeat, every, shape[-2], multiple)
+        return Output(name, dtype, written, field.pieces, compute, f"{form.name} {part.suffix}")
 
 
 def _encoded(
@@ -150,12 +185,13 @@ def _encoded(
     repeat: int,
     every: tuple[int, int],
     rows: int,
+    multiple: int,
 ) -> Iterator[torch.Tensor]:
     """Read a field band after band of its first dimension and encode it.
 
     repeat: how often an entry is written along the rows. every: the rows and columns of entries of which one is.
     """
-    for begin, band in read_bands(store, field, _BAND, multiple=every[0]):
+    for begin, band in read_bands(store, field, _BAND, multiple=multiple):
         if every != (1, 1):
             # a copy, because a single entry would keep a stride that its bytes cannot be seen by
             band = band[..., :: every[0], :: every[1]].clone(memory_format=torch.contiguous_format)

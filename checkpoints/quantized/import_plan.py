@@ -14,7 +14,7 @@ from te_models.sizes import plural
 
 from ..folder.checkpoint import Checkpoint
 from ..folder.te_plan import plan_te_folder
-from ..formats.source import QuantizedFiles
+from ..formats.files import QuantizedFiles
 from ..io.errors import CheckpointError
 from ..plan.param_shapes import ExpertLayout, expected_tensors
 from ..plan.plan import Output, Plan
@@ -52,10 +52,16 @@ def plan_quantized_import(
         reencoded, spans = _as_nvfp4(ckpt, moved, layout, exact)
         inexact |= spans
     allowed: Allowed = ("requantize", "dequantize") if values is not None else ("dequantize",) if dequantize else ()
-    new = quantized.wanted or quantized.quantizer or Float8CurrentScalingQuantizer()
+
+    def new(name: str) -> Quantizer:
+        own = quantized.quantizer
+        if len(quantized.format.formats) > 1 and own is not None:
+            own = next(iter(quantized.parameters[name].storages.values()), None)
+        return quantized.wanted or own or Float8CurrentScalingQuantizer()
+
     routes: dict[str, list[Route]] = {}
     for name in {**forms, **inexact}:
-        form = new if name in inexact else quantized.wanted or forms[name]
+        form = new(name) if name in inexact else quantized.wanted or forms[name]
         form = form if values is None else _with_copies(form)
         routes[name] = [choose_route(name, Form(forms.get(name), inexact=inexact.get(name)), Form(form), allowed)]
         if routes[name][0].is_exact and len(form.stored_usages()) > 1:
@@ -98,29 +104,31 @@ class _Reporter:
             return target.outputs(route, functools.partial(self._requantized, route))
         by_weight = target.outputs(route)
         for weight, outputs in by_weight.items():
-            if route.quantizer is not None:
-                self._exact(weight, route.quantizer, outputs)
+            form = self._quantized.parameters.get(route.parameter)
+            if route.quantizer is not None and form is not None:
+                self._exact(weight, form.name, route.quantizer, outputs)
             else:
-                self._plain(*outputs)
+                self._plain("" if form is None else form.name, *outputs)
         return by_weight
 
     def _requantized(self, route: Route, weight: str) -> Measure:
         assert route.quantizer is not None, "it is requantized"
         what = " columnwise copy" if route.quantizer.stored_usages() == ("columnwise",) else ""
-        line = self.report.add(weight, "requantized", self._quantized.format.name, route.quantizer.FORMAT + what)
+        name = self._quantized.parameters[route.parameter].name
+        line = self.report.add(weight, "requantized", name, route.quantizer.FORMAT + what)
         return line.note
 
-    def _exact(self, weight: str, quantizer: Quantizer, outputs: Iterable[Output]) -> None:
+    def _exact(self, weight: str, name: str, quantizer: Quantizer, outputs: Iterable[Output]) -> None:
         sources = {piece.source for output in outputs for piece in output.pieces}
         as_stored = weight not in self._reencoded and all(map(self._quantized.store.can_read_bytes, sources))
-        error = 0.0 if as_stored or weight in self._reencoded else self._factor_error
-        name = self._quantized.format.name
+        has_amax = "amax" in quantizer.PARTS
+        error = 0.0 if as_stored or weight in self._reencoded or not has_amax else self._factor_error
         self.report.add_exact(weight, name, quantizer.FORMAT, encoded=not as_stored, error=error)
 
-    def _plain(self, output: Output) -> None:
+    def _plain(self, name: str, output: Output) -> None:
         sources = {piece.source for piece in output.pieces}
         if not sources.isdisjoint(self._weights):
-            self.report.add(output.name, "dequantized", self._quantized.format.name, output.dtype)
+            self.report.add(output.name, "dequantized", name, output.dtype)
         else:
             self.report.add_values(output.name, (self._tensors[source].dtype for source in sources), output.dtype)
 
@@ -138,7 +146,8 @@ def _check_refused(ckpt: Checkpoint, quantized: QuantizedFiles, refused: list[Ro
 def _other_storage(ckpt: Checkpoint, quantized: QuantizedFiles) -> str:
     """Return, in words, the first other storage of the format that takes over all numbers of the folder, if there is
     one. This reads scales."""
-    for name, quantizer in quantized.format.storages.items():
+    (form, *more) = quantized.format.formats
+    for name, quantizer in form.storages.items() if not more else ():
         if quantizer != quantized.quantizer:
             with contextlib.suppress(CheckpointError), Checkpoint(ckpt.path, name) as other:
                 other.check_scales()

@@ -15,7 +15,7 @@ import torch
 
 from ..folder.te_folder import Source
 from ..formats import WeightFormat, parse
-from ..formats.format import scale_beside
+from ..formats.format import MixedFormat, scale_beside
 from ..formats.views import View, value_view
 from ..io.boxes import Box, Range, Shape
 from ..io.dtypes import check_decoded, dtype_name, torch_dtype
@@ -25,7 +25,11 @@ from .row_blocks import BAND_ELEMENTS
 
 
 def passthrough_as_values(
-    plan: Plan, files: FileStore, passthrough: Mapping[str, str], weight_format: WeightFormat, dtype: torch.dtype
+    plan: Plan,
+    files: FileStore,
+    passthrough: Mapping[str, str],
+    declared: WeightFormat | MixedFormat,
+    dtype: torch.dtype,
 ) -> Plan:
     """Return the plan with the passthrough weights that `files` hold in a format as values, and a note about those of
     its tensors that are no such weight.
@@ -37,10 +41,11 @@ def passthrough_as_values(
     computed: dict[str, Output] = {}
     parts: set[str] = set()
     scales: list[str] = []
-    data = weight_format.data
     for name in passthrough:
-        if not name.endswith(data.suffix) or files.tensors[name].dtype not in data.dtypes:
+        weight_format = _format_of(name, files, declared)
+        if weight_format is None:
             continue
+        data = weight_format.data
         weight = name.removesuffix(data.suffix)
         shape = _weight_shape(files, weight, weight_format)
         if shape is None or any(weight + part.suffix not in passthrough for part in weight_format.parts):
@@ -49,6 +54,8 @@ def passthrough_as_values(
         copy = passthrough[name].removesuffix(data.suffix)
         computed[passthrough[name]] = Output(copy, view.dtype, shape, compute=_bands(view, weight))
         parts.update(passthrough[weight + part.suffix] for part in weight_format.parts)
+        further = (weight + x.suffix for x in weight_format.beside)
+        parts.update(passthrough[x] for x in further if x in passthrough)
         beside = (scale_beside(weight, kind) for kind in weight_format.activations)
         scales += [passthrough[scale] for scale in beside if scale in passthrough]
     gone = {*parts, *scales} - computed.keys()
@@ -57,7 +64,7 @@ def passthrough_as_values(
     remaining = tuple(names.get(name, name) for name in plan.passthrough if name not in gone)
     same = set(remaining) - computed.keys()
     left = [copy for name, copy in passthrough.items() if copy in same and files.tensors[name].dtype.startswith("F8_")]
-    notes = (*plan.notes, _note(left, weight_format)) if left else plan.notes
+    notes = (*plan.notes, _note(left, declared.name)) if left else plan.notes
     return replace(plan, outputs=tuple(outputs), passthrough=remaining, ignored=(*plan.ignored, *scales), notes=notes)
 
 
@@ -84,6 +91,16 @@ def passthrough_modules(plan: Plan) -> list[str]:
     return [
         n.removesuffix(".weight") for n in matrices if n.endswith(".weight") and not n.endswith("embed_tokens.weight")
     ]
+
+
+def _format_of(name: str, files: FileStore, declared: WeightFormat | MixedFormat) -> WeightFormat | None:
+    """Return the format of the weight of which a tensor is the elements; None: it is none."""
+    for form in declared.formats:
+        weight = name.removesuffix(form.data.suffix)
+        fits = name.endswith(form.data.suffix) and files.tensors[name].dtype in form.data.dtypes
+        if fits and declared.of(weight) == form:
+            return form
+    return None
 
 
 def _weight_shape(files: FileStore, weight: str, weight_format: WeightFormat) -> Shape | None:
@@ -118,6 +135,6 @@ def _bands(view: View, name: str) -> Callable[[], Iterator[torch.Tensor]]:
     return compute
 
 
-def _note(names: list[str], weight_format: WeightFormat) -> str:
+def _note(names: list[str], declared: str) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{names[0]}{more}, which the model does not use, stay in FP8, but are no weights in {weight_format.name}"
+    return f"{names[0]}{more}, which the model does not use, stay in FP8, but are no weights in {declared}"

@@ -40,21 +40,22 @@ def unrepresentable(
     store: Store,
     plan: Plan,
     found: FieldNamespace,
-    weight_format: WeightFormat,
+    formats: Mapping[str, WeightFormat],
     quantizers: Mapping[str, Quantizer],
     stacks: Collection[str],
     *,
     narrow: bool,
 ) -> dict[str, str]:
-    """Return parameter -> why the format cannot have its numbers, of the first kind of reasons that there are.
+    """Return parameter -> why its format cannot have its numbers, of the first kind of reasons that there are.
 
-    store, plan: which have the numbers. stacks: weights whose experts share one number per matrix. narrow: also look
-    for values that four bits do not hold; where they are not looked for, writing them fails.
+    store, plan: which have the numbers. formats: stored weight -> its format. stacks: weights whose experts share one
+    number per matrix. narrow: also look for values that four bits do not hold; where they are not looked for, writing
+    them fails.
     """
     return (
-        _uneven(store, plan, found, weight_format, quantizers)
-        or _unequal(store, plan, found, weight_format, stacks)
-        or (_too_wide(store, plan, found, weight_format) if narrow else {})
+        _uneven(store, plan, found, formats, quantizers)
+        or _unequal(store, plan, found, formats, stacks)
+        or (_too_wide(store, plan, found, formats) if narrow else {})
     )
 
 
@@ -62,16 +63,18 @@ def _uneven(
     store: Store,
     plan: Plan,
     found: FieldNamespace,
-    weight_format: WeightFormat,
+    formats: Mapping[str, WeightFormat],
     quantizers: Mapping[str, Quantizer],
 ) -> dict[str, str]:
     """Return parameter -> why its scales do not fit the format's larger blocks; this reads such scales."""
-    part = weight_format.part("scale_inv")
     owners, uneven = found.owners, dict[str, str]()
+    scales = {weight + form.part("scale_inv").suffix: form for weight, form in formats.items()}
     for output in plan.outputs:
         name = owners.get(output.name, "").removesuffix(SUFFIXES["rowwise_scale_inv"])
-        if not output.name.endswith(part.suffix) or name not in found.formats or weight_format.takes(quantizers[name]):
+        form = scales.get(output.name)
+        if form is None or name not in found.formats or form.takes(quantizers[name]):
             continue
+        part = form.part("scale_inv")
         rows, columns = coarser(part, field_blocks(quantizers[name])[part.field], output.shape)
         if name not in uneven and not _even(store, output, rows, columns):
             where = "one matrix" if part.block is None else f"blocks of {part.block[0]}x{part.block[1]}"
@@ -80,31 +83,34 @@ def _uneven(
 
 
 def _unequal(
-    store: Store, plan: Plan, found: FieldNamespace, weight_format: WeightFormat, stacks: Collection[str]
+    store: Store, plan: Plan, found: FieldNamespace, formats: Mapping[str, WeightFormat], stacks: Collection[str]
 ) -> dict[str, str]:
     """Return parameter -> why its experts cannot have one number; this reads such numbers."""
-    parts = [part for part in weight_format.scales if part.block is None]
-    numbers = {weight + part.suffix: part for weight in stacks for part in parts}
+    numbers = {
+        weight + part.suffix: (part, formats[weight].name)
+        for weight in stacks
+        for part in formats[weight].scales
+        if part.block is None
+    }
     owners, unequal = found.owners, dict[str, str]()
     for output in plan.outputs:
-        part = numbers.get(output.name)
-        if part is None or output.name not in found.fields:
+        if output.name not in numbers or output.name not in found.fields:
             continue
+        part, name = numbers[output.name]
         values = torch.cat([band.flatten() for _, band in read_bands(store, output, _BAND)])
         if not (values == values[0]).all():
             parameter = owners[output.name].removesuffix(SUFFIXES[f"rowwise_{part.field}"])
-            unequal[parameter] = f"its experts have scales of their own, where {weight_format.name} has one for all"
+            unequal[parameter] = f"its experts have scales of their own, where {name} has one for all"
     return unequal
 
 
-def _too_wide(store: Store, plan: Plan, found: FieldNamespace, weight_format: WeightFormat) -> dict[str, str]:
+def _too_wide(store: Store, plan: Plan, found: FieldNamespace, formats: Mapping[str, WeightFormat]) -> dict[str, str]:
     """Return parameter -> why its elements do not fit a format of four bits; this reads them."""
-    if weight_format.element != "e2m1":
-        return {}
     owners, wide = found.owners, dict[str, str]()
+    narrow = {weight + form.data.suffix for weight, form in formats.items() if form.element == "e2m1"}
     for output in plan.outputs:
         name = owners.get(output.name)
-        if name not in found.formats or name in wide or output.dtype != "F8_E4M3":
+        if output.name not in narrow or name not in found.formats or name in wide or output.dtype != "F8_E4M3":
             continue
         if not all(numbers.fits_e2m1(band) for _, band in read_bands(store, output, _BAND)):
             wide[name] = "it has values that four bits do not hold"

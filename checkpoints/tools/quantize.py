@@ -8,7 +8,7 @@ from typing import Unpack
 
 import torch
 
-from te_models.layers import Recipe
+from te_models.layers import Int4Quantizer, Int8Quantizer, Quantizer, Recipe
 from te_models.layers import recipe as recipe_by_name
 
 from ..folder.passthrough import our_names
@@ -27,21 +27,26 @@ from ..quantized.route import VALUES, Form, choose_route
 from ..quantized.te_target import TETarget
 from .conversion import Conversion, Options, PathLike
 
+INTEGERS: dict[str, Quantizer] = {"int4": Int4Quantizer(), "int8": Int8Quantizer()}
+"""What weights alone are stored as."""
+
 
 def quantize(
     src: PathLike,
     dst: PathLike,
-    recipe: Recipe | str,
+    recipe: Recipe | Quantizer | str,
     **options: Unpack[Options],
 ) -> Plan:
     """Write a folder of ours in which the weights of linear layers are stored quantized.
 
-    recipe: a recipe or its name (a key of RECIPES); its weight quantizer decides format and scales. The
+    recipe: a recipe or its name (a key of RECIPES), whose weight quantizer decides format and scales; or a quantizer of
+    weights, or "int4" or "int8": integers with a scale in bfloat16 per 32 values, which no recipe computes in. The
     result is what quantizing the loaded weights gives, bit for bit; every expert has its own scales in both layouts.
     Memory holds one usage's fields of one parameter and the quantizer's working copies of a few rows.
     """
-    chosen = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
-    quantizer = chosen.weight_quantizer()
+    if isinstance(recipe, str):
+        recipe = INTEGERS[recipe] if recipe in INTEGERS else recipe_by_name(recipe)
+    quantizer = recipe if isinstance(recipe, Quantizer) else recipe.weight_quantizer()
     with Conversion(src, dst, options) as conversion:
         conversion.refuse_quantized("quantized again")
         ckpt = conversion.ckpt

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from te_models.config import ModelConfig
 
     from ..formats import numbers
-    from ..formats.source import QuantizedFiles
+    from ..formats.files import QuantizedFiles
 else:
     torch, numbers = later("torch"), later("te_models.checkpoints.formats.numbers")
 
@@ -94,7 +94,7 @@ def _part(name: str) -> str:
 def summarize_formats(ckpt: Checkpoint) -> dict[str, FormatSummary]:
     """Return format -> summary, of a Hugging Face folder the format that it declares; nothing is read."""
     if ckpt.quantized is not None:
-        return {ckpt.quantized.format.name: _of_files(ckpt, ckpt.quantized)}
+        return _of_files(ckpt, ckpt.quantized)
     shapes = expected_tensors(ckpt.config)
     sums: dict[str, list[int]] = {}
     for name, meta in ckpt.formats.items():
@@ -103,19 +103,21 @@ def summarize_formats(ckpt: Checkpoint) -> dict[str, FormatSummary]:
         total[1] += math.prod(shapes[name])
         for suffix, spec in field_specs(name, shapes[name], meta).items():
             (dtype,) = spec.dtypes
-            total[3 if suffix.endswith(("_scale_inv", "_amax")) else 2] += byte_count(dtype, spec.shape)
+            total[3 if suffix.endswith(("_scale_inv", "_zero_point", "_amax")) else 2] += byte_count(dtype, spec.shape)
     return {name: FormatSummary(*total) for name, total in sums.items()}
 
 
-def _of_files(ckpt: Checkpoint, quantized: QuantizedFiles) -> FormatSummary:
-    """Return the summary of what the files hold, which may not be the form that an import stores it in."""
+def _of_files(ckpt: Checkpoint, quantized: QuantizedFiles) -> dict[str, FormatSummary]:
+    """Return format -> the summary of what the files hold, which may not be the form that an import stores it in."""
     high_precision = FAMILIES[ckpt.family or ""].namespace(ckpt.config, ckpt.source and ckpt.source.form)
-    tensors = quantized.files.tensors
-    weights = sum(math.prod(high_precision.stored[name].shape) for name in quantized.weights)
-    data, *scales = (
-        sum(tensors[name + part.suffix].nbytes for name in quantized.weights) for part in quantized.format.parts
-    )
-    return FormatSummary(len(quantized.weights), weights, data, sum(scales))
+    tensors, sums = quantized.files.tensors, dict[str, list[int]]()
+    for name, form in quantized.formats.items():
+        total = sums.setdefault(form.name, [0, 0, 0, 0])
+        total[0] += 1
+        total[1] += math.prod(high_precision.stored[name].shape)
+        for part in form.parts:
+            total[2 if part == form.data else 3] += tensors[name + part.suffix].nbytes
+    return {name: FormatSummary(*total) for name, total in sums.items()}
 
 
 def scale_statistics(path: PathLike, *, verify: bool = True) -> dict[str, ScaleStatistics]:
@@ -153,6 +155,7 @@ def _scales(ckpt: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _scales_of_files(quantized: QuantizedFiles) -> Iterator[tuple[str, torch.Tensor]]:
-    parts = [part for part in quantized.format.scales if part.meaning == "scale"]
-    for name in (weight + part.suffix for weight in quantized.weights for part in parts):
-        yield quantized.format.name, quantized.files.view(name)
+    for weight, form in quantized.formats.items():
+        for part in form.scales:
+            if part.meaning == "scale":
+                yield form.name, quantized.files.view(weight + part.suffix)

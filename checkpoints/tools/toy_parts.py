@@ -21,7 +21,8 @@ from te_models.config import ModelConfig
 
 from ..families import Family
 from ..folder.checkpoint import Checkpoint
-from ..formats.format import scale_beside
+from ..formats.format import WeightFormat, scale_beside
+from ..formats.packed_columns import column_name
 from ..formats.stacks import stacked_name
 from ..io.boxes import Shape, full, intersect, tiles
 from ..io.errors import CheckpointError, shorten
@@ -99,7 +100,8 @@ def renumbered(declaration: Mapping[str, Any], part: ToyPart) -> dict[str, Any]:
 
     def walk(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: walk(inner) for key, inner in value.items()}
+            keys = ((part.renamed(key), inner) for key, inner in value.items())  # layers of ModelOpt are keys
+            return {key: walk(inner) for key, inner in keys if key is not None}
         if isinstance(value, list):
             names = (part.renamed(inner) if isinstance(inner, str) else walk(inner) for inner in value)
             return [name for name in names if name is not None]
@@ -114,14 +116,27 @@ def _quantized(part: ToyPart, source: str, name: str, shape: Shape) -> Iterator[
     assert ckpt.quantized is not None, "called for quantized weights only"
     if shape[-2:] != whole[-2:]:
         raise CheckpointError(f"{name} cannot be cut out of {source}, which is quantized")
-    for p in ckpt.quantized.format.parts:
-        transposed = source + p.suffix not in ckpt.files.tensors  # as a stack of experts that another name tells
+    form = ckpt.quantized.formats[source]
+    for p in form.parts:
+        # as a stack of experts that another name tells
+        transposed = source + p.suffix not in ckpt.files.tensors and form.packing is None
         old, new = (stacked_name(w, p) if transposed else w + p.suffix for w in (source, name))
-        yield _first(part, old, new, shape[:-2], whole[:-2])
-    for kind in ckpt.quantized.format.activations:
+        yield _first(part, *_stored_names(form, source, name, old, new), shape[:-2], whole[:-2])
+    for beside in form.beside:
+        if source + beside.suffix in ckpt.quantized.files.tensors:
+            old, new = source + beside.suffix, name + beside.suffix
+            yield _first(part, *_stored_names(form, source, name, old, new), (), ())
+    for kind in form.activations:
         scale = scale_beside(source, kind)
         if scale in ckpt.quantized.activations:
             yield _first(part, scale, scale_beside(name, kind), shape[:-2], whole[:-2])
+
+
+def _stored_names(form: WeightFormat, source: str, name: str, old: str, new: str) -> tuple[str, str]:
+    """Return what files call two parts of weights, which packed columns are modules of."""
+    if form.packing is None:
+        return old, new
+    return column_name(source, old), column_name(name, new)
 
 
 def _first(part: ToyPart, source: str, name: str, leading: Shape, whole: Shape) -> Output:
@@ -137,8 +152,7 @@ def _further(part: ToyPart) -> Iterator[Output]:
     quantized = part.checkpoint.quantized
     if quantized is None:
         return
-    kinds = quantized.format.activations
-    owned = {scale_beside(weight, kind) for weight in quantized.weights for kind in kinds}
+    owned = {scale_beside(weight, kind) for weight, form in quantized.formats.items() for kind in form.activations}
     for scale in quantized.activations:
         name = part.renamed(scale)
         if scale not in owned and name is not None:
@@ -210,10 +224,11 @@ def _layer_with_experts(part: ToyPart, target: Namespace) -> _Layer | None:
     whole, small = (_within(space, f"{names.layer.format(i=i)}.") for space, i in zip((part.whole, target), numbers))
     beside: dict[str, str] = {}
     if part.checkpoint.quantized is not None:
-        weight_format = part.checkpoint.quantized.format
-        for weight in whole:
-            beside |= {weight + scale.suffix: weight for scale in weight_format.parts if scale.suffix}
-            beside |= {scale_beside(weight, kind): weight for kind in weight_format.activations}
+        for weight_format in part.checkpoint.quantized.format.formats:
+            for weight in whole:
+                parts = (*weight_format.parts, *weight_format.beside)
+                beside |= {weight + scale.suffix: weight for scale in parts if scale.suffix}
+                beside |= {scale_beside(weight, kind): weight for kind in weight_format.activations}
     return _Layer(whole, small, beside)
 
 

@@ -252,6 +252,29 @@ x = quantizer.quantize(torch.randn(32, 64), key=torch.tensor([0, 1]))  # (seed, 
 assert isinstance(x, NVFP4Tensor)
 storage = NVFP4TensorStorage.quantize(torch.randn(16, 16), NVFP4Quantizer())
 
+# %% Int4Quantizer, Int4Tensor, Int4TensorStorage, Int8Quantizer, Int8Tensor, Int8TensorStorage
+import torch
+from torch import nn
+from te_models.layers import (
+    Int4Quantizer,
+    Int4Tensor,
+    Int4TensorStorage,
+    Int8Quantizer,
+    Int8Tensor,
+    Int8TensorStorage,
+    Linear,
+)
+
+quantizer = Int4Quantizer(group_size=64, zero_points=True)  # of weights alone: no recipe computes in integers
+layer = Linear(128, 64)
+layer.weight = nn.Parameter(quantizer.quantize(layer.weight.detach()), requires_grad=False)
+assert isinstance(layer.weight, Int4Tensor)
+print(layer.weight.rowwise_data.shape, layer.weight.rowwise_scale_inv.dtype)  # [64, 64], bfloat16
+layer(torch.randn(8, 128, requires_grad=True)).sum().backward()  # with the dequantized values
+storage = Int4TensorStorage.quantize(torch.randn(8, 64), Int4Quantizer())
+assert isinstance(Int8Quantizer().quantize(torch.randn(8, 64)), Int8Tensor)
+storage = Int8TensorStorage.quantize(torch.randn(8, 64), Int8Quantizer(group_size=0))  # a scale for each row
+
 # %% HybridQuantizer, HybridTensor, HybridTensorStorage, IdentityQuantizer, IdentityTensor, IdentityTensorStorage
 import torch
 from te_models.layers import (

@@ -14,6 +14,7 @@ from .blockwise import Float8BlockQuantizer, MXFP8Quantizer
 from .fp8 import Float8CurrentScalingQuantizer, FP8Quantizer
 from .hybrid import HybridQuantizer
 from .identity import IdentityQuantizer
+from .integer import Int4Quantizer, Int8Quantizer, IntQuantizer
 from .nvfp4 import NVFP4Quantizer
 
 QUANTIZERS: dict[str, type[Quantizer]] = {
@@ -23,6 +24,8 @@ QUANTIZERS: dict[str, type[Quantizer]] = {
         Float8BlockQuantizer,
         MXFP8Quantizer,
         NVFP4Quantizer,
+        Int4Quantizer,
+        Int8Quantizer,
         IdentityQuantizer,
         HybridQuantizer,
     )
@@ -37,6 +40,9 @@ __all__ = [
     "Float8CurrentScalingQuantizer",
     "HybridQuantizer",
     "IdentityQuantizer",
+    "Int4Quantizer",
+    "Int8Quantizer",
+    "IntQuantizer",
     "MXFP8Quantizer",
     "NVFP4Quantizer",
     "Quantizer",

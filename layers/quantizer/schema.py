@@ -77,6 +77,8 @@ SCHEMAS: dict[str, Schema] = {
     "float8_block": Schema(transposed_view=True),
     "mxfp8": Schema(columnwise_transposed=False),
     "nvfp4": Schema(values_per_entry=2, scale_block=(1, 16)),
+    "int4": Schema(values_per_entry=2),
+    "int8": Schema(),
     "identity": Schema(),
 }
 """Format -> declaration. A hybrid tensor follows the declarations of its two formats."""
@@ -97,7 +99,8 @@ def field_layouts(quantizer: Quantizer) -> tuple[FieldLayout, ...]:
         columnwise = usage == "columnwise" and not member.symmetric
         schema = SCHEMAS[member.FORMAT]
         for part in member.PARTS:
-            block = {"data": (1, schema.values_per_entry), "scale_inv": schema.scale_block or member.block}.get(part)
+            scale = schema.scale_block or member.block
+            block = {"data": (1, schema.values_per_entry), "scale_inv": scale, "zero_point": scale}.get(part)
             if part == "amax" and member.row_scaled:
                 block = (1, _WHOLE_ROW)
             if columnwise and block is not None:

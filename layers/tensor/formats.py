@@ -30,6 +30,14 @@ class NVFP4Tensor(QuantizedTensor):
     """`NVFP4TensorStorage` as a tensor."""
 
 
+class Int4Tensor(QuantizedTensor):
+    """`Int4TensorStorage` as a tensor."""
+
+
+class Int8Tensor(QuantizedTensor):
+    """`Int8TensorStorage` as a tensor."""
+
+
 class IdentityTensor(QuantizedTensor):
     """`IdentityTensorStorage` as a tensor."""
 
@@ -43,6 +51,8 @@ TENSOR_CLASSES: dict[str, type[QuantizedTensor]] = {
     "float8_block": Float8BlockwiseTensor,
     "mxfp8": MXFP8Tensor,
     "nvfp4": NVFP4Tensor,
+    "int4": Int4Tensor,
+    "int8": Int8Tensor,
     "identity": IdentityTensor,
     "hybrid": HybridTensor,
 }

@@ -152,6 +152,14 @@ class NVFP4TensorStorage(QuantizedStorage):
     """FP4 with an FP8 scale per 16 values and one amax; fields as `NVFP4Quantizer` says."""
 
 
+class Int4TensorStorage(QuantizedStorage):
+    """Integers of four bits with a scale per group of a row; fields as `Int4Quantizer` says."""
+
+
+class Int8TensorStorage(QuantizedStorage):
+    """Integers of eight bits with a scale per group of a row; fields as `Int8Quantizer` says."""
+
+
 class IdentityTensorStorage(QuantizedStorage):
     """High precision; the field is `rowwise_data`."""
 
@@ -165,6 +173,8 @@ STORAGE_CLASSES: dict[str, type[QuantizedStorage]] = {
     "float8_block": Float8BlockwiseTensorStorage,
     "mxfp8": MXFP8TensorStorage,
     "nvfp4": NVFP4TensorStorage,
+    "int4": Int4TensorStorage,
+    "int8": Int8TensorStorage,
     "identity": IdentityTensorStorage,
     "hybrid": HybridTensorStorage,
 }

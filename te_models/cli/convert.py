@@ -20,8 +20,9 @@ from .run_conversion import (
 
 LAYOUTS = ("grouped", "per-gemm")
 DTYPES = ("float32", "bfloat16", "float16")
-RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
-"""Those that a word says; `te_models.layers`, which knows them, imports torch."""
+RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4", "int4", "int8")
+"""Those that a word says, and integers, which weights alone are stored as; `te_models.layers`, which knows them,
+imports torch."""
 
 
 def add(verbs: Verbs) -> None:
@@ -115,7 +116,11 @@ def add(verbs: Verbs) -> None:
         "te-models quantize ./moe ./moe-fp8 --recipe mxfp8",
     )
     parser.add_argument(
-        "--recipe", choices=RECIPES, required=True, metavar="RECIPE", help="delayed, current, block, mxfp8 or nvfp4"
+        "--recipe",
+        choices=RECIPES,
+        required=True,
+        metavar="RECIPE",
+        help="delayed, current, block, mxfp8 or nvfp4; int4 or int8, which no run computes in",
     )
 
     parser = _converter(

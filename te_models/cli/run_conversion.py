@@ -71,9 +71,8 @@ def run_reshard(args: argparse.Namespace) -> int:
 def run_quantize(args: argparse.Namespace) -> int:
     """Linear weights stored as a recipe quantizes them."""
     from te_models.checkpoints import quantize
-    from te_models.layers import recipe
 
-    return _convert(args, quantize, recipe=recipe(args.recipe))
+    return _convert(args, quantize, recipe=args.recipe)
 
 
 def run_dequantize(args: argparse.Namespace) -> int:

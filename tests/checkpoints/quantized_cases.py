@@ -20,6 +20,16 @@ import torch
 from safetensors.torch import save_file
 
 from tests.checkpoints.hf_cases import stored, transformers
+from tests.checkpoints.integer_cases import (
+    AWQ_CONFIG,
+    GPTQ_CONFIG,
+    awq,
+    by_name,
+    gptq,
+    group_of,
+    mixed,
+    packed,
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -226,6 +236,13 @@ def mxfp4_packed(name: str, weight: torch.Tensor, generator: torch.Generator) ->
     return {f"{name}_packed": packed, f"{name}_scale": scales}, values
 
 
+def fp4_experts(name: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    """DeepSeek-V4: [out, in / 2] as signed bytes and a power of two per 32."""
+    tensors, values = mxfp4_packed(name, weight, generator)
+    scales = tensors[f"{name}_scale"].view(torch.float8_e8m0fnu)
+    return {name: tensors[f"{name}_packed"].view(torch.int8), f"{name}_scale_inv": scales}, values
+
+
 def with_stacks(encode: Encoder) -> Encoder:
     """Return what also makes stacks of experts as ModelOpt has them: [E, in, out], packed and scaled along `in`."""
 
@@ -295,6 +312,10 @@ def modelopt(algorithm: str, **fields: Any) -> dict[str, Any]:
 
 
 _NVFP4_OPT = nvfp4("", "_scale_2", False, "input_scale")
+V2 = {"bits": 8, "group_size": 32, "checkpoint_format": "gptq_v2"}
+_LAYERS = {f"model.layers.{i}.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(2)}
+_ATTENTION = {f"model.layers.{i}.self_attn.{x}_proj": {"quant_algo": "FP8"} for i in range(2) for x in "qkvo"}
+_MIXED_OPT = modelopt("MIXED_PRECISION", quantized_layers=_LAYERS | _ATTENTION)
 _NVFP4_CT = nvfp4("_packed", "_global_scale", True, "input_global_scale")
 CASES: dict[str, Case] = {
     "fp8-dense": Case("qwen3", fp8_block(), FP8_CONFIG),
@@ -344,6 +365,46 @@ CASES: dict[str, Case] = {
         "qwen3_moe",
         fp8_block(suffix="_scale"),
         compressed("float-quantized", num_bits=8, strategy="block", block_structure=[128, 128]),
+    ),
+    "pack-quantized-int4": Case(  # as Kimi-K2-Thinking
+        "deepseek_v3", packed(4, 32, shape=torch.int32), compressed("pack-quantized", **group_of(4, 32))
+    ),
+    "pack-quantized-int4-zeros": Case(
+        "qwen3_moe",
+        packed(4, 64, zero_points=True, dtype=torch.float16),
+        compressed("pack-quantized", **group_of(4, 64, zero_points=True)),
+    ),
+    "pack-quantized-int8-channel": Case(
+        "qwen3", packed(8, None, dtype=torch.float32), compressed("pack-quantized", **group_of(8, None))
+    ),
+    "pack-quantized-int8-zeros": Case(
+        "qwen3_moe-ragged",
+        packed(8, 32, zero_points=True),
+        compressed("pack-quantized", **group_of(8, 32, zero_points=True)),
+    ),
+    "mixed-precision-quantized": Case(
+        "qwen3_moe",
+        by_name(("self_attn", fp8_block(suffix="_scale")), ("down_proj", packed(8, 64)), ("", packed(4, 32))),
+        mixed(
+            {
+                "group_0": (["Linear"], "pack-quantized", group_of(4, 32)),
+                "group_1": (["re:.*down_proj$"], "pack-quantized", group_of(8, 64)),
+                "group_2": (
+                    ["re:.*self_attn.*"],
+                    "float-quantized",
+                    {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+                ),
+            }
+        ),
+    ),
+    "modelopt-mixed": Case("qwen3_moe", by_name(("experts", _NVFP4_OPT), ("", per_tensor(False))), separate=_MIXED_OPT),
+    "gptq": Case("qwen3_moe", gptq(4, 64), GPTQ_CONFIG),
+    "gptq-int8-v2": Case("qwen3", gptq(8, 32, less=0), GPTQ_CONFIG | V2),
+    "awq": Case("qwen3_moe", awq(64), AWQ_CONFIG),
+    "fp8-fp4-experts": Case(  # the experts of DeepSeek-V4
+        "deepseek_v3",
+        by_name((".experts.", fp4_experts), ("", fp8_block(torch.float8_e8m0fnu, pow2=True))),
+        FP8_CONFIG | {"scale_fmt": "ue8m0", "expert_dtype": "fp4"},
     ),
 }
 """Folders that are taken over number for number."""

@@ -28,6 +28,7 @@ RECIPES = {
     "nvfp4-pack-quantized": "nvfp4",
     "mxfp4-pack-quantized": "mxfp8",
     "mxfp8-quantized": "mxfp8",
+    "pack-quantized": "int4",
     "float-quantized": "current",
     "float-quantized by block": "block",
 }
@@ -77,8 +78,9 @@ def check(folder: Path, expected: torch.Tensor, rounding: float, form: str, auto
         package = pytest.importorskip("compressed_tensors", reason="reads these formats: te_models[test]")
         assert package
         values = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
-        # It decodes FP4 to bfloat16, and rounds activations to E4M3, 2 ** 4 times as coarse, where that is declared.
-        decoded = 2 * rounding if "4" in form else 0.0
+        # It decodes FP4 and integers in bfloat16. Where that is declared it rounds activations to E4M3, 2 ** 4 times as
+        # coarse.
+        decoded = 2 * rounding if "4" in form or form == "pack-quantized" else 0.0
         ways = {
             "values": (torch.float32, values, decoded),
             "as it is": (torch.bfloat16, {}, (16 if form.startswith("float") else 4) * rounding),

@@ -118,9 +118,9 @@ def test_unknown_forms_are_refused(tmp_path: Path) -> None:
     source, _ = make(CASES["mxfp4-gpt-oss"], tmp_path)
     for allowed in (False, True):
         with pytest.raises(
-            CheckpointError, match=r"mxfp4 cannot be stored as 'int4'; allowed: mxfp8, nvfp4; with --allow"
+            CheckpointError, match=r"mxfp4 cannot be stored as 'int5'; allowed: mxfp8, nvfp4; with --allow"
         ):
-            import_hf(source, tmp_path / "ours", storage="int4", allow_requantize=allowed)
+            import_hf(source, tmp_path / "ours", storage="int5", allow_requantize=allowed)
 
 
 def test_only_scales_that_are_no_powers_of_two_are_requantized_for_mxfp8(tmp_path: Path) -> None:

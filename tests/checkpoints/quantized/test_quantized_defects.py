@@ -120,7 +120,7 @@ DEFECTS: dict[str, tuple[str, Edit, str]] = {
         lambda folder: edit_config(folder, quantization_config=None),
         f"not part of this model: .*{SCALE[:20]}",
     ),
-    "other method": ("fp8-dense", config(quant_method="gptq"), "quantization by 'gptq'; supported: fp8, "),
+    "other method": ("fp8-dense", config(quant_method="aqlm"), "quantization by 'aqlm'; supported: fp8, "),
     "no method": ("fp8-dense", config(quant_method=None), "quantization by None; supported: fp8, "),
     "not an object": (
         "fp8-dense",
@@ -191,7 +191,7 @@ DEFECTS: dict[str, tuple[str, Edit, str]] = {
     "groups of activations alone": (
         "float-quantized-tensor",
         compression(config_groups={"attention": {"targets": ["LlamaAttention"], "weights": None}}),
-        "has groups with the strategies none; supported: one strategy for all",
+        "the quantization configuration has no group that quantizes weights",
     ),
     "no groups": (
         "float-quantized-tensor",

@@ -9,6 +9,8 @@ from te_models.layers.quantizer import (
     Float8CurrentScalingQuantizer,
     HybridQuantizer,
     IdentityQuantizer,
+    Int4Quantizer,
+    Int8Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -28,6 +30,9 @@ EXAMPLES: dict[str, Quantizer] = {
     "1x16 RHT": NVFP4Quantizer(with_rht=True),
     "16x16": NVFP4Quantizer(with_2d_quantization=True),
     "16x16 4/6": NVFP4Quantizer(with_2d_quantization=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256),
+    "int4 1x32": Int4Quantizer(),
+    "int4 rows": Int4Quantizer(group_size=0, zero_points=True, scale_dtype=torch.float16),
+    "int8 1x64": Int8Quantizer(group_size=64, zero_points=True, scale_dtype=torch.float32),
     "identity": IdentityQuantizer(),
     "hybrid": HybridQuantizer(
         rowwise_quantizer=MXFP8Quantizer(), columnwise_quantizer=Float8BlockQuantizer(block_scaling_dim=1)

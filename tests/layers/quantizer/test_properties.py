@@ -102,9 +102,9 @@ def test_with_scales_that_are_powers_of_two_quantizing_again_changes_nothing(nam
 def test_transposition(name: str, x: Tensor) -> None:
     """A symmetric format commutes with it; otherwise the columnwise copy is the rowwise one of the transpose."""
     quantizer = EXAMPLES[name]
-    if quantizer.symmetric:
+    if quantizer.symmetric and quantizer.FORMAT not in ("int4", "int8"):  # whose groups lie along rows
         assert torch.equal(dequantized(quantizer, x.mT), dequantized(quantizer, x).mT)
-    elif quantizer.FORMAT != "hybrid" and "RHT" not in name:
+    elif not quantizer.symmetric and quantizer.FORMAT != "hybrid" and "RHT" not in name:
         columnwise = quantizer.operand(x, "columnwise", torch.float32)
         rowwise = quantizer.operand(x.mT.contiguous(), "rowwise", torch.float32)
         assert torch.equal(columnwise.values.mT, rowwise.values)

@@ -20,6 +20,8 @@ from te_models.layers.quantizer import (
     Float8CurrentScalingQuantizer,
     HybridQuantizer,
     IdentityQuantizer,
+    Int4Quantizer,
+    Int8Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -78,6 +80,8 @@ OTHER = {
     "nvfp4_4over6_err_mode": "MSE",
     "rowwise_quantizer": MXFP8Quantizer(),
     "columnwise_quantizer": MXFP8Quantizer(),
+    "group_size": 64,
+    "scale_dtype": torch.float16,
 }
 
 
@@ -116,7 +120,13 @@ X = torch.ones(16, 16)
         (lambda: NVFP4Quantizer(with_rht=True, with_2d_quantization=True), "both True; allowed: one of the two"),
         (lambda: HybridQuantizer(rowwise_quantizer=HybridQuantizer()), "allowed: a quantizer of one format"),
         (lambda: HybridQuantizer(columnwise_quantizer=None), "columnwise_quantizer is None; allowed: a quantizer"),
-        (lambda: Quantizer.from_dict({"format": "int4"}), "quantized format is 'int4'; allowed: 'float8', 'float8_bl"),
+        (lambda: Quantizer.from_dict({"format": "int5"}), "quantized format is 'int5'; allowed: 'float8', 'float8_bl"),
+        (lambda: Int4Quantizer(group_size=24), "group_size is 24; allowed: 0 for whole rows, and powers of two from 8"),
+        (
+            lambda: Int8Quantizer(scale_dtype=torch.int8),
+            "scale_dtype is torch.int8; allowed: torch.bfloat16, torch.f",
+        ),
+        (lambda: Quantizer.from_dict({"format": "int4", "scale_dtype": 3}), "scale_dtype is 3; allowed: 'bfloat16', "),
         (lambda: Quantizer.from_dict({}), "quantized format is None; allowed"),
         (lambda: Quantizer.from_dict({"format": "mxfp8", "speed": 1}), "MXFP8Quantizer has no field 'speed'; its fie"),
         (lambda: Quantizer.from_dict({"format": "mxfp8", "fp8_dtype": "int8"}), "fp8_dtype is 'int8'; allowed: 'flo"),

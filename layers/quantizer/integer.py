@@ -1,0 +1,129 @@
+"""Integers of four or eight bits with a scale per group of a row: what weights alone are stored as (W4A16, W8A16)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from te_models.kernels import quantize as q
+from te_models.kernels.quantize.integers.reference import (
+    dequantize_integers,
+    pack_nibbles,
+    quantize_integers,
+    unpack_nibbles,
+)
+from te_models.suggestions import shown
+
+from .base import Parts, Quantizer, Usage
+from .value import derived, value_class
+
+WHOLE_ROW = 2**62
+"""As the columns of a group: all that there are."""
+_SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntQuantizer(Quantizer):
+    """Base of quantizers to integers, of weights whose GEMMs take the dequantized values.
+
+    group_size: values of a row that share a scale, a power of two from 8; 0: all of the row. zero_points: whether a
+    group has a zero point of its own; else codes are symmetric around 2^(bits - 1). scale_dtype: of the scales,
+    torch.bfloat16, torch.float16 or torch.float32. ValueError for others.
+
+    No recipe computes in integers: a layer whose weight is stored so runs without a recipe, forward and the gradient of
+    its input, with the values that the one stored copy stands for.
+    """
+
+    BITS: ClassVar[int]
+    BLOCK_SCALES_ONLY: ClassVar[bool] = True
+
+    group_size: int = 32
+    zero_points: bool = False
+    scale_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size = self.group_size
+        if size != 0 and (size < 8 or size & (size - 1)):
+            raise ValueError(f"group_size is {shown(size)}; allowed: 0 for whole rows, and powers of two from 8")
+        if self.scale_dtype not in _SCALE_DTYPES:
+            raise ValueError(f"scale_dtype is {shown(self.scale_dtype)}; allowed: {', '.join(map(str, _SCALE_DTYPES))}")
+
+    @derived
+    def PARTS(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("data", "scale_inv", "zero_point") if self.zero_points else ("data", "scale_inv")
+
+    @derived
+    def symmetric(self) -> bool:
+        return True
+
+    @derived
+    def block(self) -> tuple[int, int]:
+        return (1, self.group_size or WHOLE_ROW)
+
+    @derived
+    def _columnwise_block(self) -> tuple[int, int]:
+        return self.block  # the one copy serves both usages as it lies
+
+    def of_transpose(self) -> Quantizer | None:
+        return None  # the one copy lies along its rows
+
+    def part_dtype(self, part: str) -> torch.dtype | None:
+        return self.scale_dtype if part == "scale_inv" else torch.uint8
+
+    def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
+        size = self.group_size or max(1, x.shape[-1])
+        codes, scale, zero = quantize_integers(x, self.BITS, size, self.scale_dtype, zero_points=self.zero_points)
+        data = pack_nibbles(codes) if self.BITS == 4 else codes
+        return (data, scale) if zero is None else (data, scale, zero)
+
+    def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
+        data, scale, zero = (*parts, None)[:3]
+        if self.BITS == 4:
+            if shape is None:
+                raise ValueError("packed fields do not tell their matrix's shape; pass shape, [..., rows, columns]")
+            data = unpack_nibbles(data, shape[-1])
+        return dequantize_integers(data, scale, zero, self.BITS, self.block[1], dtype)
+
+    def statistics(
+        self, x: Tensor, key: Tensor | None = None, amax: Tensor | None = None, count: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        parts = self._quantize(x, "rowwise", key, amax)
+        values = self._dequantize(parts, "rowwise", torch.float32, x.shape)
+        block = (1, min(self.block[1], max(1, x.shape[-1])))
+        return q.quantization_statistics(x, values, parts[1].float(), block, 2.0 ** (self.BITS - 1), count)
+
+    @classmethod
+    def _from_json(cls, field: str, value: Any) -> Any:
+        if field != "scale_dtype":
+            return value
+        dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in _SCALE_DTYPES}
+        if value not in dtypes:
+            raise ValueError(f"scale_dtype is {shown(value)}; allowed: {', '.join(map(repr, dtypes))}")
+        return dtypes[value]
+
+
+@value_class
+@dataclass(frozen=True, kw_only=True)
+class Int4Quantizer(IntQuantizer):
+    """Four bits, two codes in a byte.
+
+    Fields: rowwise data uint8 [..., R, ceil(C/2)], scale_inv [..., R, ceil(C/group_size)] in scale_dtype, and with
+    zero_points zero_point uint8 [..., R, ceil(C/group_size)].
+    """
+
+    FORMAT: ClassVar[str] = "int4"
+    BITS: ClassVar[int] = 4
+
+
+@value_class
+@dataclass(frozen=True, kw_only=True)
+class Int8Quantizer(IntQuantizer):
+    """Eight bits. Fields: as of `Int4Quantizer`, but data is uint8 [..., R, C]."""
+
+    FORMAT: ClassVar[str] = "int8"
+    BITS: ClassVar[int] = 8
