@@ -181,7 +181,7 @@ def restore_generators(start: TrainingState, ranks: Ranks, model: nn.Module, dim
     if known:
         check_random_state(random, str(ranks.rank))
         restore_random_state(random)
-    load_recipe_state(model, {k: t for k, t in state.items() if known or not k.endswith("fp8_rng_state")})
+    load_recipe_state(model, state)
 
 
 def _fields(config: dict[str, Any]) -> dict[str, str]:
