@@ -11,10 +11,12 @@ import torch
 
 from te_models import GPTModel
 from te_models.checkpoints import check_manifest
+from te_models.cli.main import main
 from te_models.lora import load_adapter, merge_lora
 from te_models.parallel.sharding import shards_experts_apart
 from te_models.training import ParallelConfig, TrainingCheckpointError
 from te_models.training.checkpoints.checkpoint import load_state
+from te_models.training.exporting import export_alone
 from tests.covering import selected
 from tests.training.processes import train_on_ranks
 from tests.training.ranks.layouts import LAYOUTS, PRECISIONS, SCHEDULES, Case, Runs
@@ -368,6 +370,39 @@ def _copy(folder: Path, to: Path, changed: dict[str, bytes]) -> None:
         name = file.relative_to(folder)
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         (to / name).write_bytes(changed.get(str(name), file.read_bytes()))
+
+
+def test_a_checkpoint_is_exported_alone(runs: Runs, tmp_path: Path) -> None:
+    """By one process, as the run itself wrote its result."""
+    case = TRAINED[0]
+    folder = runs.output_dir(case) / "checkpoints" / "step-00000004"
+    export_alone(folder, tmp_path / "alone")
+    assert_same_bits(tensors_under(tmp_path / "alone"), tensors_under(runs.output_dir(case) / "final"))
+    assert main(["export", str(folder), str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "config.json").exists() and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", each([Case("moe", "stored mxfp8", "fsdp2"), LORA[0], Case("deep", "bf16", "pp2 DualPipeV")])
+)
+def test_every_kind_of_checkpoint_is_exported_alone(case: Case, tmp_path: Path) -> None:
+    runs = Runs(tmp_path, steps=2)
+    runs.on_ranks([case], 2)
+    export_alone(runs.output_dir(case) / "checkpoints" / "step-00000002", tmp_path / "alone")
+    assert_same_bits(tensors_under(tmp_path / "alone"), tensors_under(runs.output_dir(case) / "final"))
+
+
+@pytest.mark.slow
+def test_ranks_resume_from_a_finished_run(tmp_path: Path) -> None:
+    """Elsewhere: there is no step to add, and the result is that of the run."""
+    parallel = ParallelConfig(data_parallel_shard_size=2)
+    whole = tiny_run(tmp_path, "whole", steps=2, parallel=parallel)
+    train_on_ranks(whole, tmp_path, timeout=200)
+    last = tmp_path / "whole" / "checkpoints" / "step-00000002"
+    again = whole.replace(output_dir=str(tmp_path / "again"), resume_from=str(last))
+    train_on_ranks(again, tmp_path, timeout=200)
+    assert_same_bits(tensors_under(tmp_path / "again" / "final"), tensors_under(tmp_path / "whole" / "final"))
 
 
 @pytest.mark.slow
