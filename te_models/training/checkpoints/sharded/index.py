@@ -57,7 +57,7 @@ class Cutting:
 
     def meeting(self, begin: tuple[int, ...], shape: tuple[int, ...]) -> list[int]:
         """Return the numbers of the boxes that have elements in common with one."""
-        first, size = (torch.tensor(values, dtype=torch.int64).view(1, -1) for values in (begin, shape))
+        first, size = (torch.tensor(values, dtype=torch.int64, device="cpu").view(1, -1) for values in (begin, shape))
         meets = (self.begins < first + size) & (self.begins + self.sizes > first)
         return meets.all(1).nonzero().view(-1).tolist()
 
@@ -85,7 +85,7 @@ class Index:
         """Check that every tensor is covered, and that the files are there and, as far as can be known from their
         sizes, hold the boxes. Raises CheckpointError."""
         covered: dict[int, bool] = {}
-        needed = torch.zeros(len(self.files), dtype=torch.float64)
+        needed = torch.zeros(len(self.files), dtype=torch.float64, device="cpu")
         for name, stored in self.tensors.items():
             cutting = stored.cutting
             if id(cutting) not in covered:

@@ -60,11 +60,11 @@ def write_file(folder: Path, index: Index) -> FileRecord:
     tensors = index.tensors.values()
     arrays = {
         "names": torch.frombuffer(bytearray("\n".join(index.tensors).encode()), dtype=torch.uint8),
-        "dtypes": torch.tensor([dtypes[s.dtype] for s in tensors], dtype=torch.uint8),
-        "cuttings": torch.tensor([numbers[id(s.cutting)] for s in tensors], dtype=torch.int32),
-        "dimensions": torch.tensor([len(c.shape) for c in cuttings], dtype=torch.int32),
-        "boxes": torch.tensor([len(c.begins) for c in cuttings], dtype=torch.int64),
-        "shapes": torch.tensor([n for c in cuttings for n in c.shape], dtype=torch.int64),
+        "dtypes": torch.tensor([dtypes[s.dtype] for s in tensors], dtype=torch.uint8, device="cpu"),
+        "cuttings": torch.tensor([numbers[id(s.cutting)] for s in tensors], dtype=torch.int32, device="cpu"),
+        "dimensions": torch.tensor([len(c.shape) for c in cuttings], dtype=torch.int32, device="cpu"),
+        "boxes": torch.tensor([len(c.begins) for c in cuttings], dtype=torch.int64, device="cpu"),
+        "shapes": torch.tensor([n for c in cuttings for n in c.shape], dtype=torch.int64, device="cpu"),
         "bounds": _joined((torch.stack([c.begins, c.sizes], 1) for c in cuttings), torch.int64),
         "files": _joined((s.files for s in tensors), torch.int32),
     }
@@ -73,7 +73,7 @@ def write_file(folder: Path, index: Index) -> FileRecord:
 
 
 def _joined(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat([torch.empty(0, dtype=dtype), *(part.reshape(-1).to(dtype) for part in parts)])
+    return torch.cat([torch.empty(0, dtype=dtype, device="cpu"), *(part.reshape(-1).to(dtype) for part in parts)])
 
 
 def read_file(folder: Path) -> Index:

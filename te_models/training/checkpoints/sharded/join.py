@@ -84,7 +84,9 @@ def join(descriptions: Iterable[bytes]) -> Joined:
         of_names.append(ids)
         of_kinds.append(_tensor(kinds)[pattern])
         item_names.append(ids.repeat_interleave(repeats).int())
-        within = torch.arange(int(repeats.sum())) - (repeats.cumsum(0) - repeats).repeat_interleave(repeats)
+        within = torch.arange(int(repeats.sum()), device="cpu") - (repeats.cumsum(0) - repeats).repeat_interleave(
+            repeats
+        )
         item_boxes.append(flat[starts[pattern].repeat_interleave(repeats) + within].int())
     kind_of = _agreed(torch.cat(of_names), torch.cat(of_kinds), list(names), list(boxes.kinds))
     lengths = [len(items) for items in item_names]
@@ -92,12 +94,12 @@ def join(descriptions: Iterable[bytes]) -> Joined:
 
 
 def _tensor(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def _agreed(ids: Tensor, kinds: Tensor, names: list[str], known: list[tuple[str, Shape]]) -> list[int]:
     """Return the kind of each tensor, which is the same on all ranks."""
-    found = torch.zeros(len(names), dtype=torch.int64)
+    found = torch.zeros(len(names), dtype=torch.int64, device="cpu")
     found[ids] = kinds
     differing = (found[ids] != kinds).nonzero().view(-1).tolist()
     if differing:
@@ -121,11 +123,11 @@ def _joined(
     key = places.of_name[ids.long()] * len(listed) + places.of_box[numbers.long()]
     order = key.sort(stable=True).indices
     groups, copies = key[order].unique_consecutive(return_counts=True)
-    ranks = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(_tensor(lengths))
+    ranks = torch.arange(len(lengths), dtype=torch.int32, device="cpu").repeat_interleave(_tensor(lengths))
     box = groups % max(len(listed), 1)
     nbytes = _tensor([math.prod(size) * (bits_of(kinds[kind][0]) or 0) // 8 for kind, _, size in listed])[box]
     chosen = order[_chosen(ranks[order], copies, nbytes)]
-    writes = torch.zeros(len(ids), dtype=torch.uint8)
+    writes = torch.zeros(len(ids), dtype=torch.uint8, device="cpu")
     writes[chosen] = 1
     counts = torch.bincount(groups // max(len(listed), 1), minlength=len(names)).tolist()
     cuttings: dict[tuple[object, ...], Cutting] = {}
@@ -137,7 +139,7 @@ def _joined(
         shape, cut = kinds[kind][1], tuple(its.tolist())
         if (shape, cut) not in cuttings:
             table = ([listed[n][at] for n in cut] for at in (1, 2))
-            both = (torch.tensor(rows, dtype=torch.int64).view(len(cut), len(shape)) for rows in table)
+            both = (torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(cut), len(shape)) for rows in table)
             cuttings[shape, cut] = Cutting(shape, *both)
         tensors[name] = Stored(torch_dtype(kinds[kind][0]), cuttings[shape, cut], files)
     index = Index(tensors, tuple(file_of(rank) for rank in range(len(lengths))))
@@ -151,9 +153,12 @@ class _Places(NamedTuple):
 
 def _places(names: list[str], boxes: _Boxes, listed: list[tuple[int, Shape, Shape]]) -> _Places:
     """Return at which place of their sorted order tensors and boxes are, by their numbers."""
-    of_name, of_box = torch.empty(len(names), dtype=torch.int64), torch.empty(len(listed), dtype=torch.int64)
-    of_name[_tensor(sorted(range(len(names)), key=names.__getitem__))] = torch.arange(len(names))
-    of_box[_tensor([boxes.numbers[box] for box in listed])] = torch.arange(len(listed))
+    of_name, of_box = (
+        torch.empty(len(names), dtype=torch.int64, device="cpu"),
+        torch.empty(len(listed), dtype=torch.int64, device="cpu"),
+    )
+    of_name[_tensor(sorted(range(len(names)), key=names.__getitem__))] = torch.arange(len(names), device="cpu")
+    of_box[_tensor([boxes.numbers[box] for box in listed])] = torch.arange(len(listed), device="cpu")
     return _Places(of_name, of_box)
 
 
@@ -167,7 +172,7 @@ def _chosen(ranks: Tensor, copies: Tensor, nbytes: Tensor) -> Tensor:
     _, inverse, counts = sets[order].unique_consecutive(return_inverse=True, return_counts=True)
     before, ends = sizes.cumsum(0) - sizes, counts.cumsum(0)
     begin = before[ends - counts][inverse]
-    total = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, inverse, sizes)[inverse]
+    total = torch.zeros(len(counts), dtype=torch.float64, device="cpu").index_add_(0, inverse, sizes)[inverse]
     share = ((before - begin) / total.clamp(min=1) * copies[order]).long()
     number = torch.empty_like(copies)
     number[order] = share.minimum(copies[order] - 1)

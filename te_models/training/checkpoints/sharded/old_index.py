@@ -53,9 +53,13 @@ def read_json(folder: Path) -> Index:
             holders.append(files.setdefault(box["file"], len(files)))
         key = shape, tuple(begins), tuple(sizes)
         if key not in cuttings:
-            table = (torch.tensor(v, dtype=torch.int64).view(len(begins), len(shape)) for v in (begins, sizes))
+            table = (
+                torch.tensor(v, dtype=torch.int64, device="cpu").view(len(begins), len(shape)) for v in (begins, sizes)
+            )
             cuttings[key] = Cutting(shape, *table)
-        tensors[name] = Stored(torch_dtype(dtype), cuttings[key], torch.tensor(holders, dtype=torch.int32))
+        tensors[name] = Stored(
+            torch_dtype(dtype), cuttings[key], torch.tensor(holders, dtype=torch.int32, device="cpu")
+        )
     index = Index(tensors, tuple(files))
     index.check(folder, _WHERE)
     return index
