@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from te_models.layers import prepare_recipe_state, recipe_state
+from te_models.layers.module.model_state import quantized_modules
 
 from ...model import GPTModel
 from ...parallel.dims import ParallelDims
@@ -28,7 +29,18 @@ def complete_recipe_state(model: GPTModel, precision: PrecisionConfig) -> dict[s
     recipe = build_recipe(precision, model.config.num_layers)
     if recipe is not None:
         prepare_recipe_state(model, recipe)
-    return recipe_state(model)
+    return live_state(model)
+
+
+def live_state(model: GPTModel) -> dict[str, Tensor]:
+    """Return a model's recipe state without the random bits of layers that draw none: those would be a name for each
+    layer of each rank, and say no more than the run's seed."""
+    found = recipe_state(model)
+    for name, module in quantized_modules(model):
+        key = f"{name}.fp8_rng_state"
+        if key in found and not module.draws_random_bits:
+            del found[key]
+    return found
 
 
 def saved_recipe_state(
@@ -55,6 +67,7 @@ def saved_recipe_state(
         else:
             found, saved_by = _moved(read, before, now, rank, live)
         found = {name: value for name, value in found.items() if name in live or not staged}
+    found = {n: value for n, value in found.items() if n in live or not n.endswith("fp8_rng_state")}
     check_same_layout(found, {n: (tuple(t.shape), t.dtype) for n, t in live.items()}, f"recipe on rank {saved_by}")
     check_ranges(found)
     return {name: value for name, value in found.items() if known or not name.endswith("fp8_rng_state")}
