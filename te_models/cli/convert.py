@@ -38,7 +38,8 @@ def add(verbs: Verbs) -> None:
         "must be expected and present; anything else is an error and nothing is written. Quantized\n"
         "weights stay quantized, number for number; what cannot is refused, or as the options say.\n"
         "HF_DIR may also be a distributed checkpoint of torch, torchtitan or Megatron-Core; nothing in it\n"
-        "is unpickled. --config then says which model it is of.",
+        "is unpickled. --config then says which model it is of; with --run the optimizer's moments travel,\n"
+        "and te-models train RUN.toml --output-dir OUT goes on.",
         "te-models import ./SmolLM2-135M ./smollm2",
     )
     parser.add_argument(
@@ -57,6 +58,15 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--config", metavar="FILE", help="of a distributed checkpoint: the model's config.json, or folder"
     )
+    parser.add_argument(
+        "--run",
+        dest="run_file",
+        metavar="RUN.toml",
+        help="of one with AdamW: make OUT the folder of a run that goes on",
+    )
+    parser.add_argument(
+        "--step", type=count, metavar="N", help="with --run: how many steps are done (default: as counted)"
+    )
     parser.add_argument("--from", dest="system", choices=SYSTEMS, help="what wrote it (default: told by its names)")
 
     parser = _converter(
@@ -66,7 +76,8 @@ def add(verbs: Verbs) -> None:
         ("DIR", "HF_OUT"),
         "te_models folder to Hugging Face folder",
         "Write a folder that transformers loads with from_pretrained. Quantized weights stay quantized.\n"
-        "DIR may also be a training checkpoint of ours. --to writes a distributed checkpoint instead.",
+        "DIR may also be a training checkpoint of ours. --to writes a distributed checkpoint instead,\n"
+        "of a training checkpoint with AdamW's moments.",
         "te-models export ./moe ./moe-hf --family mixtral",
     )
     parser.add_argument("--family", help="architecture to write (default: the one that fits the configuration)")

@@ -30,14 +30,30 @@ def run_import(args: argparse.Namespace) -> int:
             raise CheckpointError(
                 f"--{given[0].replace('_', '-')} is of Hugging Face folders, and {args.source} is none"
             )
+        if args.run_file is not None:
+            return _import_run(args)
         return _convert(
             args, import_checkpoint, config=args.config, system=args.system, dtype=args.dtype, layout=args.layout
         )
-    if args.config is not None or args.system is not None:
-        raise CheckpointError(f"--config and --from are of distributed checkpoints, and {args.source} is none")
+    if any(value is not None for value in (args.config, args.system, args.run_file, args.step)):
+        raise CheckpointError(
+            f"--config, --from, --run and --step are of distributed checkpoints, and {args.source} is none"
+        )
     options = {"storage": args.storage, "allow_requantize": args.allow_requantize, "dequantize": args.dequantize}
     options["mtp"] = args.mtp
     return _convert(args, import_hf, dtype=args.dtype, layout=args.layout, **options)
+
+
+def _import_run(args: argparse.Namespace) -> int:
+    """A distributed checkpoint with its optimizer as the beginning of a run."""
+    from te_models.training.config.file import read_config
+    from te_models.training.exchange import import_run
+
+    config = read_config(Path(args.run_file)).replace(output_dir=args.out)
+    folder = import_run(Path(args.source), config, model=Path(args.config), system=args.system, step=args.step)
+    result = {"verb": args.verb, "source": args.source, "out": str(folder)}
+    emit(args, result, f"wrote {folder}; te-models train {args.run_file} --output-dir {args.out} goes on from there")
+    return 0
 
 
 def run_export(args: argparse.Namespace) -> int:
@@ -49,7 +65,13 @@ def run_export(args: argparse.Namespace) -> int:
         given = [name for name in names if getattr(args, name)]
         if given:
             raise CheckpointError(f"--{given[0].replace('_', '-')} is of Hugging Face folders, and --to writes none")
-        return _convert(args, export_checkpoint, to=args.to, dtype=args.dtype)
+        if not (Path(args.source) / "training.json").is_file():
+            return _convert(args, export_checkpoint, to=args.to, dtype=args.dtype)
+        from te_models.training.exchange import export_run
+
+        export_run(Path(args.source), Path(args.out), to=args.to, overwrite=args.force)
+        emit(args, {"verb": args.verb, "source": args.source, "out": args.out}, f"wrote {args.out}, model and moments")
+        return 0
     if (Path(args.source) / "training.json").is_file():
         return _export_run(args)
     return _export(args)

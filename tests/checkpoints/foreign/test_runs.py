@@ -11,10 +11,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from te_models import GPTModel
 from te_models.checkpoints import CheckpointError
+from te_models.cli.main import main
 from te_models.config import ConfigError
 from te_models.training import CheckpointConfig, ModelSource, OptimizerConfig, PrecisionConfig, train
 from te_models.training.checkpoints.checkpoint import load_state
 from te_models.training.exchange import export_run, import_run
+from tests.training.processes import as_toml
 from tests.training.runs import curve, tiny_model, tiny_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -66,9 +68,11 @@ def test_a_run_of_ours_comes_back_with_its_losses(system: str, tmp_path: Path) -
     )
     train(config)
     before = tmp_path / "whole" / "checkpoints" / "step-00000002"
-    export_run(before, tmp_path / "out", to=system)
-    again = config.replace(output_dir=str(tmp_path / "again"))
-    import_run(tmp_path / "out", again, model=before / "model")
+    out, again = str(tmp_path / "out"), config.replace(output_dir=str(tmp_path / "again"))
+    assert main(["export", str(before), out, "--to", system]) == 0
+    (tmp_path / "run.toml").write_text(as_toml(config))
+    words = ["--config", str(before / "model"), "--run", str(tmp_path / "run.toml")]
+    assert main(["import", out, again.output_dir, *words]) == 0
     train(again)
     assert curve(again) == curve(config)[2:]
 
