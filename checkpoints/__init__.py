@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .tools.convert import export_hf, import_hf, relayout
     from .tools.converter import AutoConverter
     from .tools.diff import DiffReport, diff
+    from .tools.foreign import export_checkpoint, import_checkpoint
     from .tools.inspect import Inspection, inspect
     from .tools.quantize import dequantize, quantize
     from .tools.reshard import reshard
@@ -46,8 +47,10 @@ __all__ = [
     "dequantize",
     "diff",
     "expected_tensors",
+    "export_checkpoint",
     "export_hf",
     "from_plain_state_dict",
+    "import_checkpoint",
     "import_hf",
     "inspect",
     "open_checkpoint",
@@ -87,6 +90,10 @@ _HOME = {
     "tools.diff": (
         "DiffReport",
         "diff",
+    ),
+    "tools.foreign": (
+        "export_checkpoint",
+        "import_checkpoint",
     ),
     "tools.inspect": (
         "Inspection",

@@ -42,12 +42,15 @@ LOCK = "lock"
 
 
 @contextlib.contextmanager
-def new_folder(destination: Path, *, overwrite: bool, job: str | None = None) -> Iterator[Path]:
+def new_folder(
+    destination: Path, *, overwrite: bool, job: str | None = None, flushed: str | None = None
+) -> Iterator[Path]:
     """Yield an empty folder; rename it to `destination` when the block ends, remove it when the block fails.
 
     An interruption by the user does not remove what a later run can use: finished files. job: says what is being made.
-    Where a killed run of the same job left its folder, that one is yielded, as it was
-    left; whatever else the block keeps beside it (in `folder.parent`) is there too.
+    Where a killed run of the same job left its folder, that one is yielded, as it was left; whatever else the block
+    keeps beside it (in `folder.parent`) is there too. flushed: a folder inside whose files their writers have flushed,
+    other processes perhaps.
     """
     check_destination(destination, overwrite=overwrite)
     destination = named(destination)
@@ -60,7 +63,7 @@ def new_folder(destination: Path, *, overwrite: bool, job: str | None = None) ->
             check_destination(destination, overwrite=overwrite)
             content = _prepare(working, job)
             yield content
-            _flush_tree(content)
+            _flush_tree(content, flushed)
             (working / _JOB).unlink(missing_ok=True)  # what lies there after the exchange of names is not this job's
             _publish(content, destination, overwrite=overwrite)
             remove_locked(working)
@@ -187,9 +190,9 @@ def _read(path: Path) -> str | None:
         os.close(fd)
 
 
-def _flush_tree(folder: Path) -> None:
+def _flush_tree(folder: Path, flushed: str | None) -> None:
     for root, _, names in os.walk(folder, topdown=False):
-        for name in names:
+        for name in names if flushed is None or Path(root) != folder / flushed else ():
             flush(Path(root, name))
         flush(Path(root))
 

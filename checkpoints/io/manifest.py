@@ -66,21 +66,21 @@ def read_manifest(folder: Path, *, limit: int | None = None) -> Manifest:
     return manifest
 
 
-def _read(folder: Path, limit: int | None = None) -> Manifest:
-    values = read_object(plain_file(folder, MANIFEST), MANIFEST, limit=limit)
+def _read(folder: Path, limit: int | None = None, manifest: str = MANIFEST) -> Manifest:
+    values = read_object(plain_file(folder, manifest), manifest, limit=limit)
     version, files, partial = values.get("format_version"), values.get("files"), values.get("partial", False)
     if type(version) is not int or version not in _VERSIONS:
-        raise CheckpointError(f"{MANIFEST} has format_version {shown(version)}; this release reads versions 1 to 3")
+        raise CheckpointError(f"{manifest} has format_version {shown(version)}; this release reads versions 1 to 3")
     if not isinstance(files, dict):
-        raise CheckpointError(f"{MANIFEST} has no 'files'")
+        raise CheckpointError(f"{manifest} has no 'files'")
     if not isinstance(partial, bool):
-        raise CheckpointError(f"{MANIFEST} has partial = {shown(partial)}; allowed: true, false")
+        raise CheckpointError(f"{manifest} has partial = {shown(partial)}; allowed: true, false")
     for name in files:
         if not all(map(is_file_name, name.split("/"))):
-            raise CheckpointError(f"{MANIFEST} names the file {quote(name)}, which is not a plain file name")
-    records = {name: from_dict(name, entry) for name, entry in files.items()}
+            raise CheckpointError(f"{manifest} names the file {quote(name)}, which is not a plain file name")
+    records = {name: from_dict(name, entry, manifest) for name, entry in files.items()}
     if version < 3 and any(record.rows_per_part for record in records.values()):
-        raise CheckpointError(f"{MANIFEST} has rows_per_part, which format_version {version} has not")
+        raise CheckpointError(f"{manifest} has rows_per_part, which format_version {version} has not")
     return Manifest(records, partial=partial)
 
 
@@ -102,34 +102,34 @@ def to_dict(record: FileRecord) -> dict[str, Any]:
     return values | ({"tensors": record.tensors} if record.tensors or record.digest else {})
 
 
-def from_dict(name: str, entry: Any) -> FileRecord:
+def from_dict(name: str, entry: Any, manifest: str = MANIFEST) -> FileRecord:
     """Return the record of a file from JSON values; anything else raises CheckpointError."""
     kind = "digest" if isinstance(entry, dict) and "digest" in entry else "sha256"
     if not isinstance(entry, dict) or not isinstance(entry.get(kind), str) or type(entry.get("bytes")) is not int:
-        raise CheckpointError(f"{MANIFEST} describes {quote(name)} by something other than sha256 and bytes")
+        raise CheckpointError(f"{manifest} describes {quote(name)} by something other than sha256 and bytes")
     if not 0 <= entry["bytes"] < 1 << 63:
-        raise CheckpointError(f"{MANIFEST} says that {quote(name)} has {shown(entry['bytes'])} bytes")
+        raise CheckpointError(f"{manifest} says that {quote(name)} has {shown(entry['bytes'])} bytes")
     tensors, header = entry.get("tensors", {}), entry.get("header", "")
     if not isinstance(tensors, dict) or not all(isinstance(digest, str) for digest in tensors.values()):
-        raise CheckpointError(f"{MANIFEST} does not map the tensors of {quote(name)} to their sha256")
+        raise CheckpointError(f"{manifest} does not map the tensors of {quote(name)} to their sha256")
     if not isinstance(header, str):
-        raise CheckpointError(f"{MANIFEST} describes the header of {quote(name)} by something other than its sha256")
+        raise CheckpointError(f"{manifest} describes the header of {quote(name)} by something other than its sha256")
     rows = entry.get("rows_per_part", 0)
     if "rows_per_part" in entry and (type(rows) is not int or rows != ROWS_PER_PART):
-        raise CheckpointError(f"{MANIFEST} has rows_per_part {shown(rows)} for {quote(name)}; allowed: {ROWS_PER_PART}")
+        raise CheckpointError(f"{manifest} has rows_per_part {shown(rows)} for {quote(name)}; allowed: {ROWS_PER_PART}")
     if kind == "sha256":
         return FileRecord(entry["sha256"], entry["bytes"], tensors, header, rows_per_part=rows)
     if "sha256" in entry or not all(map(_SHA256.fullmatch, (entry["digest"], header, *tensors.values()))):
-        raise CheckpointError(f"{MANIFEST} describes {quote(name)} by something other than the digests of its parts")
+        raise CheckpointError(f"{manifest} describes {quote(name)} by something other than the digests of its parts")
     return FileRecord("", entry["bytes"], tensors, header, entry["digest"], rows)
 
 
-def check_joint_digest(name: str, record: FileRecord, tensors: Iterable[str]) -> None:
+def check_joint_digest(name: str, record: FileRecord, tensors: Iterable[str], manifest: str = MANIFEST) -> None:
     """Raise CheckpointError where the digest of a weight file is not made of the digests of its header and its tensors,
     named in the order of their data."""
     if record.digest and record.digest != joint_digest(record.header, (record.tensors[tensor] for tensor in tensors)):
         raise CheckpointError(
-            f"the digest of {name} in {MANIFEST} is not made of the digests of its parts; it was changed"
+            f"the digest of {name} in {manifest} is not made of the digests of its parts; it was changed"
         )
 
 
@@ -221,16 +221,16 @@ def _names(folder: Path) -> Iterator[str]:
             yield path.name
 
 
-def _check_record(name: str, record: FileRecord, found: FileRecord) -> None:
+def _check_record(name: str, record: FileRecord, found: FileRecord, manifest: str = MANIFEST) -> None:
     """Raise CheckpointError, naming the damaged tensors, where a file is not as listed."""
     differing = [t for t in {**record.tensors, **found.tensors} if record.tensors.get(t) != found.tensors.get(t)]
     header = bool(record.header) and record.header != found.header
     if (found.sha256, found.digest) == (record.sha256, record.digest) and not differing and not header:
         return
     if record.digest and not differing and not header:
-        check_joint_digest(name, record, found.tensors)
+        check_joint_digest(name, record, found.tensors, manifest)
     what = "it" if not record.of_weights else f"tensor {shorten(differing)}" if differing else "its header"
-    raise CheckpointError(f"{name} does not have the SHA-256 that {MANIFEST} says; {what} was changed or damaged")
+    raise CheckpointError(f"{name} does not have the SHA-256 that {manifest} says; {what} was changed or damaged")
 
 
 def record_files(
@@ -257,25 +257,27 @@ def record_files(
     return records
 
 
-def check_listed(folder: Path, paths: Mapping[str, Path], *, read: Mapping[str, Path] | None = None) -> None:
-    """Check that manifest.json of `folder` describes exactly these files, every byte of them, and says nothing else.
+def check_listed(
+    folder: Path, paths: Mapping[str, Path], *, read: Mapping[str, Path] | None = None, manifest: str = MANIFEST
+) -> None:
+    """Check that the manifest of `folder` describes exactly these files, every byte of them, and says nothing else.
 
     paths: name in the manifest -> the file, which has been found to be a regular one. read: those of them whose bytes
-    are read, where other readers check the others; None: all.
+    are read, where other readers check the others; None: all. manifest: the name of its file.
 
     Raises:
         CheckpointError: names the first file that is not as listed, and which of its tensors are damaged.
     """
-    records = _read(folder)
+    records = _read(folder, manifest=manifest)
     differing = [name for name in {**records, **paths} if (name in records) != (name in paths)]
     if differing:
-        raise CheckpointError(f"{MANIFEST} lists other files than there should be: {shorten(differing)}")
+        raise CheckpointError(f"{manifest} lists other files than there should be: {shorten(differing)}")
     for name, path in paths.items():
         size = path.stat().st_size
         if size != records[name].size:
-            raise CheckpointError(f"{name} has {size} bytes and {MANIFEST} says {records[name].size}")
+            raise CheckpointError(f"{name} has {size} bytes and {manifest} says {records[name].size}")
     found = records | record_files(paths if read is None else read, like=records)
     for name, record in records.items():
-        _check_record(name, record, found[name])
-    if plain_file(folder, MANIFEST).read_bytes() != manifest_bytes(found):  # every byte of it counts, too
-        raise CheckpointError(f"{MANIFEST} is not as te-models writes it; it was changed or damaged")
+        _check_record(name, record, found[name], manifest)
+    if plain_file(folder, manifest).read_bytes() != manifest_bytes(found):  # every byte of it counts, too
+        raise CheckpointError(f"{manifest} is not as te-models writes it; it was changed or damaged")

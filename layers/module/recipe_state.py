@@ -250,6 +250,12 @@ class RecipeStateModule(nn.Module):
             names += ("fp8_rng_state",)
         return {name: getattr(self, name) for name in names}
 
+    @property
+    def draws_random_bits(self) -> bool:
+        """Whether stochastic rounding has drawn from this layer's stream, or will under the recipe that
+        `prepare_recipe_state` was told."""
+        return self._stream_prepared or int(self.fp8_rng_state[1]) != 0
+
     def prepare_recipe_state(self, recipe: Recipe) -> None:
         """Have `recipe_state` give the state of this layer under `recipe`, before its first step, too."""
         own, quantizers = choose(recipe, self)

@@ -20,9 +20,12 @@ from .run_conversion import (
 
 LAYOUTS = ("grouped", "per-gemm")
 DTYPES = ("float32", "bfloat16", "float16")
-RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4", "int4", "int8")
-"""Those that a word says, and integers, which weights alone are stored as; `te_models.layers`, which knows them,
-imports torch."""
+SYSTEMS = ("torchtitan", "torch_dist", "te_models", "transformers")
+"""Whose names distributed checkpoints have; torch_dist is Megatron-Core."""
+RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
+"""Those that a word says; `te_models.layers`, which knows them, imports torch."""
+STORED = (*RECIPES, "int4", "int8")
+"""What weights are stored as: by a recipe, or as integers, in which no GEMM computes."""
 
 
 def add(verbs: Verbs) -> None:
@@ -35,7 +38,10 @@ def add(verbs: Verbs) -> None:
         "Hugging Face folder to te_models folder",
         "Read a Hugging Face model folder and write it with te_models' parameter names. Every tensor\n"
         "must be expected and present; anything else is an error and nothing is written. Quantized\n"
-        "weights stay quantized, number for number; what cannot is refused, or as the options say.",
+        "weights stay quantized, number for number; what cannot is refused, or as the options say.\n"
+        "HF_DIR may also be a distributed checkpoint of torch, torchtitan or Megatron-Core; nothing in it\n"
+        "is unpickled. --config then says which model it is of; with --run the optimizer's moments travel,\n"
+        "and te-models train RUN.toml --output-dir OUT goes on.",
         "te-models import ./SmolLM2-135M ./smollm2",
     )
     parser.add_argument(
@@ -51,13 +57,29 @@ def add(verbs: Verbs) -> None:
         "--mtp", action="store_true", help="layers that predict further tokens become parameters (default: kept unused)"
     )
 
+    parser.add_argument(
+        "--config", metavar="FILE", help="of a distributed checkpoint: the model's config.json, or folder"
+    )
+    parser.add_argument(
+        "--run",
+        dest="run_file",
+        metavar="RUN.toml",
+        help="of one with AdamW: make OUT the folder of a run that goes on",
+    )
+    parser.add_argument(
+        "--step", type=count, metavar="N", help="with --run: how many steps are done (default: as counted)"
+    )
+    parser.add_argument("--from", dest="system", choices=SYSTEMS, help="what wrote it (default: told by its names)")
+
     parser = _converter(
         verbs,
         "export",
         run_export,
         ("DIR", "HF_OUT"),
         "te_models folder to Hugging Face folder",
-        "Write a folder that transformers loads with from_pretrained. Quantized weights stay quantized.",
+        "Write a folder that transformers loads with from_pretrained. Quantized weights stay quantized.\n"
+        "DIR may also be a training checkpoint of ours. --to writes a distributed checkpoint instead,\n"
+        "of a training checkpoint with AdamW's moments.",
         "te-models export ./moe ./moe-hf --family mixtral",
     )
     parser.add_argument("--family", help="architecture to write (default: the one that fits the configuration)")
@@ -66,6 +88,7 @@ def add(verbs: Verbs) -> None:
         "--allow-requantize", action="store_true", help="quantize anew what the format cannot take over"
     )
     parser.add_argument("--dequantize", action="store_true", help="write the values of quantized weights")
+    parser.add_argument("--to", choices=SYSTEMS, help="write a distributed checkpoint with this system's names")
     parser.add_argument("--form", help="kind of file to write, e.g. fused experts (default: as in the original)")
     parser.add_argument("--dtype", type=dtype, choices=DTYPES, help="convert the weights (default: keep)")
 
@@ -117,7 +140,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument(
         "--recipe",
-        choices=RECIPES,
+        choices=STORED,
         required=True,
         metavar="RECIPE",
         help="delayed, current, block, mxfp8 or nvfp4; int4 or int8, which no run computes in",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +18,84 @@ from .progress import byte_progress
 
 
 def run_import(args: argparse.Namespace) -> int:
-    """Hugging Face folder to ours."""
-    from te_models.checkpoints import import_hf
+    """Hugging Face folder, or a training system's checkpoint, to ours."""
+    from te_models.checkpoints import CheckpointError, import_checkpoint, import_hf
+    from te_models.checkpoints.tools.foreign import is_foreign
 
+    if is_foreign(Path(args.source)):
+        if args.config is None:
+            raise CheckpointError(f"{args.source} is a distributed checkpoint; --config says which model it is of")
+        given = [name for name in ("storage", "allow_requantize", "dequantize", "mtp") if getattr(args, name)]
+        if given:
+            raise CheckpointError(
+                f"--{given[0].replace('_', '-')} is of Hugging Face folders, and {args.source} is none"
+            )
+        if args.run_file is not None:
+            return _import_run(args)
+        return _convert(
+            args, import_checkpoint, config=args.config, system=args.system, dtype=args.dtype, layout=args.layout
+        )
+    if any(value is not None for value in (args.config, args.system, args.run_file, args.step)):
+        raise CheckpointError(
+            f"--config, --from, --run and --step are of distributed checkpoints, and {args.source} is none"
+        )
     options = {"storage": args.storage, "allow_requantize": args.allow_requantize, "dequantize": args.dequantize}
     options["mtp"] = args.mtp
     return _convert(args, import_hf, dtype=args.dtype, layout=args.layout, **options)
 
 
+def _import_run(args: argparse.Namespace) -> int:
+    """A distributed checkpoint with its optimizer as the beginning of a run."""
+    from te_models.training.config.file import read_config
+    from te_models.training.exchange import import_run
+
+    config = read_config(Path(args.run_file)).replace(output_dir=args.out)
+    folder = import_run(Path(args.source), config, model=Path(args.config), system=args.system, step=args.step)
+    result = {"verb": args.verb, "source": args.source, "out": str(folder)}
+    emit(args, result, f"wrote {folder}; te-models train {args.run_file} --output-dir {args.out} goes on from there")
+    return 0
+
+
 def run_export(args: argparse.Namespace) -> int:
-    """Our folder to a Hugging Face one."""
+    """Our folder to a Hugging Face one, or to a training system's checkpoint."""
+    from te_models.checkpoints import CheckpointError, export_checkpoint
+
+    if args.to is not None:
+        names = ("family", "form", "format", "allow_requantize", "dequantize")
+        given = [name for name in names if getattr(args, name)]
+        if given:
+            raise CheckpointError(f"--{given[0].replace('_', '-')} is of Hugging Face folders, and --to writes none")
+        if not (Path(args.source) / "training.json").is_file():
+            return _convert(args, export_checkpoint, to=args.to, dtype=args.dtype)
+        from te_models.training.exchange import export_run
+
+        export_run(Path(args.source), Path(args.out), to=args.to, overwrite=args.force)
+        emit(args, {"verb": args.verb, "source": args.source, "out": args.out}, f"wrote {args.out}, model and moments")
+        return 0
+    if (Path(args.source) / "training.json").is_file():
+        return _export_run(args)
+    return _export(args)
+
+
+def _export_run(args: argparse.Namespace) -> int:
+    """A training checkpoint, by way of a te_models folder beside the result."""
+    from te_models.checkpoints.io.destination import check_destination
+    from te_models.training.exporting import export_alone
+
+    out = Path(args.out)
+    check_replaceable(out, force=args.force)
+    check_destination(out, overwrite=args.force)
+    between = out.with_name(f".{out.name}.from-checkpoint")
+    checkpoint = args.source
+    try:
+        export_alone(Path(checkpoint), between)
+        args.source = str(between)
+        return _export(args)
+    finally:
+        shutil.rmtree(between, ignore_errors=True)
+
+
+def _export(args: argparse.Namespace) -> int:
     from te_models.checkpoints import export_hf
 
     options = {"family": args.family, "form": args.form, "format": args.format}

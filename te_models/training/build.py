@@ -144,7 +144,7 @@ def _build_parts(
             keep_dtypes(model, source.family, source.dtype_of)
         elif start is not None and start.model_config is not None:
             model = GPTModel(ModelConfig.from_dict(start.model_config), **options)
-            _keep_saved_dtypes(model, start)
+            keep_saved_dtypes(model, start)
         else:
             model = GPTModel(read_model_config(config), **options)
         weights = build_recipe(precision, model.config.num_layers) if precision.quantized_weights else None
@@ -175,7 +175,7 @@ def _build_parts(
     return model
 
 
-def _keep_saved_dtypes(model: GPTModel, start: TrainingState) -> None:
+def keep_saved_dtypes(model: GPTModel, start: TrainingState) -> None:
     """Give parameters without data the dtype that a sharded checkpoint holds them in: routers may be wider."""
     from .checkpoints.sharded.checkpoint import saved_dtypes
 

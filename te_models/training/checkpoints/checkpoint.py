@@ -33,7 +33,7 @@ from ...model.pretrained.split_saving import save_split
 from .checks import (
     MODEL,
     PARTS,
-    SHARDED_VERSION,
+    SHARDED_VERSIONS,
     TENSORS,
     VALUES,
     VERSION,
@@ -125,11 +125,11 @@ def load_state(folder: Path, device: torch.device | str = "cpu", *, share: tuple
     values are checked alone, and a warning says so.
     """
     values, _ = read_values(folder, share=share)
-    if values["version"] == SHARDED_VERSION:
-        from .sharded.index import check_names, read_index
+    if values["version"] in SHARDED_VERSIONS:
+        from .sharded.index import index_name, read_index
 
         try:
-            check_names(read_index(folder / PARTS), values["world_size"])
+            read_index(folder / PARTS).check_names(values["world_size"], index_name(folder / PARTS))
         except CheckpointError as error:
             raise TrainingCheckpointError(f"{folder} cannot be used as a training checkpoint: {error}") from None
         names = ("step", "position", "world_size", "config", "data_digest", "data_ranks", "model_config")

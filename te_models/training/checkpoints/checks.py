@@ -34,8 +34,9 @@ from ..seeding import PYTHON_STATE, python_state
 VERSION = 2
 """Of training.json. Checkpoints of version 1 have no manifest."""
 
-SHARDED_VERSION = 3
-"""Of a sharded checkpoint."""
+SHARDED_VERSION = 4
+"""Of a sharded checkpoint. Those of version 3 have another index, and all digests in manifest.json."""
+SHARDED_VERSIONS = (3, SHARDED_VERSION)
 
 MODEL, TENSORS, VALUES, PARTS = "model", "training.safetensors", "training.json", "parts"
 NAME = re.compile(r"step-([0-9]{8,})")
@@ -63,12 +64,17 @@ def manifest_paths(folder: Path) -> dict[str, Path]:
 def check_sharded_files(folder: Path, share: tuple[int, int]) -> None:
     """Check the files of a sharded checkpoint against its manifest, and that there are no others; of the parts those of
     reader number `share[0]` of `share[1]`. Raises CheckpointError."""
-    from .files import sharded_paths
+    from .files import digests_of, part_files, sharded_paths
 
-    paths = sharded_paths(folder)
-    number, readers = share
-    own = {n: path for i, (n, path) in enumerate(paths.items()) if path.suffix == ".json" or i % readers == number}
-    check_listed(folder, paths, read=own)
+    paths, (number, readers) = sharded_paths(folder), share
+    files = part_files(folder)
+    others = {f"{PARTS}/{digests_of(file)}" for i, file in enumerate(files) if i % readers != number}
+    if not files:  # of an earlier release
+        others = {n for i, n in enumerate(paths) if not n.endswith(".json") and i % readers != number}
+    check_listed(folder, paths, read={n: path for n, path in paths.items() if n not in others})
+    for file in files[number::readers]:
+        path = {file: plain_file(folder / PARTS, file)}
+        check_listed(folder / PARTS, path, manifest=digests_of(file))
     others = {p.name for p in folder.iterdir() if not p.name.startswith(".")} - {MANIFEST, VALUES, PARTS}
     if others:
         raise CheckpointError(
@@ -111,8 +117,8 @@ def read_values(folder: Path, *, share: tuple[int, int] = (0, 1)) -> tuple[dict[
             check_files(folder)
         values = read_object(plain_file(folder, VALUES), VALUES)
         version = values.get("version")
-        if type(version) is not int or version not in ((SHARDED_VERSION,) if is_sharded else (1, VERSION)):
-            allowed = "3" if is_sharded else "1 or 2"
+        if type(version) is not int or version not in (SHARDED_VERSIONS if is_sharded else (1, VERSION)):
+            allowed = "3 or 4" if is_sharded else "1 or 2"
             raise CheckpointError(f"checkpoint version {shown(version)} is not one that this release reads, {allowed}")
         if version > 1 and not has_manifest:
             raise CheckpointError(f"it has no {MANIFEST}")
@@ -170,7 +176,7 @@ def check_values(values: Mapping[str, Any], metadata: Mapping[str, str], folder:
     for name in _TABLES:
         if not isinstance(config.get(name, {}), dict):
             raise CheckpointError(f"config.{name} in {VALUES} is {shown(config[name])}; allowed: an object")
-    if values["version"] == SHARDED_VERSION:
+    if values["version"] in SHARDED_VERSIONS:
         own = _integer(values, "data_ranks", VALUES, 1)
         if ranks % own:
             raise CheckpointError(f"{VALUES} has data_ranks {own}; allowed: a divisor of world_size, {ranks}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,11 @@ from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.io.weight_files import plain_file
 
 from .checks import NAME, PARTS, VALUES
+
+INDEX = "index.safetensors"
+"""Of a sharded checkpoint, in its folder of parts."""
+_SUFFIXES = (".safetensors", ".json")
+_PART = re.compile(r"(rank-[0-9]{5,})\.(?:safetensors|json)")
 
 
 def checkpoint_dir(output_dir: Path, step: int) -> Path:
@@ -41,10 +47,33 @@ def remove_old(output_dir: Path, keep_last: int) -> None:
         shutil.rmtree(leftover)
 
 
+def digests_of(file: str) -> str:
+    """Return the name of the list of digests of a rank's file, beside it."""
+    return file.removesuffix(".safetensors") + ".json"
+
+
+def part_files(folder: Path) -> list[str]:
+    """Return the names of the files of ranks, each of which has a list of digests; none for a checkpoint of an earlier
+    release, whose manifest lists everything. Raises CheckpointError where a list has no file, or a file no list."""
+    names = _part_names(folder)
+    if INDEX not in names:
+        return []
+    ranks = {match[1] for name in names if (match := _PART.fullmatch(name))}
+    for missing in (f"{rank}{suffix}" for rank in sorted(ranks) for suffix in _SUFFIXES):
+        if missing not in names:
+            raise CheckpointError(f"{folder} lacks {PARTS}/{missing}")
+    return [f"{rank}.safetensors" for rank in sorted(ranks)]
+
+
 def sharded_paths(folder: Path) -> dict[str, Path]:
     """Return what manifest.json of a sharded checkpoint lists. Raises CheckpointError for what is no regular file."""
+    own = set(part_files(folder))
+    names = [name for name in _part_names(folder) if name not in own]
+    return {VALUES: plain_file(folder, VALUES)} | {f"{PARTS}/{n}": plain_file(folder / PARTS, n) for n in names}
+
+
+def _part_names(folder: Path) -> list[str]:
     parts = folder / PARTS
     if parts.is_symlink() or not parts.is_dir():
         raise CheckpointError(f"{folder} has no folder {PARTS}")
-    names = sorted(path.name for path in parts.iterdir() if not path.name.startswith("."))
-    return {VALUES: plain_file(folder, VALUES)} | {f"{PARTS}/{name}": plain_file(parts, name) for name in names}
+    return sorted(path.name for path in parts.iterdir() if not path.name.startswith("."))

@@ -16,7 +16,6 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,9 +153,9 @@ class _Saved:
         from .sharded.index import read_index
 
         self._folder = folder
-        self._metadata: Any = read_index(folder / PARTS)
+        self._index = read_index(folder / PARTS)
         self._parts: dict[str, list[str]] = {}
-        for key in sorted(self._metadata.state_dict_metadata):
+        for key in sorted(self._index.tensors):
             entry, _, where = key.partition("@")
             if entry.endswith(f".{FIELDS[0]}") and "@" in key:
                 self._parts.setdefault(entry, []).append(where)
@@ -167,14 +166,14 @@ class _Saved:
 
     def shape(self, key: str) -> tuple[int, ...] | None:
         """Return the shape of an entry; None where there is none."""
-        saved = self._metadata.state_dict_metadata.get(key)
-        return None if saved is None else tuple(saved.size)
+        saved = self._index.tensors.get(key)
+        return None if saved is None else saved.shape
 
     def load(self, parts: Mapping[str, LocalPart]) -> None:
         """Fill tensors with the entries of their names."""
         from .sharded.checkpoint import load_parts
 
-        load_parts(self._folder, parts, self._metadata)
+        load_parts(self._folder, parts, self._index)
 
     def moments(self, name: str, where: str, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return both moments of a part of a parameter, float32 of shape `size`."""

@@ -175,6 +175,12 @@ class Saving:
             export = partial(export_tensors, *whole, output_dir=output_dir, origin=origin)
         return lambda: save_checkpoint(output_dir, export, state, keep_last=keep_last)
 
+    def _newest(self, step: int) -> Path:
+        """Return the checkpoint of a step: the run's, or the one elsewhere that it began with and had no step to add
+        to."""
+        own = checkpoint_dir(self.output_dir, step)
+        return self.checkpoint if self.checkpoint is not None and not own.exists() else own
+
     def export_averages(self, folder: Path, step: int) -> None:
         """Write the model with the optimizer's float32 averages in place of what they are averages of; called by all
         ranks. step: of the newest checkpoint."""
@@ -182,8 +188,7 @@ class Saving:
             from .sharded.checkpoint import export_parts
 
             if self.ranks.is_main:
-                newest = checkpoint_dir(self.output_dir, step)
-                export_parts(newest, self.model, folder, self._origin, averages=True)
+                export_parts(self._newest(step), self.model, folder, self._origin, averages=True)
             return
         if not self._takes_part:
             return
@@ -199,7 +204,7 @@ class Saving:
 
     def export(self, folder: Path, step: int) -> None:
         """Write the trained model as an ordinary folder; called by all ranks. step: of the newest checkpoint."""
-        adapters, newest = self.adapters, checkpoint_dir(self.output_dir, step)
+        adapters, newest = self.adapters, self._newest(step)
         if adapters is not None and self._exports_parts and self.ranks.is_main:
             from .sharded.checkpoint import read_wholes
 

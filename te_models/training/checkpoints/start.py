@@ -17,7 +17,7 @@ from torch import nn
 
 from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.io.manifest import MANIFEST
-from te_models.layers import load_recipe_state, recipe_state
+from te_models.layers import load_recipe_state
 
 from ...config import ConfigError
 from ...parallel.dims import ParallelDims
@@ -30,7 +30,7 @@ from ..seeding import restore_random_state
 from .checkpoint import TrainingState, load_state
 from .checks import VALUES, TrainingCheckpointError, check_random_state
 from .files import latest_checkpoint, list_checkpoints
-from .recipes import saved_recipe_state
+from .recipes import live_state, saved_recipe_state
 
 if TYPE_CHECKING:
     from ..data.dataset import TokenDataset
@@ -170,7 +170,7 @@ def restore_generators(start: TrainingState, ranks: Ranks, model: nn.Module, dim
     of the checkpoint is another.
     """
     known = ranks.rank < start.world_size
-    state = saved_recipe_state(start, ranks.rank, dims, recipe_state(model))
+    state = saved_recipe_state(start, ranks.rank, dims, live_state(model))
     if start.parts is not None:
         from .sharded.checkpoint import read_private
 
@@ -181,7 +181,7 @@ def restore_generators(start: TrainingState, ranks: Ranks, model: nn.Module, dim
     if known:
         check_random_state(random, str(ranks.rank))
         restore_random_state(random)
-    load_recipe_state(model, {k: t for k, t in state.items() if known or not k.endswith("fp8_rng_state")})
+    load_recipe_state(model, state)
 
 
 def _fields(config: dict[str, Any]) -> dict[str, str]:

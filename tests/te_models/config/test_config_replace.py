@@ -26,7 +26,7 @@ NEEDED = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "mamba2": {"num_heads": 8, "head_dim": 64},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
-    **dict.fromkeys(("gemma3n", "gemma3n_text"), {"num_kv_shared_layers": 0}),
+    **{name: {"num_kv_shared_layers": 0} for name in ("gemma3n", "gemma3n_text")},
     "gpt2": {"n_embd": 256, "n_layer": 2, "n_head": 32},
 }
 SIZES = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "max_position_embeddings")}

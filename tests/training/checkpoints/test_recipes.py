@@ -27,8 +27,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "etp2 ep2": (4, EP2 | {"expert_tensor_parallel_size": 2}),
     "pp2 ep2": (4, PP2 | EP2),
     "pp2 tp2 ep2": (8, PP2 | TP2 | EP2),
+    "pp2 V": (2, PP2),
+    "pp2 V ep2": (4, PP2 | EP2),
+    "pp2 loop ep2": (4, PP2 | EP2),
     "ep2 fsdp4": (4, EP2 | SHARDED),
 }
+V, LOOP = [[0, 3], [1, 2]], [[0, 2], [1, 3]]
+"""Layers of each of two ranks under schedules of two stages a rank."""
 
 
 def experts_of(rank: int, dims: ParallelDims) -> range:
@@ -38,12 +43,13 @@ def experts_of(rank: int, dims: ParallelDims) -> range:
     return range(part * each, (part + 1) * each)
 
 
-def state_of(rank: int, dims: ParallelDims) -> dict[str, Tensor]:
-    """Every layer of the rank's stage has a scale of its own, and in its experts one for each that names it."""
+def state_of(rank: int, dims: ParallelDims, layout: str = "") -> dict[str, Tensor]:
+    """Every layer of the rank's stages has a scale of its own, and in its experts one for each that names it."""
     stages = dims.pipeline_model_parallel_size
     stage = rank // (dims.ranks // stages)
+    own = list(range(stage * LAYERS // stages, (stage + 1) * LAYERS // stages))
     found = {}
-    for layer in range(stage * LAYERS // stages, (stage + 1) * LAYERS // stages):
+    for layer in V[stage] if "V" in layout else LOOP[stage] if "loop" in layout else own:
         found[f"layers.{layer}.qkv.fp8_scale"] = torch.full((3, 1), 100.0 * layer + 50)
         experts = torch.tensor([100.0 * layer + e + 1 for e in experts_of(rank, dims)])
         found[f"layers.{layer}.experts.fp8_scale"] = experts.expand(3, -1).clone()
@@ -55,12 +61,12 @@ def state_of(rank: int, dims: ParallelDims) -> dict[str, Tensor]:
 def test_each_expert_keeps_its_scales_in_every_other_layout(before: str) -> None:
     ranks, sizes = LAYOUTS[before]
     dims = ParallelDims(ranks=ranks, **sizes)
-    tensors = {f"recipe.{rank}.{n}": t for rank in range(ranks) for n, t in state_of(rank, dims).items()}
+    tensors = {f"recipe.{rank}.{n}": t for rank in range(ranks) for n, t in state_of(rank, dims, before).items()}
     start = TrainingState(1, 0, ranks, {"parallel": sizes}, tensors)
     for after, (ranks_now, sizes_now) in LAYOUTS.items():
         now = ParallelDims(ranks=ranks_now, **sizes_now)
         for rank in range(ranks_now):
-            live = state_of(rank, now)
+            live = state_of(rank, now, after)
             found = saved_recipe_state(start, rank, now, {n: torch.empty_like(t) for n, t in live.items()})
             assert found.keys() == live.keys(), (after, rank)
             assert all(torch.equal(found[name], live[name]) for name in live), (after, rank)

@@ -46,6 +46,7 @@ MODELS: dict[str, ModelConfig] = {
         embedding=EmbeddingConfig(share_embeddings_and_output_weights=True, position_embedding_type="learned_absolute")
     ),
     "ahead": tiny_model(moe=True, layers=4).replace(mtp_num_layers=2),
+    "deep_mla": balanced_model().replace(num_layers=5),
     "tied ahead": balanced_model().replace(
         mtp_num_layers=1, embedding=EmbeddingConfig(share_embeddings_and_output_weights=True)
     ),
@@ -156,6 +157,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "delayed": {"dtype": "bf16", "recipe": "delayed"},
     "cached mxfp8": {"dtype": "bf16", "recipe": "mxfp8", "cache_weights": True},
     "cached delayed": {"dtype": "bf16", "recipe": "delayed", "cache_weights": True},
+    "nvfp4": {"dtype": "bf16", "recipe": "nvfp4"},
     "stored mxfp8": {"dtype": "bf16", "recipe": "mxfp8", "quantized_weights": True},
     "stored current": {"dtype": "bf16", "recipe": "current", "quantized_weights": True},
 }

@@ -11,10 +11,12 @@ import torch
 
 from te_models import GPTModel
 from te_models.checkpoints import check_manifest
+from te_models.cli.main import main
 from te_models.lora import load_adapter, merge_lora
 from te_models.parallel.sharding import shards_experts_apart
 from te_models.training import ParallelConfig, TrainingCheckpointError
 from te_models.training.checkpoints.checkpoint import load_state
+from te_models.training.exporting import export_alone
 from tests.covering import selected
 from tests.training.processes import train_on_ranks
 from tests.training.ranks.layouts import LAYOUTS, PRECISIONS, SCHEDULES, Case, Runs
@@ -148,6 +150,12 @@ CONTINUED = [
     Case("tied", "bf16 moments", "pp2", start="pp2"),
     Case("tied ahead", "fp8 moments", "pp2", start="pp2"),
 ]
+SCHEDULED = [
+    Case("deep", "nvfp4", "pp2 ZBVZeroBubble", start="pp2"),
+    Case("deep_mla", "nvfp4", "pp2", start="pp2 Interleaved1F1B"),
+]
+"""Another schedule than the one that they start from."""
+BEGUN = [before for case in SCHEDULED for before in case.before()]
 FOUR = [
     Case("moe", "fp32", "tp2 ep2 fsdp2"),
     Case("moe", "mxfp8", "ep2 hsdp 2x2"),
@@ -209,7 +217,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     """The runs of the cases that this session tests, and those that they start from: on one rank, on two, on four."""
     asked = {start for case in selected(request, "case") for start in (case, *case.before())} | {TRAINED[0]}
     runs = Runs(tmp_path_factory.mktemp("layouts"), steps=4)
-    two, four = ([c for c in cases if c in asked and possible(c)] for cases in ([*TRAINED, *CONTINUED], FOUR))
+    two, four = (
+        [c for c in cases if c in asked and possible(c)] for cases in ([*BEGUN, *TRAINED, *CONTINUED, *SCHEDULED], FOUR)
+    )
     runs.on_one_rank(list(dict.fromkeys(case.reference() for case in [*two, *four])))
     runs.on_ranks(two, 2)
     if four:
@@ -251,6 +261,21 @@ def test_the_same_layout_continues_bit_for_bit(case: Case, runs: Runs) -> None:
     columns = ("loss", "grad_norm", "validation_loss")
     rows = [[row.get(name) for name in columns] for row in runs.curve(whole)]
     assert [[row.get(name) for name in columns] for row in runs.curve(case)] == rows[2:]
+
+
+@pytest.mark.parametrize("case", each(SCHEDULED))
+def test_another_schedule_continues_bit_for_bit(case: Case, runs: Runs) -> None:
+    """A layer's state is the layer's. Delayed scaling, whose scales depend on the order of micro-batches, gives other
+    numbers under each schedule: test_recipes compares what moves."""
+    assert_continues_as(case, runs)
+
+
+def assert_continues_as(case: Case, runs: Runs) -> None:
+    (whole,) = case.before()
+    again, before = (tensors_under(runs.output_dir(c) / "final") for c in (case, whole))
+    assert_same_bits(again, before)
+    rows = [[row.get(name) for name in ("loss", "grad_norm")] for row in runs.curve(whole)]
+    assert [[row.get(name) for name in ("loss", "grad_norm")] for row in runs.curve(case)] == rows[2:]
 
 
 @pytest.mark.sentinels("dense_fp32_fsdp2", "moe_fp32_ep2_fsdp2")
@@ -345,6 +370,39 @@ def _copy(folder: Path, to: Path, changed: dict[str, bytes]) -> None:
         (to / name).write_bytes(changed.get(str(name), file.read_bytes()))
 
 
+def test_a_checkpoint_is_exported_alone(runs: Runs, tmp_path: Path) -> None:
+    """By one process, as the run itself wrote its result."""
+    case = TRAINED[0]
+    folder = runs.output_dir(case) / "checkpoints" / "step-00000004"
+    export_alone(folder, tmp_path / "alone")
+    assert_same_bits(tensors_under(tmp_path / "alone"), tensors_under(runs.output_dir(case) / "final"))
+    assert main(["export", str(folder), str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "config.json").exists() and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", each([Case("moe", "stored mxfp8", "fsdp2"), LORA[0], Case("deep", "bf16", "pp2 DualPipeV")])
+)
+def test_every_kind_of_checkpoint_is_exported_alone(case: Case, tmp_path: Path) -> None:
+    runs = Runs(tmp_path, steps=2)
+    runs.on_ranks([case], 2)
+    export_alone(runs.output_dir(case) / "checkpoints" / "step-00000002", tmp_path / "alone")
+    assert_same_bits(tensors_under(tmp_path / "alone"), tensors_under(runs.output_dir(case) / "final"))
+
+
+@pytest.mark.slow
+def test_ranks_resume_from_a_finished_run(tmp_path: Path) -> None:
+    """Elsewhere: there is no step to add, and the result is that of the run."""
+    parallel = ParallelConfig(data_parallel_shard_size=2)
+    whole = tiny_run(tmp_path, "whole", steps=2, parallel=parallel)
+    train_on_ranks(whole, tmp_path, timeout=200)
+    last = tmp_path / "whole" / "checkpoints" / "step-00000002"
+    again = whole.replace(output_dir=str(tmp_path / "again"), resume_from=str(last))
+    train_on_ranks(again, tmp_path, timeout=200)
+    assert_same_bits(tensors_under(tmp_path / "again" / "final"), tensors_under(tmp_path / "whole" / "final"))
+
+
 @pytest.mark.slow
 def test_the_ranks_of_a_stage_balance_its_experts_together(tmp_path: Path) -> None:
     """As the same ranks with all layers do: one rank alone has seen fewer tokens at each micro-batch."""
@@ -407,6 +465,19 @@ def test_every_layout_trains_as_one_rank(tmp_path: Path) -> None:
         if cases := [case for case in SLOW if case.layout == layout]:
             runs.on_ranks(cases, _ranks(layout), timeout=1800)
     assert [problem for case in SLOW for problem in runs.differences(case)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "nvfp4"])
+@pytest.mark.parametrize("kind", ["deep", "deep_mla"])
+def test_every_schedule_continues_every_other(kind: str, precision: str, tmp_path: Path) -> None:
+    """Mixtures, with latent attention and without, with and without a recipe that has state."""
+    runs, schedules = Runs(tmp_path, steps=4), ["pp2", *SCHEDULES]
+    start = [Case(kind, precision, schedule) for schedule in schedules]
+    after = [Case(kind, precision, a, start=b) for a in schedules for b in schedules if a != b]
+    runs.on_ranks([*start, *after], 2, timeout=1800)
+    for case in after:
+        assert_continues_as(case, runs)
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""Checkpoints that every rank writes its own part of, through torch.distributed.checkpoint and without a pickle."""
+"""Checkpoints that every rank writes its own part of, at any number of ranks, and without a pickle."""

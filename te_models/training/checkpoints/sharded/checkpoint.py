@@ -3,9 +3,10 @@
     output_dir/checkpoints/step-00000100/
         parts/                  what each rank wrote (`storage`): weights, moments, masters, random and recipe states
         training.json           step, data position, ranks, the whole TrainConfig, the ModelConfig
-        manifest.json           size and SHA-256 of every file
+        manifest.json           size and SHA-256 of these, and of each rank's list of digests in parts/
 
-As every checkpoint it appears by one rename, when all ranks have written.
+Each rank digests what it writes, and the first one joins the digests of those lists. It reads nothing of other ranks.
+As every checkpoint it appears by one rename, when all ranks have written and the index has been read back.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from te_models.checkpoints import CheckpointError, save_model
-from te_models.checkpoints.io.atomic import new_folder
+from te_models.checkpoints.io.atomic import flush, new_folder
 from te_models.checkpoints.io.errors import quote
-from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes, record_files
-from te_models.checkpoints.plan.quantized_format import SUFFIXES, describe, empty
+from te_models.checkpoints.io.hashing import FileRecord
+from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes
+from te_models.checkpoints.plan.quantized_format import SUFFIXES, empty
+from te_models.checkpoints.plan.quantized_format import describe as describe_format
+from te_models.checkpoints.write.writer import write_small_file, write_tensors
 from te_models.layers import QuantizedTensor
 from te_models.layers.tensor.fsdp import local_part
 
@@ -35,9 +36,12 @@ from ....model import GPTModel
 from ....parallel.parts import LocalPart, ModelParts
 from ...ranks.data_parallel import Ranks
 from ..checks import PARTS, SHARDED_VERSION, VALUES, TrainingCheckpointError, check_ranges
-from ..files import checkpoint_dir, remove_old, sharded_paths
-from .index import read_index
-from .storage import PartLoadPlanner, PartReader, PartSavePlanner, PartWriter
+from ..files import checkpoint_dir, digests_of, remove_old
+from .exchange import Exchange
+from .index import INDEX, Index, file_of, read_index
+from .index_file import write_file
+from .join import describe, join, written_boxes
+from .storage import PartReader
 
 
 def save_parts(
@@ -58,19 +62,19 @@ def save_parts(
     if not ranks.is_main:
         (folder,) = _from_first_rank([None], group)
         if folder is not None:
-            _write_parts(Path(folder), parts, group)
+            _write_parts(Path(folder), parts, ranks, group)
         return target
     announced = False
     try:
-        with new_folder(target, overwrite=False) as folder:
+        with new_folder(target, overwrite=False, flushed=PARTS) as folder:
             (folder / PARTS).mkdir()
             announced = True
             _from_first_rank([str(folder / PARTS)], group)
-            _write_parts(folder / PARTS, parts, group)
+            records = _write_parts(folder / PARTS, parts, ranks, group)
             whole = {"version": SHARDED_VERSION, **values, "model_config": model.config.to_dict()}
             text = json.dumps(whole, indent=2, allow_nan=False)
-            (folder / VALUES).write_text(text + "\n", encoding="utf-8")
-            (folder / MANIFEST).write_bytes(manifest_bytes(record_files(sharded_paths(folder))))
+            records[VALUES] = write_small_file(folder / VALUES, (text + "\n").encode())
+            (folder / MANIFEST).write_bytes(manifest_bytes(records))
     finally:
         if not announced:
             _from_first_rank([None], group)
@@ -83,35 +87,53 @@ def _from_first_rank(value: list[Any], group: dist.ProcessGroup | None) -> list[
     return value
 
 
-def _write_parts(folder: Path, parts: Mapping[str, LocalPart], group: dist.ProcessGroup | None) -> None:
-    try:
-        save(dict(parts), storage_writer=PartWriter(folder), planner=PartSavePlanner(), process_group=group)
-    except CheckpointException as error:
-        raise CheckpointError(f"writing {folder.parent} failed: {_reason(error)}") from None
+def _write_parts(
+    folder: Path, parts: Mapping[str, LocalPart], ranks: Ranks, group: dist.ProcessGroup | None
+) -> dict[str, FileRecord]:
+    """Write this rank's part, and on the first rank the index; return there what the manifest lists of the folder.
+    Raises CheckpointError on every rank where one fails."""
+    exchange, file = Exchange(folder.parent, ranks, group), file_of(ranks.rank)
+    joined: list[Index] = []
+
+    def answer(descriptions: list[bytes]) -> list[bytes]:
+        index, writes = join(descriptions)
+        joined.append(index)
+        return writes
+
+    def finish(written: list[FileRecord]) -> list[Any]:
+        record = write_file(folder, joined[0])
+        read_index(folder).check_same(joined[0])
+        lists = {f"{PARTS}/{digests_of(file_of(rank))}": its for rank, its in enumerate(written)}
+        return [{f"{PARTS}/{INDEX}": record} | lists, *[{}] * (len(written) - 1)]
+
+    writes = exchange.turn(lambda: describe(parts), answer)
+
+    def write() -> FileRecord:
+        record = write_tensors(folder / file, written_boxes(parts, writes))
+        listed = write_small_file(folder / digests_of(file), manifest_bytes({file: record}))
+        flush(folder / digests_of(file))
+        return listed
+
+    return exchange.turn(write, finish)
 
 
-def _reason(error: CheckpointException) -> str:
-    rank, (cause, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {cause}"
-
-
-def load_parts(folder: Path, parts: Mapping[str, LocalPart], metadata: Metadata | None = None) -> None:
-    """Fill this rank's parts from a checkpoint, in any layout. Each rank reads for itself. metadata: of `read_index`.
+def load_parts(folder: Path, parts: Mapping[str, LocalPart], index: Index | None = None) -> None:
+    """Fill this rank's parts from a checkpoint, in any layout. Each rank reads for itself. index: of `read_index`.
 
     Raises TrainingCheckpointError where the checkpoint lacks one of them, or holds it with another
     shape or dtype.
     """
     try:
-        metadata = metadata or read_index(folder / PARTS)
+        index = index or read_index(folder / PARTS)
         for name, part in parts.items():
-            saved: Any = metadata.state_dict_metadata.get(name)
+            saved = index.tensors.get(name)
             if saved is None:
                 raise TrainingCheckpointError(f"{folder} lacks {name!r}")
-            if tuple(saved.size) != tuple(part.shape):
-                found, allowed = list(saved.size), list(part.shape)
+            if saved.shape != tuple(part.shape):
+                found, allowed = list(saved.shape), list(part.shape)
                 raise TrainingCheckpointError(f"{folder} holds {name!r} with shape {found}; allowed: {allowed}")
-        reader = PartReader(folder / PARTS, metadata)
-        _read(reader, parts)
+        with PartReader(folder / PARTS, index) as reader:
+            reader.fill(parts)
     except CheckpointError as error:
         raise TrainingCheckpointError(f"{folder} cannot be used: {error}") from None
     check_ranges({name: part.tensor for name, part in parts.items() if name.startswith("optimizer.")})
@@ -120,19 +142,12 @@ def load_parts(folder: Path, parts: Mapping[str, LocalPart], metadata: Metadata 
 def check_known(folder: Path, parts: Mapping[str, LocalPart], names: Collection[str]) -> None:
     """Raise TrainingCheckpointError where a checkpoint holds weights, adapters or optimizer state of what is not in the
     model. parts: of this rank, by their names in the checkpoint; names: of everything in the whole model."""
-    for stored in read_index(folder / PARTS).state_dict_metadata:
+    for stored in read_index(folder / PARTS).tensors:
         kind, _, name = stored.partition("@")[0].partition(".")
         entry = name.rpartition(".")[0] if kind == "optimizer" else name
         fields = (entry.removesuffix(suffix) for suffix in SUFFIXES.values())
         if kind in ("model", "optimizer", "lora") and stored not in parts and not any(f in names for f in fields):
             raise TrainingCheckpointError(f"{folder} holds {quote(stored)}, which is not of this model")
-
-
-def _read(reader: PartReader, parts: Mapping[str, LocalPart]) -> None:
-    """Do what DCP's `load` does, on this rank alone: ranks read for themselves, and wait for no other."""
-    planner = PartLoadPlanner()
-    planner.set_up_planner(parts, reader.read_metadata())
-    reader.read_data(planner.create_local_plan(), planner).wait()
 
 
 def private_states(states: Mapping[str, Tensor], prefix: str, rank: int) -> dict[str, LocalPart]:
@@ -148,14 +163,15 @@ def read_private(folder: Path, prefix: str, rank: int) -> dict[str, Tensor]:
 
 def read_wholes(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Return the tensors whose names begin with `prefix`, whole, by the names that they have in the checkpoint."""
-    metadata = read_index(folder / PARTS)
-    found = {}
-    for name, saved in metadata.state_dict_metadata.items():
-        if name.startswith(prefix):
-            tensor = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")  # type: ignore[union-attr]
-            found[name] = LocalPart.undivided(tensor)
+    index = read_index(folder / PARTS)
+    found = {
+        name: LocalPart.undivided(torch.empty(saved.shape, dtype=saved.dtype, device="cpu"))
+        for name, saved in index.tensors.items()
+        if name.startswith(prefix)
+    }
     try:
-        _read(PartReader(folder / PARTS, metadata), found)
+        with PartReader(folder / PARTS, index) as reader:
+            reader.fill(found)
     except CheckpointError as error:
         raise TrainingCheckpointError(f"{folder} cannot be used: {error}") from None
     return {name: part.tensor for name, part in found.items()}
@@ -163,8 +179,7 @@ def read_wholes(folder: Path, prefix: str) -> dict[str, Tensor]:
 
 def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """Return the dtype of everything that a checkpoint holds, by name."""
-    saved: dict[str, Any] = read_index(folder / PARTS).state_dict_metadata
-    return {name: tensor.properties.dtype for name, tensor in saved.items()}
+    return {name: saved.dtype for name, saved in read_index(folder / PARTS).tensors.items()}
 
 
 def export_parts(
@@ -182,12 +197,11 @@ def export_parts(
     `ema_decay` in place of what they are averages of. merged: what gives the values of a tensor that are written in
     place of its own, by name: plain ones, also of a quantized tensor.
     """
-    metadata = read_index(folder / PARTS)
+    index = read_index(folder / PARTS)
     wholes, dtypes = ModelParts(model).wholes(), _field_dtypes(model)
-    reader = PartReader(folder / PARTS, metadata)
     stored_as = {name: f"model.{name}" for name in dict.fromkeys((*wholes, *dtypes))}
     for name in wholes if averages else ():
-        if f"optimizer.{name}.ema" in metadata.state_dict_metadata:
+        if f"optimizer.{name}.ema" in index.tensors:
             stored_as[name], wholes[name] = f"optimizer.{name}.ema", wholes[name].float()
 
     changes = merged or {}
@@ -199,7 +213,7 @@ def export_parts(
             return read(name)
         tensor = stored[name]
         if isinstance(tensor, QuantizedTensor):
-            values = empty(name, tensor.shape, describe(tensor.quantizer, tensor.dtype), "cpu")
+            values = empty(name, tensor.shape, describe_format(tensor.quantizer, tensor.dtype), "cpu")
             for field, its in values.fields.items():
                 its.copy_(read(name + SUFFIXES[field]))
         else:
@@ -208,12 +222,13 @@ def export_parts(
 
     def read(name: str) -> Tensor:
         key = stored_as.get(name, f"model.{name}")
-        saved: Any = metadata.state_dict_metadata[key]
-        whole = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-        _read(reader, {key: LocalPart.undivided(whole)})
+        saved = index.tensors[key]
+        whole = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
+        reader.fill({key: LocalPart.undivided(whole)})
         return whole.view(dtypes.get(name, whole.dtype))
 
-    save_model(wholes, model.config, out, source_dir=source, source=model.origin, fetch=fetch, overwrite=True)
+    with PartReader(folder / PARTS, index) as reader:
+        save_model(wholes, model.config, out, source_dir=source, source=model.origin, fetch=fetch, overwrite=True)
 
 
 def _field_dtypes(model: GPTModel) -> dict[str, torch.dtype]:

@@ -1,132 +1,154 @@
-"""Where the tensors of a sharded checkpoint are: parts/index.json, read with no trust in its content.
+"""Where the tensors of a sharded checkpoint are: which box of which tensor is in which file.
 
-    {"tensors": {"model.embedding.weight": {"dtype": "F32", "shape": [257, 64], "boxes": [
-        {"begin": [0, 0], "shape": [129, 64], "file": "rank-00000.safetensors"}, ...]}}}
-
-Checked here, before a file is opened or memory is asked for: the boxes of a tensor cover each of its elements exactly
-once, files are plain ones inside the folder, and no file is too small for the boxes that it is said to hold. So a
-reader that follows the index leaves no element of a tensor unwritten, and asks for no more memory than there are bytes
-in the files. That a box is stored with this shape and dtype is checked by whoever reads it (`storage.PartReader`).
+`Index` is what the writer joins, what a file says (`index_file`; `old_index` of earlier releases), and what readers
+follow. Checked before a file of tensors is opened or memory is asked for: the boxes of a tensor cover each of its
+elements exactly once, and no file is too small for the boxes that it is said to hold. So a reader that follows the
+index leaves no element of a tensor unwritten, and asks for no more memory than there are bytes in the files. That a box
+is stored with this shape and dtype is checked by whoever reads it (`storage`).
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Mapping
+import os
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch import Tensor
 
 from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.io.boxes import Range, tiles
-from te_models.checkpoints.io.dtypes import bits_of, torch_dtype
-from te_models.checkpoints.io.errors import quote, shown
-from te_models.checkpoints.io.strict_json import read_object
+from te_models.checkpoints.io.errors import quote
 from te_models.checkpoints.io.weight_files import plain_file
 
 from ..checks import PARTS
+from ..files import INDEX
 
-INDEX = "index.json"
-_WHERE = f"{PARTS}/{INDEX}"
-_KINDS = ("model.", "optimizer.", "lora.", "rng.", "recipe.")
-_MOST_DIMENSIONS = 8
-_MOST = 1 << 62
+OLD_INDEX = "index.json"
+KINDS = ("model.", "optimizer.", "lora.", "rng.", "recipe.")
+MOST_DIMENSIONS = 8
+MOST = 1 << 62
 """Elements of a tensor: torch counts them in 64 bits."""
 
 
-class StoredBox(NamedTuple):
-    """A box in a file: its shape there, and the file's name in the folder of the parts."""
+@dataclass(frozen=True, eq=False)
+class Cutting:
+    """How a tensor is cut into boxes. shape: of the whole one; begins, sizes: of each box, int64 [boxes, dimensions].
+    Many tensors of a model are cut alike, and share one of these."""
 
     shape: tuple[int, ...]
-    file: str
+    begins: Tensor
+    sizes: Tensor
+
+    @cached_property
+    def elements(self) -> Tensor:
+        """Elements of each box, float64: exact below 2^53, and never wrapped around above."""
+        return self.sizes.double().prod(1)
+
+    def covers_once(self) -> bool:
+        """Whether the boxes cover each element of the shape exactly once."""
+        pairs = list(zip(self.begins.tolist(), self.sizes.tolist(), strict=True))
+        if len({tuple(begin) for begin, _ in pairs}) < len(pairs):
+            return False
+        boxes = [tuple(Range(b, b + n) for b, n in zip(begin, size, strict=True)) for begin, size in pairs]
+        return tiles(boxes, self.shape)
+
+    def meeting(self, begin: tuple[int, ...], shape: tuple[int, ...]) -> list[int]:
+        """Return the numbers of the boxes that have elements in common with one."""
+        first, size = (torch.tensor(values, dtype=torch.int64, device="cpu").view(1, -1) for values in (begin, shape))
+        meets = (self.begins < first + size) & (self.begins + self.sizes > first)
+        return meets.all(1).nonzero().view(-1).tolist()
 
 
-def read_index(folder: Path) -> Metadata:
-    """Return what index.json says as DCP's metadata, whose `storage_data` maps boxes to `StoredBox`.
+class Stored(NamedTuple):
+    """A tensor of a checkpoint. files: of each box of the cutting, the number of its file, int32."""
+
+    dtype: torch.dtype
+    cutting: Cutting
+    files: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.cutting.shape
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """What a checkpoint holds, by name. files: the names of the files in its folder `parts`, by number."""
+
+    tensors: dict[str, Stored]
+    files: tuple[str, ...]
+
+    def check(self, folder: Path, where: str) -> None:
+        """Check that every tensor is covered, and that the files are there and, as far as can be known from their
+        sizes, hold the boxes. Raises CheckpointError."""
+        covered: dict[int, bool] = {}
+        needed = torch.zeros(len(self.files), dtype=torch.float64, device="cpu")
+        for name, stored in self.tensors.items():
+            cutting = stored.cutting
+            if id(cutting) not in covered:
+                covered[id(cutting)] = cutting.covers_once()
+            if not covered[id(cutting)]:
+                raise CheckpointError(
+                    f"the boxes of {quote(name)} in {where} do not cover each element of its shape "
+                    f"{list(stored.shape)} once"
+                )
+            needed.index_add_(0, stored.files.long(), cutting.elements * stored.dtype.itemsize)
+        for file, nbytes in zip(self.files, needed.tolist(), strict=True):
+            if nbytes and nbytes > (size := plain_file(folder, file, where).stat().st_size):
+                raise CheckpointError(
+                    f"{where} says that {file} holds {nbytes:.0f} bytes of tensors, and it has {size} bytes"
+                )
+
+    def check_same(self, other: Index) -> None:
+        """Raise CheckpointError where another index says anything else: what was written, and what is read of it."""
+        same = self.files == other.files and self.tensors.keys() == other.tensors.keys()
+        compared: set[tuple[int, int]] = set()
+        for name, a in self.tensors.items() if same else ():
+            b = other.tensors[name]
+            same = a.dtype is b.dtype and a.shape == b.shape and torch.equal(a.files, b.files)
+            if same and (id(a.cutting), id(b.cutting)) not in compared:
+                compared.add((id(a.cutting), id(b.cutting)))
+                same = torch.equal(a.cutting.begins, b.cutting.begins) and torch.equal(a.cutting.sizes, b.cutting.sizes)
+            if not same:
+                raise CheckpointError(f"{PARTS}/{INDEX} is not read as it was written: {quote(name)} differs")
+        if not same:
+            raise CheckpointError(f"{PARTS}/{INDEX} is not read as it was written")
+
+    def check_names(self, ranks: int, where: str) -> None:
+        """Check what can be without the model: what kinds of tensors there are, and for each of the ranks the states of
+        its generators. Raises CheckpointError."""
+        allowed = set(map(str, range(min(ranks, len(self.tensors)))))
+        for name in self.tensors:
+            kind, _, rest = name.partition(".")
+            if not name.startswith(KINDS):
+                raise CheckpointError(f"{where} has {quote(name)}, which is no part of a training state")
+            if kind in ("rng", "recipe") and rest.partition(".")[0] not in allowed:
+                raise CheckpointError(f"{where} has {quote(name)}, and the run had {ranks} ranks")
+        for rank in range(ranks):
+            for generator in ("python", "torch"):
+                if f"rng.{rank}.{generator}" not in self.tensors:
+                    raise CheckpointError(f"{where} lacks 'rng.{rank}.{generator}'")
+
+
+def file_of(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def index_name(folder: Path) -> str:
+    """Return how messages name the index of a folder of parts, of this release or an earlier one."""
+    return f"{PARTS}/{INDEX if os.path.lexists(folder / INDEX) else OLD_INDEX}"
+
+
+def read_index(folder: Path) -> Index:
+    """Return what the index of a folder of parts says.
 
     Raises CheckpointError, one sentence, for an index that does not say where every element of every tensor is.
     """
-    values = read_object(plain_file(folder, INDEX), _WHERE)
-    tensors: dict[str, Any] = {}
-    boxes: dict[MetadataIndex, StoredBox] = {}
-    for name, entry in _only(values, ("tensors",), _WHERE, dict)["tensors"].items():
-        where = f"{quote(name)} in {_WHERE}"
-        entry = _only(entry, ("dtype", "shape", "boxes"), where)
-        dtype, shape = entry["dtype"], _sizes(entry["shape"], "shape", where)
-        if not isinstance(dtype, str) or bits_of(dtype) not in (8, 16, 32, 64):
-            raise CheckpointError(f"{where} has dtype {shown(dtype)}; allowed: a dtype of safetensors of whole bytes")
-        if not isinstance(entry["boxes"], list):
-            raise CheckpointError(f"{where} has boxes {shown(entry['boxes'])}; allowed: a list")
-        chunks = []
-        for box in entry["boxes"]:
-            box = _only(box, ("begin", "shape", "file"), f"a box of {where}")
-            begin, size = (_sizes(box[key], key, f"a box of {where}") for key in ("begin", "shape"))
-            if not isinstance(box["file"], str):
-                raise CheckpointError(f"a box of {where} has file {shown(box['file'])}; allowed: a name")
-            if not len(begin) == len(size) == len(shape):
-                raise CheckpointError(f"a box of {where} has other dimensions than its shape {list(shape)}")
-            boxes[MetadataIndex(name, begin)] = StoredBox(size, box["file"])
-            chunks.append(ChunkStorageMetadata(torch.Size(begin), torch.Size(size)))
-        covered = [_ranges(chunk) for chunk in chunks]
-        if len({chunk.offsets for chunk in chunks}) < len(chunks) or not tiles(covered, shape):
-            raise CheckpointError(f"the boxes of {where} do not cover each element of its shape {list(shape)} once")
-        tensors[name] = TensorStorageMetadata(TensorProperties(torch_dtype(dtype)), torch.Size(shape), chunks)
-    _check_files(folder, tensors, boxes)
-    return Metadata(tensors, storage_data=boxes)
+    from .index_file import read_file
+    from .old_index import read_json
 
-
-def _ranges(chunk: ChunkStorageMetadata) -> tuple[Range, ...]:
-    return tuple(Range(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
-
-
-def _only(values: object, keys: tuple[str, ...], where: str, kind: type = object) -> dict[str, Any]:
-    """Return an object with exactly these keys, whose values are of `kind`."""
-    named = isinstance(values, dict) and values.keys() == {*keys}
-    if not isinstance(values, dict) or not named or not all(isinstance(value, kind) for value in values.values()):
-        raise CheckpointError(f"{where} is not an object of exactly {', '.join(keys)}")
-    return values
-
-
-def _sizes(values: object, key: str, where: str) -> tuple[int, ...]:
-    if not isinstance(values, list) or len(values) > _MOST_DIMENSIONS or any(type(v) is not int for v in values):
-        raise CheckpointError(f"{where} has {key} {shown(values)}; allowed: at most {_MOST_DIMENSIONS} integers")
-    if min(values, default=0) < 0 or math.prod(max(v, 1) for v in values) > _MOST:
-        raise CheckpointError(f"{where} has {key} {shown(values)}; allowed: numbers from 0, of at most 2^62 elements")
-    return tuple(values)
-
-
-def _check_files(folder: Path, tensors: Mapping[str, Any], boxes: Mapping[MetadataIndex, StoredBox]) -> None:
-    """Check that the files are there and, as far as can be known from their sizes, hold the boxes."""
-    needed: Counter[str] = Counter()
-    for index, box in boxes.items():
-        needed[box.file] += math.prod(box.shape) * tensors[index.fqn].properties.dtype.itemsize
-    for file, nbytes in needed.items():
-        size = plain_file(folder, file, _WHERE).stat().st_size
-        if nbytes > size:
-            raise CheckpointError(f"{_WHERE} says that {file} holds {nbytes} bytes of tensors, and it has {size} bytes")
-
-
-def check_names(metadata: Metadata, ranks: int) -> None:
-    """Check what can be without the model: what kinds of tensors there are, and for each of the ranks the states of its
-    generators. Raises CheckpointError."""
-    names = metadata.state_dict_metadata.keys()
-    for name in names:
-        kind, _, rest = name.partition(".")
-        if not name.startswith(_KINDS):
-            raise CheckpointError(f"{_WHERE} has {quote(name)}, which is no part of a training state")
-        rank = rest.partition(".")[0]
-        if kind in ("rng", "recipe") and rank not in map(str, range(min(ranks, len(names)))):
-            raise CheckpointError(f"{_WHERE} has {quote(name)}, and the run had {ranks} ranks")
-    for rank in range(ranks):
-        for generator in ("python", "torch"):
-            if f"rng.{rank}.{generator}" not in names:
-                raise CheckpointError(f"{_WHERE} lacks 'rng.{rank}.{generator}'")
+    return (read_file if os.path.lexists(folder / INDEX) else read_json)(folder)

@@ -1,216 +1,120 @@
-"""The files of a sharded checkpoint: safetensors for the parts, JSON for where they are.
+"""The files of a sharded checkpoint, and reading them.
 
     parts/rank-00003.safetensors    what rank 3 wrote: boxes of whole tensors, each under "name@begin"
-    parts/index.json                dtype and shape of every whole tensor, and the boxes of it: begin, shape, file
+    parts/rank-00003.json           the digests of that file, which rank 3 took of what it wrote
+    parts/index.safetensors         which box of which tensor is in which file (`index_file`)
 
-DCP's own storage writes pickles, whose reading runs code of whoever wrote them.
+torch's own storage for checkpoints writes pickles, whose reading runs code of whoever wrote them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, Self
 
-import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
+from torch import Tensor
 
 from te_models.checkpoints import CheckpointError
+from te_models.checkpoints.io.boxes import Box as Ranges
 from te_models.checkpoints.io.boxes import Range
 from te_models.checkpoints.io.dtypes import dtype_name
 from te_models.checkpoints.io.errors import quote
 from te_models.checkpoints.io.store import FileStore
 from te_models.checkpoints.io.weight_files import plain_file
-from te_models.checkpoints.write.writer import write_tensors
 
 from ....parallel.parts import Box, LocalPart
 from ..checks import PARTS
-from .index import INDEX
+from .index import Index, index_name
+from .join import entry_of
+
+_MOST_ENTRIES, _MOST_FILES = 1_000_000, 200
+"""Of headers that stay in memory while a model is read tensor by tensor, 300 MiB, and of files that stay open."""
 
 
-def file_of(rank: int) -> str:
-    """Return the name of the file that a rank writes."""
-    return f"rank-{rank:05d}.safetensors"
+class Read(NamedTuple):
+    """A part of a box of a file, and where it goes. ranges: within the box, whose shape is `shape`."""
+
+    name: str
+    entry: str
+    shape: tuple[int, ...]
+    ranges: Ranges
+    target: Tensor
 
 
-class PartWriter(StorageWriter):
-    """Writes a rank's boxes to a file of its own, and on the first rank the index. folder: exists."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.file = file_of(dist.get_rank() if dist.is_initialized() else 0)
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part of the plan."""
-        tensors: dict[str, torch.Tensor] = {}
-        results = []
-        for item in plan.items:
-            tensor = planner.resolve_data(item)
-            assert isinstance(tensor, torch.Tensor), "the planner makes no other items"
-            tensors[_entry(item.index)] = tensor
-            results.append(WriteResult(item.index, tensor.nbytes, self.file))
-        write_tensors(self.folder / self.file, tensors)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index; called on the first rank."""
-        files = {result.index: result.storage_data for one in results for result in one}
-        tensors = {}
-        for name, saved in sorted(metadata.state_dict_metadata.items()):
-            assert isinstance(saved, TensorStorageMetadata), "the planner makes no other items"
-            boxes = [
-                {"begin": list(c.offsets), "shape": list(c.sizes), "file": files[MetadataIndex(name, c.offsets)]}
-                for c in saved.chunks
-            ]
-            tensors[name] = {"dtype": dtype_name(saved.properties.dtype), "shape": list(saved.size), "boxes": boxes}
-        text = json.dumps({"tensors": tensors}, indent=1)
-        (self.folder / INDEX).write_text(text + "\n", encoding="utf-8")
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
+def plan_reads(index: Index, parts: Mapping[str, LocalPart]) -> dict[int, list[Read]]:
+    """Return what has to be read to fill parts, all of which the index has, by the number of the file."""
+    meetings: dict[tuple[object, ...], list[int]] = {}
+    tables: dict[int, tuple[list[list[int]], list[list[int]]]] = {}
+    reads: dict[int, list[Read]] = {}
+    for name, part in parts.items():
+        stored = index.tensors[name]
+        cutting, files = stored.cutting, stored.files
+        if id(cutting) not in tables:
+            tables[id(cutting)] = cutting.begins.tolist(), cutting.sizes.tolist()
+        begins, sizes = tables[id(cutting)]
+        for box in part.boxes():
+            key = id(cutting), box.begin, box.shape
+            if key not in meetings:
+                meetings[key] = cutting.meeting(box.begin, box.shape)
+            for number in meetings[key]:
+                read = _read(name, part, box, tuple(begins[number]), tuple(sizes[number]))
+                reads.setdefault(int(files[number]), []).append(read)
+    return reads
 
 
-class PartReader(StorageReader):
-    """Reads boxes of tensors. metadata: of `index.read_index`."""
+def _read(name: str, part: LocalPart, box: Box, begin: tuple[int, ...], size: tuple[int, ...]) -> Read:
+    low = tuple(map(max, box.begin, begin))
+    high = (min(b + n, c + m) for b, n, c, m in zip(box.begin, box.shape, begin, size, strict=True))
+    shape = tuple(h - b for h, b in zip(high, low, strict=True))
+    ranges = tuple(Range(b - c, b - c + n) for b, c, n in zip(low, begin, shape, strict=True))
+    return Read(name, entry_of(name, begin), size, ranges, part.view(box.within(low, shape)))
 
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        self.folder, self.metadata = folder, metadata
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
+class PartReader:
+    """Reads boxes of tensors of a folder of parts. index: of `read_index`."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
+    def __init__(self, folder: Path, index: Index) -> None:
+        self.folder, self.index = folder, index
+        self._stores: dict[int, FileStore] = {}
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
+    def __enter__(self) -> Self:
+        return self
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+    def __exit__(self, *_: object) -> None:
+        while self._stores:
+            self._stores.popitem()[1].close()
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+    def _store(self, number: int) -> FileStore:
+        """Open a file; those whose headers were read last stay open."""
+        store = self._stores.pop(number, None)
+        if store is None:
+            held = sum(len(store.tensors) for store in self._stores.values())
+            while self._stores and (held > _MOST_ENTRIES or len(self._stores) >= _MOST_FILES):
+                oldest = self._stores.pop(next(iter(self._stores)))
+                held -= len(oldest.tensors)
+                oldest.close()
+            file = self.index.files[number]
+            store = FileStore({file: plain_file(self.folder, file, index_name(self.folder))})
+        self._stores[number] = store
+        return store
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan says; of the files only that is read."""
-        files = sorted({self.metadata.storage_data[item.storage_index].file for item in plan.items})
-        with FileStore({file: plain_file(self.folder, file, f"{PARTS}/{INDEX}") for file in files}) as store:
-            for item in plan.items:
-                entry, target = _entry(item.storage_index), planner.resolve_tensor(item)
-                box = self.metadata.storage_data[item.storage_index]
-                if store.file_of.get(entry) != box.file:
-                    raise CheckpointError(f"{PARTS}/{box.file} lacks {quote(entry)}")
-                if store.tensors[entry].shape != box.shape:
-                    found, said = list(store.tensors[entry].shape), list(box.shape)
+    def fill(self, parts: Mapping[str, LocalPart]) -> None:
+        """Read parts, all of which the index has; of the files only what they need is read. Raises CheckpointError."""
+        for number, reads in sorted(plan_reads(self.index, parts).items()):
+            store, file = self._store(number), f"{PARTS}/{self.index.files[number]}"
+            for read in reads:
+                info = store.tensors.get(read.entry)
+                if info is None:
+                    raise CheckpointError(f"{file} lacks {quote(read.entry)}")
+                if info.shape != read.shape:
+                    where, said = index_name(self.folder), list(read.shape)
                     raise CheckpointError(
-                        f"{PARTS}/{box.file} holds {quote(entry)} with shape {found}, and {PARTS}/{INDEX} says {said}"
+                        f"{file} holds {quote(read.entry)} with shape {list(info.shape)}, and {where} says {said}"
                     )
-                if store.tensors[entry].dtype != dtype_name(target.dtype):
-                    found, allowed = store.tensors[entry].dtype, dtype_name(target.dtype)
-                    name = quote(item.storage_index.fqn)
-                    raise CheckpointError(f"the checkpoint holds {name} as {found}; allowed: {allowed}")
-                ranges = zip(item.storage_offsets, item.lengths, strict=True)
-                target.copy_(store.read(entry, tuple(Range(begin, begin + size) for begin, size in ranges)))
-                planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
-
-
-def _entry(index: MetadataIndex) -> str:
-    return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
-
-
-class PartSavePlanner(DefaultSavePlanner):
-    """Plans the boxes of parts: a state dict of name -> LocalPart."""
-
-    def set_up_planner(
-        self, state_dict: Mapping[str, LocalPart], storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
-        self.parts, self.is_coordinator = state_dict, is_coordinator
-        self.flatten_state_dict = False
-        self._boxes = _boxes_of(state_dict)
-
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for index, (part, box) in self._boxes.items():
-            chunk = ChunkStorageMetadata(torch.Size(box.begin), torch.Size(box.shape))
-            properties = TensorProperties(dtype=part.tensor.dtype)
-            data = TensorWriteData(chunk, properties, torch.Size(part.shape))
-            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        part, box = self._boxes[index]
-        return part.view(box).detach()
-
-
-class PartLoadPlanner(DefaultLoadPlanner):
-    """Plans what has to be read to fill parts: a state dict of name -> LocalPart, all of which must be there."""
-
-    def set_up_planner(
-        self, state_dict: Mapping[str, LocalPart], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self.parts, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-        self.flatten_state_dict = False
-        self._boxes = _boxes_of(state_dict)
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None, "DCP reads it first"
-        items: list[ReadItem] = []
-        for name, part in self.parts.items():
-            saved = self.metadata.state_dict_metadata[name]
-            assert isinstance(saved, TensorStorageMetadata), "this storage holds nothing else"
-            wanted = [ChunkStorageMetadata(torch.Size(b.begin), torch.Size(b.shape)) for b in part.boxes()]
-            items += create_read_items_for_chunk_list(name, saved, wanted)  # the boxes cover it, says `read_index`
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        part, box = self._boxes[index]
-        return part.view(box).detach()
-
-
-def _boxes_of(parts: Mapping[str, LocalPart]) -> dict[MetadataIndex, tuple[LocalPart, Box]]:
-    return {MetadataIndex(name, box.begin): (part, box) for name, part in parts.items() for box in part.boxes()}
+                allowed = dtype_name(read.target.dtype)
+                if info.dtype != allowed:
+                    raise CheckpointError(
+                        f"the checkpoint holds {quote(read.name)} as {info.dtype}; allowed: {allowed}"
+                    )
+                read.target.copy_(store.read(read.entry, read.ranges))

@@ -1,0 +1,115 @@
+"""Megatron-Core's names and layouts: of models (`mp_rank_XX`), and of distributed checkpoints (`torch_dist`).
+
+Names are those of our parameters, which follow Megatron-Core. Other are: q, k and v, stored group by group; the two
+projections down of latent attention; experts, a level deeper; and in distributed checkpoints layers that are alike,
+stored as one tensor with a dimension for them in front. Moments are named by state:
+`optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+
+from te_models.config import AttentionConfig, ModelConfig
+
+from ..io.errors import CheckpointError
+from ..plan.layout_ops import At, Concat, Layout, Rows, Stack
+from ..plan.param_shapes import expected_tensors, head_sizes
+from .layouts import Member
+from .system import System, is_optimizer
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_LATENT = {"linear_q_up": "linear_q_up_proj", "linear_kv_up": "linear_kv_up_proj"}
+
+
+def grouped_rows(a: AttentionConfig, name: str) -> Layout:
+    """Return q, k and v as a tensor that holds, group by group, the query heads of a group, its k and its v."""
+    heads, groups, size = head_sizes(a)
+    if a.gate_rows or a.key_is_value or a.value_channels != size:
+        raise CheckpointError("Megatron's attention has q, k and v of one size in each group, and no gate in them")
+    each = heads // groups
+    total = (heads + 2 * groups) * size
+    begin = [group * (each + 2) * size for group in range(groups)]
+    q = [(Rows(name, first, total), each * size) for first in begin]
+    k, v = ([(Rows(name, first + (each + part) * size, total), size) for first in begin] for part in (0, 1))
+    return Concat(*q, *k, *v)
+
+
+def placed(config: ModelConfig, layer: int, rest: str, at: str) -> Layout:
+    """Return where a parameter of a layer is stored in files in which layers are apart. rest: its name in the layer;
+    at: what names of the layer begin with."""
+    attention = config.attention_of(layer)
+    part, _, kind = rest.rpartition(".")
+    if part == "self_attention.linear_qkv" and kind in ("weight", "bias"):
+        assert attention is not None, "the layer has it"
+        return grouped_rows(attention, at + rest)
+    if part == "self_attention.linear_qkv_down" and kind in ("weight", "bias"):
+        assert attention is not None and attention.mla is not None, "the layer has it"
+        mla = attention.mla
+        q_rows = mla.q_lora_rank or attention.num_attention_heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+        q = "linear_q_proj" if mla.q_lora_rank is None else "linear_q_down_proj"
+        theirs = f"{at}self_attention."
+        kv = At(f"{theirs}linear_kv_down_proj.{kind}"), mla.kv_lora_rank + mla.qk_pos_emb_head_dim
+        return Concat((At(f"{theirs}{q}.{kind}"), q_rows), kv)
+    if part == "self_attention.linear_qkv_down":  # its norm, which Megatron applies before both
+        return At(f"{at}input_layernorm.{kind.removeprefix('layer_norm_')}")
+    for ours, theirs in _LATENT.items():
+        if part == f"self_attention.{ours}":
+            return At(f"{at}self_attention.{theirs}.{kind}")
+    return At(at + rest)
+
+
+def _weights(config: ModelConfig, found: Collection[str] | None) -> Iterator[tuple[str, Layout]]:
+    """Of a distributed checkpoint, whose layers are apart or joined, and whose experts are."""
+    if config.mtp_num_layers or config.mixers or config.hyper_connections is not None:
+        raise CheckpointError(
+            "Megatron's checkpoints are read and written of models with one attention; this one has other mixers, "
+            "several lanes, or layers that predict further tokens"
+        )
+    layers = config.num_layers
+    apart = found is not None and any(name.startswith("decoder.layers.0.") for name in found)
+    apart = apart or (
+        found is None and config.moe is not None and len(set(map(config.is_moe_layer, range(layers)))) > 1
+    )
+    for name in expected_tensors(config):
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            yield name, At(name)
+            continue
+        layer, rest = int(match[1]), match[2]
+        at = f"decoder.layers.{layer}." if apart else "decoder.layers."
+        if rest.startswith("mlp.experts."):
+            layout = _experts(rest, at, config, found)
+        else:
+            layout = placed(config, layer, rest, at)
+        yield name, layout if apart else Member(layout, layer, layers)
+
+
+def _experts(rest: str, at: str, config: ModelConfig, found: Collection[str] | None) -> Layout:
+    """Of all experts in one tensor, or of each in its own (`singleton_local_shards`), gate and up apart."""
+    assert config.moe is not None, "the layer has experts"
+    part, _, kind = rest.removeprefix("mlp.experts.").rpartition(".")
+    first = f"{at}mlp.experts.experts.0.{part}.{kind}"
+    if found is None or not {first, f"{first}_w"} & set(found):
+        return At(f"{at}mlp.experts.experts.{part}.{kind}")
+    names = [f"{at}mlp.experts.experts.{e}.{part}.{kind}" for e in range(config.moe.num_moe_experts)]
+    if f"{first}_w" not in found:
+        return Stack(*map(At, names))
+    rows = config.moe.moe_ffn_hidden_size
+    return Stack(*(Concat((At(f"{name}_w"), rows), (At(f"{name}_v"), rows)) for name in names))
+
+
+def _is_other(name: str) -> bool:
+    plain = ("rng_state", "opt_param_scheduler", "rerun_state_machine", "num_floating_point", "args", "iteration")
+    return (
+        is_optimizer(name)
+        or name.startswith(plain)
+        or "_extra_state" in name
+        or name.endswith(".local_tokens_per_expert")
+    )
+
+
+MEGATRON = System(
+    "Megatron-Core", _weights, lambda name, state: f"optimizer.state.{state}.{name}", "fp32_param", is_other=_is_other
+)

@@ -1,0 +1,60 @@
+"""What a training system's checkpoint is, as far as its tensors go: the names and layouts of weights and moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from te_models.config import ModelConfig
+
+from ..io.errors import CheckpointError, shorten
+from ..plan.layout_ops import Layout
+from ..plan.param_shapes import expected_tensors
+from ..plan.tensor_map import Link, Namespace, Stored
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class System:
+    """A way in which a training system stores a model.
+
+    Attributes:
+        name: what it is called, in options and errors.
+        weights: canonical parameter name -> where its parts are stored, for a configuration and the names that a
+            checkpoint has, or the default form where these are None.
+        moment: the name of a parameter's optimizer state, by the stored name and the state's ("exp_avg").
+        master: what that calls the float32 copy of a weight; None where weights are float32 themselves.
+        is_other: whether a stored name is of something that is no weight: random states, steps, scales.
+    """
+
+    name: str
+    weights: Callable[[ModelConfig, Collection[str] | None], Iterable[tuple[str, Layout]]]
+    moment: Callable[[str, str], str]
+    master: str | None
+    is_other: Callable[[str], bool]
+
+    def namespace(
+        self, config: ModelConfig, found: Collection[str] | None = None, state: str | None = None
+    ) -> Namespace:
+        """Return how a checkpoint stores the weights, or a state of the optimizer. Raises CheckpointError for a model
+        that the system's names do not cover."""
+        canonical = expected_tensors(config)
+        stored: dict[str, Stored] = {}
+        links: list[Link] = []
+        for name, layout in self.weights(config, found):
+            if name not in canonical:
+                raise CheckpointError(f"{self.name} has {name}, which this model does not have")
+            for p in layout.place(canonical[name]):
+                place = p.stored if state is None else self.moment(p.stored, state)
+                stored[place] = Stored(p.stored_shape, convertible=not name.endswith(".expert_bias"))
+                links.append(Link(name, p.box, place, p.stored_box, p.axes))
+        absent = sorted(canonical.keys() - {link.name for link in links})
+        if absent:
+            raise CheckpointError(f"{self.name} has no names that are known here for {shorten(absent)}")
+        return Namespace(canonical, stored, tuple(links))
+
+
+def is_optimizer(name: str) -> bool:
+    """Whether a stored name is of an optimizer, as all of these systems say it."""
+    return name.startswith(("optimizer.", "optim."))

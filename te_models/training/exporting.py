@@ -1,0 +1,58 @@
+"""The model of a training checkpoint as an ordinary folder, without the run: one process, a tensor at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ..config import ModelConfig
+from ..model import GPTModel
+from .build import keep_saved_dtypes, random_model
+from .checkpoints.checkpoint import TrainingState, load_state
+from .checkpoints.checks import MODEL, VALUES
+from .config import TrainConfig
+from .lora import ADAPTERS, Adapters
+from .ranks.layout import ONE_RANK
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a training checkpoint."""
+    return (folder / VALUES).is_file()
+
+
+def export_alone(folder: Path, out: Path) -> None:
+    """Write the model of a checkpoint to a te_models folder, which must not exist, with its adapters merged; every byte
+    of the checkpoint is checked first.
+
+    The tokenizer is that of the folder that training began with, where that is still there. Raises
+    TrainingCheckpointError for a checkpoint that cannot be used, CheckpointError where the folder cannot be written.
+    """
+    start = load_state(folder)
+    config = TrainConfig.from_dict(start.config)
+    if start.parts is None:
+        model = GPTModel.from_pretrained(folder / MODEL, verify=False)
+        if config.lora.rank:
+            adapters = Adapters(config, model)
+            whole = adapters.state_tensors()
+            for name, value in whole.items():
+                value.copy_(start.tensors[name])
+            adapters.merge()
+        model.save_pretrained(out)
+        return
+    _export_parts(start, config, out)
+
+
+def _export_parts(start: TrainingState, config: TrainConfig, out: Path) -> None:
+    from .checkpoints.sharded.checkpoint import export_parts, read_wholes
+
+    assert start.parts is not None and start.model_config is not None, "a sharded checkpoint"
+    model = random_model(config, ModelConfig.from_dict(start.model_config), "meta", ONE_RANK)
+    keep_saved_dtypes(model, start)
+    merged = None
+    if config.lora.rank:
+        adapters = Adapters(config, model).of_whole_model(read_wholes(start.parts, ADAPTERS))
+        merged = adapters.merged_weights()
+    source = config.model.path if config.model.path and Path(config.model.path).is_dir() else None
+    with torch.no_grad():
+        export_parts(start.parts, model, out, source, merged=merged)

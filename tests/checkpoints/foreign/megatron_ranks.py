@@ -1,0 +1,107 @@
+"""What each rank of test_megatron does: `python -m tests.checkpoints.foreign.megatron_ranks FOLDER KIND TP`.
+
+Megatron-Core builds a small model on the CPU, computes logits, and saves a distributed checkpoint to FOLDER/saved, and
+what each rank has to FOLDER/mp_rank_XX/model_optim_rng.pt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+VOCABULARY, LENGTH = 64, 10
+SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 48}
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+
+
+def without_a_gpu() -> None:
+    """Megatron-Core asks for the current GPU, and waits for it."""
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment,return-value]
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None  # a name that is missing without Transformer Engine
+    CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()  # type: ignore[method-assign]
+
+
+def build(kind: str, tp: int) -> Any:
+    """Equal numbers for every number of ranks: the values follow from the names."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    experts = EXPERTS if kind == "moe" else {}
+    config = TransformerConfig(
+        **SIZES,
+        **experts,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=True,
+        params_dtype=torch.float32,
+        init_method_std=0.3,
+        tensor_model_parallel_size=tp,
+        **({"moe_token_dispatcher_type": "allgather"} if experts else {}),
+    )
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts.get("num_moe_experts"), moe_grouped_gemm=False, normalization="RMSNorm"
+    )
+    torch.manual_seed(1)
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    ).eval()
+
+
+def main(folder: Path, kind: str, tp: int) -> None:
+    """Save, and on the first rank write what it computed."""
+    warnings.simplefilter("ignore")
+    without_a_gpu()
+    dist.init_process_group("gloo")
+    from megatron.core import dist_checkpointing, parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    model = build(kind, tp)
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        if "norm" in name:
+            values = torch.Generator().manual_seed(number)
+            parameter.data.copy_(1 + torch.rand(parameter.shape, generator=values) / 4)
+    ids = torch.arange(3, 3 + LENGTH)[None]
+    mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH), 1).bool()
+    with torch.no_grad():
+        logits = model(ids, torch.arange(LENGTH)[None], mask)
+    pieces = [torch.empty_like(logits) for _ in range(tp)]
+    dist.all_gather(pieces, logits.contiguous())
+    legacy = folder / "legacy" / f"mp_rank_{dist.get_rank():02d}"
+    legacy.mkdir(parents=True)
+    saved = {"model": model.state_dict(), "iteration": 7, "checkpoint_version": 3.0}
+    saved["args"] = argparse.Namespace(tensor_model_parallel_size=tp, activation="silu")
+    torch.save(saved, legacy / "model_optim_rng.pt")
+    if dist.get_rank() == 0:
+        (folder / "saved").mkdir()
+        torch.save(torch.cat(pieces, -1), folder / "logits.pt")
+    dist.barrier()
+    dist_checkpointing.save(model.sharded_state_dict(), str(folder / "saved"))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

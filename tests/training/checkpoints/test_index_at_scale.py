@@ -1,0 +1,87 @@
+"""The index of a sharded checkpoint at numbers of ranks that no test can start: joined, written, read, followed."""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models.checkpoints import CheckpointError
+from te_models.parallel.parts import LocalPart
+from te_models.training.checkpoints.sharded.index import INDEX, Index, read_index
+from te_models.training.checkpoints.sharded.index_file import write_file
+from te_models.training.checkpoints.sharded.join import describe, join
+from te_models.training.checkpoints.sharded.storage import plan_reads
+from tests.fork_server import Python
+from tests.training.checkpoints.fake_ranks import bytes_of_files, parts_of, write_holes
+
+
+def saved(folder: Path, ranks: int, layers: int, copies: int = 1) -> Index:
+    """Do what ranks and the first of them do, but for the data."""
+    index, writes = join([describe(parts_of(rank, ranks, layers, copies=copies)) for rank in range(ranks)])
+    assert len(writes) == ranks
+    write_holes(folder, index)
+    write_file(folder, index)
+    found = read_index(folder)
+    found.check_same(index)
+    found.check_names(ranks, INDEX)
+    return found
+
+
+def check_resume(index: Index, ranks: int, layers: int) -> None:
+    """Check that what a rank reads in another layout is its parts, of few files."""
+    for rank in (0, ranks - 1):
+        parts = {name: part for name, part in parts_of(rank, ranks, layers).items() if not name.startswith("rng.")}
+        reads = plan_reads(index, parts)
+        found = sum(read.target.nbytes for some in reads.values() for read in some)
+        assert found == sum(part.tensor.nbytes for part in parts.values())
+        assert len(reads) < 2 * -(-len(index.files) // ranks) + 4
+
+
+def test_an_index_of_many_ranks_is_read_as_it_was_written(tmp_path: Path) -> None:
+    index = saved(tmp_path, ranks=96, layers=4)
+    check_resume(index, 64, 4)
+    check_resume(index, 5, 4)
+    assert (tmp_path / INDEX).stat().st_size < 150_000
+
+
+def test_copies_write_as_many_bytes_each(tmp_path: Path) -> None:
+    sizes = bytes_of_files(saved(tmp_path, ranks=32, layers=8, copies=4))
+    assert max(sizes) - min(sizes) < 0.2 * max(sizes)
+
+
+def test_ranks_that_disagree_are_told() -> None:
+    whole = {f"model.w{i}": LocalPart.undivided(torch.zeros(4, 4 + i, device="meta")) for i in range(3)}
+    other = whole | {"model.w1": LocalPart.undivided(torch.zeros(4, 6, device="meta"))}
+    with pytest.raises(CheckpointError, match=r"ranks have 'model\.w1' as F32 \[4, (5|6)\] and as F32 \[4, (5|6)\]"):
+        join([describe(whole), describe(other)])
+
+
+def test_boxes_that_do_not_cover_a_tensor_are_found_when_it_is_saved(tmp_path: Path) -> None:
+    half = {"model.w": LocalPart(torch.zeros(2, 4, device="meta"), (4, 4), {0: ((0, 2),)})}
+    index, _ = join([describe(half), describe(half)])
+    write_holes(tmp_path, index)
+    write_file(tmp_path, index)
+    with pytest.raises(CheckpointError, match=r"boxes of 'model\.w' in parts/index\.safetensors do not cover"):
+        read_index(tmp_path)
+
+
+@pytest.mark.slow
+def test_1024_ranks_of_a_70b(tmp_path: Path) -> None:
+    """Within 1 GiB, in a process of its own; it takes 20 s of processor time, most of it what 1,024 ranks do."""
+    command = ["-m", __name__, str(tmp_path)]
+    done = Python(command, fresh=True).finish(400)
+    assert done.returncode == 0, done.stderr
+    _, mebibytes = map(float, done.stdout.split())
+    assert mebibytes < 1024
+
+
+if __name__ == "__main__":
+    import sys
+
+    began = time.process_time()
+    check_resume(saved(Path(sys.argv[1]), 1024, 80), 512, 80)
+    print(time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
