@@ -38,7 +38,7 @@ BANNED = {
 
 
 CPP = re.compile(r"^ *#include [<\"]|extern \"C\"|__global__|^[^\n:#]+;$\n^ *\}$|^#pragma ", re.MULTILINE)
-OF_ONE_OPERATION = "reference|triton|chunked"
+OF_ONE_OPERATION = "reference|triton|chunked|library"
 """Files of an operation in kernels/ that nothing but the operation imports."""
 TEXT_OR_COMMENT = re.compile(
     r'''(\b[fF][rR]?|\b[rR][fF])?(?:"""[\s\S]*?"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|#.*'''
