@@ -40,6 +40,7 @@ from .glm import GLM
 from .glm4 import GLM4
 from .glm4_moe import GLM4_MOE
 from .glm4_moe_lite import GLM4_MOE_LITE
+from .glm5_next import GLM5_NEXT
 from .glm_moe_dsa import GLM_MOE_DSA
 from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
@@ -202,6 +203,7 @@ _KNOWN = (
     QWEN3_VL_MOE,
     QWEN2_5_VL,
     KIMI_K25,
+    GLM5_NEXT,
 )
 FAMILIES: dict[str, Family] = {f.model_type: f for f in _KNOWN}
 

@@ -58,7 +58,7 @@ class Alike(MixerField):
 
 DELTA_HEADS = ("num_value_heads",)
 DELTA_CHANNELS = ("value_head_dim",)
-_LATENTS = ("decay_lora_rank", "gate_lora_rank")
+LATENTS = ("decay_lora_rank", "gate_lora_rank")
 BY_CHANNEL: dict[str, Any] = {"decay_by": "channel", "gate_activation": "sigmoid"}
 
 
@@ -89,6 +89,7 @@ _INNER = {
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
+    "gate_lower_bound": "linear_lower_bound",
 }
 
 
@@ -141,7 +142,7 @@ KIMI_LINEAR = Family(
         kind="gated_delta",
         parts=(
             Alike("linear_num_heads", "num_key_heads", int, 32, DELTA_HEADS),
-            Alike("linear_head_dim", "key_head_dim", int, 128, (*DELTA_CHANNELS, *_LATENTS)),
+            Alike("linear_head_dim", "key_head_dim", int, 128, (*DELTA_CHANNELS, *LATENTS)),
             MixerField("linear_conv_kernel_dim", "conv_kernel_size", int, 4),
         ),
         fixed=BY_CHANNEL,

@@ -230,13 +230,17 @@ def _attention(
 
 def _indexer(config: ModelConfig, a: AttentionConfig, inputs: int, p: str) -> Iterator[tuple[str, Shape]]:
     """inputs: channels of what index queries are projected from."""
-    indexer, size = a.indexer, a.index_channels
-    if indexer is not None and size:
+    indexer = a.indexer
+    if indexer is not None and a.index_channels:
+        size = indexer.head_dim
         yield f"{p}linear_wq_b.weight", (indexer.n_heads * size, inputs)
         yield f"{p}linear_wk.weight", (size, config.hidden_size)
         yield f"{p}k_norm.weight", (size,)
         yield f"{p}k_norm.bias", (size,)
         yield f"{p}weights_proj.weight", (indexer.n_heads, config.hidden_size)
+        if indexer.pool_size is not None:
+            yield f"{p}linear_wgate.weight", (size, config.hidden_size)
+            yield f"{p}pool_bias", (indexer.pool_size, size)
 
 
 def _latent_attention(config: ModelConfig, a: AttentionConfig, p: str, normed: bool) -> Iterator[tuple[str, Shape]]:

@@ -26,13 +26,16 @@ def _choice(q: Tensor, k: Tensor, topk: int) -> Output:
 
 
 @operation("select_keys", _choice)
-def select_keys(q: Tensor, k: Tensor, weights: Tensor, topk: int, hidden: Tensor | None) -> Tensor:
+def select_keys(
+    q: Tensor, k: Tensor, weights: Tensor, topk: int, hidden: Tensor | None, eligible: Tensor | None = None
+) -> Tensor:
     """Return the `topk` keys with the best scores of each query, int32 [B, S, min(topk, L)], the best first; of equal
     ones the earlier; -1 where a query sees fewer. No gradient.
 
     q: [B, S, H, I], of the last S of L positions, none of which sees one behind itself; k: [B, L, I]; weights: [B, S,
-    H]; hidden: bool [B or 1, 1 or S, L], the numbers of documents int64 [B, L], or None. A score is
-    `sum_h w_h ReLU(q_h . k)`, in float32 (arXiv 2512.02556, equation 1).
+    H]; hidden: bool [B or 1, 1 or S, L], the numbers of documents int64 [B, L], or None; eligible: bool [B or 1, L],
+    the keys that can be chosen; None: all. A score is `sum_h w_h ReLU(q_h . k)`, in float32 (arXiv 2512.02556, equation
+    1).
     """
     queries, keys = q.shape[1], k.shape[1]
     choice = torch.full((*q.shape[:2], min(topk, keys)), -1, dtype=torch.int32, device=q.device)
@@ -40,6 +43,8 @@ def select_keys(q: Tensor, k: Tensor, weights: Tensor, topk: int, hidden: Tensor
     for block in blocks(q, keys, q.shape[2]):
         _, scores = block_scores(block, q, k, weights)
         scores.masked_fill_(hidden_of(block, hidden, queries, keys, q.device), -torch.inf)
+        if eligible is not None:
+            scores.masked_fill_(~eligible[min(block.row, eligible.shape[0] - 1), : block.keys], -torch.inf)
         best, places = scores.sort(dim=-1, descending=True, stable=True)
         found = torch.where(best > -torch.inf, places, -1)[:, : choice.shape[2]]
         choice[block.row, block.begin : block.end, : found.shape[1]] = found.to(torch.int32)

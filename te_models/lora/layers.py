@@ -171,6 +171,21 @@ class AdaptedLinear(AdaptedLayer):
 class AdaptedLayerNormLinear(AdaptedLayer):
     """The same on a `LayerNormLinear`, with norm(x) in place of x: what the weight is multiplied with."""
 
+    @property
+    def layer_norm_weight(self) -> Tensor | None:
+        """As the layer."""
+        return self.base_layer.layer_norm_weight
+
+    @property
+    def eps(self) -> float:
+        """As the layer."""
+        return self.base_layer.eps
+
+    @property
+    def cast_order(self) -> Any:
+        """As the layer."""
+        return self.base_layer.cast_order
+
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
         """As the layer's: x: [..., in_features] -> [..., out_features]."""
         adapters = self.applied(options)

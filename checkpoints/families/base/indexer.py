@@ -25,6 +25,9 @@ def indexer_weights(a: AttentionConfig, at: str, ours: str) -> Iterator[tuple[st
             yield f"{ours}indexer.{name}.weight", At(f"{at}self_attn.indexer.{theirs}.weight")
         for kind in ("weight", "bias"):
             yield f"{ours}indexer.k_norm.{kind}", At(f"{at}self_attn.indexer.k_norm.{kind}")
+        if a.indexer is not None and a.indexer.pool_size is not None:
+            for name, theirs in (("linear_wgate.weight", "gate"), ("pool_bias", "ape")):
+                yield f"{ours}indexer.{name}", At(f"{at}self_attn.indexer.index_kpool_compress_{theirs}")
 
 
 @dataclass(frozen=True)

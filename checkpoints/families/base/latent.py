@@ -104,6 +104,7 @@ def latent_fields(
     nope: int = 128,
     value: int = 128,
     rope: Rope | None,
+    rope_dim: int = 64,
 ) -> tuple[Entry, ...]:
     """Return the fields of latent attention; the arguments are the class's defaults. rope: None where nothing rotates,
     the channels that would included."""
@@ -112,7 +113,7 @@ def latent_fields(
         KeysForEveryHead(),
         Field("kv_lora_rank", "attention.mla.kv_lora_rank", int, 512),
         Field("qk_nope_head_dim", "attention.mla.qk_head_dim", int, nope),
-        Field("qk_rope_head_dim", "attention.mla.qk_pos_emb_head_dim", int, 64),
+        Field("qk_rope_head_dim", "attention.mla.qk_pos_emb_head_dim", int, rope_dim),
         Field("v_head_dim", "attention.mla.v_head_dim", int, value),
-        *(() if rope is None else (YarnScores(nope, 64, rope),)),
+        *(() if rope is None else (YarnScores(nope, rope_dim, rope),)),
     )

@@ -130,6 +130,7 @@ class Names:
         selection_bias: the bias that only selects experts; None: the family has none.
         selection_bias_unsqueezed: it is stored as [1, E].
         mtp: of the layers behind the last one that predict further tokens; None: they cannot be parameters.
+        hyper_connection: the parameters of hyper-connections, of a sublayer, attn or ffn, the part fn, base or scale.
         mixers: how they store mixers that are no attention, by kind.
         shared: how they store blocks that layers share; None: the family has none.
     """
@@ -161,6 +162,7 @@ class Names:
     shared_fc2: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
     mtp: MTPNames | None = None
+    hyper_connection: str = "hc_{sublayer}_{part}"
     mixers: Mapping[str, MixerNames] = field(default_factory=dict)
     shared: SharedNames | None = None
 
@@ -279,6 +281,8 @@ class Names:
             if mixer.kind not in self.mixers:
                 raise CheckpointError(f"these files have no names for the parameters of a {mixer.kind!r} mixer")
             yield from self.mixers[mixer.kind].weights(config, mixer, at, f"{ours}mixer.")
+        if config.hyper_connections is not None:
+            yield from self._hyper_connections(attention or mixer, config.has_mlp(i), at, ours)
         if config.has_mlp(i):
             yield from (self._moe if config.is_moe_layer(i) else self._mlp)(config, i, at, f"{ours}mlp.")
         yield from layer_additions(config, i, self._root, at, ours)
@@ -287,6 +291,12 @@ class Names:
     def _root(self) -> str:
         """What the names of the model begin with."""
         return self.embedding.rpartition(".")[0]
+
+    def _hyper_connections(self, mixes: Any, has_mlp: bool, at: str, ours: str) -> Weights:
+        for name, theirs, there in (("self_attention", "attn", mixes), ("mlp", "ffn", has_mlp)):
+            for kind, part in (("weight", "fn"), ("bias", "base"), ("scale", "scale")) if there else ():
+                stored = self.hyper_connection.format(sublayer=theirs, part=part)
+                yield f"{ours}{name}_hyper_connection.{kind}", At(at + stored)
 
     def _norms(self, config: ModelConfig, i: int, at: str, ours: str) -> Weights:
         attention, mixes, mlp = config.attention_of(i), bool(config.mixer_names(i)), config.has_mlp(i)

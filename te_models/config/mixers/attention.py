@@ -23,7 +23,7 @@ class MLAConfig(ConfigPart):
     qk_head_dim: int = 128
     """Channels of each head of q and k without position encoding."""
     qk_pos_emb_head_dim: int = 64
-    """Channels of each head of q and k that the rotary embedding rotates."""
+    """Channels of each head of q and k that the rotary embedding rotates; 0 in models without one."""
     v_head_dim: int = 128
     """Channels of each head of v."""
     latent_norm_epsilon: float = 1e-6
@@ -31,8 +31,10 @@ class MLAConfig(ConfigPart):
 
     def _validate(self) -> None:
         check(self.q_lora_rank is None or self.q_lora_rank > 0, "mla.q_lora_rank", self.q_lora_rank, "positive or null")
-        for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+        for name in ("kv_lora_rank", "qk_head_dim", "v_head_dim"):
             check(getattr(self, name) > 0, f"mla.{name}", getattr(self, name), "a positive integer")
+        rotated = self.qk_pos_emb_head_dim
+        check(rotated >= 0, "mla.qk_pos_emb_head_dim", rotated, "zero or a positive integer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,13 +243,13 @@ class AttentionConfig(MixerConfig):
         index = 0.0
         if self.indexer is not None and length > self.indexer.topk:
             index = 0.0 if self.indexer.shared else 2.0 * self.indexer.n_heads * self.indexer.head_dim * length
-            length = self.indexer.topk
+            length = self.indexer.choices
         return index + 2.0 * self.num_attention_heads * (self.key_channels + self.value_channels) * length
 
     @property
     def index_channels(self) -> int:
-        """Channels of the index key of a token, 0 where the attention has no indexer of its own."""
-        return 0 if self.indexer is None or self.indexer.shared else self.indexer.head_dim
+        """Channels that a token has for the indexer, 0 where the attention has no indexer of its own."""
+        return 0 if self.indexer is None or self.indexer.shared else self.indexer.key_channels
 
     def cached_sizes(self, tp_size: int = 1) -> tuple[int, tuple[int, int]]:
         """Return the heads of what decoding keeps of a token, those of a rank of `tp_size`, and the channels of the two

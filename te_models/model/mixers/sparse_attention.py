@@ -9,6 +9,7 @@ index keys lie in the cache behind the values.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from ..build import Build, init_method
 from ..cache import LayerMemory
 from ..rotary import Rotary
 from .base import MixerInputs, Selection
+from .index_pools import choose_pools
 
 Keys = tuple[Tensor, Tensor]
 """What a cache holds of attention: k [B, L, G, D] and v [B, L, G, Dv], or what latent attention computes these from."""
@@ -34,7 +36,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Index(NamedTuple):
-    """q: [B, S, H, I]; k: [B, S, I]; weights: [B, S, H] float32, with the scale of the scores."""
+    """q: [B, S, H, I]; k: [B, S, I], with pools [B, S, 2 I], see `choose_pools`; weights: [B, S, H] float32,
+    with the scale of the scores."""
 
     q: Tensor
     k: Tensor
@@ -58,8 +61,18 @@ class Indexer(nn.Module):
         self.linear_wk = Linear(config.hidden_size, channels, False, init_method=start, **build.new)
         self.k_norm = LayerNorm(channels, indexer.layernorm_epsilon, **build.new)
         self.weights_proj = HeadWeights(config, heads, build)
+        if indexer.pool_size is not None:
+            self.linear_wgate = Linear(config.hidden_size, channels, False, init_method=start, **build.new)
+            self.pool_bias = build.parameter(indexer.pool_size, channels)
+        self.reset_parameters()
         # without a loss no gradient comes, and weight decay alone would move what it has learned
         self.requires_grad_(indexer.loss_coeff > 0)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start with weights in a pool that depend on the token alone; the projections have their own."""
+        if self.config.pool_size is not None:
+            self.pool_bias.zero_()
 
     def forward(self, x: Tensor, queries: Tensor, rotary: Rotary | None) -> Index | None:
         """x: [B, S, hidden], normed; queries: [B, S, inputs]. None where the layer has no indexer of its own."""
@@ -71,7 +84,8 @@ class Indexer(nn.Module):
             k = self.k_norm(self.linear_wk(x.detach()))[:, :, None]
             q, k = self._rotated(q, rotary), self._rotated(k, rotary)
             weights = self.weights_proj(x.detach()) * (c.n_heads * c.head_dim) ** -0.5
-        return Index(q, k[:, :, 0], weights)
+            k = k[:, :, 0] if c.pool_size is None else torch.cat((k[:, :, 0], self.linear_wgate(x.detach())), -1)
+        return Index(q, k, weights)
 
     def _rotated(self, t: Tensor, rotary: Rotary | None) -> Tensor:
         if rotary is None or self.config.rotated == "none":
@@ -109,7 +123,7 @@ class Indexer(nn.Module):
             both = gather_positions(torch.cat((first, second), -1), shard)
             first, second = both.split((first.shape[-1], second.shape[-1]), -1)
         if index is not None and joined:
-            second, index_k = without_index(second, self.config.head_dim)
+            second, index_k = without_index(second, self.config.key_channels)
             index = index._replace(k=index_k)
         length, queries = first.shape[1], q.shape[1]
         pieces = pieces_of(queries, length, hidden, shard)
@@ -139,14 +153,17 @@ class Indexer(nn.Module):
     @torch.no_grad()
     def _choose(self, index: Index, pieces: list[Piece]) -> Tensor:
         """Return int32 [B, S, K]; of pieces that see fewer keys the rest is -1."""
-        topk = self.config.topk
+        c = self.config
+        topk, choose = c.topk, select_keys
+        if c.pool_size is not None:
+            topk, choose = c.topk // c.pool_size, functools.partial(choose_pools, self.pool_bias)
         parts = [
-            select_keys(index.q[:, p.queries], index.k[:, : p.end], index.weights[:, p.queries], topk, _flat(p.hidden))
+            choose(index.q[:, p.queries], index.k[:, : p.end], index.weights[:, p.queries], topk, _flat(p.hidden))
             for p in pieces
         ]
         if len(parts) == 1:
             return parts[0]
-        return torch.cat([F.pad(part, (0, topk - part.shape[2]), value=-1) for part in parts], 1)
+        return torch.cat([F.pad(part, (0, c.choices - part.shape[2]), value=-1) for part in parts], 1)
 
     def _loss(
         self,

@@ -51,8 +51,10 @@ def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformer
     chosen.write_config(gpt.config)  # raises if the family cannot express the model
     converter = AutoConverter(gpt.config, chosen, gpt.origin)
     tensors = dict(gpt.stored_tensors())
-    if chosen.model_type not in transformers.CONFIG_MAPPING:
-        raise CheckpointError(_without_class(gpt, chosen.model_type, transformers.CONFIG_MAPPING))
+    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    known = [name for name, kind in transformers.CONFIG_MAPPING.items() if kind in classes]
+    if chosen.model_type not in known:
+        raise CheckpointError(_without_class(gpt, chosen.model_type, known))
     config = transformers.AutoConfig.for_model(**converter.hf_config(tensors))
     dtype = _main_dtype(tensors)  # config.json names a dtype as well, which its files may contradict
     # transformers' other attention leaves the soft-capping of scores out
