@@ -64,7 +64,7 @@ class YarnScores:
 
     nope: int
     rope_dim: int
-    rope: Rope
+    rope: Entry
     names: tuple[str, ...] = Rope.names
 
     def read(self, hf: Mapping[str, Any]) -> Values:
@@ -100,17 +100,19 @@ class KeysForEveryHead:
 def latent_fields(
     *,
     query_rank: int,
+    rank: int = 512,
     nope: int = 128,
+    rotated: int = 64,
     value: int = 128,
-    rope: Rope,
+    rope: Entry,
 ) -> tuple[Entry, ...]:
     """Return the fields of latent attention; the arguments are the class's defaults."""
     return (
         QueryRank(query_rank),
         KeysForEveryHead(),
-        Field("kv_lora_rank", "attention.mla.kv_lora_rank", int, 512),
+        Field("kv_lora_rank", "attention.mla.kv_lora_rank", int, rank),
         Field("qk_nope_head_dim", "attention.mla.qk_head_dim", int, nope),
-        Field("qk_rope_head_dim", "attention.mla.qk_pos_emb_head_dim", int, 64),
+        Field("qk_rope_head_dim", "attention.mla.qk_pos_emb_head_dim", int, rotated),
         Field("v_head_dim", "attention.mla.v_head_dim", int, value),
-        YarnScores(nope, 64, rope),
+        YarnScores(nope, rotated, rope),
     )

@@ -24,6 +24,10 @@ NEEDED = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "mamba2": {"num_heads": 8, "head_dim": 64},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+    "gptj": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4},
+    "helium": {"num_attention_heads": 20},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
 }
 """Fields for which a family's class has no usable default."""
 
