@@ -73,9 +73,10 @@ from .minicpm3 import MINICPM3
 from .minimax import MINIMAX
 from .minimax_m2 import MINIMAX_M2
 from .ministral import MINISTRAL
-from .ministral3 import MINISTRAL3, MISTRAL3
+from .ministral3 import MINISTRAL3
 from .missing import missing_element
 from .mistral import MISTRAL
+from .mistral3 import MISTRAL3
 from .mistral4 import MISTRAL4
 from .mixtral import MIXTRAL
 from .nemotron import NEMOTRON

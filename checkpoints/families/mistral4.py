@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from .base.common import ATTENTION_BIAS
@@ -11,7 +11,7 @@ from .base.family import Family
 from .base.fields import Field, Fixed, OneOf, Values
 from .base.latent import latent_fields
 from .base.moe_fields import FirstDense, Groups, SharedExperts
-from .base.names import COMMON, Fused
+from .base.names import Fused, Names, per_expert
 from .deepseek_v2 import latent_decoder
 from .deepseek_v3 import RopeInterleave
 from .ministral3 import ScaledQueries
@@ -41,6 +41,8 @@ class LatentQueries(ScaledQueries):
         return super().read({**hf, "rope_scaling": values})
 
 
+FUSED = Names(experts=Fused())
+
 MISTRAL4 = Family(
     model_type="mistral4",
     architecture="Mistral4ForCausalLM",
@@ -59,5 +61,6 @@ MISTRAL4 = Family(
         Field("routed_scaling_factor", "moe.router.scaling_factor", float, 1.0),
         Groups(1, 1),
     ),
-    other_names=(replace(COMMON, form="fused", experts=Fused()),),
+    names=FUSED,
+    other_names=(per_expert(FUSED, "mlp.experts"),),
 )

@@ -161,6 +161,16 @@ def test_decay_tables_of_another_block_size_come_back(tmp_path: Path) -> None:
     assert_same_bits(stored(source), stored(tmp_path / "back"))
 
 
+def test_the_original_name_of_mamba_s_embedding(tmp_path: Path) -> None:
+    source = save(make("mamba"), tmp_path / "hf")
+    import_hf(source, tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "original", form="original")
+    tensors = stored(tmp_path / "original")
+    assert "backbone.embedding.weight" in tensors and "backbone.embeddings.weight" not in tensors
+    import_hf(tmp_path / "original", tmp_path / "again")
+    assert_same_bits(stored(tmp_path / "again"), stored(tmp_path / "ours"))
+
+
 def test_blocks_repeated_in_every_layer_are_read_once(tmp_path: Path) -> None:
     """As a file whose tied tensors were all saved."""
     source = save(make("zamba2"), tmp_path / "hf")
