@@ -31,8 +31,9 @@ def config_of(family: Any) -> Any:
         return config_of(part.families[0])
     reasons = []
     more: list[dict[str, Any]] = [{}, {"num_experts": 8}, {"n_routed_experts": 8}, {"num_heads": 8, "head_dim": 16}]
-    more.append({"layers_block_type": ["mamba"] * 6 + ["hybrid"] * 6})
     more.append({"num_kv_shared_layers": 2})
+    more += [{"layers_block_type": ["mamba"] * 6 + ["hybrid"] * 6}, {"attention_types": [[["global", "local"], 6]]}]
+    more.append({"rotary_dim": 16})
     for values in ({**SAMPLE, **fields} for fields in more):
         try:
             return family.read_config(values)

@@ -17,6 +17,7 @@ from .axk1 import AXK1
 from .bailing_hybrid import BAILING_HYBRID
 from .bamba import BAMBA
 from .base.family import Family
+from .codegen import CODEGEN
 from .cohere import COHERE
 from .cohere2 import COHERE2
 from .cwm import CWM
@@ -43,12 +44,16 @@ from .glm4_moe_lite import GLM4_MOE_LITE
 from .glm5_next import GLM5_NEXT
 from .glm_moe_dsa import GLM_MOE_DSA
 from .gpt2 import GPT2
+from .gpt_bigcode import GPT_BIGCODE
+from .gpt_neo import GPT_NEO
 from .gpt_neox import GPT_NEOX
 from .gpt_oss import GPT_OSS
+from .gptj import GPTJ
 from .granite import GRANITE
 from .granite_swa import GRANITE_SWA, GRANITEMOE_SWA
 from .granitemoe import GRANITEMOE, GRANITEMOESHARED
 from .granitemoehybrid import GRANITEMOEHYBRID
+from .helium import HELIUM
 from .hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from .hunyuan_v1_moe import HUNYUAN_V1_MOE
 from .hy_v3 import HY_V3
@@ -69,12 +74,15 @@ from .mamba import FALCON_MAMBA, MAMBA
 from .mamba2 import MAMBA2
 from .mellum import MELLUM
 from .mimo_v2_flash import MIMO_V2_FLASH
+from .minicpm3 import MINICPM3
 from .minimax import MINIMAX
 from .minimax_m2 import MINIMAX_M2
 from .ministral import MINISTRAL
-from .ministral3 import MINISTRAL3, MISTRAL3
+from .ministral3 import MINISTRAL3
 from .missing import missing_element
 from .mistral import MISTRAL
+from .mistral3 import MISTRAL3
+from .mistral4 import MISTRAL4
 from .mixtral import MIXTRAL
 from .nemotron import NEMOTRON
 from .nemotron_h import NEMOTRON_H
@@ -83,6 +91,7 @@ from .olmo2 import OLMO2
 from .olmo3 import OLMO3
 from .olmo_hybrid import OLMO_HYBRID
 from .olmoe import OLMOE
+from .persimmon import PERSIMMON
 from .phi import PHI
 from .phi3 import PHI3
 from .qwen2 import QWEN2
@@ -97,6 +106,7 @@ from .qwen3_vl_moe import QWEN3_VL_MOE
 from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
 from .solar_open import SOLAR_OPEN
+from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
 from .vaultgemma import VAULTGEMMA
 from .youtu import YOUTU
@@ -192,6 +202,15 @@ _KNOWN = (
     MINIMAX,
     GEMMA3N_TEXT,
     GEMMA4_TEXT,
+    HELIUM,
+    STABLELM,
+    PERSIMMON,
+    MINICPM3,
+    MISTRAL4,
+    GPTJ,
+    CODEGEN,
+    GPT_NEO,
+    GPT_BIGCODE,
     QWEN3_5,
     QWEN3_5_MOE,
     GEMMA3,

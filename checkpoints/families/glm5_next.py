@@ -90,7 +90,7 @@ GLM5_NEXT_TEXT = Family(
     architecture="Glm5NextForConditionalGeneration",
     fields=(
         *latent_decoder(max_positions=1048576, norm_eps=1e-5, pad=154820, activations=SILU),
-        *latent_fields(query_rank=1536, nope=256, value=256, rope=None, rope_dim=0),
+        *latent_fields(query_rank=1536, nope=256, value=256, rope=None, rotated=0),
         Field("rms_norm_eps", "attention.mla.latent_norm_epsilon", float, 1e-5),
         ATTENTION_BIAS,
         Fixed("embedding.position_embedding_type", "none", ("head_dim", "index_kpool_always_select_tail")),

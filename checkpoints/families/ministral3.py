@@ -1,7 +1,4 @@
-"""ministral3: mistral with yarn and queries scaled by the logarithm of their position.
-
-mistral3 holds one, or a mistral, beside a model that sees images.
-"""
+"""ministral3: mistral with yarn and queries scaled by the logarithm of their position."""
 
 from __future__ import annotations
 
@@ -16,8 +13,6 @@ from .base.family import Family
 from .base.fields import REQUIRED, Values, read_typed
 from .base.layer_fields import AllLayersWindow
 from .base.rope import Rope
-from .base.text_part import TextPart, with_images
-from .mistral import MISTRAL
 
 _DEFAULT = {
     "rope_type": "yarn",
@@ -69,5 +64,3 @@ MINISTRAL3 = Family(
         ScaledQueries(),
     ),
 )
-
-MISTRAL3 = with_images("mistral3", "Mistral3ForConditionalGeneration", TextPart((MISTRAL, MINISTRAL3)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.checkpoints.further_cases import FURTHER
 from tests.checkpoints.recurrent_cases import RECURRENT
 
 THREE = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -236,4 +237,5 @@ MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SPARSE, "num_hidden_layers": 3, "index_topk_freq": 2, "index_skip_topk_offset": 1},
     ),
     **RECURRENT,
+    **FURTHER,
 }

@@ -65,7 +65,7 @@ class YarnScores:
 
     nope: int
     rope_dim: int
-    rope: Rope
+    rope: Entry
     names: tuple[str, ...] = Rope.names
 
     def read(self, hf: Mapping[str, Any]) -> Values:
@@ -101,19 +101,20 @@ class KeysForEveryHead:
 def latent_fields(
     *,
     query_rank: int | None,
+    rank: int = 512,
     nope: int = 128,
+    rotated: int = 64,
     value: int = 128,
-    rope: Rope | None,
-    rope_dim: int = 64,
+    rope: Entry | None,
 ) -> tuple[Entry, ...]:
     """Return the fields of latent attention; the arguments are the class's defaults. rope: None where nothing rotates,
     the channels that would included."""
     return (
         QueryRank(query_rank),
         KeysForEveryHead(),
-        Field("kv_lora_rank", "attention.mla.kv_lora_rank", int, 512),
+        Field("kv_lora_rank", "attention.mla.kv_lora_rank", int, rank),
         Field("qk_nope_head_dim", "attention.mla.qk_head_dim", int, nope),
-        Field("qk_rope_head_dim", "attention.mla.qk_pos_emb_head_dim", int, rope_dim),
+        Field("qk_rope_head_dim", "attention.mla.qk_pos_emb_head_dim", int, rotated),
         Field("v_head_dim", "attention.mla.v_head_dim", int, value),
-        *(() if rope is None else (YarnScores(nope, rope_dim, rope),)),
+        *(() if rope is None else (YarnScores(nope, rotated, rope),)),
     )

@@ -123,9 +123,12 @@ class Names:
         norms: before attention, after it, before the MLP, after it; None where the family has none. recurrent_norms: in
             layers without attention, where these are others.
         qkv, fc1, shared_fc1: the projections that ours holds one after the other; one name: fused in that order.
+        qk_norms: of q and of k; with `{h}`, the number of a head, one for each.
         gate: the projection of attention's output gate. gate_in_q: the projection of q holds, head by head, the rows
             of q and those of the gate.
-        heads_in_turn: the fused projection holds q, k and v of the first head, then of the second, and so on.
+        heads_in_turn: the fused projection holds q, k and v of the first head, then of the second, and so on, where
+            every head has keys of its own.
+        qkv_blocks: the fused projection lies in so many blocks, each with q, v and k, in this order, of its heads.
         transposed: linear weights are stored [in, out].
         selection_bias: the bias that only selects experts; None: the family has none.
         selection_bias_unsqueezed: it is stored as [1, E].
@@ -146,6 +149,7 @@ class Names:
     recurrent_norms: Norms | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     heads_in_turn: bool = False
+    qkv_blocks: int | None = None
     transposed: bool = False
     qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     sinks: str = "self_attn.sinks"
@@ -307,7 +311,10 @@ class Names:
         places = (
             (mixes, "input_layernorm." if apart else f"self_attention.{qkv}.layer_norm_"),
             (mixes and after, "post_self_attn_layernorm."),
-            (mlp and not own, "pre_mlp_layernorm." if config.is_moe_layer(i) else "mlp.linear_fc1.layer_norm_"),
+            (
+                mlp and not own and config.norms_before(i),
+                "pre_mlp_layernorm." if config.is_moe_layer(i) else "mlp.linear_fc1.layer_norm_",
+            ),
             (mlp and (after or post_moe), "post_mlp_layernorm."),
         )
         norms = self.norms if attention is not None or self.recurrent_norms is None else self.recurrent_norms
@@ -332,10 +339,14 @@ class Names:
                 yield f"{ours}linear_qkv.{kind}", Concat(*rows[0], *others, *rows[1])
                 continue
             layout = self._joined(names, kind, sizes)
-            if self.heads_in_turn:
+            if self.heads_in_turn and groups == heads:
                 name, total = f"{at}{self.qkv[0]}.{kind}", sum(sizes)
                 order = [3 * head + part for part in range(3) for head in range(heads)]
                 layout = Concat(*((Rows(name, place * size, total), size) for place in order))
+            if self.qkv_blocks is not None:
+                name, total, part = f"{at}{self.qkv[0]}.{kind}", sum(sizes), heads * size // self.qkv_blocks
+                order = [3 * block + place for place in (0, 2, 1) for block in range(self.qkv_blocks)]
+                layout = Concat(*((Rows(name, place * part, total), part) for place in order))
             yield f"{ours}linear_qkv.{kind}", layout
         if a.qk_layernorm in ("head", "each_head", "full"):
             for ours_name, name in list(zip(("q_layernorm", "k_layernorm"), self.qk_norms))[: 1 + own_keys]:
@@ -343,6 +354,10 @@ class Names:
                     stored = f"{at}{name}.{kind}"
                     rows = heads if ours_name == "q_layernorm" else groups
                     each = a.qk_layernorm == "each_head"
+                    if each and "{h}" in name:
+                        apart = [(At(f"{at}{name.format(h=h)}.{kind}"), size) for h in range(rows)]
+                        yield f"{ours}{ours_name}.{kind}", Concat(*apart)
+                        continue
                     yield f"{ours}{ours_name}.{kind}", Folded(stored, rows) if each else At(stored)
         if a.sinks:
             yield f"{ours}core_attention.softmax_offset", At(at + self.sinks)

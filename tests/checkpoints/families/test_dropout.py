@@ -20,6 +20,10 @@ from tests.checkpoints.hf_cases import transformers
 
 FIELDS = {
     "gpt2": ("attn_pdrop", "resid_pdrop", "embd_pdrop"),
+    "gpt_bigcode": ("attn_pdrop", "resid_pdrop", "embd_pdrop"),
+    "gpt_neo": ("attention_dropout", "resid_dropout", "embed_dropout"),
+    "gptj": ("attn_pdrop", "resid_pdrop", "embd_pdrop"),
+    "codegen": ("attn_pdrop", "resid_pdrop", "embd_pdrop"),
     "gpt_neox": ("attention_dropout", "hidden_dropout", "hidden_dropout"),
     "phi": ("attention_dropout", "resid_pdrop", "embd_pdrop"),
     "phi3": ("attention_dropout", "resid_pdrop", None),
@@ -35,10 +39,13 @@ FIELDS = {
 }
 """Family -> the fields that drop attention weights, outputs of sublayers, embeddings; others have the first only."""
 ALL = ("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "residual_dropout")
+ALL += ("resid_dropout", "embed_dropout")
 WINDOWS = ("sliding_window", "attention_chunk_size")
 """Longer than the tokens here: we compute short ones in blocks, which draw their numbers by themselves."""
 WITHOUT = ("deepseek_v32", "glm_moe_dsa")
 """Families whose sparse attention has no dropout."""
+OF_MLPS_ALONE = ("stablelm", "persimmon")
+"""Families whose `hidden_dropout` is of the MLP's output alone, and refused."""
 Masks = list[tuple[float, tuple[int, ...]]]
 
 
@@ -92,6 +99,8 @@ def test_masks_are_where_transformers_has_them(case: str, monkeypatch: pytest.Mo
     """With another probability for every field that any family has: the same places, and the same logits."""
     family = CASES[case][0]
     values = {name: 0.1 + 0.05 * i for i, name in enumerate((*ALL, "embedding_dropout"))}
+    if family in OF_MLPS_ALONE:
+        values["hidden_dropout"] = 0.0
     theirs = with_dropout(case, **values)
     ours = GPTModel.from_hf(theirs).train()
     attention, hidden, embedding = FIELDS.get(family, ("attention_dropout", None, None))

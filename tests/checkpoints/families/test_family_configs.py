@@ -26,6 +26,10 @@ NEEDED = {
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
     "gemma3n": {"num_kv_shared_layers": 0},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gptj": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4},
+    "helium": {"num_attention_heads": 20},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
 }
 """Fields for which a family's class has no usable default."""
 

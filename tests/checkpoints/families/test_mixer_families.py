@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from te_models import GPTModel, generate
 from te_models.checkpoints import FAMILIES, CheckpointError, export_hf, import_hf, inspect, quantize, relayout
@@ -14,7 +16,7 @@ from te_models.checkpoints.families import family_of
 from te_models.layers import Float8CurrentScaling, autocast
 from tests.checkpoints.families.test_families import save, tokens
 from tests.checkpoints.family_cases import SIZES, make
-from tests.checkpoints.hf_cases import assert_same_bits, stored
+from tests.checkpoints.hf_cases import assert_same_bits, stored, transformers
 from tests.checkpoints.mixer_cases import MIXERS
 
 FIRST = {family: case for case, (family, _) in reversed(MIXERS.items())}
@@ -97,6 +99,18 @@ def test_forward_and_backward_pass_in_one_graph(fresh_compiler: None, family: st
         ),
         ("deepseek_v32", {"mlp_bias": True}, "mlp_bias = True; supported: False"),
         ("deepseek_v32", {"scoring_func": "softmax"}, "scoring_func = 'softmax'; supported: 'sigmoid'"),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, r"ssm_multipliers = \[1.0\]; allowed: 5 numbers, or null"),
+        ("falcon_h1", {"key_multiplier": 0.0}, "key_multiplier = 0.0; allowed: a positive number"),
+        ("falcon_h1", {"mamba_d_head": 7}, "mamba_d_head = 7 and 4 heads; allowed: 'auto', or the 48 channels"),
+        ("jamba", {"attn_layer_offset": 3}, "attn_layer_offset = 3; allowed: 0 or more, below attn_layer_period = 3"),
+        ("jamba", {"hidden_act": "gelu"}, "hidden_act = 'gelu'; supported: 'silu'"),
+        ("minimax", {"rotary_dim": 4}, "rotary_dim = 4, which changes the model"),
+        ("zamba2", {"layers_block_type": ["mamba"]}, "layers_block_type = .* and 6 layers; allowed for each"),
+        ("zamba2", {"mamba_headdim": 3}, "mamba_headdim = 3; allowed: 16, by other fields"),
+        ("zamba2", {"tie_word_embeddings": False}, "tie_word_embeddings = False; supported: True"),
+        ("gptj", {"rotary_dim": 9}, "rotary_dim = 9; allowed: 1 to 8, a head's channels"),
+        ("gpt_neo", {"attention_types": [[["near"], 2]]}, "attention_types = .* and 2 layers; allowed: lists of"),
+        ("stablelm", {"hidden_dropout": 0.1}, "hidden_dropout = 0.1; supported: 0.0"),
         ("llama", {"gating": True}, "gating = True, which changes the model"),
         ("llama", {"attention_value_scale": 0.5}, "attention_value_scale = 0.5, which changes the model"),
     ],
@@ -135,6 +149,42 @@ def test_the_published_spelling_of_mimo() -> None:
     for name in ("layer_types", "mlp_layer_types", "sliding_window"):
         values.pop(name)
     assert family.read_config(values | spelled) == config
+
+
+def test_decay_tables_of_another_block_size_come_back(tmp_path: Path) -> None:
+    family, options = MIXERS["minimax"]
+    config = transformers.AutoConfig.for_model(family, **{**SIZES, **options, "block_size": 8})
+    source = save(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "hf")
+    import_hf(source, tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    assert stored(source)["model.layers.0.self_attn.diagonal_decay"].shape == (1, 4, 8, 8)
+    assert_same_bits(stored(source), stored(tmp_path / "back"))
+
+
+def test_the_original_name_of_mamba_s_embedding(tmp_path: Path) -> None:
+    source = save(make("mamba"), tmp_path / "hf")
+    import_hf(source, tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "original", form="original")
+    tensors = stored(tmp_path / "original")
+    assert "backbone.embedding.weight" in tensors and "backbone.embeddings.weight" not in tensors
+    import_hf(tmp_path / "original", tmp_path / "again")
+    assert_same_bits(stored(tmp_path / "again"), stored(tmp_path / "ours"))
+
+
+def test_blocks_repeated_in_every_layer_are_read_once(tmp_path: Path) -> None:
+    """As a file whose tied tensors were all saved."""
+    source = save(make("zamba2"), tmp_path / "hf")
+    tensors = stored(source)
+    first, again = "model.layers.1.shared_transformer.", "model.layers.4.shared_transformer."
+    copies = {again + name.removeprefix(first): t.clone() for name, t in tensors.items() if name.startswith(first)}
+    save_file(tensors | copies, source / "model.safetensors", metadata={"format": "pt"})
+    import_hf(source, tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    assert_same_bits(stored(tmp_path / "back"), tensors | copies)
+    other = next(iter(copies))
+    save_file(tensors | copies | {other: copies[other] + 1}, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"layers share weights, but '{re.escape(other)}' differs"):
+        import_hf(source, tmp_path / "wrong")
 
 
 def test_granite_s_names_are_read_too(tmp_path: Path) -> None:

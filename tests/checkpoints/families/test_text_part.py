@@ -75,6 +75,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("gemma3", "gemma3", {"vision_config": VISION, "mm_tokens_per_image": 4}),
     "llama4": ("llama4", "llama4", {"vision_config": VISION | SIGHT}),
     "mistral3-of-ministral3": ("mistral3", "ministral3", {"vision_config": PIXTRAL, "tie_word_embeddings": False}),
+    "mistral3-of-mistral4": ("mistral3", "mistral4", {"vision_config": PIXTRAL, "tie_word_embeddings": False}),
     "mistral3-of-mistral": ("mistral3", "mistral", {"vision_config": PIXTRAL}),
     "kimi_k25": ("kimi_k25", "deepseek_v3", {"vision_config": KIMI, "tie_word_embeddings": False, **MARKS}),
     "qwen3_vl": ("qwen3_vl", "qwen3_vl_text", {"vision_config": QWEN3_SIGHT, **MARKS}),

@@ -1,0 +1,100 @@
+"""gpt_neo: gpt2 with weights stored [out, in], scores that are not scaled, and windows in every other layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from ..io.errors import CheckpointError
+from .base.common import ACTIVATIONS, Dropouts, layer_norm
+from .base.family import Family
+from .base.fields import REQUIRED, Choice, Field, Fixed, OneOf, Values, read_typed, shorten_value
+from .base.names import Names
+from .base.unused import Unused
+
+
+@dataclass(frozen=True)
+class AttentionTypes:
+    """`attention_types`: lists of "global" and "local", each with how often it is repeated; local layers see
+    `window_size` positions."""
+
+    names: tuple[str, ...] = ("attention_types", "window_size")
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        types = read_typed(hf, "attention_types", list, None)
+        types = [[["global", "local"], 12]] if types is None else types
+        layers = read_typed(hf, "num_layers" if "num_layers" in hf else "num_hidden_layers", int, REQUIRED)
+        try:
+            kinds = [kind for pattern, times in types for _ in range(min(times, layers)) for kind in pattern]
+        except (TypeError, ValueError):
+            kinds = []
+        if len(kinds) != layers or not set(kinds) <= {"global", "local"}:
+            raise CheckpointError(
+                f"config.json has attention_types = {shorten_value(types)} and {layers} layers; allowed: lists of "
+                "'global' and 'local', each with a number of times, that make so many layers"
+            )
+        found: Values = {"layer_types": ["sliding" if kind == "local" else "full" for kind in kinds]}
+        if "local" in kinds:
+            found["attention.window_size"] = read_typed(hf, "window_size", int, 256)
+        return found
+
+    def write(self, config: ModelConfig) -> Values:
+        kinds = ["local" if kind == "sliding" else "global" for kind in config.layer_types or ()]
+        window = config.attention.window_size
+        return {"attention_types": [[kinds, 1]]} | ({} if window is None else {"window_size": window})
+
+
+@dataclass(frozen=True)
+class WidthOrFour:
+    """`intermediate_size`; null means four times hidden_size."""
+
+    names: tuple[str, ...] = ("intermediate_size",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        size = read_typed(hf, "intermediate_size", int, None)
+        return {"mlp.ffn_hidden_size": 4 * read_typed(hf, "hidden_size", int, 2048) if size is None else size}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"intermediate_size": config.mlp.ffn_hidden_size}
+
+
+GPT_NEO = Family(
+    model_type="gpt_neo",
+    architecture="GPTNeoForCausalLM",
+    fields=(
+        Field("vocab_size", "vocab_size", int),
+        Field("hidden_size", "hidden_size", int),
+        OneOf(("num_layers", "num_hidden_layers"), "num_layers", int),
+        OneOf(("num_heads", "num_attention_heads"), "attention.num_attention_heads", int),
+        Field("max_position_embeddings", "max_position_embeddings", int, 2048),
+        WidthOrFour(),
+        AttentionTypes(),
+        Choice("activation_function", "mlp.activation", ACTIVATIONS, "gelu_new"),
+        Field("layer_norm_epsilon", "norm.layernorm_epsilon", float, 1e-5),
+        Field("tie_word_embeddings", "embedding.share_embeddings_and_output_weights", bool, True),
+        Field("attention_dropout", "attention.attention_dropout", float, 0.0),
+        Dropouts("resid_dropout", "embed_dropout"),
+        Field("initializer_range", "init_method_std", float, 0.02),
+        *layer_norm(bias=True),
+        Fixed("mlp.gated", False),
+        Fixed("mlp.bias", True),
+        Fixed("attention.add_output_bias", True),
+        Fixed("attention.softmax_scale", 1.0),
+        Fixed("embedding.position_embedding_type", "learned_absolute"),
+    ),
+    names=Names(
+        embedding="transformer.wte",
+        positions="transformer.wpe",
+        final_norm="transformer.ln_f",
+        layer="transformer.h.{i}",
+        norms=("ln_1", None, "ln_2", None),
+        qkv=tuple(f"attn.attention.{x}_proj" for x in "qkv"),
+        proj="attn.attention.out_proj",
+        fc1=("mlp.c_fc",),
+        fc2="mlp.c_proj",
+    ),
+    unused=Unused(("*.attn.attention.bias", "*.attn.attention.masked_bias")),
+)

@@ -1,0 +1,66 @@
+"""mistral4: deepseek_v3 with a softmax router, and queries scaled by the logarithm of their position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .base.common import ATTENTION_BIAS
+from .base.family import Family
+from .base.fields import Field, Fixed, OneOf, Values
+from .base.latent import latent_fields
+from .base.moe_fields import FirstDense, Groups, SharedExperts
+from .base.names import Fused, Names, per_expert
+from .deepseek_v2 import latent_decoder
+from .deepseek_v3 import RopeInterleave
+from .ministral3 import ScaledQueries
+
+_DEFAULT = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+@dataclass(frozen=True)
+class LatentQueries(ScaledQueries):
+    """As of ministral3. `partial_rotary_factor` says which part of a head the rotated channels are, as their number
+    does, and is left out."""
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        values = hf.get("rope_scaling") or hf.get("rope_parameters") or _DEFAULT
+        if isinstance(values, dict):
+            values = {name: value for name, value in values.items() if name != "partial_rotary_factor"}
+        return super().read({**hf, "rope_scaling": values})
+
+
+FUSED = Names(experts=Fused())
+
+MISTRAL4 = Family(
+    model_type="mistral4",
+    architecture="Mistral4ForCausalLM",
+    fields=(
+        *latent_decoder(max_positions=1048576, pad=11),
+        *latent_fields(query_rank=1024, rank=256, nope=64, rope=LatentQueries()),
+        ATTENTION_BIAS,
+        RopeInterleave(),
+        OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 128),
+        Field("num_experts_per_tok", "moe.moe_router_topk", int, 4),
+        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 2048),
+        SharedExperts("n_shared_experts", 1, default_size=2048),
+        FirstDense(0),
+        Fixed("moe.router.normalize_eps", 1e-20),
+        Field("norm_topk_prob", "moe.router.normalize", bool, True),
+        Field("routed_scaling_factor", "moe.router.scaling_factor", float, 1.0),
+        Groups(1, 1),
+    ),
+    names=FUSED,
+    other_names=(per_expert(FUSED, "mlp.experts"),),
+)
