@@ -12,6 +12,7 @@ from .describe import mixer_words
 from .mixers import (
     KINDS,
     AttentionConfig,
+    CompressedConfig,
     GatedDeltaConfig,
     IndexerConfig,
     Mamba2Config,
@@ -23,13 +24,20 @@ from .mixers import (
 from .mlp import MLPConfig, MoEConfig, RouterConfig
 from .model import EmbeddingConfig, LayerType, ModelConfig, NormConfig
 from .part import ConfigError, ConfigPart, check
-from .residual import AlternatingUpdatesConfig, HyperConnectionConfig, PerLayerEmbeddingConfig
+from .residual import (
+    AlternatingUpdatesConfig,
+    HyperConnectionConfig,
+    PerLayerEmbeddingConfig,
+    has_compressed_keys,
+    reads_tokens,
+)
 from .rope import RopeConfig
 
 __all__ = [
     "KINDS",
     "AlternatingUpdatesConfig",
     "AttentionConfig",
+    "CompressedConfig",
     "ConfigError",
     "ConfigPart",
     "EmbeddingConfig",
@@ -50,5 +58,7 @@ __all__ = [
     "ShortConvolutionConfig",
     "TemperatureConfig",
     "check",
+    "has_compressed_keys",
     "mixer_words",
+    "reads_tokens",
 ]

@@ -25,6 +25,7 @@ def _attention(a: AttentionConfig, seen: str) -> str:
     unrotated, kind = unrotated or ("nope" if kind == "nope" else ""), "full" if kind == "nope" else kind
     gate = f"{a.output_gate_activation} gate by {a.output_gate_by}"
     elements = {
+        "compressed keys": a.compressed is not None and a.compressed.rate is not None,
         "an indexer": a.index_channels > 0,
         "the keys of another layer's indexer": a.indexer is not None and a.indexer.shared,
         "sinks": a.sinks,

@@ -235,6 +235,9 @@ class ModelConfig(ConfigPart):
             layers = self.moe.layers or ()
             post = self.moe.post_layernorm
             check(self.block == "pre" or not post, "moe.post_layernorm", post, "false unless block is 'pre'")
+            check(
+                set(self.moe.hash_layers) <= set(layers), "moe.hash_layers", self.moe.hash_layers, f"some of {layers}"
+            )
             own = self.moe.own_norms
             check(self.block == "sandwich" or not own, "moe.own_norms", own, "false unless block is 'sandwich'")
             check(self._ordered(layers), "moe.layers", layers, self._increasing)
@@ -428,7 +431,8 @@ class ModelConfig(ConfigPart):
         """Whether the norm before the mixers of layer number `layer` is a module of its own, because more than one
         projection reads what it gives."""
         attention = self.attention_of(layer)
-        apart = attention is not None and (attention.has_head_gate or attention.index_channels > 0)
+        a = attention
+        apart = a is not None and (a.has_head_gate or a.index_channels > 0 or a.compressed is not None)
         several = self.mixer_of(layer) is not None or apart or self.laurel_rank is not None
         return self.block == "parallel_shared_norm" or (several and self.norms_before)
 

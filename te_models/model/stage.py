@@ -46,6 +46,8 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
             "in a stage: 'aux_loss', 'seq_aux_loss', 'global_aux_loss', or moe.aux_loss_coeff = 0"
         )
     _check_choices(model.config, layers)
+    if moe is not None and moe.hash_layers and len(layers) < whole:
+        raise ConfigError("moe.hash_layers: a model with layers that read the tokens cannot be cut into stages")
     for name in ("alternating_updates", "per_layer_embedding"):
         if getattr(model.config, name) is not None and len(layers) < whole:
             raise ConfigError(f"{name}: a model with it, both of whose ends read it, cannot be cut into stages")

@@ -16,6 +16,7 @@ from ...io.errors import CheckpointError
 from ...plan.layout_ops import At, Concat, Deinterleaved, Folded, Layout, Rows, Stack, Transpose, Unsqueezed
 from ...plan.param_shapes import head_sizes
 from .additions import layer_additions, model_additions
+from .compressed import CompressedNames
 from .indexer import indexer_weights
 from .latent import latent_attention
 
@@ -117,6 +118,7 @@ class Names:
         selection_bias_unsqueezed: it is stored as [1, E].
         mtp: of the layers behind the last one that predict further tokens; None: they cannot be parameters.
         mixers: how they store mixers that are no attention, by kind.
+        compressed: how they store attention to compressed keys, and what belongs to it.
     """
 
     form: str = "published"
@@ -146,6 +148,7 @@ class Names:
     shared_gate: str = "mlp.shared_expert_gate"
     mtp: MTPNames | None = None
     mixers: Mapping[str, MixerNames] = field(default_factory=dict)
+    compressed: CompressedNames | None = None
 
     @property
     def experts_apart(self) -> bool:
@@ -162,6 +165,8 @@ class Names:
             yield from self._layer(config, i, f"{self.layer.format(i=i)}.", f"decoder.layers.{i}.")
         yield from _norm(config, "decoder.final_layernorm.", self.final_norm)
         yield from model_additions(config, self._root)
+        if config.hyper_connections is not None and self.compressed is not None:
+            yield from self.compressed.final_hyper_connection()
         if not embedding.share_embeddings_and_output_weights:
             yield "output_layer.weight", At(f"{self.output}.weight")
         if embedding.output_bias:
@@ -198,7 +203,9 @@ class Names:
         """A layer of the kind of number `i`: `at` begins the names of files, `ours` those of parameters."""
         yield from self._norms(config, i, at, ours)
         attention, mixer = config.attention_of(i), config.mixer_of(i)
-        if attention is not None and attention.mla is not None:
+        if attention is not None and attention.compressed is not None and self.compressed is not None:
+            yield from self.compressed.attention(attention, at, f"{ours}self_attention.")
+        elif attention is not None and attention.mla is not None:
             yield from latent_attention(attention, at, f"{ours}self_attention.", self.gate)
         elif attention is not None:
             own_keys = config.kv_source(i) is None
@@ -210,6 +217,8 @@ class Names:
         if config.has_mlp(i):
             yield from (self._moe if config.is_moe_layer(i) else self._mlp)(config, i, at, f"{ours}mlp.")
         yield from layer_additions(config, i, self._root, at, ours)
+        if config.hyper_connections is not None and self.compressed is not None:
+            yield from self.compressed.hyper_connections(config, at, ours)
 
     @property
     def _root(self) -> str:
@@ -277,7 +286,9 @@ class Names:
         moe = config.moe
         assert moe is not None, "called for MoE layers only"
         yield from self._linear(f"{ours}router", [at + self.router], (moe.num_moe_experts,), moe.router.linear_bias)
-        if moe.router.expert_bias and self.selection_bias is not None:
+        if i in moe.hash_layers and self.compressed is not None:
+            yield f"{ours}router.expert_of_token", At(at + self.compressed.hash_table)
+        elif moe.router.expert_bias and self.selection_bias is not None:
             name = at + self.selection_bias
             yield f"{ours}router.expert_bias", Unsqueezed(name) if self.selection_bias_unsqueezed else At(name)
         yield from self.experts.weights(config, f"{ours}experts.", at)

@@ -6,6 +6,7 @@ known before a model exists. `te_models/model/mixers/` computes.
 
 from .attention import AttentionConfig, MLAConfig, TemperatureConfig
 from .base import MixerConfig, Parameter, State
+from .compressed import CompressedConfig
 from .gated_delta import GatedDeltaConfig
 from .indexer import IndexerConfig
 from .mamba2 import Mamba2Config
@@ -19,6 +20,7 @@ KINDS: dict[str, type[MixerConfig]] = {
 __all__ = [
     "KINDS",
     "AttentionConfig",
+    "CompressedConfig",
     "GatedDeltaConfig",
     "IndexerConfig",
     "MLAConfig",

@@ -123,6 +123,8 @@ def cached_sizes(a: AttentionConfig, tp_size: int) -> tuple[int, tuple[int, int]
     """Return the heads of what an attention caches, G of a rank, and the channels of the two tensors."""
     if a.mla is not None:
         return 1, (a.mla.kv_lora_rank, a.mla.qk_pos_emb_head_dim + a.index_channels)
+    if a.compressed is not None:
+        return 1, (a.key_channels, a.compressed.cached_channels(a.key_channels))
     groups = (a.num_query_groups or a.num_attention_heads) // tp_size
     return groups, (a.key_channels, a.value_channels + -(-a.index_channels // groups))
 

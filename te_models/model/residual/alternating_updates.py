@@ -39,7 +39,7 @@ class AlternatingUpdates(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the mixes; the factor of each channel starts at 1, so that all of the layer's embedding learns at once."""
+        """Draw the mixes; the factor of each channel starts at 1, so that layers' embeddings learn at once."""
         for weight in (self.router, self.prediction, self.correction):
             self.init_method(weight)
         self.scale.fill_(1.0)
