@@ -31,7 +31,7 @@ def config_of(family: Any) -> Any:
         return config_of(part.families[0])
     reasons = []
     more: list[dict[str, Any]] = [{}, {"num_experts": 8}, {"n_routed_experts": 8}, {"num_heads": 8, "head_dim": 16}]
-    more.append({"num_kv_shared_layers": 2})
+    more += [{"num_kv_shared_layers": 2}, {"num_attention_heads": 8, "num_key_value_heads": 1}]
     more += [{"layers_block_type": ["mamba"] * 6 + ["hybrid"] * 6}, {"attention_types": [[["global", "local"], 6]]}]
     more.append({"rotary_dim": 16})
     for values in ({**SAMPLE, **fields} for fields in more):

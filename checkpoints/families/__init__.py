@@ -23,6 +23,7 @@ from .cohere2 import COHERE2
 from .cwm import CWM
 from .deepseek_v2 import DEEPSEEK_V2
 from .deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from .deepseek_v4 import DEEPSEEK_V4
 from .deepseek_v32 import DEEPSEEK_V32
 from .dots1 import DOTS1
 from .ernie4_5 import ERNIE4_5
@@ -155,6 +156,7 @@ _KNOWN = (
     KIMI_K2,
     GLM4_MOE_LITE,
     DEEPSEEK_V32,
+    DEEPSEEK_V4,
     GLM_MOE_DSA,
     LLAMA4_TEXT,
     HY_V3,

@@ -6,7 +6,6 @@ MISSING: dict[str, str] = {
     "blocks shared between layers": "zamba",
     "gated short convolutions": "lfm3",
     "sparse attention beside gates, other latents or keys of earlier layers": "axk2 hy_v4 dots3_note mistral_large4",
-    "compressed keys": "deepseek_v4",
     "sparse attention by blocks": "minimax_m3 minimax_m3_vl_text qwen4_exp qwen4_exp_text",
     "two attentions and two MLPs in a layer": "longcat_flash",
     "convolutions on keys and values": "inkling inkling2 zaya",

@@ -55,6 +55,11 @@ def is_expert_stack(name: str) -> bool:
     return ".mlp.experts." in name
 
 
+def is_table(name: str) -> bool:
+    """Whether a parameter is a table of whole numbers, int64."""
+    return name.endswith(".router.expert_of_token")
+
+
 def is_linear_weight(name: str) -> bool:
     """Whether a parameter is the weight of a linear layer that runs under a recipe (a router is not)."""
     return ".linear_" in name and name.rpartition(".")[2].startswith("weight")
@@ -108,7 +113,9 @@ def _layer(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]:
         yield from _norm(config, f"{p}input_layernorm.", "")
     if attention is not None and not shares:
         normed = config.norms_before(i) and not apart
-        if attention.mla is None:
+        if attention.compressed is not None:
+            yield from _compressed_attention(config, attention, f"{p}self_attention.")
+        elif attention.mla is None:
             yield from _attention(config, attention, p, normed, own_keys=config.kv_source(i) is None)
         else:
             yield from _latent_attention(config, attention, p, normed)
@@ -121,7 +128,7 @@ def _layer(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]:
         if config.norms_before(i) and not (moe is not None and moe.own_norms):
             place = ("mlp.linear_fc1.", "layer_norm_") if moe is None else ("pre_mlp_layernorm.", "")
             yield from _norm(config, p + place[0], place[1])
-        yield from _dense(config, i, p) if moe is None else _experts(config, p)
+        yield from _dense(config, i, p) if moe is None else _experts(config, i, p)
         if after or (moe is not None and moe.post_layernorm):
             yield from _norm(config, f"{p}post_mlp_layernorm.", "")
     yield from _additions(config, p)
@@ -228,6 +235,28 @@ def _attention(
     yield from _indexer(config, a, H, f"{p}self_attention.indexer.")
 
 
+def _compressed_attention(config: ModelConfig, a: AttentionConfig, p: str) -> Iterator[tuple[str, Shape]]:
+    its, H, N, D = a.compressed, config.hidden_size, a.num_attention_heads, a.key_channels
+    assert its is not None, "called for attention to compressed keys only"
+    yield f"{p}linear_qkv_down.weight", (its.q_lora_rank + D, H)
+    yield f"{p}linear_q_up.layer_norm_weight", (its.q_lora_rank,)
+    yield f"{p}linear_q_up.weight", (N * D, its.q_lora_rank)
+    yield f"{p}kv_layernorm.weight", (D,)
+    if a.sinks:
+        yield f"{p}core_attention.softmax_offset", (N,)
+    yield f"{p}output_down.weight", (its.o_groups * its.o_lora_rank, N * D // its.o_groups)
+    yield f"{p}linear_proj.weight", (H, its.o_groups * its.o_lora_rank)
+    sizes = {} if its.rate is None else {"compressor": D}
+    sizes |= {} if its.index_topk is None else {"index_compressor": its.index_head_dim}
+    for name, size in sizes.items():
+        yield f"{p}{name}.position_bias", (its.rate or 0, its.series * size)
+        yield f"{p}{name}.linear_in.weight", (2 * its.series * size, H)
+        yield f"{p}{name}.layernorm.weight", (size,)
+    if its.index_topk is not None:
+        yield f"{p}linear_index_q.weight", (its.index_n_heads * its.index_head_dim, its.q_lora_rank)
+        yield f"{p}index_weights.weight", (its.index_n_heads, H)
+
+
 def _indexer(config: ModelConfig, a: AttentionConfig, inputs: int, p: str) -> Iterator[tuple[str, Shape]]:
     """inputs: channels of what index queries are projected from."""
     indexer = a.indexer
@@ -279,7 +308,7 @@ def _dense(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]:
         yield f"{p}mlp.linear_fc2.bias", (H,)
 
 
-def _experts(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
+def _experts(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]:
     moe, H = config.moe, config.hidden_size
     assert moe is not None, "called for MoE layers only"
     E, I, gates = moe.num_moe_experts, moe.moe_ffn_hidden_size, 2 if config.mlp.gated else 1
@@ -293,7 +322,9 @@ def _experts(config: ModelConfig, p: str) -> Iterator[tuple[str, Shape]]:
         yield f"{p}mlp.router.norm_weight", (H,)
     if moe.router.expert_scale:
         yield f"{p}mlp.router.expert_scale", (E,)
-    if moe.router.expert_bias:
+    if i in moe.hash_layers:
+        yield f"{p}mlp.router.expert_of_token", (config.vocab_size, moe.moe_router_topk)
+    elif moe.router.expert_bias:
         yield f"{p}mlp.router.expert_bias", (E,)
     yield f"{p}mlp.experts.linear_fc1.weight", (E, gates * I, H)
     if moe.bias:

@@ -8,9 +8,9 @@ from te_models.config import ModelConfig
 
 from ..io.boxes import Shape
 from ..io.errors import CheckpointError, shorten
-from .param_shapes import ExpertLayout, expected_tensors, is_expert_stack
+from .param_shapes import ExpertLayout, expected_tensors, is_expert_stack, is_table
 from .quantized_format import SUFFIXES, Description, field_specs, merge_descriptions
-from .tensor_map import Namespace, Stored, identity_namespace, split_stacks
+from .tensor_map import TABLE, Namespace, Stored, identity_namespace, split_stacks
 
 Formats = Mapping[str, Description]
 """Parameter name -> description of its quantized format; parameters in high precision are absent."""
@@ -41,6 +41,8 @@ def te_namespace(config: ModelConfig, layout: ExpertLayout, formats: Formats | N
 
 def _plain(name: str, shape: Shape) -> Stored:
     """A router's selection bias compares scores that differ by less than bfloat16 resolves: it keeps its dtype."""
+    if is_table(name):
+        return TABLE(shape)
     return Stored(shape, convertible=not name.endswith(".router.expert_bias"))
 
 

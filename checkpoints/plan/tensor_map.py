@@ -61,6 +61,10 @@ class Stored:
     convertible: bool = True
 
 
+TABLE = functools.partial(Stored, dtypes=frozenset({"I64", "I32"}), convertible=False)
+"""What a stored table of whole numbers must be."""
+
+
 @dataclass(frozen=True)
 class Namespace:
     """A way to store a model: its tensors and their links to the canonical ones.

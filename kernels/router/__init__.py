@@ -7,6 +7,7 @@ from .op import (
     router_probabilities,
     router_topk,
     router_z_loss,
+    weights_of,
 )
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "router_probabilities",
     "router_topk",
     "router_z_loss",
+    "weights_of",
 ]

@@ -15,7 +15,14 @@ from torch import Tensor
 from ..backend import definitions_only
 from ..custom_op import FLOATS, Output, gradient_of, like, operation, takes
 from . import reference
-from .reference import joint_shares, load_balancing_loss, mean_probabilities, router_probabilities, router_z_loss
+from .reference import (
+    joint_shares,
+    load_balancing_loss,
+    mean_probabilities,
+    router_probabilities,
+    router_z_loss,
+    weights_of,
+)
 
 __all__ = [
     "joint_shares",
@@ -26,6 +33,7 @@ __all__ = [
     "router_topk_bwd",
     "router_topk_fwd",
     "router_z_loss",
+    "weights_of",
 ]
 
 
@@ -107,15 +115,16 @@ def router_topk(
 ) -> tuple[Tensor, Tensor]:
     """Choose topk experts per token. Returns (weights [T, K] float32, expert indices [T, K] int64), best first.
 
-    logits: [T, E]. score: "softmax" over all experts, or "sigmoid"; with score_after_topk over the chosen logits only
-    (then softmax weights already sum to 1). expert_bias: [E], added for the choice and not to the weights.
+    logits: [T, E]. score: "softmax" over all experts, "sigmoid", or "sqrtsoftplus"; with score_after_topk over the
+    chosen logits only (then softmax weights already sum to 1). expert_bias: [E], added for the choice, not to weights.
     normalize: divide the weights by their sum plus normalize_eps. scaling_factor: multiplies the weights.
     num_groups, topk_groups, group_score: choose among the best groups only, valued by their "max" or "top2_sum".
     Of equal scores the lower expert index wins. Differentiable in logits through the weights. Raises ValueError for an
     unknown name or an impossible count.
     """
     reference.check(logits.shape[-1], topk, score, num_groups, topk_groups, group_score)
-    if logits.device.type == "cuda" and not definitions_only() and not _TAKES.misfit(logits, expert_bias):
+    known = score != "sqrtsoftplus"
+    if logits.device.type == "cuda" and known and not definitions_only() and not _TAKES.misfit(logits, expert_bias):
         options = (score == "sigmoid", score_after_topk, normalize, normalize_eps, scaling_factor)
         groups = (num_groups, topk_groups, group_score == "top2_sum")
         return router_topk_fwd(logits, expert_bias, topk, *options, *groups)

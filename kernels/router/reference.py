@@ -52,8 +52,8 @@ def check(
     num_experts: int, topk: int, score: str, num_groups: int | None, topk_groups: int | None, group_score: str
 ) -> None:
     """Raise ValueError for an unknown name or an impossible count; see `router_topk`."""
-    if score not in ("softmax", "sigmoid"):
-        raise ValueError(f"score is {shown(score)}; allowed: 'softmax', 'sigmoid'")
+    if score not in ("softmax", "sigmoid", "sqrtsoftplus"):
+        raise ValueError(f"score is {shown(score)}; allowed: 'softmax', 'sigmoid', 'sqrtsoftplus'")
     if group_score not in ("max", "top2_sum"):
         raise ValueError(f"group_score is {shown(group_score)}; allowed: 'max', 'top2_sum'")
     if (num_groups is None) != (topk_groups is None):
@@ -106,7 +106,26 @@ def router_topk(
 
 
 def _score(logits: Tensor, score: str) -> Tensor:
+    if score == "sqrtsoftplus":
+        return torch.nn.functional.softplus(logits).sqrt()
     return torch.softmax(logits, dim=-1) if score == "softmax" else torch.sigmoid(logits)
+
+
+def weights_of(
+    logits: Tensor,
+    indices: Tensor,
+    *,
+    score: str = "softmax",
+    normalize: bool = True,
+    normalize_eps: float = 0.0,
+    scaling_factor: float = 1.0,
+) -> Tensor:
+    """Return the weights [T, K] float32 of experts that were chosen otherwise, indices [T, K]; options as for
+    `router_topk`."""
+    weights = _score(logits.float(), score).gather(-1, indices)
+    if normalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + normalize_eps)
+    return weights * scaling_factor
 
 
 def router_probabilities(logits: Tensor, score: str = "softmax") -> Tensor:

@@ -12,6 +12,7 @@ from .describe import mixer_words
 from .mixers import (
     KINDS,
     AttentionConfig,
+    CompressedConfig,
     GatedDeltaConfig,
     IndexerConfig,
     LightningConfig,
@@ -30,6 +31,8 @@ from .residual import (
     DeepNormConfig,
     HyperConnectionConfig,
     PerLayerEmbeddingConfig,
+    has_compressed_keys,
+    reads_tokens,
 )
 from .rope import RopeConfig
 from .shared import SharedBlocksConfig
@@ -38,6 +41,7 @@ __all__ = [
     "KINDS",
     "AlternatingUpdatesConfig",
     "AttentionConfig",
+    "CompressedConfig",
     "ConfigError",
     "ConfigPart",
     "DeepNormConfig",
@@ -62,5 +66,7 @@ __all__ = [
     "ShortConvolutionConfig",
     "TemperatureConfig",
     "check",
+    "has_compressed_keys",
     "mixer_words",
+    "reads_tokens",
 ]

@@ -26,7 +26,8 @@ def _attention(a: AttentionConfig, seen: str) -> str:
     unrotated, kind = unrotated or ("nope" if kind == "nope" else ""), "full" if kind == "nope" else kind
     gate = f"{a.output_gate_activation} gate by {a.output_gate_by}"
     elements = {
-        "an indexer": a.index_channels > 0 and a.indexer is not None and a.indexer.pool_size is None,
+        "compressed keys": a.compressed is not None and a.compressed.rate is not None,
+        "an indexer": a.index_channels > 0 and (a.indexer is None or a.indexer.pool_size is None),
         "an indexer of pools": a.index_channels > 0 and a.indexer is not None and a.indexer.pool_size is not None,
         "the keys of another layer's indexer": a.indexer is not None and a.indexer.shared,
         "sinks": a.sinks,

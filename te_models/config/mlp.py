@@ -53,7 +53,7 @@ class RouterConfig(ConfigPart):
     `expert_bias` is no parameter: training moves it towards balance (`te_models.update_expert_bias`).
     """
 
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     """Function that makes scores of the router's logits."""
     score_after_topk: bool = False
     """Whether the scores are computed from the k selected logits only."""
@@ -134,6 +134,9 @@ class MoEConfig(ConfigPart):
     """Whether each expert of other ranks is sent as many rows as it takes, filled up: nothing waits for the router."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """How tokens choose experts."""
+    hash_layers: tuple[int, ...] = ()
+    """Indices of the MoE layers whose experts a stored table chooses by the token, from 0; the router gives their
+    weights alone."""
     post_layernorm: bool = False
     """Whether a norm follows the experts, in a model whose dense layers have none after the MLP (block "pre")."""
 
@@ -141,7 +144,7 @@ class MoEConfig(ConfigPart):
     """Whether the shared expert and the others have norms before and after them each, and the router reads what comes
     before these norms (Gemma 4: experts beside an MLP)."""
 
-    _LATER: ClassVar[frozenset[str]] = frozenset({"post_layernorm", "own_norms"})
+    _LATER: ClassVar[frozenset[str]] = frozenset({"post_layernorm", "own_norms", "hash_layers"})
 
     def _validate(self) -> None:
         experts = self.num_moe_experts

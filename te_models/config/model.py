@@ -230,6 +230,8 @@ class ModelConfig(ConfigPart):
             layers = self.moe.layers or ()
             post = self.moe.post_layernorm
             check(self.blocks == {"pre"} or not post, "moe.post_layernorm", post, "false unless block is 'pre'")
+            hashed = self.moe.hash_layers
+            check(set(hashed) <= set(layers), "moe.hash_layers", hashed, f"some of {layers}")
             own = self.moe.own_norms
             check(self.block == "sandwich" or not own, "moe.own_norms", own, "false unless block is 'sandwich'")
             check(self.are_ordered(layers), "moe.layers", layers, self.ordered_layers)
@@ -410,8 +412,9 @@ class ModelConfig(ConfigPart):
         """Whether the norm before the mixers of layer number `layer` is a module of its own, because more than one
         projection reads what it gives."""
         attention = self.attention_of(layer)
-        apart = attention is not None and (attention.has_head_gate or attention.index_channels > 0)
-        apart = apart or (attention is not None and attention.input_multiplier != 1.0)
+        a = attention
+        apart = a is not None and (a.has_head_gate or a.index_channels > 0 or a.compressed is not None)
+        apart = apart or (a is not None and a.input_multiplier != 1.0)
         several = self.mixer_of(layer) is not None or apart
         several = several or self.deep_norm is not None or self.laurel_rank is not None
         return self.block == "parallel_shared_norm" or (several and self.norms_before(layer))

@@ -108,3 +108,14 @@ def check_additions(config: ModelConfig) -> None:
     check(all(0 <= part < 1 for part in sparse), "activation_sparsity", sparse, "numbers from 0 to below 1")
     gated = config.mlp.gated and config.mlp.clamp is None and config.moe is None
     check(gated or not any(sparse), "activation_sparsity", sparse, "unset without plain gates, and with experts")
+
+
+def has_compressed_keys(config: ModelConfig) -> bool:
+    """Return whether queries of a layer see compressed keys."""
+    attentions = (config.attention_of(layer) for layer in range(config.num_layers))
+    return any(a is not None and a.compressed is not None and a.compressed.rate is not None for a in attentions)
+
+
+def reads_tokens(config: ModelConfig) -> bool:
+    """Return whether layers read the tokens beside the stream."""
+    return config.per_layer_embedding is not None or (config.moe is not None and len(config.moe.hash_layers) > 0)

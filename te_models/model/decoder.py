@@ -16,14 +16,14 @@ from te_models.kernels.packed_attention import sees_own_document
 from te_models.layers.distributed.context_parallel import ContextShard, own_positions
 from te_models.layers.distributed.sequence_parallel import norm_own_tokens
 
-from ..config import ModelConfig, RopeConfig, TemperatureConfig
+from ..config import ModelConfig, RopeConfig, TemperatureConfig, has_compressed_keys, reads_tokens
 from .build import Build, make_norm
 from .cache import Memory
 from .hyper_connection import HyperConnection
 from .layer import LayerResult, TransformerLayer
-from .mixers import KeysValues, Selection
+from .mixers import KeysValues, Selection, TokenInputs
 from .moe import MoELayer
-from .residual import LaneProjections, PerLayerInputs
+from .residual import LaneProjections
 from .rotary import Rotary, RotaryEmbedding
 from .router import RouterOutput
 from .shared_block import SharedBlock
@@ -35,7 +35,7 @@ class LayerInputs(NamedTuple):
     padding; cache: what layers keep; batch_size: see `Decoder.forward`; documents: int64 [B, S], which layers that
     attend within documents without a mask get in place of `hidden_keys`, None where all are such layers; texts: the
     same numbers for recurrent mixers, also where a mask says them; shared: the keys and values that later layers read,
-    by the number of the layer that has them, as layers run; embeddings: what the embeddings of layers are made of."""
+    by the number of the layer that has them, as layers run; tokens: what some layers read of the tokens."""
 
     tables: list[Rotary]
     query_scale: Tensor | None
@@ -46,7 +46,7 @@ class LayerInputs(NamedTuple):
     documents: Tensor | None = None
     texts: Tensor | None = None
     shared: dict[int, KeysValues] | None = None
-    embeddings: PerLayerInputs | None = None
+    tokens: TokenInputs | None = None
 
 
 class Decoder(nn.Module):
@@ -79,7 +79,9 @@ class Decoder(nn.Module):
             self.lane_projections = LaneProjections(config, self.lanes, build.whole)
         if embedding is not None:
             self.per_layer_layernorm = make_norm(config.norm, embedding.channels, build)
-        self.recurrent = config.is_recurrent
+        compressed = has_compressed_keys(config)
+        self.recurrent = config.is_recurrent or compressed
+        self.reads_tokens = reads_tokens(config) or compressed
         self.kv_sources = [config.kv_source(i) for i in range(config.num_layers)]
         ropes: list[tuple[RopeConfig, int]] = []
         self.rotary_of_layer: list[int | None] = []
@@ -204,7 +206,7 @@ class Decoder(nn.Module):
             inputs.texts,
             None if source is None or shared is None else shared[source],
             choice if layer.shares_choice else None,
-            inputs.embeddings,
+            inputs.tokens,
             *(() if used is None else (used,)),
         )
         if len(found) == 2 or isinstance(found[2], Selection):
@@ -236,8 +238,10 @@ class Decoder(nn.Module):
         embeddings of layers are made of.
         """
         inputs = self.layer_inputs(x, position_ids, attention_mask, cache, batch_size, document_ids)
-        if self.per_layer_layernorm is not None and embedded is not None:
-            inputs = inputs._replace(embeddings=PerLayerInputs(*embedded, self.per_layer_layernorm.weight))
+        if self.reads_tokens:
+            norm = None if self.per_layer_layernorm is None else self.per_layer_layernorm.weight
+            tokens = TokenInputs(own_positions(position_ids, self.context_shard), *(embedded or (None, None)), norm)
+            inputs = inputs._replace(tokens=tokens)
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         routed: list[RouterOutput] = []
         choice: Tensor | None = None

@@ -15,7 +15,7 @@ from te_models.layers.distributed.tensor_parallel import TensorParallelModule
 from te_models.layers.distributed.vocab_parallel import vocab_parallel_embedding
 from te_models.layers.functional.wgrad import main_grad_of
 
-from ..config import ModelConfig
+from ..config import ModelConfig, reads_tokens
 from .build import Build, WordsOfRank, init_method
 
 
@@ -37,12 +37,12 @@ def input_size(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[
 def of_tokens(config: ModelConfig, input_ids: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the tokens and their embeddings x, [B, S] and [B, S, H], for layers that read them; None for a model
     without. Raises ValueError where the tokens are not known."""
-    if config.per_layer_embedding is None:
+    if not reads_tokens(config):
         return None
     if input_ids is None:
         raise ValueError(
-            "inputs_embeds are given to a model whose layers have embeddings of their own for each token "
-            "(per_layer_embedding); allowed: input_ids"
+            "inputs_embeds are given to a model whose layers read the tokens (per_layer_embedding, moe.hash_layers); "
+            "allowed: input_ids"
         )
     return input_ids, x
 

@@ -18,10 +18,10 @@ from ..config import DeepNormConfig, ModelConfig
 from .build import Build, check_supported, make_norm
 from .cache import LayerMemory, PairMemory
 from .hyper_connection import HyperConnection
-from .mixers import KeysValues, Mixer, MixerInputs, Selection, attention_class, recurrent_class
+from .mixers import KeysValues, Mixer, MixerInputs, Selection, TokenInputs, attention_class, recurrent_class
 from .mlp import MLP
 from .moe import MoELayer
-from .residual import AlternatingUpdates, Laurel, LayerScalar, PerLayerEmbedding, PerLayerInputs
+from .residual import AlternatingUpdates, Laurel, LayerScalar, PerLayerEmbedding
 from .rotary import Rotary
 from .router import RouterOutput
 from .shared_block import SharedBlock, SharedUse
@@ -86,7 +86,7 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = make_norm(config.norm, config.hidden_size, build) if separate else None
         self.mlp: nn.Module | None = None
         if self.is_moe:
-            self.mlp = MoELayer(config, build.of_all_tokens)
+            self.mlp = MoELayer(config, build.of_all_tokens, layer)
         elif has_mlp:
             sizes = (config.ffn_hidden_size(layer), config.mlp.bias)
             self.mlp = MLP(config, *sizes, build, normed=normed, sparsity=config.sparsity(layer))
@@ -118,7 +118,7 @@ class TransformerLayer(nn.Module):
         documents: Tensor | None = None,
         keys_values: KeysValues | None = None,
         choice: Tensor | None = None,
-        embeddings: PerLayerInputs | None = None,
+        tokens: TokenInputs | None = None,
         shared: tuple[SharedBlock, Tensor] | None = None,
     ) -> LayerResult:
         """x: [B, S, H] -> ([B, S, H], what the router decided; None in a dense layer), and a third, where attention is
@@ -127,7 +127,7 @@ class TransformerLayer(nn.Module):
         the call, so that it is part of a graph of one layer. batch_size: B, where x and the result are this rank's part
         of the tokens, [B S / ranks, H]. shared: the block that the layer uses, and the embeddings."""
         arguments = (x, rotary, hidden_keys, token_mask, cache, query_scale, batch_size, documents, keys_values)
-        arguments = (*arguments, choice, embeddings)
+        arguments = (*arguments, choice, tokens)
         if self.shared_use is not None:
             arguments = (*arguments, shared)
         return checkpointed(self._run, *arguments) if recompute else self._run(*arguments)
@@ -144,15 +144,18 @@ class TransformerLayer(nn.Module):
         documents: Tensor | None,
         keys_values: KeysValues | None,
         choice: Tensor | None,
-        embeddings: PerLayerInputs | None,
+        tokens: TokenInputs | None,
         shared: tuple[SharedBlock, Tensor] | None = None,
     ) -> LayerResult:
-        inputs = MixerInputs(rotary, hidden_keys, query_scale, batch_size, token_mask, documents, keys_values, choice)
+        positions = None if tokens is None else tokens.positions
+        inputs = MixerInputs(
+            rotary, hidden_keys, query_scale, batch_size, token_mask, documents, keys_values, choice, positions
+        )
         if self.block in ("parallel", "parallel_shared_norm"):
             normed = x if self.input_layernorm is None else self._normed(self.input_layernorm, x)
             attended, passed = self._mixed(normed, inputs, cache)
             normed = x if self.block == "parallel" else normed
-            y, routed = self._mlp(normed, token_mask, batch_size)
+            y, routed = self._mlp(normed, token_mask, batch_size, tokens)
             if self.hidden_dropout > 0 and self.training:  # each sublayer's output has a mask of its own
                 attended, y = (F.dropout(part, self.hidden_dropout) for part in (attended, y))
             return _result(self._scaled_sum(x, attended + y), routed, passed)
@@ -179,20 +182,20 @@ class TransformerLayer(nn.Module):
             return _result(x, None, passed)
         connection = self.mlp_hyper_connection
         inner, mixing = (x, None) if connection is None else connection.read(x)
-        y, routed = self._mlp(inner, token_mask, batch_size)
+        y, routed = self._mlp(inner, token_mask, batch_size, tokens)
         if self.post_mlp_layernorm is not None:
             y = self._normed(self.post_mlp_layernorm, y)
         x = self._add(x, y) if mixing is None else self._written(connection, x, y, mixing)
-        return _result(self._ended(x, lanes, embeddings), routed, passed)
+        return _result(self._ended(x, lanes, tokens), routed, passed)
 
-    def _ended(self, x: Tensor, lanes: Tensor | None, embeddings: PerLayerInputs | None) -> Tensor:
+    def _ended(self, x: Tensor, lanes: Tensor | None, tokens: TokenInputs | None) -> Tensor:
         """Return the stream behind the layer. x: [B, S, H], behind the MLP; lanes: [B, S, M, H], as predicted."""
         read = x
         if self.alternating_updates is not None and lanes is not None:
             lanes, read = self.alternating_updates.correct(lanes, x)
             x = lanes.flatten(-2)
-        if self.per_layer_embedding is not None and embeddings is not None:
-            added = self.per_layer_embedding(read, embeddings)
+        if self.per_layer_embedding is not None and tokens is not None:
+            added = self.per_layer_embedding(read, tokens)
             if lanes is not None:  # the first lane has no part in it
                 added = F.pad(added.repeat(1, 1, lanes.shape[-2] - 1), (added.shape[-1], 0))
             x = x + added
@@ -227,19 +230,21 @@ class TransformerLayer(nn.Module):
             y, passed = y
         return y if self.mixer is None else y + self.mixer(x, inputs, memories[1]), passed
 
-    def _mlp(self, x: Tensor, token_mask: Tensor | None, batch_size: int | None) -> tuple[Tensor, RouterOutput | None]:
+    def _mlp(
+        self, x: Tensor, token_mask: Tensor | None, batch_size: int | None, read: TokenInputs | None
+    ) -> tuple[Tensor, RouterOutput | None]:
         if self.pre_mlp_layernorm is not None:
             x = self._normed(self.pre_mlp_layernorm, x)
         assert self.mlp is not None, "called in layers that have it"
-        return self._experts(x, token_mask, batch_size) if self.is_moe else (self.mlp(x), None)
+        return self._experts(x, token_mask, batch_size, read) if self.is_moe else (self.mlp(x), None)
 
     def _experts(
-        self, x: Tensor, token_mask: Tensor | None, batch_size: int | None
+        self, x: Tensor, token_mask: Tensor | None, batch_size: int | None, read: TokenInputs | None = None
     ) -> tuple[Tensor, RouterOutput | None]:
         """x: normed."""
         assert self.mlp is not None, "called in layers with experts"
         if self.sequence_shard is None:
-            return self.mlp(x, token_mask)
+            return self.mlp(x, token_mask, None if read is None else read.ids)
         # a router loss is of all tokens, so that every rank routes all of them
         assert batch_size is not None, "given where ranks share tokens"
         tokens = gather_tokens_of_ranks(x, self.sequence_shard)

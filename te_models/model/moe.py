@@ -9,6 +9,8 @@ to step without a host synchronisation and without recompiling. Where experts ar
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +31,7 @@ from te_models.kernels.router import (
     router_probabilities,
     router_topk,
     router_z_loss,
+    weights_of,
 )
 from te_models.layers import GroupedLinear
 from te_models.layers.collectives import all_gather
@@ -125,7 +128,7 @@ class MoELayer(nn.Module):
 
     supposes_balance = False
 
-    def __init__(self, config: ModelConfig, build: Build | None = None) -> None:
+    def __init__(self, config: ModelConfig, build: Build | None = None, layer: int | None = None) -> None:
         super().__init__()
         if config.moe is None:
             raise ValueError("MoELayer needs a configuration with moe set; config.moe is None")
@@ -133,7 +136,7 @@ class MoELayer(nn.Module):
         self.moe = config.moe
         factor = config.moe.moe_expert_capacity_factor
         self._capacity_share = None if factor is None else capacity_share(factor, config.moe.num_moe_experts)
-        self.router = Router(config, build)
+        self.router = Router(config, build, hashed=layer in config.moe.hash_layers)
         self.expert_model_parallel_size = build.expert_model_parallel_size
         self.expert_dispatch = build.expert_dispatch
         self._ep_group_name = "" if build.ep_group is None else build.ep_group.group_name
@@ -151,25 +154,32 @@ class MoELayer(nn.Module):
         for name in NORMS if config.moe.own_norms else ():  # before and after the shared expert and the others
             setattr(self, name, make_norm(config.norm, config.hidden_size, build))
 
-    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, RouterOutput]:
+    def forward(
+        self, x: Tensor, token_mask: Tensor | None = None, ids: Tensor | None = None
+    ) -> tuple[Tensor, RouterOutput]:
         """x: [B, S, H] -> ([B, S, H], what the router decided). token_mask: [B, S] bool, False where a token is
-        padding: such tokens are routed like others, but enter neither the router losses nor the balance of experts."""
+        padding: such tokens are routed like others, but enter neither the router losses nor the balance of experts.
+        ids: [B, S], of a layer whose experts a table chooses by the token."""
         tokens = x.flatten(0, -2)
-        r, moe = self.moe.router, self.moe
+        r, table = self.moe.router, self.router.expert_of_token
         logits = self.router(tokens)
-        weights, indices = router_topk(
-            logits,
-            moe.moe_router_topk,
-            score=r.score,
-            score_after_topk=r.score_after_topk,
-            expert_bias=self.router.expert_bias,
-            normalize=r.normalize,
-            normalize_eps=r.normalize_eps,
-            scaling_factor=r.scaling_factor,
-            num_groups=r.num_groups,
-            topk_groups=r.topk_groups,
-            group_score=r.group_score,
-        )
+        weighing: dict[str, Any] = {"score": r.score, "normalize": r.normalize, "normalize_eps": r.normalize_eps}
+        weighing["scaling_factor"] = r.scaling_factor
+        if table is not None:
+            assert ids is not None, "the model has asked for them"
+            indices = table[ids.flatten()]
+            weights = weights_of(logits, indices, **weighing)
+        else:
+            weights, indices = router_topk(
+                logits,
+                self.moe.moe_router_topk,
+                score_after_topk=r.score_after_topk,
+                expert_bias=self.router.expert_bias,
+                num_groups=r.num_groups,
+                topk_groups=r.topk_groups,
+                group_score=r.group_score,
+                **weighing,
+            )
         if self.router.expert_scale is not None:
             weights = weights * self.router.expert_scale.to(weights.dtype)[indices]
         if self.moe.own_norms:

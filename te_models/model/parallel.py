@@ -209,6 +209,10 @@ def check_layers(config: ModelConfig, ranks: int, expert_ranks: int) -> None:
         if indexer is not None and indexer.loss_coeff > 0:
             what = "an indexer that is trained"
             raise ConfigError(f"{name}.indexer.loss_coeff: a model with {what} cannot be split over {ranks} ranks")
+        if isinstance(mixer, AttentionConfig) and mixer.compressed is not None:
+            raise ConfigError(
+                f"{name}.compressed: a model with it, of one key head, cannot be split over {ranks} ranks"
+            )
         sizes |= {f"{name}.{field}": size for field, size in mixer.shared_sizes().items()}
     sizes |= {
         "mlp.ffn_hidden_size": config.mlp.ffn_hidden_size if config.has_dense_layers else 0,

@@ -50,18 +50,20 @@ class RouterOutput(NamedTuple):
 
 class Router(nn.Module):
     """The router projection. weight: [E, H]; bias: [E] if `linear_bias`; norm_weight: [H] if `normed_input`;
-    expert_scale: [E], of the scores of the chosen, with the option of this name. Buffers: expert_bias [E] with the
+    expert_scale: [E], of the scores of the chosen, with the option of this name. hashed: a table chooses experts by the
+    token. Buffers: expert_of_token [V, K] int64 then; expert_bias [E] with the
     option of this name, kept in float32; and expert_counts [E] and dropped_tokens [1] int64, which no checkpoint holds:
     how many tokens chose each expert, and found no room, since the last `update_expert_bias` or `take_expert_load`.
 
     layer_group: the name of the group of the ranks that have the layer; None: all, if any of a whole model."""
 
     expert_bias: Tensor | None
+    expert_of_token: Tensor | None
     expert_counts: Tensor
     dropped_tokens: Tensor
     layer_group: str | None = None
 
-    def __init__(self, config: ModelConfig, build: Build) -> None:
+    def __init__(self, config: ModelConfig, build: Build, *, hashed: bool = False) -> None:
         super().__init__()
         assert config.moe is not None
         self.config = config.moe.router
@@ -73,9 +75,14 @@ class Router(nn.Module):
         self.expert_scale = build.parameter(experts) if self.config.expert_scale else None
         self.bias = build.parameter(experts) if self.config.linear_bias else None
         bias = None
-        if self.config.expert_bias:
+        if self.config.expert_bias and not hashed:
             bias = torch.empty(experts, dtype=torch.float32, device=build.device)
         self.register_buffer("expert_bias", bias)
+        table = None
+        if hashed:
+            size = config.vocab_size, config.moe.moe_router_topk
+            table = torch.empty(size, dtype=torch.int64, device=build.device)
+        self.register_buffer("expert_of_token", table)
         for name, size in {"expert_counts": experts, "dropped_tokens": 1}.items():
             counts = torch.empty(size, dtype=torch.int64, device=build.device)
             self.register_buffer(name, counts, persistent=False)
@@ -88,6 +95,9 @@ class Router(nn.Module):
         for tensor in (self.bias, self.expert_bias, self.expert_counts, self.dropped_tokens):
             if tensor is not None:
                 tensor.zero_()
+        if self.expert_of_token is not None:  # as spread as a hash
+            table = self.expert_of_token
+            table.copy_((torch.arange(table.numel(), device=table.device) % self.weight.shape[0]).view_as(table))
         for factor in (self.norm_weight, self.expert_scale):
             if factor is not None:
                 factor.fill_(1.0)

@@ -50,6 +50,8 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
             "shared_blocks: layers that share blocks, and read the embeddings, cannot be in several stages"
         )
     _check_choices(model.config, layers)
+    if moe is not None and moe.hash_layers and len(layers) < whole:
+        raise ConfigError("moe.hash_layers: a model with layers that read the tokens cannot be cut into stages")
     for name in ("alternating_updates", "per_layer_embedding"):
         if getattr(model.config, name) is not None and len(layers) < whole:
             raise ConfigError(f"{name}: a model with it, both of whose ends read it, cannot be cut into stages")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tests.checkpoints.compressed_cases import COMPRESSED
 from tests.checkpoints.gemma_cases import GEMMAS
 from tests.checkpoints.hf_cases import transformers
 from tests.checkpoints.mixer_cases import MIXERS
@@ -498,7 +499,7 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hy_v3": ("hy_v3", {**ROUTED, "head_dim": 16, "num_shared_experts": 2, "attention_bias": True}),
     "hy_v3-biases": ("hy_v3", {**ROUTED, "head_dim": 8, "mlp_bias": True}),
 }
-CASES = {**DENSE, **MIXTURES, **LATENTS, **MIXERS, **GEMMAS}
+CASES = {**DENSE, **MIXTURES, **LATENTS, **MIXERS, **GEMMAS, **COMPRESSED}
 
 
 def family_of(case: str) -> str:
@@ -525,7 +526,12 @@ def fill(model: torch.nn.Module) -> None:
     stored = model.state_dict().keys()
     tables = ("slope_rate", "_decay")  # which follow from the configuration
     buffers = [buffer for name, buffer in model.named_buffers() if name in stored and not name.endswith(tables)]
-    for tensor in (*model.parameters(), *buffers):
+    for tensor in buffers:
+        if not tensor.is_floating_point():  # a table of experts by token
+            experts = range(model.config.n_routed_experts)
+            rows = [torch.randperm(len(experts))[: tensor.shape[1]] for _ in tensor]
+            tensor.copy_(torch.stack(rows))
+    for tensor in (*model.parameters(), *(buffer for buffer in buffers if buffer.is_floating_point())):
         if tensor.dim() <= 1 or tensor.shape[0] == 1:
             tensor.add_(torch.randn_like(tensor) * 0.2)
         else:

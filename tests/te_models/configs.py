@@ -19,7 +19,13 @@ from te_models import (
     RouterConfig,
     TemperatureConfig,
 )
-from te_models.config import AlternatingUpdatesConfig, IndexerConfig, PerLayerEmbeddingConfig
+from te_models.config import (
+    AlternatingUpdatesConfig,
+    CompressedConfig,
+    HyperConnectionConfig,
+    IndexerConfig,
+    PerLayerEmbeddingConfig,
+)
 
 VOCAB = 61
 
@@ -52,6 +58,16 @@ def one_layer(config: ModelConfig, **changes: Any) -> ModelConfig:
 
 
 LATENT: dict[str, int] = {"kv_lora_rank": 10, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
+
+ONE_KEY: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_query_groups": 1,
+    "kv_channels": 16,
+    "key_is_value": True,
+    "sinks": True,
+    "window_size": 3,
+}
+COMPRESSED: dict[str, int] = {"q_lora_rank": 20, "o_groups": 2, "o_lora_rank": 6}
 
 VARIANTS: dict[str, ModelConfig] = {
     "dense": tiny(),
@@ -218,6 +234,30 @@ VARIANTS: dict[str, ModelConfig] = {
         laurel_rank=6,
         per_layer_embedding=PerLayerEmbeddingConfig(vocab_size=VOCAB, channels=6),
         ffn_hidden_sizes=(40, 48),
+    ),
+    "compressed": tiny(
+        num_layers=3,
+        attention=AttentionConfig(**ONE_KEY, compressed=CompressedConfig(**COMPRESSED)),
+        mixers={
+            "sparse": AttentionConfig(
+                **ONE_KEY,
+                compressed=CompressedConfig(
+                    **COMPRESSED, rate=2, overlap=True, index_topk=2, index_n_heads=12, index_head_dim=8
+                ),
+            ),
+            "heavy": AttentionConfig(**ONE_KEY, compressed=CompressedConfig(**COMPRESSED, rate=4)),
+        },
+        layer_mixers=("sparse", "attention", "heavy"),
+        layer_types=("full", "sliding", "full"),
+        rope=RopeConfig(style="interleaved", rotary_percent=0.5),
+        hyper_connections=HyperConnectionConfig(lanes=2),
+        moe=MoEConfig(
+            num_moe_experts=4,
+            moe_router_topk=2,
+            moe_ffn_hidden_size=24,
+            hash_layers=(0,),
+            router=RouterConfig(score="sqrtsoftplus", expert_bias=True),
+        ),
     ),
     "sparse_gates": tiny(activation_sparsity=(0.7, 0.0)),
 }

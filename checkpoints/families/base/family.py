@@ -13,8 +13,8 @@ from te_models.config import ConfigError, ModelConfig
 
 from ...io.boxes import Shape
 from ...io.errors import CheckpointError, shorten
-from ...plan.param_shapes import check_counts, expected_tensors, holds_experts
-from ...plan.tensor_map import Link, Namespace, Stored
+from ...plan.param_shapes import check_counts, expected_tensors, holds_experts, is_table
+from ...plan.tensor_map import TABLE, Link, Namespace, Stored
 from .attentions import MixerEntry
 from .fields import Entry, Values, get_path, shorten_value
 from .names import COMMON, Names
@@ -245,7 +245,7 @@ class Family:
     def _namespace(self, config: ModelConfig, names: Names) -> Namespace:
         canonical = expected_tensors(config)
         stored: dict[str, Stored] = {}
-        specs: dict[tuple[Shape, bool], Stored] = {}
+        specs: dict[tuple[Shape, bool, bool], Stored] = {}
         links: list[Link] = []
         for name, layout in names.weights(config):
             if name not in canonical:
@@ -253,7 +253,8 @@ class Family:
             convertible = not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.keeps_dtype)
             for p in layout.place(canonical[name]):
                 key = p.stored_shape, convertible
-                stored[p.stored] = specs.setdefault(key, Stored(p.stored_shape, convertible=convertible))
+                spec = TABLE(p.stored_shape) if is_table(name) else Stored(p.stored_shape, convertible=convertible)
+                stored[p.stored] = specs.setdefault((*key, is_table(name)), spec)
                 links.append(Link(name, p.box, p.stored, p.stored_box, p.axes))
         absent = set(canonical) - {link.name for link in links}
         if absent:

@@ -16,6 +16,7 @@ from ...io.errors import CheckpointError
 from ...plan.layout_ops import At, Concat, Deinterleaved, Folded, Layout, Rows, Stack, Transpose, Unsqueezed
 from ...plan.param_shapes import expected_tensors, head_sizes
 from .additions import layer_additions, model_additions
+from .compressed import CompressedNames
 from .indexer import indexer_weights
 from .latent import latent_attention
 
@@ -136,6 +137,7 @@ class Names:
         hyper_connection: the parameters of hyper-connections, of a sublayer, attn or ffn, the part fn, base or scale.
         mixers: how they store mixers that are no attention, by kind.
         shared: how they store blocks that layers share; None: the family has none.
+        compressed: how they store attention to compressed keys, and what belongs to it.
     """
 
     form: str = "published"
@@ -169,6 +171,7 @@ class Names:
     hyper_connection: str = "hc_{sublayer}_{part}"
     mixers: Mapping[str, MixerNames] = field(default_factory=dict)
     shared: SharedNames | None = None
+    compressed: CompressedNames | None = None
 
     @property
     def experts_apart(self) -> bool:
@@ -187,6 +190,8 @@ class Names:
             yield from self._shared_block(config, first, f"{self.layer.format(i=first)}.", ours)
         yield from _norm(config, "decoder.final_layernorm.", self.final_norm)
         yield from model_additions(config, self._root)
+        if config.hyper_connections is not None and self.compressed is not None:
+            yield from self.compressed.final_hyper_connection()
         if not embedding.share_embeddings_and_output_weights:
             yield "output_layer.weight", At(f"{self.output}.weight")
         if embedding.output_bias:
@@ -276,7 +281,9 @@ class Names:
             at += self.shared.inner
         yield from self._norms(config, i, at, ours)
         attention, mixer = config.attention_of(i), config.mixer_of(i)
-        if attention is not None and attention.mla is not None:
+        if attention is not None and attention.compressed is not None and self.compressed is not None:
+            yield from self.compressed.attention(attention, at, f"{ours}self_attention.")
+        elif attention is not None and attention.mla is not None:
             yield from latent_attention(attention, at, f"{ours}self_attention.", self.gate, self.proj)
         elif attention is not None and config.shared_block_of(i) is None:
             own_keys = config.kv_source(i) is None
@@ -290,6 +297,8 @@ class Names:
         if config.has_mlp(i):
             yield from (self._moe if config.is_moe_layer(i) else self._mlp)(config, i, at, f"{ours}mlp.")
         yield from layer_additions(config, i, self._root, at, ours)
+        if config.hyper_connections is not None and self.compressed is not None:
+            yield from self.compressed.hyper_connections(config, at, ours)
 
     @property
     def _root(self) -> str:
@@ -375,7 +384,9 @@ class Names:
         moe = config.moe
         assert moe is not None, "called for MoE layers only"
         yield from self._linear(f"{ours}router", [at + self.router], (moe.num_moe_experts,), moe.router.linear_bias)
-        if moe.router.expert_bias and self.selection_bias is not None:
+        if i in moe.hash_layers and self.compressed is not None:
+            yield f"{ours}router.expert_of_token", At(at + self.compressed.hash_table)
+        elif moe.router.expert_bias and self.selection_bias is not None:
             name = at + self.selection_bias
             yield f"{ours}router.expert_bias", Unsqueezed(name) if self.selection_bias_unsqueezed else At(name)
         yield from self.experts.weights(config, f"{ours}experts.", at)

@@ -6,6 +6,7 @@ known before a model exists. `te_models/model/mixers/` computes.
 
 from .attention import AttentionConfig, MLAConfig, TemperatureConfig
 from .base import MixerConfig, Parameter, State
+from .compressed import CompressedConfig
 from .gated_delta import GatedDeltaConfig
 from .indexer import IndexerConfig
 from .lightning import LightningConfig
@@ -22,6 +23,7 @@ KINDS: dict[str, type[MixerConfig]] = {
 __all__ = [
     "KINDS",
     "AttentionConfig",
+    "CompressedConfig",
     "GatedDeltaConfig",
     "IndexerConfig",
     "LightningConfig",

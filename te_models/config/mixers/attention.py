@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from ..part import ConfigPart, check
 from ..rope import RopeConfig
 from .base import MixerConfig, State
+from .compressed import CompressedConfig
 from .indexer import IndexerConfig
 
 
@@ -73,6 +74,7 @@ class AttentionConfig(MixerConfig):
             "input_multiplier",
             "output_multiplier",
             "value_layernorm",
+            "compressed",
         }
     )
 
@@ -138,6 +140,9 @@ class AttentionConfig(MixerConfig):
     indexer: IndexerConfig | None = None
     """Sparse attention: an indexer chooses the keys that each query sees; unset means that queries see all."""
 
+    compressed: CompressedConfig | None = None
+    """Attention to a window and to compressed keys, by one head that is key and value; unset means none."""
+
     def _derivations(self) -> dict[str, Any]:
         heads, mla = {"num_query_groups": self.num_attention_heads}, self.mla
         if mla is None:
@@ -189,6 +194,22 @@ class AttentionConfig(MixerConfig):
         alone = sizes == (None, None, None) and not (self.sinks or self.attention_dropout or self.output_gate)
         allowed = "null with window_size, chunk_size, softcap, sinks, attention_dropout or output_gate"
         check(self.indexer is None or alone, "attention.indexer", self.indexer, allowed)
+
+        self._check_compressed()
+
+    def _check_compressed(self) -> None:
+        """Check that nothing is asked for that attention to compressed keys does not have."""
+        its = self.compressed
+        if its is None:
+            return
+        one = self.num_query_groups == 1 and self.key_is_value and self.window_size is not None
+        check(one, "attention.compressed", its, "null without key_is_value, one query group and window_size")
+        asked = (self.mla, self.indexer, self.softcap, self.value_scale, self.clip_qkv, self.temperature_tuning)
+        flags = (self.output_gate, self.value_layernorm, self.add_qkv_bias, self.add_output_bias)
+        plain = not any(asked) and not any(flags) and self.qk_layernorm == "none" and self.chunk_size is None
+        check(plain, "attention.compressed", its, "null with other elements of attention than sinks and dropout")
+        fits = self.num_attention_heads % its.o_groups == 0
+        check(fits, "compressed.o_groups", its.o_groups, f"a divisor of {self.num_attention_heads} heads")
 
     @property
     def key_channels(self) -> int:
@@ -256,6 +277,8 @@ class AttentionConfig(MixerConfig):
         tensors that it is kept in."""
         if self.mla is not None:
             return 1, (self.mla.kv_lora_rank, self.mla.qk_pos_emb_head_dim + self.index_channels)
+        if self.compressed is not None:
+            return 1, (self.key_channels, self.compressed.cached_channels(self.key_channels))
         groups = (self.num_query_groups or self.num_attention_heads) // tp_size
         return groups, (self.key_channels, self.value_channels + -(-self.index_channels // groups))
 

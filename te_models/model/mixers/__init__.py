@@ -5,6 +5,7 @@ gated_delta       the gated delta rule                 mamba2            a state
 mamba             a state space of each channel        short_convolution a gated convolution
 sparse_attention  the indexer of either attention      base              what a layer and a mixer agree on
 convolved         what recurrent mixers share          lightning         linear attention with a fixed decay
+compressed_attention  a window and compressed keys
 
 `mixer_class` says which module computes a kind. To add a kind: its configuration in `te_models/config/mixers/`, its
 module here, and an entry below.
@@ -16,7 +17,8 @@ from collections.abc import Callable
 
 from ...config import AttentionConfig, ConfigError, MixerConfig
 from .attention import SelfAttention
-from .base import KeysValues, Mixer, MixerInputs, RecurrentMixer, Selection
+from .base import KeysValues, Mixer, MixerInputs, RecurrentMixer, Selection, TokenInputs
+from .compressed_attention import CompressedAttention
 from .gated_delta import GatedDelta
 from .latent_attention import LatentAttention
 from .lightning import Lightning
@@ -41,14 +43,19 @@ __all__ = [
     "MixerInputs",
     "RecurrentMixer",
     "Selection",
+    "TokenInputs",
     "attention_class",
     "recurrent_class",
     "train_indexers",
 ]
 
 
-def attention_class(attention: AttentionConfig) -> type[SelfAttention] | type[LatentAttention]:
+def attention_class(
+    attention: AttentionConfig,
+) -> type[SelfAttention] | type[LatentAttention] | type[CompressedAttention]:
     """Return the module that computes an attention."""
+    if attention.compressed is not None:
+        return CompressedAttention
     return SelfAttention if attention.mla is None else LatentAttention
 
 

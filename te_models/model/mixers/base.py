@@ -18,6 +18,16 @@ KeysValues = tuple[Tensor, Tensor]
 """Keys [B, L, G, D] and values [B, L, G, Dv] that a layer attends with, those of a cache included."""
 
 
+class TokenInputs(NamedTuple):
+    """What some layers read of the tokens. positions: [B or 1, S]; ids: [B, S] int64; embedded: [B, S, H], what the
+    first layer reads; norm_weight: [C], of the norm that the embeddings of all layers share."""
+
+    positions: Tensor
+    ids: Tensor | None = None
+    embedded: Tensor | None = None
+    norm_weight: Tensor | None = None
+
+
 class MixerInputs(NamedTuple):
     """What a mixer reads beside the hidden states.
 
@@ -28,7 +38,7 @@ class MixerInputs(NamedTuple):
     none. documents: [B, S] int64, of the whole sequences: neighbours with the same number are a document, at whose
     beginning a recurrent mixer starts anew; negative for padding; None: every row is one document. keys_values: what an
     earlier layer attended with, where this one has no keys and values. choice: which keys the last sparse attention
-    before chose, see `Selection`.
+    before chose, see `Selection`. positions: [B or 1, S], of layers with compressed keys.
     """
 
     rotary: Rotary | None = None
@@ -39,6 +49,7 @@ class MixerInputs(NamedTuple):
     documents: Tensor | None = None
     keys_values: KeysValues | None = None
     choice: Tensor | None = None
+    positions: Tensor | None = None
 
 
 class Selection(NamedTuple):

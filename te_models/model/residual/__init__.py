@@ -11,6 +11,6 @@ Hyper-connections, which every sublayer reads and writes through, are `te_models
 from .alternating_updates import AlternatingUpdates, LaneProjections
 from .laurel import Laurel
 from .layer_scalar import LayerScalar
-from .per_layer_embedding import PerLayerEmbedding, PerLayerInputs
+from .per_layer_embedding import PerLayerEmbedding
 
-__all__ = ["AlternatingUpdates", "LaneProjections", "Laurel", "LayerScalar", "PerLayerEmbedding", "PerLayerInputs"]
+__all__ = ["AlternatingUpdates", "LaneProjections", "Laurel", "LayerScalar", "PerLayerEmbedding"]

@@ -6,7 +6,6 @@ B batch, S sequence, H hidden, C channels of such an embedding.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +17,7 @@ from te_models.layers import Linear
 
 from ...config import ModelConfig, PerLayerEmbeddingConfig
 from ..build import Build, init_method, make_norm
-
-
-class PerLayerInputs(NamedTuple):
-    """What the embeddings of all layers are made of. ids: [B, S] int64, the tokens; embedded: [B, S, H], what the
-    first layer reads; norm_weight: [C], of the norm that all layers share."""
-
-    ids: Tensor
-    embedded: Tensor
-    norm_weight: Tensor
+from ..mixers.base import TokenInputs
 
 
 class PerLayerEmbedding(nn.Module):
@@ -56,8 +47,9 @@ class PerLayerEmbedding(nn.Module):
         """Draw the rows; the projections have their own."""
         self.init_method(self.weight)
 
-    def forward(self, x: Tensor, inputs: PerLayerInputs) -> Tensor:
+    def forward(self, x: Tensor, inputs: TokenInputs) -> Tensor:
         """x: [B, S, H], behind the MLP -> what is added to it."""
+        assert inputs.ids is not None and inputs.embedded is not None, "the model has asked for them"
         known = torch.where((inputs.ids >= 0) & (inputs.ids < self.words), inputs.ids, 0)
         rows = embedding(known, self.weight, None, self.padding_idx)
         rows = rows * torch.full((), math.sqrt(rows.shape[-1]), dtype=rows.dtype, device=rows.device)

@@ -186,7 +186,7 @@ def test_fused_sharded_and_per_expert_files_are_the_same_model(tmp_path: Path, f
     export_hf(tmp_path / "published-ours", tmp_path / "other", form="fused")
     assert_same_bits(stored(fused), stored(tmp_path / "other"))
     loaded(tmp_path / "other", theirs)
-    with pytest.raises(CheckpointError, match="has no form 'split'; its forms: published, fused"):
+    with pytest.raises(CheckpointError, match=r"has no form 'split'; its forms: published, .*fused"):
         export_hf(tmp_path / "published-ours", tmp_path / "none", form="split")
 
 

@@ -22,10 +22,10 @@ from tests.covering import examples
 NEEDED = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "gemma3n_text": {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2},
+    "gemma3n": {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 64},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
-    "gemma3n": {"num_kv_shared_layers": 0},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
     "helium": {"num_attention_heads": 20},

@@ -26,12 +26,13 @@ NEEDED = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "mamba2": {"num_heads": 8, "head_dim": 64},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
-    **{name: {"num_kv_shared_layers": 0} for name in ("gemma3n", "gemma3n_text")},
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
     "helium": {"num_attention_heads": 20},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gpt2": {"n_embd": 256, "n_layer": 2, "n_head": 32},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma3n": {"num_kv_shared_layers": 0},
 }
 SIZES = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "max_position_embeddings")}
 SIZES |= {"num_attention_heads": 32, "hidden_size": 256}

@@ -1,0 +1,77 @@
+"""Attention to compressed keys, hyper-connections and routing by token in files: DeepSeek-V4's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from te_models.config import AttentionConfig, ModelConfig
+
+from ...plan.layout_ops import At, Concat, Layout
+
+
+@dataclass(frozen=True)
+class CompressedNames:
+    """How files store attention to compressed keys; the defaults are published names, below `layer`."""
+
+    query_down: str = "attn.wq_a"
+    query_norm: str = "attn.q_norm"
+    query_up: str = "attn.wq_b"
+    key: str = "attn.wkv"
+    key_norm: str = "attn.kv_norm"
+    output_down: str = "attn.wo_a"
+    output_up: str = "attn.wo_b"
+    sinks: str = "attn.attn_sink"
+    compressor: str = "attn.compressor"
+    index_compressor: str = "attn.indexer.compressor"
+    index_query: str = "attn.indexer.wq_b"
+    index_weights: str = "attn.indexer.weights_proj"
+    parts: tuple[str, str, str, str] = ("wkv", "wgate", "ape", "norm")
+    hash_table: str = "ffn.gate.tid2eid"
+    connections: tuple[str, str] = ("hc_attn_", "hc_ffn_")
+    final_connection: str = "hc_head_"
+
+    def attention(self, a: AttentionConfig, at: str, ours: str) -> Iterator[tuple[str, Layout]]:
+        """Yield the weight map of one layer's attention, without the norm before it."""
+        its, size = a.compressed, a.key_channels
+        assert its is not None, "called for attention to compressed keys only"
+
+        def weight(name: str) -> At:
+            return At(f"{at}{name}.weight")
+
+        latent = (weight(self.query_down), its.q_lora_rank)
+        yield f"{ours}linear_qkv_down.weight", Concat(latent, (weight(self.key), size))
+        yield f"{ours}linear_q_up.layer_norm_weight", weight(self.query_norm)
+        yield f"{ours}linear_q_up.weight", weight(self.query_up)
+        yield f"{ours}kv_layernorm.weight", weight(self.key_norm)
+        if a.sinks:
+            yield f"{ours}core_attention.softmax_offset", At(at + self.sinks)
+        yield f"{ours}output_down.weight", weight(self.output_down)
+        yield f"{ours}linear_proj.weight", weight(self.output_up)
+        if its.rate is not None:
+            yield from self._compressor(its.series * size, at + self.compressor, f"{ours}compressor.")
+        if its.index_topk is not None:
+            channels = its.series * its.index_head_dim
+            yield from self._compressor(channels, at + self.index_compressor, f"{ours}index_compressor.")
+            yield f"{ours}linear_index_q.weight", weight(self.index_query)
+            yield f"{ours}index_weights.weight", weight(self.index_weights)
+
+    def _compressor(self, channels: int, at: str, ours: str) -> Iterator[tuple[str, Layout]]:
+        keys, gates, bias, norm = (f"{at}.{name}" for name in self.parts)
+        yield f"{ours}position_bias", At(bias)
+        yield f"{ours}linear_in.weight", Concat((At(f"{keys}.weight"), channels), (At(f"{gates}.weight"), channels))
+        yield f"{ours}layernorm.weight", At(f"{norm}.weight")
+
+    def hyper_connections(self, config: ModelConfig, at: str, ours: str) -> Iterator[tuple[str, Layout]]:
+        """Yield the weight map of the hyper-connections of one layer."""
+        for name, theirs in zip(("self_attention", "mlp"), self.connections):
+            yield from _connection(f"{ours}{name}_hyper_connection.", at + theirs)
+
+    def final_hyper_connection(self) -> Iterator[tuple[str, Layout]]:
+        """Yield the weight map of what the final norm reads."""
+        yield from _connection("decoder.final_hyper_connection.", self.final_connection)
+
+
+def _connection(ours: str, theirs: str) -> Iterator[tuple[str, Layout]]:
+    for name, their in (("weight", "fn"), ("bias", "base"), ("scale", "scale")):
+        yield f"{ours}{name}", At(f"{theirs}{their}")
