@@ -24,6 +24,8 @@ RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4", "int4", "int8")
 """Those that a word says, and integers, which weights alone are stored as; `te_models.layers`, which knows them,
 imports torch."""
 
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
+
 
 def add(verbs: Verbs) -> None:
     """Add the verbs."""
@@ -35,7 +37,8 @@ def add(verbs: Verbs) -> None:
         "Hugging Face folder to te_models folder",
         "Read a Hugging Face model folder and write it with te_models' parameter names. Every tensor\n"
         "must be expected and present; anything else is an error and nothing is written. Quantized\n"
-        "weights stay quantized, number for number; what cannot is refused, or as the options say.",
+        "weights stay quantized, number for number; what cannot is refused, or as the options say.\n"
+        "A GGUF file is read as values, with its tokenizer.",
         "te-models import ./SmolLM2-135M ./smollm2",
     )
     parser.add_argument(
@@ -57,9 +60,12 @@ def add(verbs: Verbs) -> None:
         run_export,
         ("DIR", "HF_OUT"),
         "te_models folder to Hugging Face folder",
-        "Write a folder that transformers loads with from_pretrained. Quantized weights stay quantized.",
+        "Write a folder that transformers loads with from_pretrained. Quantized weights stay quantized.\n"
+        "With --to gguf, write one file for llama.cpp.",
         "te-models export ./moe ./moe-hf --family mixtral",
     )
+    parser.add_argument("--to", choices=("hf", "gguf"), default="hf", help="a folder, or a GGUF file (hf)")
+    parser.add_argument("--type", choices=GGUF_TYPES, help="of the matrices of a GGUF file (f16)")
     parser.add_argument("--family", help="architecture to write (default: the one that fits the configuration)")
     parser.add_argument("--format", help="format of quantized weights, e.g. fp8 (default: as in the original)")
     parser.add_argument(

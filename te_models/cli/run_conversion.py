@@ -18,6 +18,8 @@ from .progress import byte_progress
 
 def run_import(args: argparse.Namespace) -> int:
     """Hugging Face folder to ours."""
+    if Path(args.source).is_file():
+        return _import_file(args)
     from te_models.checkpoints import import_hf
 
     options = {"storage": args.storage, "allow_requantize": args.allow_requantize, "dequantize": args.dequantize}
@@ -25,8 +27,23 @@ def run_import(args: argparse.Namespace) -> int:
     return _convert(args, import_hf, dtype=args.dtype, layout=args.layout, **options)
 
 
+def _import_file(args: argparse.Namespace) -> int:
+    """A GGUF file to our folder."""
+    from te_models.gguf import import_gguf
+
+    asked = {"--storage": args.storage, "--allow-requantize": args.allow_requantize, "--mtp": args.mtp}
+    given = [name for name, value in asked.items() if value]
+    if given:
+        raise ValueError(f"{given[0]} is of Hugging Face folders; a GGUF file is read as values")
+    return _convert(args, import_gguf, dtype=args.dtype, layout=args.layout)
+
+
 def run_export(args: argparse.Namespace) -> int:
-    """Our folder to a Hugging Face one."""
+    """Our folder to a Hugging Face one, or to a GGUF file."""
+    if args.to == "gguf":
+        return _export_file(args)
+    if args.type is not None:
+        raise ValueError("--type is of GGUF files: --to gguf; allowed for folders: --dtype, --format")
     from te_models.checkpoints import export_hf
 
     options = {"family": args.family, "form": args.form, "format": args.format}
@@ -35,6 +52,26 @@ def run_export(args: argparse.Namespace) -> int:
     if not args.json and not args.dry_run:
         show(*_missing_reader(Path(args.out)))
     return code
+
+
+def _export_file(args: argparse.Namespace) -> int:
+    """Our folder to a GGUF file."""
+    from te_models.gguf import export_gguf
+
+    asked = {"--format": args.format, "--form": args.form, "--dtype": args.dtype, "--dry-run": args.dry_run}
+    asked["--allow-requantize"] = args.allow_requantize
+    given = [name for name, value in asked.items() if value]
+    if given:
+        raise ValueError(f"{given[0]} is of Hugging Face folders; allowed with --to gguf: --type, --family, --force")
+    start = time.perf_counter()
+    with byte_progress(args.verb) as progress:
+        options = {"type": args.type or "f16", "family": args.family, "overwrite": args.force}
+        notes = export_gguf(args.source, args.out, progress=progress, **options)
+    size, seconds = Path(args.out).stat().st_size, round(time.perf_counter() - start, 3)
+    result = {"verb": args.verb, "source": args.source, "out": args.out, "seconds": seconds, "bytes": size}
+    text = f"in {seconds:.1f} s wrote {args.out}: {format_size(size)}" + "".join(f"\nnote: {note}" for note in notes)
+    emit(args, result | {"notes": notes}, text)
+    return 0
 
 
 READERS = dict.fromkeys(("fp8", "mxfp4", "mxfp8"), "accelerate") | {"compressed-tensors": "compressed_tensors"}
