@@ -29,12 +29,12 @@ def run_import(args: argparse.Namespace) -> int:
 
 def _import_file(args: argparse.Namespace) -> int:
     """A GGUF file to our folder."""
-    from te_models.gguf import import_gguf
+    from ..gguf import import_gguf
 
     asked = {"--storage": args.storage, "--allow-requantize": args.allow_requantize, "--mtp": args.mtp}
-    given = [name for name, value in asked.items() if value]
-    if given:
-        raise ValueError(f"{given[0]} is of Hugging Face folders; a GGUF file is read as values")
+    unfit = [name for name, value in asked.items() if value]
+    if unfit:
+        raise ValueError(f"{unfit[0]} is of Hugging Face folders; a GGUF file is read as values")
     return _convert(args, import_gguf, dtype=args.dtype, layout=args.layout)
 
 
@@ -56,13 +56,13 @@ def run_export(args: argparse.Namespace) -> int:
 
 def _export_file(args: argparse.Namespace) -> int:
     """Our folder to a GGUF file."""
-    from te_models.gguf import export_gguf
+    from ..gguf import export_gguf
 
     asked = {"--format": args.format, "--form": args.form, "--dtype": args.dtype, "--dry-run": args.dry_run}
     asked["--allow-requantize"] = args.allow_requantize
-    given = [name for name, value in asked.items() if value]
-    if given:
-        raise ValueError(f"{given[0]} is of Hugging Face folders; allowed with --to gguf: --type, --family, --force")
+    unfit = [name for name, value in asked.items() if value]
+    if unfit:
+        raise ValueError(f"{unfit[0]} is of Hugging Face folders; allowed with --to gguf: --type, --family, --force")
     start = time.perf_counter()
     with byte_progress(args.verb) as progress:
         options = {"type": args.type or "f16", "family": args.family, "overwrite": args.force}

@@ -24,9 +24,9 @@ from te_models.checkpoints.plan.plan import Output, make_plan
 from te_models.checkpoints.plan.stream import read_bands
 from te_models.checkpoints.plan.te_namespace import te_namespace
 from te_models.checkpoints.tools.conversion import PathLike
-from te_models.suggestions import did_you_mean
 
 from ..extras import require
+from ..suggestions import did_you_mean
 from .architectures import ARCHITECTURES, Place, hf_config, key_values, places
 from .reading import llama3_factors
 from .tokenizer import tokenizer_values
