@@ -27,6 +27,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "eval": ("lm_eval",),
+    "gguf": ("gguf",),
     "demo": ("gguf",),
 }
 """The top-level modules that each extra of pyproject.toml brings (a test compares the two)."""

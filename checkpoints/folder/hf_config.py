@@ -54,6 +54,7 @@ def find_family(config: ModelConfig) -> Family:
 def export_config(config: ModelConfig, source: Source | None, family: Family, stored_dtype: str) -> dict[str, Any]:
     """Return config.json for a model exported as `family`; stored_dtype: the dtype of most of its weights."""
     original: dict[str, Any] = {}
+    same_family = False
     if source is not None:
         same_family = source.config.get("model_type") == family.model_type
         original = {k: v for k, v in source.config.items() if same_family or k in _NEUTRAL_FIELDS}
@@ -68,10 +69,50 @@ def export_config(config: ModelConfig, source: Source | None, family: Family, st
         replaced = family.known
         values = {k: v for k, v in original.items() if k not in replaced} | ours
         values |= {"model_type": family.model_type, "architectures": [family.architecture]}
+        if part is None and same_family:
+            values = _respelled(family, original, values, config)
     if source is None or source.dtype != stored_dtype or not {"dtype", "torch_dtype"} & set(values):
         key = "torch_dtype" if "torch_dtype" in values and "dtype" not in values else "dtype"
         values = values | {key: torch_dtype_name(stored_dtype)}
     return values
+
+
+def _respelled(family: Family, original: dict[str, Any], values: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """Return a changed config.json in the fields that the original had: what readers of older files know.
+
+    Fields of the original that say the same still are kept, and the rotary embedding is in `rope_theta` and
+    `rope_scaling` where it was; always so that the whole is read as the model.
+    """
+    old = _older_rope(original, values.get("rope_parameters"))
+    for name in (name for name in original if name in family.known and name not in values):
+        for value in (original[name], old.get(name)):
+            if _says(family, {**values, name: value}, config):
+                values = {**values, name: value}
+                break
+    older = {name: value for name, value in old.items() if name in original}
+    without = {name: value for name, value in {**values, **older}.items() if name != "rope_parameters"}
+    if older and "rope_parameters" not in original and _says(family, without, config):
+        return without
+    return values
+
+
+def _older_rope(original: dict[str, Any], rope: Any) -> dict[str, Any]:
+    """Return what transformers 4 would have in place of `rope_parameters`."""
+    if not isinstance(rope, dict):
+        return {}
+    found: dict[str, Any] = {}
+    if "sliding_attention" in rope and "full_attention" in rope:
+        found["rope_local_base_freq"] = rope["sliding_attention"].get("rope_theta")
+        rope = rope["full_attention"]
+    outside = ("rope_theta", "partial_rotary_factor")
+    found |= {name: rope[name] for name in outside if name in rope}
+    scaling = {name: value for name, value in rope.items() if name not in outside}
+    before = original.get("rope_scaling")
+    if isinstance(before, dict) and "type" in before and "rope_type" in scaling:
+        kind = scaling.pop("rope_type") if "rope_type" not in before else scaling["rope_type"]
+        scaling = {"type": kind, **scaling}
+    default = {scaling.get("rope_type"), scaling.get("type")} <= {"default", None}
+    return found | {"rope_scaling": None if default else scaling}
 
 
 def _says(family: Family, hf: dict[str, Any], config: ModelConfig) -> bool:

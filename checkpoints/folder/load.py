@@ -64,8 +64,7 @@ def load_params(
 def _check_scales(name: str, value: QuantizedTensor) -> None:
     for field, scales in value.fields.items():
         if not field.endswith(("_data", "_zero_point")):
-            signed = value.quantizer.FORMAT in ("int4", "int8")
-            check_values(name + SUFFIXES[field], scales, signed=signed)
+            check_values(name + SUFFIXES[field], scales, signed=value.quantizer.SIGNED_SCALES)
 
 
 def check_shapes(params: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:

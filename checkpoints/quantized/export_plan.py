@@ -135,9 +135,9 @@ def plan_quantized_export(
         by_weight |= target.outputs(route, _requantized(report, ckpt, route, formats_of))
     outputs = [output for weight in sorted(formats) for output in by_weight[weight]]
     left_out = moved.plan.ignored
-    if details is None and known is not None:
+    if declaration is None and known is not None:  # what is declared instead has no scales of activations
         left_out += tuple(activation_scales(known))
-    if details is not None:
+    if declaration is not None and details is not None:
         names = {output.name for output in (*outputs, *moved.plan.outputs)}
         scales, unsaid = scale_outputs(ckpt, activation_scales(details), formats, high_precision, names)
         outputs += scales

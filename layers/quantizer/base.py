@@ -45,6 +45,8 @@ class Quantizer(ValueObject):
     BLOCK_SCALES_ONLY: ClassVar[bool] = False
     """Whether every scale belongs to one block, so that groups of whole blocks may be quantized as one matrix."""
 
+    SIGNED_SCALES: ClassVar[bool] = False
+    """Whether a scale may be negative or zero."""
     LATER_FIELDS: ClassVar[tuple[str, ...]] = ()
     """Fields that files name only where they are not at their defaults, since they came after the first files."""
 

@@ -27,6 +27,8 @@ RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
 STORED = (*RECIPES, "int4", "int8")
 """What weights are stored as: by a recipe, or as integers, in which no GEMM computes."""
 
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
+
 
 def add(verbs: Verbs) -> None:
     """Add the verbs."""
@@ -39,9 +41,9 @@ def add(verbs: Verbs) -> None:
         "Read a Hugging Face model folder and write it with te_models' parameter names. Every tensor\n"
         "must be expected and present; anything else is an error and nothing is written. Quantized\n"
         "weights stay quantized, number for number; what cannot is refused, or as the options say.\n"
-        "HF_DIR may also be a distributed checkpoint of torch, torchtitan or Megatron-Core; nothing in it\n"
-        "is unpickled. --config then says which model it is of; with --run the optimizer's moments travel,\n"
-        "and te-models train RUN.toml --output-dir OUT goes on.",
+        "HF_DIR may also be a GGUF file, read as values with its tokenizer, or a distributed checkpoint of\n"
+        "torch, torchtitan or Megatron-Core; nothing is unpickled. --config then says which model it is of;\n"
+        "with --run the optimizer's moments travel, and te-models train RUN.toml --output-dir OUT goes on.",
         "te-models import ./SmolLM2-135M ./smollm2",
     )
     parser.add_argument(
@@ -78,17 +80,23 @@ def add(verbs: Verbs) -> None:
         ("DIR", "HF_OUT"),
         "te_models folder to Hugging Face folder",
         "Write a folder that transformers loads with from_pretrained. Quantized weights stay quantized.\n"
-        "DIR may also be a training checkpoint of ours. --to writes a distributed checkpoint instead,\n"
-        "of a training checkpoint with AdamW's moments.",
+        "DIR may also be a training checkpoint of ours. --to gguf writes one file for llama.cpp; --to with a\n"
+        "system writes a distributed checkpoint, of a training checkpoint with AdamW's moments.",
         "te-models export ./moe ./moe-hf --family mixtral",
     )
+    parser.add_argument(
+        "--to",
+        choices=("hf", "gguf", *SYSTEMS),
+        default="hf",
+        help="a folder, a GGUF file, or a distributed checkpoint with a system's names (hf)",
+    )
+    parser.add_argument("--type", choices=GGUF_TYPES, help="of the matrices of a GGUF file (f16)")
     parser.add_argument("--family", help="architecture to write (default: the one that fits the configuration)")
     parser.add_argument("--format", help="format of quantized weights, e.g. fp8 (default: as in the original)")
     parser.add_argument(
         "--allow-requantize", action="store_true", help="quantize anew what the format cannot take over"
     )
     parser.add_argument("--dequantize", action="store_true", help="write the values of quantized weights")
-    parser.add_argument("--to", choices=SYSTEMS, help="write a distributed checkpoint with this system's names")
     parser.add_argument("--form", help="kind of file to write, e.g. fused experts (default: as in the original)")
     parser.add_argument("--dtype", type=dtype, choices=DTYPES, help="convert the weights (default: keep)")
 

@@ -18,18 +18,17 @@ from .progress import byte_progress
 
 
 def run_import(args: argparse.Namespace) -> int:
-    """Hugging Face folder, or a training system's checkpoint, to ours."""
+    """Hugging Face folder, GGUF file, or a training system's checkpoint, to ours."""
+    if Path(args.source).is_file():
+        return _import_file(args)
     from te_models.checkpoints import CheckpointError, import_checkpoint, import_hf
     from te_models.checkpoints.tools.foreign import is_foreign
 
     if is_foreign(Path(args.source)):
         if args.config is None:
             raise CheckpointError(f"{args.source} is a distributed checkpoint; --config says which model it is of")
-        given = [name for name in ("storage", "allow_requantize", "dequantize", "mtp") if getattr(args, name)]
-        if given:
-            raise CheckpointError(
-                f"--{given[0].replace('_', '-')} is of Hugging Face folders, and {args.source} is none"
-            )
+        asked = {"--storage": args.storage, "--allow-requantize": args.allow_requantize, "--mtp": args.mtp}
+        _refuse(asked | {"--dequantize": args.dequantize}, f"is of Hugging Face folders, and {args.source} is none")
         if args.run_file is not None:
             return _import_run(args)
         return _convert(
@@ -44,10 +43,28 @@ def run_import(args: argparse.Namespace) -> int:
     return _convert(args, import_hf, dtype=args.dtype, layout=args.layout, **options)
 
 
+def _import_file(args: argparse.Namespace) -> int:
+    """A GGUF file to our folder."""
+    from ..gguf import import_gguf
+
+    asked = {"--storage": args.storage, "--allow-requantize": args.allow_requantize, "--mtp": args.mtp}
+    _refuse(asked, "is of Hugging Face folders; a GGUF file is read as values")
+    asked = {"--config": args.config, "--from": args.system, "--run": args.run_file, "--step": args.step}
+    _refuse(asked, f"is of distributed checkpoints, and {args.source} is a file")
+    return _convert(args, import_gguf, dtype=args.dtype, layout=args.layout)
+
+
+def _refuse(asked: dict[str, object], why: str) -> None:
+    """Raise ValueError for the first option with a value."""
+    unfit = [name for name, value in asked.items() if value not in (None, False)]
+    if unfit:
+        raise ValueError(f"{unfit[0]} {why}")
+
+
 def _import_run(args: argparse.Namespace) -> int:
     """A distributed checkpoint with its optimizer as the beginning of a run."""
-    from te_models.training.config.file import read_config
-    from te_models.training.exchange import import_run
+    from ..training.config.file import read_config
+    from ..training.exchange import import_run
 
     config = read_config(Path(args.run_file)).replace(output_dir=args.out)
     folder = import_run(Path(args.source), config, model=Path(args.config), system=args.system, step=args.step)
@@ -57,30 +74,32 @@ def _import_run(args: argparse.Namespace) -> int:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Our folder to a Hugging Face one, or to a training system's checkpoint."""
-    from te_models.checkpoints import CheckpointError, export_checkpoint
+    """Our folder to a Hugging Face one, a GGUF file, or a training system's checkpoint."""
+    if args.to == "gguf":
+        return _export_file(args)
+    _refuse({"--type": args.type}, "is of GGUF files: --to gguf; allowed for folders: --dtype, --format")
+    is_run = (Path(args.source) / "training.json").is_file()
+    if args.to == "hf":
+        return _export_run(args) if is_run else _export(args)
+    from te_models.checkpoints import export_checkpoint
 
-    if args.to is not None:
-        names = ("family", "form", "format", "allow_requantize", "dequantize")
-        given = [name for name in names if getattr(args, name)]
-        if given:
-            raise CheckpointError(f"--{given[0].replace('_', '-')} is of Hugging Face folders, and --to writes none")
-        if not (Path(args.source) / "training.json").is_file():
-            return _convert(args, export_checkpoint, to=args.to, dtype=args.dtype)
-        from te_models.training.exchange import export_run
+    asked = {"--family": args.family, "--form": args.form, "--format": args.format, "--dequantize": args.dequantize}
+    asked["--allow-requantize"] = args.allow_requantize
+    _refuse(asked, f"is of Hugging Face folders, and --to {args.to} writes none")
+    if not is_run:
+        return _convert(args, export_checkpoint, to=args.to, dtype=args.dtype)
+    from ..training.exchange import export_run
 
-        export_run(Path(args.source), Path(args.out), to=args.to, overwrite=args.force)
-        emit(args, {"verb": args.verb, "source": args.source, "out": args.out}, f"wrote {args.out}, model and moments")
-        return 0
-    if (Path(args.source) / "training.json").is_file():
-        return _export_run(args)
-    return _export(args)
+    export_run(Path(args.source), Path(args.out), to=args.to, overwrite=args.force)
+    emit(args, {"verb": args.verb, "source": args.source, "out": args.out}, f"wrote {args.out}, model and moments")
+    return 0
 
 
 def _export_run(args: argparse.Namespace) -> int:
     """A training checkpoint, by way of a te_models folder beside the result."""
     from te_models.checkpoints.io.destination import check_destination
-    from te_models.training.exporting import export_alone
+
+    from ..training.exporting import export_alone
 
     out = Path(args.out)
     check_replaceable(out, force=args.force)
@@ -104,6 +123,24 @@ def _export(args: argparse.Namespace) -> int:
     if not args.json and not args.dry_run:
         show(*_missing_reader(Path(args.out)))
     return code
+
+
+def _export_file(args: argparse.Namespace) -> int:
+    """Our folder to a GGUF file."""
+    from ..gguf import export_gguf
+
+    asked = {"--format": args.format, "--form": args.form, "--dtype": args.dtype, "--dry-run": args.dry_run}
+    asked["--allow-requantize"] = args.allow_requantize
+    _refuse(asked, "is of Hugging Face folders; allowed with --to gguf: --type, --family, --force")
+    start = time.perf_counter()
+    with byte_progress(args.verb) as progress:
+        options = {"type": args.type or "f16", "family": args.family, "overwrite": args.force}
+        notes = export_gguf(args.source, args.out, progress=progress, **options)
+    size, seconds = Path(args.out).stat().st_size, round(time.perf_counter() - start, 3)
+    result = {"verb": args.verb, "source": args.source, "out": args.out, "seconds": seconds, "bytes": size}
+    text = f"in {seconds:.1f} s wrote {args.out}: {format_size(size)}" + "".join(f"\nnote: {note}" for note in notes)
+    emit(args, result | {"notes": notes}, text)
+    return 0
 
 
 READERS = dict.fromkeys(("fp8", "mxfp4", "mxfp8"), "accelerate") | {"compressed-tensors": "compressed_tensors"}

@@ -199,7 +199,7 @@ HF_DEFECTS: dict[str, tuple[Edit, str]] = {
     "wide configuration": (write(CONFIG, b'{"a": "' + b"x" * (31 << 20) + "😀".encode() + b'"}'), "beyond ASCII"),
     "long configuration": (write(CONFIG, b'{"a": "' + b"x" * (31 << 20) + b'"}'), "model_type None"),
     "billion layers": (edit_config(num_hidden_layers=10**9), "claims 1000000000 layers"),
-    "quantized": (edit_config(quantization_config={"quant_method": "awq"}), "quantization by 'awq'; supported: fp8,"),
+    "quantized": (edit_config(quantization_config={"quant_method": "aqlm"}), "quantization by 'aqlm'; supported: fp8,"),
     "quantized by name only": (
         edit_config(quantization_config={"quant_method": "fp8"}),
         "declares the format fp8 and has no tensor in it",

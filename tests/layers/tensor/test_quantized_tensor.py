@@ -127,8 +127,8 @@ def test_quantizers_are_values() -> None:
         assert Quantizer.from_dict(quantizer.to_dict()) == quantizer
     with pytest.raises(ValueError, match="no field 'blocks'"):
         Quantizer.from_dict({"format": "mxfp8", "blocks": 1})
-    with pytest.raises(ValueError, match="quantized format is 'int4'"):
-        Quantizer.from_dict({"format": "int4"})
+    with pytest.raises(ValueError, match="quantized format is 'int5'"):
+        Quantizer.from_dict({"format": "int5"})
 
 
 def test_members_are_views() -> None:
