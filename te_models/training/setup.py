@@ -51,6 +51,7 @@ from .progress import Progress
 from .ranks.agreement import check_same_settings
 from .ranks.data_parallel import Ranks, barrier
 from .ranks.layout import Layout, layout_of
+from .ranks.shared_folder import check_shared
 from .run_data import open_data, training_windows, validation_batches, validation_windows
 from .seeding import derive_seed, rounding_seed, seed_all
 from .step import LossFunction, make_loss_function, make_pipeline, make_weight_cache
@@ -107,6 +108,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         check_output(output_dir)
         opened.enter_context(alone_in(output_dir))
     barrier(ranks)  # what no other run changes any more is looked for
+    check_shared(output_dir, ranks)
     layout = layout_of(config.parallel, ranks, device)
     data_ranks = layout.data
     batch = batch_size(config.data, data_ranks.world_size)
