@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -444,6 +445,15 @@ class ModelConfig(ConfigPart):
     def to_json(self) -> str:
         """Return the configuration as indented JSON with sorted keys; `from_json` restores an equal value."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_catalogue(cls, name: str) -> ModelConfig:
+        """Return the configuration of a published model by its name in the catalogue, such as "qwen3-30b-a3b".
+
+        `te-models models` lists the names. Raises CatalogueError, a ValueError, that names the nearest ones.
+        """
+        catalogue = importlib.import_module("te_models.catalogue")  # when asked for: a leaf imports nothing beside it
+        return catalogue.entry(name).read_config()
 
     @classmethod
     def from_json(cls, text: str) -> Self:
