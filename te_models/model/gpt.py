@@ -445,10 +445,8 @@ class GPTModel(SharedModel):
 
     @classmethod
     def from_catalogue(cls, name: str, **options: Any) -> Self:
-        """Return a model of random weights with a published configuration, `ModelConfig.from_catalogue(name)`.
-
-        options: arguments of `GPTModel`; device="meta" creates no data. CatalogueError: no model has that name.
-        """
+        """Return a model of random weights with a published configuration, `ModelConfig.from_catalogue(name)`, made with
+        further arguments; device="meta" creates no data."""
         return cls(ModelConfig.from_catalogue(name), **options)
 
     @classmethod
