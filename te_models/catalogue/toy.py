@@ -6,6 +6,7 @@ it; channels of a head stay, and with them the rotary embedding. Nothing is down
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import tempfile
@@ -35,13 +36,13 @@ _ROUTER = "router"
 
 
 def random_toy(
-    name: str, dst: str | os.PathLike[str], *, layers: int = 2, experts: int | None = None, **options: Any
+    name: str, dst: str | os.PathLike[str], *, layers: int | None = None, experts: int | None = None, **options: Any
 ) -> Plan:
     """Write the Hugging Face folder `dst` with a small model like one of the catalogue, of random weights in bfloat16.
 
-    layers, experts: as `te_models.checkpoints.toy` takes them. options: further arguments of `export_hf`. A model that
-    also sees images becomes its text model. Raises CatalogueError for an unknown name, CheckpointError for more layers
-    or experts than there are.
+    layers, experts: as `te_models.checkpoints.toy` takes them; None: as many layers as the family can say, from 2 on.
+    options: further arguments of `export_hf`. A model that also sees images becomes its text model. Raises
+    CatalogueError for an unknown name, CheckpointError for more layers or experts than there are.
     """
     config, family = toy_config(name, layers=layers, experts=experts)
     torch.manual_seed(0)
@@ -51,16 +52,30 @@ def random_toy(
         return export_hf(scratch, dst, family=family.model_type, **options)
 
 
-def toy_config(name: str, *, layers: int = 2, experts: int | None = None) -> tuple[ModelConfig, Family]:
+def toy_config(name: str, *, layers: int | None = None, experts: int | None = None) -> tuple[ModelConfig, Family]:
     """Return the configuration of a small model like one of the catalogue, and the family that its files are of."""
     found = entry(name)
     whole = found.read_config()
-    few = small_config(whole, choose_layers(whole, layers), experts)
-    family = text_family(found.family, few)
+    few, family = _few_layers(found.family, whole, layers, experts)
     for divisor in range(few.hidden_size // _CHANNELS, 1, -1):
         if few.hidden_size % divisor == 0 and (narrow := _narrow(few, family, divisor)) is not None:
             return narrow, family
     return _narrow(few, family, 1) or few, family
+
+
+def _few_layers(
+    family: Family, whole: ModelConfig, layers: int | None, experts: int | None
+) -> tuple[ModelConfig, Family]:
+    """Return a part of a model, and the family of its text model: some say layers by a pattern, which a few do not
+    fill."""
+    for number in range(2, whole.num_layers) if layers is None else ():
+        few = small_config(whole, choose_layers(whole, number), experts)
+        with contextlib.suppress(CheckpointError):
+            text = text_family(family, few)
+            text.write_config(few)
+            return few, text
+    few = small_config(whole, choose_layers(whole, layers or whole.num_layers), experts)
+    return few, text_family(family, few)
 
 
 def _narrow(config: ModelConfig, family: Family, divisor: int) -> ModelConfig | None:

@@ -162,7 +162,7 @@ def add(verbs: Verbs) -> None:
         "a published model (te-models models) and no folder, the layers are narrower and random.",
         "te-models toy ./Qwen3-30B-A3B ./toy --layers 2 --experts 4",
     )
-    parser.add_argument("--layers", type=count, default=2, metavar="N", help="layers to keep (2)")
+    parser.add_argument("--layers", type=count, metavar="N", help="layers to keep (2)")
     parser.add_argument("--experts", type=integer, metavar="E", help="experts to keep in each layer (default: all)")
 
 

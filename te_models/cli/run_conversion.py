@@ -100,7 +100,7 @@ def run_toy(args: argparse.Namespace) -> int:
     if "/" not in args.source and not Path(args.source).exists():
         catalogue.entry(args.source)  # before torch is imported, which takes long
         return _convert(args, catalogue.random_toy, layers=args.layers, experts=args.experts)
-    return _convert(args, toy, layers=args.layers, experts=args.experts)
+    return _convert(args, toy, layers=args.layers or 2, experts=args.experts)
 
 
 def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: Any) -> int:

@@ -372,7 +372,8 @@ class ModelConfig(ConfigPart):
         if self.kv_source_layers is not None:
             places = {layer: place for place, layer in enumerate(layers)}
             sources = (places.get(self.kv_source_layers[layer], place) for layer, place in places.items())
-            fields["kv_source_layers"] = tuple(sources)
+            own = tuple(sources)
+            fields["kv_source_layers"] = None if own == tuple(range(len(layers))) else own
         return fields
 
     @property

@@ -445,8 +445,8 @@ class GPTModel(SharedModel):
 
     @classmethod
     def from_catalogue(cls, name: str, **options: Any) -> Self:
-        """Return a model of random weights with a published configuration, `ModelConfig.from_catalogue(name)`, made with
-        further arguments; device="meta" creates no data."""
+        """Return a model of random weights with the configuration `ModelConfig.from_catalogue(name)`, made with further
+        arguments of this class; device="meta" creates no data."""
         return cls(ModelConfig.from_catalogue(name), **options)
 
     @classmethod
