@@ -33,7 +33,7 @@ class Entry:
     Attributes:
         name: in the catalogue, in lower case.
         hub_id, revision: where its files are; revision is a commit, None where any will do.
-        license: its id, as the hub writes it.
+        license: its id, as the hub writes it; None where no document says it.
         context: positions that its makers publish; None where they say none.
         parameters, active_parameters: as published, a whole number or digits with a unit ("8.03B"); the latter are used
             by one token. None where none are published.
@@ -48,7 +48,7 @@ class Entry:
     name: str
     hub_id: str
     revision: str | None = None
-    license: str
+    license: str | None = None
     context: int | None = None
     parameters: int | str
     active_parameters: int | str | None = None

@@ -60,7 +60,7 @@ def _details(one: Listed) -> list[str | Table]:
     facts = [
         ("hub id", entry.hub_id + (f"@{entry.revision}" if entry.revision else "")),
         ("family", entry.hf["model_type"]),
-        ("license", entry.license),
+        ("license", entry.license or ""),
         ("parameters", f"{one.parameters:,}; published: {published} ({entry.source})"),
         ("active parameters", f"{one.active_parameters:,}"),
         ("context", "" if entry.context is None else f"{entry.context:,}"),
