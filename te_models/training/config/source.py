@@ -25,7 +25,7 @@ class ModelSource(ConfigPart):
     path: str | None = None
     """Folder of a trained model, te_models' or Hugging Face's."""
     name: str | None = None
-    """Name of a published model in the catalogue (`te-models models`), for its configuration with random weights. A
+    """Name of a published model in the catalogue (`te-models models`), for its configuration with random weights; a
     mixture that has neither a router loss nor expert_bias gets aux_loss_coeff = 0.01."""
     config: ModelConfig | None = None
     """Configuration of a model with random weights. A mixture that says nothing of its experts' balance (aux_loss_coeff
