@@ -3,9 +3,8 @@
 A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; what is around it is written by hand. The
 parts are the help of every verb (docs/cli.md), the keys of a training run and of a model (docs/training-keys.md,
 docs/model-keys.md), the folders and where things are (docs/layout.md), the table of tested versions
-(docs/support.md), how signatures differ from Transformer Engine's (docs/porting.md), and the families
-(docs/families.md). A test fails when one is
-stale.
+(docs/support.md), how signatures differ from Transformer Engine's (docs/porting.md), the families (docs/families.md)
+and the models known by name (docs/models.md). A test fails when one is stale.
 """
 
 from __future__ import annotations
@@ -211,6 +210,13 @@ def families_table() -> str:
     return table()
 
 
+def models_table() -> str:
+    """The models that the catalogue knows by name."""
+    from docs.models_table import table
+
+    return table()
+
+
 def pages() -> dict[Path, str]:
     """Each page with generated parts: its text as it should be."""
     parts = [
@@ -222,6 +228,7 @@ def pages() -> dict[Path, str]:
         ("docs/layout.md", "where", where_table),
         ("docs/porting.md", "te-deviations", te_deviations),
         ("docs/families.md", "families", families_table),
+        ("docs/models.md", "models", models_table),
     ]
     found: dict[Path, str] = {}
     for page, name, body in parts:

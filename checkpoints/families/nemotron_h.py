@@ -12,7 +12,7 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, Only, Values, shorten_value
+from .base.fields import Entry, Field, Fixed, Only, Values, shorten_value
 from .base.moe_fields import Groups, sigmoid_router
 from .base.names import Fused, Names, PerExpert
 from .base.recurrent import Mamba2Names, MixerField, Nested, RecurrentLayers
@@ -89,6 +89,25 @@ def _words(hf: Mapping[str, Any]) -> list[str] | None:
 
 
 @dataclass(frozen=True)
+class ExpertEntries:
+    """What experts need, which a model without any does not write."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for entry in self.entries for name in entry.names)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        return {path: value for entry in self.entries for path, value in entry.read(hf).items()}
+
+    def write(self, config: ModelConfig) -> Values:
+        if config.moe is None:
+            return {}
+        return {name: value for entry in self.entries for name, value in entry.write(config).items()}
+
+
+@dataclass(frozen=True)
 class LayerLetters:
     """As many as `layers_block_type` has, whatever `num_hidden_layers` says, which is written with it."""
 
@@ -143,12 +162,16 @@ NEMOTRON_H = Family(
         Field("mlp_bias", "mlp.bias", bool, False),
         Only("mamba_hidden_act", "silu"),
         Only("moe_latent_size", None),
-        Field("n_routed_experts", "moe.num_moe_experts", int, 8),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 2),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 7688),
-        Field("moe_shared_expert_intermediate_size", "moe.shared_expert_intermediate_size", int, 7688),
         Groups(),
-        *sigmoid_router(),
+        ExpertEntries(
+            (
+                Field("n_routed_experts", "moe.num_moe_experts", int, 8),
+                Field("num_experts_per_tok", "moe.moe_router_topk", int, 2),
+                Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 7688),
+                Field("moe_shared_expert_intermediate_size", "moe.shared_expert_intermediate_size", int, 7688),
+                *sigmoid_router(),
+            )
+        ),
     ),
     mixers=Blocks(),
     names=_FORM,

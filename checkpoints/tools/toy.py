@@ -48,8 +48,8 @@ def toy(
         if ckpt.kind != "hf":
             raise CheckpointError(f"{src} is a te_models folder; toy takes a Hugging Face folder")
         family = FAMILIES[ckpt.family or ""]
-        chosen = _choose_layers(ckpt.config, layers)
-        config = _small_config(ckpt.config, chosen, experts)
+        chosen = choose_layers(ckpt.config, layers)
+        config = small_config(ckpt.config, chosen, experts)
         form = ckpt.source.form if ckpt.source is not None else None
         part = ToyPart(ckpt, family, form, config, tuple(chosen))
         plan, quantized = cut(part)
@@ -67,7 +67,8 @@ def toy(
         return conversion.write(plan, dump_object(values), store=ckpt.files, extra=extra)
 
 
-def _choose_layers(config: ModelConfig, number: int) -> list[int]:
+def choose_layers(config: ModelConfig, number: int) -> list[int]:
+    """Return the layers of a small model: the first ones, the last of them one with experts if the model has any."""
     if not 1 <= number <= config.num_layers:
         raise CheckpointError(f"layers is {number}; allowed: 1 to {config.num_layers}, what the model has")
     chosen = list(range(number))
@@ -79,7 +80,8 @@ def _choose_layers(config: ModelConfig, number: int) -> list[int]:
 _UNGROUPED = {"num_groups": None, "topk_groups": None}
 
 
-def _small_config(config: ModelConfig, chosen: Sequence[int], experts: int | None) -> ModelConfig:
+def small_config(config: ModelConfig, chosen: Sequence[int], experts: int | None) -> ModelConfig:
+    """Return the configuration of a part of a model: some of its layers, and of its experts; None: all."""
     values = config.to_dict()
     values["num_layers"] = len(chosen)
     values["layer_types"] = [config.layer_type(i) for i in chosen]

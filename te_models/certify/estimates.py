@@ -38,6 +38,16 @@ def memory(config: ModelConfig, stored_bytes: int) -> dict[str, int]:
     return found
 
 
+def serving(config: ModelConfig) -> dict[str, int]:
+    """Return the bytes of the weights by format: all in bfloat16, or linear weights as a recipe stores them."""
+    parameters, _ = count_parameters(config)
+    linear = sum(count(full(shape)) for name, shape in expected_tensors(config).items() if is_linear_weight(name))
+    stored = {recipe: copies / 2 for recipe, copies in _COPIES.items() if copies}  # rows without columns
+    return {"bf16": 2 * parameters} | {
+        recipe: round(2 * (parameters - linear) + size * linear) for recipe, size in stored.items()
+    }
+
+
 def cache_bytes(config: ModelConfig) -> int:
     """Return the bytes that decoding carries of one sequence of `KEYS` positions: keys and values in bfloat16, windows
     aside, and the states of other mixers, which do not grow."""

@@ -41,21 +41,11 @@ def add(verbs: Verbs) -> None:
 def layouts(found: Certificate, ranks: int) -> tuple[list[dict[str, Any]], Table]:
     """Return the plans of training a certified model in bfloat16 in the layouts that ranks allow."""
     from ..plan import Hardware, Refused, plan_layouts
-    from ..training.config import TrainConfig
-    from .training.plan import layouts_table
+    from .training.plan import layouts_table, usual_run
 
-    length = min(4096, found.config["max_position_embeddings"])
-    values: dict[str, Any] = {
-        "output_dir": "certificate",
-        "steps": 1,
-        "compile": False,
-        "model": {"config": found.config},
-        "data": {"path": "data", "sequence_length": length, "micro_batch_size": 1, "gradient_accumulation": 8},
-        "optimizer": {"lr": 1e-4, "master_weights": True},
-        "precision": {"dtype": "bf16"},
-    }
+    config = usual_run({"config": found.config}, found.config["max_position_embeddings"])
     say_while_waiting("running a micro-batch of each layout on tensors without values")
-    plans = plan_layouts(TrainConfig.from_dict(values), ranks, Hardware())
+    plans = plan_layouts(config, ranks, Hardware())
     told = [{"sizes": p.sizes, "refused": p.reason} if isinstance(p, Refused) else p.to_dict() for p in plans]
     return told, layouts_table(plans, ranks, Hardware())
 

@@ -190,14 +190,15 @@ def add(verbs: Verbs) -> None:
         verbs,
         "toy",
         run_toy,
-        ("HF_DIR", "OUT"),
+        ("MODEL", "OUT"),
         "a few layers and experts of a model, for tests",
         "Write a Hugging Face folder with the first layers of another and their first experts, byte for\n"
         "byte: a small model with the real names, dtypes, forms and values, quantized ones included.\n"
-        "Layers that predict further tokens are kept, with so many experts.",
+        "Layers that predict further tokens are kept, with so many experts. Where MODEL is the name of\n"
+        "a published model (te-models models) and no folder, the layers are narrower and random.",
         "te-models toy ./Qwen3-30B-A3B ./toy --layers 2 --experts 4",
     )
-    parser.add_argument("--layers", type=count, default=2, metavar="N", help="layers to keep (2)")
+    parser.add_argument("--layers", type=count, metavar="N", help="layers to keep (2)")
     parser.add_argument("--experts", type=integer, metavar="E", help="experts to keep in each layer (default: all)")
 
 

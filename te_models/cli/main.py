@@ -34,6 +34,7 @@ from . import (
     examine,
     generate,
     info,
+    models,
     quickstart,
     tokenize,
 )
@@ -42,7 +43,7 @@ from .training import init, plan, report, train
 
 GROUPS: dict[str, tuple[Any, ...]] = {
     "convert": (convert, adapters),
-    "inspect": (examine, certify, info),
+    "inspect": (examine, certify, models, info),
     "train": (init, tokenize, train, report, plan, quickstart),
     "generate": (generate, evaluate),
     "shell": (completion,),

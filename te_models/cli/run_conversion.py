@@ -197,10 +197,15 @@ def run_upcycle(args: argparse.Namespace) -> int:
 
 
 def run_toy(args: argparse.Namespace) -> int:
-    """A small part of a Hugging Face folder."""
+    """A small part of a Hugging Face folder, or a small model like one of the catalogue."""
     from te_models.checkpoints import toy
 
-    return _convert(args, toy, layers=args.layers, experts=args.experts)
+    from .. import catalogue
+
+    if "/" not in args.source and not Path(args.source).exists():
+        catalogue.entry(args.source)  # before torch is imported, which takes long
+        return _convert(args, catalogue.random_toy, layers=args.layers, experts=args.experts)
+    return _convert(args, toy, layers=args.layers or 2, experts=args.experts)
 
 
 def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: Any) -> int:

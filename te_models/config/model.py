@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -380,7 +381,8 @@ class ModelConfig(ConfigPart):
         if self.kv_source_layers is not None:
             places = {layer: place for place, layer in enumerate(layers)}
             sources = (places.get(self.kv_source_layers[layer], place) for layer, place in places.items())
-            fields["kv_source_layers"] = tuple(sources)
+            own = tuple(sources)
+            fields["kv_source_layers"] = None if own == tuple(range(len(layers))) else own
         for name in ("ffn_hidden_sizes", "activation_sparsity"):
             values = getattr(self, name)
             fields |= {} if values is None else {name: tuple(values[layer] for layer in layers)}
@@ -472,6 +474,15 @@ class ModelConfig(ConfigPart):
     def to_json(self) -> str:
         """Return the configuration as indented JSON with sorted keys; `from_json` restores an equal value."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_catalogue(cls, name: str) -> ModelConfig:
+        """Return the configuration of a published model by its name in the catalogue, such as "qwen3-30b-a3b".
+
+        `te-models models` lists the names. Raises CatalogueError, a ValueError, that names the nearest ones.
+        """
+        catalogue = importlib.import_module("te_models.catalogue")  # when asked for: a leaf imports nothing beside it
+        return catalogue.entry(name).read_config()
 
     @classmethod
     def from_json(cls, text: str) -> Self:

@@ -20,6 +20,7 @@ from te_models.checkpoints.io.hub import local_folder
 from te_models.checkpoints.io.strict_json import read_object
 from te_models.checkpoints.io.weight_files import check_model_folder, plain_file
 
+from ..catalogue import entry, names, near_names
 from ..config import ModelConfig
 from ..sizes import plural
 from ..training.build import resolve_device
@@ -46,21 +47,26 @@ MOST_HELD_OUT = 0.2
 @dataclass(frozen=True)
 class Base:
     """A model. name: of its folder. asked: what the user named. path: its folder here, None: it is on the hub.
-    quantized: whether its weights are stored quantized."""
+    quantized: whether its weights are stored quantized. published: its name in the catalogue, if that was given."""
 
     name: str
     asked: str
     path: str | None
     config: ModelConfig
     quantized: bool
+    published: str | None = None
 
     @classmethod
     def read(cls, name: str) -> Base:
-        """Read config.json of a folder or a hub id. Raises CheckpointError for a model that there is not, or not known
-        to any family."""
+        """Read config.json of a folder or a hub id, or an entry of the catalogue. Raises CheckpointError for a model
+        that there is not, or not known to any family."""
+        if not Path(name).exists() and name.lower() in names():
+            found = entry(name)
+            return cls(found.name, found.hub_id, None, found.read_config(), found.format is not None, found.name)
         folder = local_folder(name, allow_patterns=[CONFIG, "hf_quant_config.json"])
         if not folder.is_dir():
-            raise CheckpointError(f"{name} is not a folder, nor a hub id (ORGANISATION/NAME)")
+            where = "a folder, nor a hub id (ORGANISATION/NAME), nor in the catalogue"
+            raise CheckpointError(f"{name} is not {where}{near_names(name)}")
         check_model_folder(folder)
         path = name if Path(name).exists() else None
         values = read_object(plain_file(folder, CONFIG), f"{folder}/{CONFIG}")

@@ -12,6 +12,7 @@ from te_models.checkpoints.tools.statistics import count_parameters
 from ..config import ConfigError, ModelConfig
 from ..parallel.dims import ParallelDims
 from ..sizes import format_size, plural
+from ..training.build import read_model_config
 from ..training.config import TrainConfig
 from ..training.config.file import read_config
 from ..training.preflight import check_data, check_model, check_output
@@ -76,7 +77,7 @@ def first_config(
     """Return the text of the first configuration of a task, what memory decided, and the model.
 
     Args:
-        model: A folder or a hub id, of which only the configuration is read.
+        model: A folder or a hub id, of which only the configuration is read, or a name in the catalogue.
         recipe: A name of `precision.recipe`, or "auto": what the machine runs fastest.
         data: Text, patterns or folders, or one token data set; none: names to fill in.
         tokenizer: A folder, or "bytes"; None: the model's.
@@ -89,7 +90,9 @@ def first_config(
     tables.add("", "output_dir", f"runs/{output.stem}")
     tables.add("", "steps", _STEPS)
     _add_compile(tables, base.config, machine)
-    if task == "pretrain":
+    if task == "pretrain" and base.published is not None:
+        tables.add("model", "name", base.published)
+    elif task == "pretrain":
         for table, name, value in changed_keys(base.config):
             tables.add(table, name, value)
     else:
@@ -108,7 +111,7 @@ def first_config(
 
     def planned(sizes: Sizes) -> TrainConfig:
         values = tables.merged(sizes.values())
-        values["model"] = {k: v for k, v in values["model"].items() if k not in ("path", "config")}
+        values["model"] = {k: v for k, v in values["model"].items() if k not in ("path", "name", "config")}
         values["model"]["config"] = base.config.to_dict()
         return TrainConfig.from_dict(values | {"compile": False})
 
@@ -214,7 +217,7 @@ def _add_validation(tables: Tables, sizes: Sizes, amount: Amount | None) -> None
 
 def _check(config: TrainConfig, base: Base, machine: Machine, *, data_named: bool) -> None:
     """Raise what a run would be refused for, but for a model that is on the hub, and text that is to be named."""
-    model = config.model.config or base.config
+    model = base.config if config.model.config is None and config.model.name is None else read_model_config(config)
     assert model.replace(moe=base.config.moe) == base.config, "balance aside, which a file adds"
     check_model(config, model, machine.device, ParallelDims(ranks=1))
     check_output(Path(config.output_dir))

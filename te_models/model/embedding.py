@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +15,13 @@ from te_models.layers.distributed.sequence_parallel import own_tokens
 from te_models.layers.distributed.tensor_parallel import TensorParallelModule
 from te_models.layers.distributed.vocab_parallel import vocab_parallel_embedding
 from te_models.layers.functional.wgrad import main_grad_of
+from te_models.layers.tensor.fsdp import sharded
 
 from ..config import ModelConfig, reads_tokens
 from .build import Build, WordsOfRank, init_method
+
+if TYPE_CHECKING:
+    from .gpt import GPTModel
 
 
 def input_size(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
@@ -133,7 +138,21 @@ class Embedding(nn.Module):
             )
 
 
-def check_words(words: int, new_num_tokens: int | None, pad_to_multiple_of: int | None) -> int:
+def resize_words(
+    model: GPTModel, new_num_tokens: int | None, pad_to_multiple_of: int | None, mean_resizing: bool
+) -> nn.Module:
+    """Do what `GPTModel.resize_token_embeddings` says."""
+    words, tables = _check_words(model.config.vocab_size, new_num_tokens, pad_to_multiple_of), model.embedding
+    if words != model.config.vocab_size:
+        if model.tp_size > 1 or sharded(model.parameters()) or model.whole is not None or model.pipeline_stages:
+            raise ValueError(f"ranks share the model, whose vocabulary cannot be resized to {words} tokens")
+        for table in (tables.word_embeddings, model.output_layer):
+            _resize_rows(table, words, mean_resizing)
+        model.config = _config_of_words(model.config, tables.word_embeddings, words)
+    return tables.word_embeddings
+
+
+def _check_words(words: int, new_num_tokens: int | None, pad_to_multiple_of: int | None) -> int:
     """Return the size that a vocabulary of `words` is to have: new_num_tokens (None: as now), rounded up. Raises
     ValueError for numbers below 1."""
     asked, multiple = words if new_num_tokens is None else new_num_tokens, pad_to_multiple_of or 1
@@ -144,7 +163,7 @@ def check_words(words: int, new_num_tokens: int | None, pad_to_multiple_of: int 
     return asked + -asked % multiple
 
 
-def config_of_words(config: ModelConfig, table: Table, words: int) -> ModelConfig:
+def _config_of_words(config: ModelConfig, table: Table, words: int) -> ModelConfig:
     """Return the configuration with a vocabulary of so many words, which `table` has now. A padding token that it has
     no more is none, in both."""
     embedding, pad = config.embedding, config.embedding.padding_idx
@@ -154,7 +173,7 @@ def config_of_words(config: ModelConfig, table: Table, words: int) -> ModelConfi
 
 
 @torch.no_grad()
-def resize_rows(table: nn.Module, rows: int, mean_resizing: bool) -> None:
+def _resize_rows(table: nn.Module, rows: int, mean_resizing: bool) -> None:
     """Give a table, or an output layer, so many rows. New ones are the mean of all, taken in float32, or, without
     mean_resizing, initial values: random weights, a bias of zero. Other attributes of parameters stay."""
     for name in ("weight", "bias"):

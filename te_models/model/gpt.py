@@ -31,7 +31,7 @@ from ..config import ModelConfig
 from .build import Build, ExpertDispatch, ExpertLayout, check_supported, give_memory, real_device, without_draws
 from .cache import Memory
 from .decoder import Decoder
-from .embedding import Embedding, check_words, config_of_words, input_size, of_tokens, resize_rows
+from .embedding import Embedding, input_size, of_tokens, resize_words
 from .mlp import store_inputs_in_fp8, stores_inputs_in_fp8
 from .moe import Experts
 from .mtp import MultiTokenPrediction
@@ -366,14 +366,7 @@ class GPTModel(SharedModel):
         Make an optimizer afterwards, for the parameters are others. Raises ValueError for a model whose vocabulary is
         divided among ranks, and for numbers below 1.
         """
-        words = check_words(self.config.vocab_size, new_num_tokens, pad_to_multiple_of)
-        if words != self.config.vocab_size:
-            if self.tp_size > 1 or sharded(self.parameters()) or self.whole is not None or self.pipeline_stages:
-                raise ValueError(f"ranks share the model, whose vocabulary cannot be resized to {words} tokens")
-            for table in (self.embedding.word_embeddings, self.output_layer):
-                resize_rows(table, words, mean_resizing)
-            self.config = config_of_words(self.config, self.embedding.word_embeddings, words)
-        return self.embedding.word_embeddings
+        return resize_words(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters again, in the order of construction. After `torch.manual_seed(s)` the parameters
@@ -450,6 +443,12 @@ class GPTModel(SharedModel):
             model.origin = source_of(checkpoint, () if dequantize else None)
         model.pretrained_folder = checkpoint.path
         return model
+
+    @classmethod
+    def from_catalogue(cls, name: str, **options: Any) -> Self:
+        """Return a model of random weights with the configuration `ModelConfig.from_catalogue(name)`, made with further
+        arguments of this class; device="meta" creates no data."""
+        return cls(ModelConfig.from_catalogue(name), **options)
 
     @classmethod
     def from_hf(

@@ -15,6 +15,7 @@ from te_models.layers import QuantizedTensor, gradient_of, quantized_model_init,
 from te_models.layers.module.base import GemmModule
 from te_models.layers.tensor.fsdp import local_part, one_per_matrix
 
+from ..catalogue import CatalogueError
 from ..config import ConfigError, ModelConfig
 from ..model import GPTModel
 from ..model.embedding import Table
@@ -25,6 +26,7 @@ from ..parallel.sharding import parallelize
 from .checkpoints.checkpoint import TrainingState
 from .checkpoints.checks import MODEL
 from .config import TrainConfig
+from .config.file import BALANCE
 from .optimizer.adamw import Optimizer
 from .optimizer.groups import freeze, uses_muon
 from .optimizer.whole_matrix import divided_matrices
@@ -191,11 +193,25 @@ def read_model_config(config: TrainConfig) -> ModelConfig:
     """Return the ModelConfig of a randomly initialised run."""
     if config.model.config is not None:
         return config.model.config
+    if config.model.name is not None:
+        return _published(config.model.name)
     path = Path(str(config.model.config_file))
     try:
         return ModelConfig.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read model.config_file {path}: {error.strerror}") from None
+
+
+def _published(name: str) -> ModelConfig:
+    """Return the configuration of the catalogue, its experts balanced as those of a file's own configuration are."""
+    try:
+        model = ModelConfig.from_catalogue(name)
+    except CatalogueError as error:
+        raise ConfigError(f"model.name: {error}") from None
+    moe = model.moe
+    if moe is None or moe.router.expert_bias or moe.aux_loss_coeff:
+        return model
+    return model.replace(moe=moe.replace(aux_loss_coeff=BALANCE))
 
 
 def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_RANK) -> Optimizer:

@@ -44,6 +44,7 @@ VERBS = (
     "quickstart",
     "info",
     "certify",
+    "models",
     "completion",
 )
 

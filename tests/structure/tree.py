@@ -39,7 +39,8 @@ def modules() -> dict[str, Path]:
 def data_files() -> dict[str, Path]:
     """Name in the wheel: file, for all that is packaged beside Python files."""
     cpp = {f"te_models/kernels/cpp/{file.name}": file for file in sorted((ROOT / "kernels/cpp").iterdir())}
-    return {"te_models/py.typed": ROOT / "te_models/py.typed"} | cpp
+    models = {f"te_models/catalogue/data/{file.name}": file for file in (ROOT / "te_models/catalogue/data").iterdir()}
+    return {"te_models/py.typed": ROOT / "te_models/py.typed"} | cpp | models
 
 
 def packages() -> set[str]:

@@ -15,7 +15,8 @@ Write a training configuration for a model that fits this machine: the length of
 micro-batch, activation checkpointing, the moments' dtype, the recipe and what is compiled are
 decided by the memory and the kind of the device, and a comment behind each says why. The file is
 planned and checked as `te-models train` checks it before it is written. Of MODEL only the
-configuration is read: a folder, or a hub id, ORGANISATION/NAME."""
+configuration is read: a folder, a hub id, ORGANISATION/NAME, or a name that `te-models models`
+lists."""
 TASKS = ("pretrain", "sft", "lora", "qlora")
 
 
@@ -29,7 +30,9 @@ def add(verbs: Verbs) -> None:
         DESCRIPTION,
         "te-models init --model ./smollm2 --task lora --data corpus --output lora.toml",
     )
-    parser.add_argument("--model", metavar="MODEL", required=True, help="a model folder, or a hub id")
+    parser.add_argument(
+        "--model", metavar="MODEL", required=True, help="a model folder, a hub id, or a name in the catalogue"
+    )
     parser.add_argument(
         "--task",
         choices=(*TASKS, "dpo"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...sizes import format_size, plural
 from ...terminal import Table, say_while_waiting
@@ -12,6 +12,7 @@ from ..parser import Verbs, count, emit, positive, verb
 
 if TYPE_CHECKING:
     from ...plan import Hardware, Plan, Refused
+    from ...training.config import TrainConfig
 
 DESCRIPTION = """\
 Plan a training run on any number of ranks, without them: memory, FLOPs, bytes of every
@@ -40,9 +41,15 @@ def add(verbs: Verbs) -> None:
         run,
         "memory, FLOPs and traffic of a run on any number of ranks",
         DESCRIPTION,
-        "te-models plan train.toml --ranks 1024 --layouts",
+        "te-models plan --model qwen3-30b-a3b --ranks 64 --layouts",
     )
-    parser.add_argument("config", metavar="CONFIG.toml", help="the training configuration")
+    parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="the training configuration")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="in place of CONFIG.toml: train a model of the catalogue in bfloat16, 8 windows "
+        "of up to 4,096 tokens a step",
+    )
     parser.add_argument("--ranks", type=count, required=True, metavar="N", help="how many ranks the run has")
     parser.add_argument("--layouts", action="store_true", help="plan every layout that the ranks allow")
     for option, what in _HARDWARE.items():
@@ -64,7 +71,15 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan, or the plans of all layouts; 1 if nothing fits."""
     from ...training.config.file import read_config
 
-    config = read_config(Path(args.config), [])
+    if (args.config is None) == (args.model is None):
+        raise ValueError("plan needs CONFIG.toml, or --model NAME in place of it")
+    if args.model is None:
+        config = read_config(Path(args.config), [])
+    else:
+        from ...config import ModelConfig
+
+        positions = ModelConfig.from_catalogue(args.model).max_position_embeddings
+        config = usual_run({"name": args.model}, positions)
     say_while_waiting("running a micro-batch on tensors without values")
     from ...plan import Hardware, Refused, plan_layouts, plan_run
 
@@ -79,6 +94,19 @@ def run(args: argparse.Namespace) -> int:
     values = [{"sizes": p.sizes, "refused": p.reason} if isinstance(p, Refused) else p.to_dict() for p in plans]
     emit(args, {"layouts": values}, layouts_table(plans, args.ranks, hardware))
     return 0 if fitting else 1
+
+
+def usual_run(model: dict[str, Any], positions: int) -> TrainConfig:
+    """Return the configuration of a run that a model is planned for where nobody says one.
+
+    model: the keys that say which model; positions: of its longest sequence.
+    """
+    from ...training.config import TrainConfig
+
+    data = {"path": "data", "sequence_length": min(4096, positions), "micro_batch_size": 1, "gradient_accumulation": 8}
+    values: dict[str, Any] = {"output_dir": "planned", "steps": 1, "compile": False, "model": model, "data": data}
+    values |= {"optimizer": {"lr": 1e-4, "master_weights": True}, "precision": {"dtype": "bf16"}}
+    return TrainConfig.from_dict(values)
 
 
 def _tables(plan: Plan, hardware: Hardware) -> list[Table]:

@@ -19,11 +19,14 @@ which costs little where a chunk has more tokens than a hidden state has channel
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource(ConfigPart):
-    """Where the model comes from: exactly one of `path`, `config` and `config_file`. The last two are a random
-    initialisation."""
+    """Where the model comes from: exactly one of `path`, `name`, `config` and `config_file`. The last three are random
+    initialisations."""
 
     path: str | None = None
     """Folder of a trained model, te_models' or Hugging Face's."""
+    name: str | None = None
+    """Name of a published model in the catalogue (`te-models models`), for its configuration with random weights; a
+    mixture that has neither a router loss nor expert_bias gets aux_loss_coeff = 0.01."""
     config: ModelConfig | None = None
     """Configuration of a model with random weights. A mixture that says nothing of its experts' balance (aux_loss_coeff
     of moe, or expert_bias of its router) gets aux_loss_coeff = 0.01."""
@@ -50,8 +53,8 @@ class ModelSource(ConfigPart):
     """Whether the weights in path are checked against the digests of its manifest.json."""
 
     def _validate(self) -> None:
-        present = [name for name in ("path", "config", "config_file") if getattr(self, name) is not None]
-        check(len(present) == 1, "model", " and ".join(present) or "empty", "one of path, config and config_file")
+        present = [name for name in ("path", "name", "config", "config_file") if getattr(self, name) is not None]
+        check(len(present) == 1, "model", " and ".join(present) or "empty", "one of path, name, config and config_file")
         check(self.path is not None or not self.mtp, "model.mtp", self.mtp, "false without path; see mtp_num_layers")
         z = self.logits_z_loss_coeff
         check(z >= 0, "model.logits_z_loss_coeff", z, "zero or a positive number")
