@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from te_models.config import ModelConfig
+from te_models.config import ConfigError, ModelConfig
 
 from ..families import FAMILIES, Family, family_of
 from ..families.base.family import first_that_expresses
@@ -86,12 +86,12 @@ def _respelled(family: Family, original: dict[str, Any], values: dict[str, Any],
     old = _older_rope(original, values.get("rope_parameters"))
     for name in (name for name in original if name in family.known and name not in values):
         for value in (original[name], old.get(name)):
-            if _says(family, {**values, name: value}, config):
+            if _still_says(family, {**values, name: value}, config):
                 values = {**values, name: value}
                 break
     older = {name: value for name, value in old.items() if name in original}
     without = {name: value for name, value in {**values, **older}.items() if name != "rope_parameters"}
-    if older and "rope_parameters" not in original and _says(family, without, config):
+    if older and "rope_parameters" not in original and _still_says(family, without, config):
         return without
     return values
 
@@ -113,6 +113,14 @@ def _older_rope(original: dict[str, Any], rope: Any) -> dict[str, Any]:
         scaling = {"type": kind, **scaling}
     default = {scaling.get("rope_type"), scaling.get("type")} <= {"default", None}
     return found | {"rope_scaling": None if default else scaling}
+
+
+def _still_says(family: Family, hf: dict[str, Any], config: ModelConfig) -> bool:
+    """As `_says`, of fields that may contradict each other."""
+    try:
+        return _says(family, hf, config)
+    except (CheckpointError, ConfigError):
+        return False
 
 
 def _says(family: Family, hf: dict[str, Any], config: ModelConfig) -> bool:

@@ -177,7 +177,7 @@ def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
     theta, factor = float(rope["rope_theta"]), float(rope["factor"])
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     original = float(rope["original_max_position_embeddings"])
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
     length = 2 * torch.pi / frequencies
     smooth = ((original / length - low) / (high - low)).clamp(0, 1)
     found = 1 / ((1 - smooth) / factor + smooth)

@@ -292,7 +292,7 @@ class Names:
             if mixer.kind not in self.mixers:
                 raise CheckpointError(f"these files have no names for the parameters of a {mixer.kind!r} mixer")
             yield from self.mixers[mixer.kind].weights(config, mixer, at, f"{ours}mixer.")
-        if config.hyper_connections is not None:
+        if config.hyper_connections is not None and self.compressed is None:
             yield from self._hyper_connections(attention or mixer, config.has_mlp(i), at, ours)
         if config.has_mlp(i):
             yield from (self._moe if config.is_moe_layer(i) else self._mlp)(config, i, at, f"{ours}mlp.")

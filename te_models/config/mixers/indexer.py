@@ -27,7 +27,7 @@ class IndexerConfig(ConfigPart):
     """Epsilon of the LayerNorm of the index key."""
     pool_size: int | None = None
     """Tokens whose index keys are one, a sum of them with learned weights: the indexer chooses all tokens of a pool,
-    and a query sees those behind the last whole pool, too. Unset: each token has a key."""
+    and a query sees those behind the last whole pool, too; unset means that each token has a key."""
     shared: bool = False
     """Whether the layer has no indexer of its own, and sees what the last layer before it chose."""
     loss_coeff: float = 0.0

@@ -26,6 +26,7 @@ NEEDED = {
     "gemma3n": {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 64},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+    "glm5_next": {"num_key_value_heads": 32},
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
     "helium": {"num_attention_heads": 20},

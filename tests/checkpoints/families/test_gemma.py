@@ -130,7 +130,7 @@ def test_gates_are_zero_in_the_fraction_that_is_asked_for() -> None:
 def test_layers_that_read_the_tokens_ask_for_them() -> None:
     model = GPTModel(config_of("gemma4")).eval()
     embedded = model.embedding.word_embeddings(tokens(5))
-    with pytest.raises(ValueError, match=r"per_layer_embedding\); allowed: input_ids"):
+    with pytest.raises(ValueError, match=r"per_layer_embedding, moe.hash_layers\); allowed: input_ids"):
         model(inputs_embeds=embedded)
     with pytest.raises(ConfigError, match=r"per_layer_embedding: .*cannot be cut into stages"):
         model.stage(0, 3)

@@ -109,7 +109,8 @@ ODD = [None, 0, -1, 1, 2, 3, 4, 7, 8, 64, True, False, 0.5, "x", [], [0], ["full
 def test_replacing_a_field_is_constructing_afresh(data: st.DataObject) -> None:
     config = configs()[data.draw(st.sampled_from(sorted(configs())))]
     config = data.draw(st.sampled_from([config, ModelConfig.from_json(config.to_json())]))
-    where = data.draw(st.sampled_from(sorted(parts(config))))
+    said = config.to_dict()  # a model without attention says nothing of it
+    where = data.draw(st.sampled_from(sorted(path for path in parts(config) if not path or path[0] in said)))
     part = parts(config)[where]
     name = data.draw(st.sampled_from([f.name for f in dataclasses.fields(part)]))
     value = data.draw(st.sampled_from([*ODD, *pool(where, name)]))
