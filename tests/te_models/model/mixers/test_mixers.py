@@ -296,6 +296,8 @@ def test_decoding_with_keys_of_earlier_layers() -> None:
         model.stage(2, 4)
     with pytest.raises(ConfigError, match=r"kv_source_layers\[2\] is 1; allowed: a layer whose attention has the same"):
         model.config.replace(kv_source_layers=(0, 1, 1, 3))
+    assert model.config.mixers_of([0, 1])["kv_source_layers"] is None  # each has its own
+    assert model.config.mixers_of([0, 2])["kv_source_layers"] == (0, 0)
 
 
 def test_gradients_reach_keys_of_earlier_layers_through_checkpoints() -> None:
