@@ -98,7 +98,10 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
         "codegen",
         {"num_attention_heads": 8, "rotary_dim": 2, "n_inner": 48, "tie_word_embeddings": True},
     ),
-    "gpt_bigcode": ("gpt_bigcode", {"n_inner": 48}),
+    "gpt_bigcode": (
+        "gpt_bigcode",
+        {"n_inner": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
     "gpt_bigcode-flags": (
         "gpt_bigcode",
         {
