@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
-from .mixers import AttentionConfig, MixerConfig
+from .mixers import AttentionConfig, MixerConfig, check_compressed
 from .mlp import MLPConfig, MoEConfig
 from .part import ConfigError, ConfigPart, check
 from .residual import AlternatingUpdatesConfig, HyperConnectionConfig, PerLayerEmbeddingConfig, check_additions
@@ -221,6 +221,7 @@ class ModelConfig(ConfigPart):
         allowed = "null with block 'post' or 'parallel*', residual_multiplier or mtp_num_layers"
         check(one or self.hyper_connections is None, "hyper_connections", self.hyper_connections, allowed)
         check_additions(self)
+        check_compressed(self)
         check(0 <= self.hidden_dropout < 1, "hidden_dropout", self.hidden_dropout, "0 <= p < 1")
         pad, last = self.embedding.padding_idx, self.vocab_size - 1
         check(pad is None or 0 <= pad <= last, "embedding.padding_idx", pad, f"0 to {last}, or null")
@@ -238,8 +239,8 @@ class ModelConfig(ConfigPart):
             check(
                 set(self.moe.hash_layers) <= set(layers), "moe.hash_layers", self.moe.hash_layers, f"some of {layers}"
             )
-            own = self.moe.own_norms
-            check(self.block == "sandwich" or not own, "moe.own_norms", own, "false unless block is 'sandwich'")
+            around = self.block == "sandwich" or not self.moe.own_norms
+            check(around, "moe.own_norms", True, "false unless block is 'sandwich'")
             check(self._ordered(layers), "moe.layers", layers, self._increasing)
             within = all(map(self.has_mlp, layers))
             check(within, "moe.layers", layers, f"some of mlp_layers = {self.mlp_layers}")
@@ -431,8 +432,7 @@ class ModelConfig(ConfigPart):
         """Whether the norm before the mixers of layer number `layer` is a module of its own, because more than one
         projection reads what it gives."""
         attention = self.attention_of(layer)
-        a = attention
-        apart = a is not None and (a.has_head_gate or a.index_channels > 0 or a.compressed is not None)
+        apart = (a := attention) is not None and (a.has_head_gate or a.index_channels > 0 or a.compressed is not None)
         several = self.mixer_of(layer) is not None or apart or self.laurel_rank is not None
         return self.block == "parallel_shared_norm" or (several and self.norms_before)
 

@@ -6,7 +6,7 @@ known before a model exists. `te_models/model/mixers/` computes.
 
 from .attention import AttentionConfig, MLAConfig, TemperatureConfig
 from .base import MixerConfig, Parameter, State
-from .compressed import CompressedConfig
+from .compressed import CompressedConfig, check_compressed
 from .gated_delta import GatedDeltaConfig
 from .indexer import IndexerConfig
 from .mamba2 import Mamba2Config
@@ -30,4 +30,5 @@ __all__ = [
     "ShortConvolutionConfig",
     "State",
     "TemperatureConfig",
+    "check_compressed",
 ]
