@@ -244,7 +244,7 @@ def _compressed_attention(config: ModelConfig, a: AttentionConfig, p: str) -> It
     yield f"{p}kv_layernorm.weight", (D,)
     if a.sinks:
         yield f"{p}core_attention.softmax_offset", (N,)
-    yield f"{p}output_down.weight", (its.o_groups * its.o_lora_rank, N * D // its.o_groups)
+    yield f"{p}linear_o_down.weight", (its.o_groups, its.o_lora_rank, N * D // its.o_groups)
     yield f"{p}linear_proj.weight", (H, its.o_groups * its.o_lora_rank)
     sizes = {} if its.rate is None else {"compressor": D}
     sizes |= {} if its.index_topk is None else {"index_compressor": its.index_head_dim}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .mixers import check_compressed
 from .part import check
 from .residual import check_additions
 
@@ -20,6 +21,7 @@ def check_layers(config: ModelConfig) -> None:
     _check_shared_blocks(config)
     _check_residuals(config)
     check_additions(config)
+    check_compressed(config)
 
 
 def _check_blocks(config: ModelConfig) -> None:

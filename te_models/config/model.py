@@ -234,7 +234,7 @@ class ModelConfig(ConfigPart):
             hashed = self.moe.hash_layers
             check(set(hashed) <= set(layers), "moe.hash_layers", hashed, f"some of {layers}")
             own = self.moe.own_norms
-            check(self.block == "sandwich" or not own, "moe.own_norms", own, "false unless block is 'sandwich'")
+            check(self.block == "sandwich" or not own, "moe.own_norms", True, "false unless block is 'sandwich'")
             check(self.are_ordered(layers), "moe.layers", layers, self.ordered_layers)
             within = all(map(self.has_mlp, layers))
             check(within, "moe.layers", layers, f"some of mlp_layers = {self.mlp_layers}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from te_models.config import AttentionConfig, ModelConfig
 
-from ...plan.layout_ops import At, Concat, Layout
+from ...plan.layout_ops import At, Concat, Layout, Rows, Stack
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class CompressedNames:
         yield f"{ours}kv_layernorm.weight", weight(self.key_norm)
         if a.sinks:
             yield f"{ours}core_attention.softmax_offset", At(at + self.sinks)
-        yield f"{ours}output_down.weight", weight(self.output_down)
+        down, rank, total = f"{at}{self.output_down}.weight", its.o_lora_rank, its.o_groups * its.o_lora_rank
+        yield f"{ours}linear_o_down.weight", Stack(*(Rows(down, g * rank, total) for g in range(its.o_groups)))
         yield f"{ours}linear_proj.weight", weight(self.output_up)
         if its.rate is not None:
             yield from self._compressor(its.series * size, at + self.compressor, f"{ours}compressor.")

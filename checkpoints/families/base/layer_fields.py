@@ -17,7 +17,9 @@ def check_names(values: list[Any], what: str, allowed: Iterable[str]) -> list[st
     names = list(allowed)
     for value in values:
         if value not in names:
-            raise CheckpointError(f"config.json has the {what} {shorten_value(value)}; supported: {', '.join(names)}")
+            raise CheckpointError(
+                f"config.json has the {what} {shorten_value(value)}; supported: {', '.join(map(str, names))}"
+            )
     return values
 
 

@@ -6,7 +6,7 @@ known before a model exists. `te_models/model/mixers/` computes.
 
 from .attention import AttentionConfig, MLAConfig, TemperatureConfig
 from .base import MixerConfig, Parameter, State
-from .compressed import CompressedConfig
+from .compressed import CompressedConfig, check_compressed
 from .gated_delta import GatedDeltaConfig
 from .indexer import IndexerConfig
 from .lightning import LightningConfig
@@ -35,4 +35,5 @@ __all__ = [
     "ShortConvolutionConfig",
     "State",
     "TemperatureConfig",
+    "check_compressed",
 ]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..part import ConfigPart, check
+
+if TYPE_CHECKING:
+    from ..model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,3 +54,22 @@ class CompressedConfig(ConfigPart):
         """Channels that a cache holds of a token for compressed keys: keys and gates, and those of the indexer."""
         index = 0 if self.index_topk is None else self.index_head_dim
         return 0 if self.rate is None else 2 * self.series * (channels + index)
+
+
+def check_compressed(config: ModelConfig) -> None:
+    """Raise ConfigError where a layer's rotary embedding is none that its compressed keys can have."""
+    for layer in range(config.num_layers):
+        attention, rope = config.attention_of(layer), config.rope_of(layer)
+        its = None if attention is None else attention.compressed
+        if attention is None or its is None:
+            continue
+        known = rope is not None and rope.style == "interleaved" and rope.scaling not in ("dynamic", "longrope")
+        what = "null without a rope of style 'interleaved' and of the same frequencies at every length"
+        check(known, "attention.compressed", its, what)
+        rotated = 0 if rope is None else int(attention.rotated_channels * rope.rotary_percent)
+        fits = its.index_topk is None or its.index_head_dim >= rotated
+        check(
+            fits, "compressed.index_head_dim", its.index_head_dim, f"at least the {rotated} channels that are rotated"
+        )
+        kind, wanted = config.layer_type(layer), "sliding" if its.rate is None else "full"
+        check(kind == wanted, f"layer_types[{layer}]", kind, f"{wanted!r}, because of its attention.compressed")

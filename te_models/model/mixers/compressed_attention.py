@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from te_models.kernels.compressed_keys import compress, last_tokens, roped_last, visible_keys, window_hides
 from te_models.kernels.norm import rms_norm
-from te_models.kernels.without_autocast import without_autocast
-from te_models.layers import LayerNormLinear, Linear
+from te_models.layers import GroupedLinear, LayerNormLinear, Linear
 from te_models.layers.distributed.context_parallel import ContextShard
-from te_models.layers.functional.gemm_operand import compute_dtype
 
 from ...config import AttentionConfig, ModelConfig
 from ..build import Build, init_method, make_core_attention, make_input_linear, make_norm, make_output_linear
@@ -51,29 +49,6 @@ class Compressor(nn.Module):
         return roped_last(keys[:, :, None], *tables)[:, :, 0]
 
 
-class GroupedOutput(nn.Module):
-    """The first half of the output projection: each group of heads by its own rows. weight: [g r, N D / g]. In high
-    precision under every recipe."""
-
-    def __init__(self, config: ModelConfig, groups: int, rank: int, channels: int, build: Build) -> None:
-        super().__init__()
-        self.groups, self.init_method = groups, init_method(config)
-        self.weight = build.parameter(groups * rank, channels)
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw the weight."""
-        self.init_method(self.weight)
-
-    def forward(self, y: Tensor) -> Tensor:
-        """y: [B, S, N D] -> [B, S, g r]."""
-        dtype = compute_dtype(y)
-        with without_autocast(y):
-            weight = self.weight.to(dtype).unflatten(0, (self.groups, -1))
-            return torch.einsum("bsgi,gri->bsgr", y.to(dtype).unflatten(-1, (self.groups, -1)), weight).flatten(-2)
-
-
 class CompressedAttention(nn.Module):
     """The attention sublayer, without residual connection. `linear_qkv_down` holds the rows of the queries' latent,
     then of the one key."""
@@ -99,7 +74,15 @@ class CompressedAttention(nn.Module):
         )
         self.kv_layernorm = make_norm(config.norm, channels, build)
         self.core_attention = make_core_attention(config, a, layer, heads, channels, 1, build)
-        self.output_down = GroupedOutput(config, its.o_groups, its.o_lora_rank, heads * channels // its.o_groups, build)
+        self.linear_o_down = GroupedLinear(
+            its.o_groups,
+            heads * channels // its.o_groups,
+            its.o_lora_rank,
+            False,
+            init_method=init_method(config),
+            single_grouped_weight=True,
+            **build.new,
+        )
         self.linear_proj = make_output_linear(config, its.o_groups * its.o_lora_rank, False, build)
         self.compressor = self.index_compressor = self.linear_index_q = self.index_weights = self.rotary = None
         if its.rate is None:
@@ -143,7 +126,15 @@ class CompressedAttention(nn.Module):
             y = self._compressed(q, kv, rest[:, :, 0], latent, x, places, texts, positions, rotary)
         cos, sin = rotary
         y = roped_last(y.unflatten(-1, (-1, self.sizes[1])), cos, -sin).flatten(2)
-        return self.linear_proj(self.output_down(y))
+        return self.linear_proj(self._grouped(y))
+
+    def _grouped(self, y: Tensor) -> Tensor:
+        """Project the output of each group of heads by its own rows. y: [B, S, N D] -> [B, S, g r]."""
+        groups = self.compressed.o_groups
+        rows = y.unflatten(-1, (groups, -1)).movedim(2, 0)  # [g, B, S, N D / g]
+        number = torch.full((groups,), rows[0, ..., 0].numel(), dtype=torch.int64, device=y.device)
+        down = self.linear_o_down(rows.flatten(0, 2), number)
+        return down.unflatten(0, rows.shape[:3]).movedim(0, 2).flatten(2)
 
     def _windowed(self, q: Tensor, kv: Tensor, hidden_keys: Tensor | None, slots: Tensor | None) -> Tensor:
         if slots is not None:

@@ -114,6 +114,10 @@ def test_what_is_refused() -> None:
         compressed.replace(overlap=True)
     with pytest.raises(ConfigError, match=r"moe.hash_layers is \(5,\); allowed: some of"):
         model.config.replace(moe=model.config.moe.replace(hash_layers=(5,)))
+    with pytest.raises(ConfigError, match="null without a rope of style 'interleaved'"):
+        model.config.replace(rope=model.config.rope.replace(style="half"))
+    with pytest.raises(ConfigError, match=r"layer_types\[1\] is 'full'; allowed: 'sliding'"):
+        model.config.replace(layer_types=("full",) * 3)
     with pytest.raises(ValueError, match="layers read the tokens"):
         model(inputs_embeds=model.embedding.word_embeddings(token_ids(1, 4)))
     with pytest.raises(ConfigError, match=r"moe.hash_layers: .*cannot be cut into stages"):
