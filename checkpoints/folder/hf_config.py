@@ -86,14 +86,22 @@ def _respelled(family: Family, original: dict[str, Any], values: dict[str, Any],
     old = _older_rope(original, values.get("rope_parameters"))
     for name in (name for name in original if name in family.known and name not in values):
         for value in (original[name], old.get(name)):
-            if _says(family, {**values, name: value}, config):
+            if _still_says(family, {**values, name: value}, config):
                 values = {**values, name: value}
                 break
     older = {name: value for name, value in old.items() if name in original}
     without = {name: value for name, value in {**values, **older}.items() if name != "rope_parameters"}
-    if older and "rope_parameters" not in original and _says(family, without, config):
+    if older and "rope_parameters" not in original and _still_says(family, without, config):
         return without
     return values
+
+
+def _still_says(family: Family, hf: dict[str, Any], config: ModelConfig) -> bool:
+    """Whether config.json is of this model, where its fields may contradict each other."""
+    try:
+        return _says(family, hf, config)
+    except CheckpointError:
+        return False
 
 
 def _older_rope(original: dict[str, Any], rope: Any) -> dict[str, Any]:
