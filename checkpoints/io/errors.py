@@ -22,6 +22,10 @@ class CheckpointError(ValueError):
         super().__init__(message)
 
 
+class UnreadError(CheckpointError):
+    """Something about a tensor was asked of a store that has headers alone."""
+
+
 class EditedFileWarning(UserWarning):
     """A small file of a Hugging Face folder is not the one that manifest.json lists: people edit these, and no number
     depends on them. The command line shows it as a note."""

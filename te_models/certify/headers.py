@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from te_models.checkpoints.io.errors import CheckpointError
+from te_models.checkpoints.io.errors import CheckpointError, UnreadError
 from te_models.checkpoints.io.header import MAX_HEADER_BYTES, Header, parse_header
 from te_models.checkpoints.io.store import FileStore
 from te_models.checkpoints.io.weight_files import INDEX, SINGLE, check_index, check_numbers, is_file_name, read_index
@@ -44,9 +44,9 @@ class HeaderStore(FileStore):
             start = self._data_start[file] + info.start + begin
             buffer[:] = self._read_part(file, start, start + len(buffer))
             return
-        one = _ONE.get(info.dtype)
+        one = None if ".quant_state." in name else _ONE.get(info.dtype)
         if one is None:
-            raise CheckpointError(f"{name!r} has the dtype {info.dtype}, and was to be read as a scale")
+            raise UnreadError(f"{name!r} is no scale, and has to be read to say more: --scales reads such tensors")
         buffer[:] = one * (len(buffer) // len(one))
 
 

@@ -81,3 +81,14 @@ def test_two_embeddings_of_older_files() -> None:
     for name in ("rope_theta", "rope_local_base_freq", "rope_scaling"):
         assert written[name] == original[name]
     assert "rope_parameters" not in written
+
+
+def test_names_that_would_contradict_each_other_are_not_added() -> None:
+    """transformers has two names for the number of experts."""
+    original = BASE | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_local_experts": 4}
+    original |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "rope_theta": 10000.0}
+    moe = FAMILIES["qwen3_moe"].read_config(original).moe
+    assert moe is not None and moe.num_moe_experts == 4
+    written = exported(original, "qwen3_moe", moe=moe.replace(num_moe_experts=3))
+    assert {written.get("num_experts", 3), written.get("num_local_experts", 3)} == {3}
+    assert written["rope_theta"] == 10000.0 and "rope_parameters" not in written

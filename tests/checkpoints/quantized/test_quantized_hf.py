@@ -245,7 +245,9 @@ def test_fused_experts_are_quantized_like_single_ones(tmp_path: Path, case: str)
 
 
 @pytest.mark.sentinels("float-quantized-block", "nvfp4-pack-quantized")
-@pytest.mark.parametrize("case", [case for case in CASES if "quantized" in case])
+@pytest.mark.parametrize(
+    "case", [case for case, known in CASES.items() if "quantized" in case and known.model != "deepseek_v3"]
+)
 def test_scales_of_the_key_value_cache_come_back(tmp_path: Path, case: str) -> None:
     """compressed-tensors has them beside the projections of attention, not beside a weight."""
     source, _ = make(CASES[case], tmp_path)

@@ -45,6 +45,9 @@ def test_the_stored_numbers_are_those_of_the_original(tmp_path: Path, case: str)
         if (source / name).exists():
             before, after = (json.loads((folder / name).read_text()) for folder in (source, tmp_path / "toy"))
             declared = "quantization" if "quantization" in before else "quantization_config"
+            layers = (before.get(declared) or {}).get("quantized_layers", {})  # those that are left, by their names
+            for layer in [layer for layer in layers if ".layers.1." in layer]:
+                del layers[layer]
             assert before.get(declared) == after.get(declared)
         else:
             assert not (tmp_path / "toy" / name).exists()
