@@ -25,10 +25,10 @@ def run_import(args: argparse.Namespace) -> int:
     if is_foreign(Path(args.source)):
         if args.config is None:
             raise CheckpointError(f"{args.source} is a distributed checkpoint; --config says which model it is of")
-        given = [name for name in ("storage", "allow_requantize", "dequantize", "mtp") if getattr(args, name)]
-        if given:
+        refused = [name for name in ("storage", "allow_requantize", "dequantize", "mtp") if getattr(args, name)]
+        if refused:
             raise CheckpointError(
-                f"--{given[0].replace('_', '-')} is of Hugging Face folders, and {args.source} is none"
+                f"--{refused[0].replace('_', '-')} is of Hugging Face folders, and {args.source} is none"
             )
         if args.run_file is not None:
             return _import_run(args)
@@ -46,8 +46,8 @@ def run_import(args: argparse.Namespace) -> int:
 
 def _import_run(args: argparse.Namespace) -> int:
     """A distributed checkpoint with its optimizer as the beginning of a run."""
-    from te_models.training.config.file import read_config
-    from te_models.training.exchange import import_run
+    from ..training.config.file import read_config
+    from ..training.exchange import import_run
 
     config = read_config(Path(args.run_file)).replace(output_dir=args.out)
     folder = import_run(Path(args.source), config, model=Path(args.config), system=args.system, step=args.step)
@@ -62,12 +62,12 @@ def run_export(args: argparse.Namespace) -> int:
 
     if args.to is not None:
         names = ("family", "form", "format", "allow_requantize", "dequantize")
-        given = [name for name in names if getattr(args, name)]
-        if given:
-            raise CheckpointError(f"--{given[0].replace('_', '-')} is of Hugging Face folders, and --to writes none")
+        refused = [name for name in names if getattr(args, name)]
+        if refused:
+            raise CheckpointError(f"--{refused[0].replace('_', '-')} is of Hugging Face folders, and --to writes none")
         if not (Path(args.source) / "training.json").is_file():
             return _convert(args, export_checkpoint, to=args.to, dtype=args.dtype)
-        from te_models.training.exchange import export_run
+        from ..training.exchange import export_run
 
         export_run(Path(args.source), Path(args.out), to=args.to, overwrite=args.force)
         emit(args, {"verb": args.verb, "source": args.source, "out": args.out}, f"wrote {args.out}, model and moments")
@@ -80,7 +80,8 @@ def run_export(args: argparse.Namespace) -> int:
 def _export_run(args: argparse.Namespace) -> int:
     """A training checkpoint, by way of a te_models folder beside the result."""
     from te_models.checkpoints.io.destination import check_destination
-    from te_models.training.exporting import export_alone
+
+    from ..training.exporting import export_alone
 
     out = Path(args.out)
     check_replaceable(out, force=args.force)
