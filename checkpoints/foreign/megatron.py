@@ -23,6 +23,22 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _LATENT = {"linear_q_up": "linear_q_up_proj", "linear_kv_up": "linear_kv_up_proj"}
 
 
+_NORMS = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+)
+"""A norm before a projection, joined with it or as a module of its own."""
+
+
+def named_norm(at: str, rest: str, found: Collection[str] | None) -> str:
+    """Return the name of a layer's parameter; of a norm, the one of its two names that a checkpoint has."""
+    for one, other in (*_NORMS, *((b, a) for a, b in _NORMS)):
+        if found is not None and rest.startswith(one) and at + rest not in found:
+            second = f"{at}{other}{rest.removeprefix(one)}"
+            return second if second in found else at + rest
+    return at + rest
+
+
 def grouped_rows(a: AttentionConfig, name: str) -> Layout:
     """Return q, k and v as a tensor that holds, group by group, the query heads of a group, its k and its v."""
     heads, groups, size = head_sizes(a)
@@ -83,6 +99,7 @@ def _weights(config: ModelConfig, found: Collection[str] | None) -> Iterator[tup
             layout = _experts(rest, at, config, found)
         else:
             layout = placed(config, layer, rest, at)
+            layout = At(named_norm(at, rest, found)) if layout == At(at + rest) else layout
         yield name, layout if apart else Member(layout, layer, layers)
 
 

@@ -129,7 +129,8 @@ class _Machine:
             self.push(called(kind.name, arguments))
         elif name == "BUILD":
             (state,) = self.pop(1)
-            self.of_kind(Record).state = state
+            if not isinstance(self.stack[-1], dict):  # of a dictionary, attributes say nothing
+                self.of_kind(Record).state = state
         elif name == "BINPERSID" and self.persistent is not None:
             self.push(self.persistent(*self.pop(1)))
         elif name not in _SKIPPED:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -14,6 +16,7 @@ from ..folder.checkpoint import open_checkpoint
 from ..folder.te_folder import CONFIG, MODEL_TYPE, Source, TEFolder
 from ..foreign.dcp import METADATA, DCPStore
 from ..foreign.known import SYSTEMS, find_system
+from ..foreign.legacy import LegacyStore, copies_of, is_legacy, legacy_namespace
 from ..foreign.system import System
 from ..foreign.views import RenamedStore, without_padding, without_prefix
 from ..formats import without_quantization
@@ -21,6 +24,7 @@ from ..io.atomic import new_folder
 from ..io.destination import check_destination, check_place, check_space
 from ..io.dtypes import as_torch_dtype
 from ..io.errors import CheckpointError
+from ..io.store import Store
 from ..io.strict_json import read_object
 from ..io.weight_files import plain_file
 from ..plan.param_shapes import ExpertLayout, check_layout
@@ -43,8 +47,8 @@ _CORES = {
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether a folder is a distributed checkpoint."""
-    return (folder / METADATA).is_file()
+    """Whether a folder is a distributed checkpoint, or one of Megatron's ranks."""
+    return (folder / METADATA).is_file() or is_legacy(folder)
 
 
 def read_config(path: Path) -> tuple[ModelConfig, Source | None]:
@@ -114,8 +118,8 @@ def import_checkpoint(
     layout: ExpertLayout = "grouped",
     **options: Unpack[Options],
 ) -> Plan:
-    """Convert the weights of a distributed checkpoint (torch's DCP, torchtitan's, Megatron-Core's `torch_dist`),
-    sharded in any way, to a te_models folder, as a stream. Nothing is unpickled.
+    """Convert the weights of a distributed checkpoint (torch's DCP, torchtitan's, Megatron-Core's `torch_dist`), or of
+    Megatron's ranks (mp_rank_XX), sharded in any way, to a te_models folder, as a stream. Nothing is unpickled.
 
     Arguments:
         config: a config.json of ours or of Hugging Face, or the folder that has one, whose tokenizer travels along.
@@ -128,17 +132,22 @@ def import_checkpoint(
     check_layout(layout)
     model, source = read_config(Path(config))
     _, how = split_options(options)
-    with DCPStore(Path(src)) as store:
-        _, tensors, namespace = open_foreign(store, model, system)
+    with ExitStack() as opened:
         target = te_namespace(model, layout)
-        plan = make_plan(tensors.tensors, namespace, target, where=str(src), dtype=as_torch_dtype(dtype))
-        from dataclasses import replace
-
-        plan = replace(plan, report=moved_report(plan, tensors.tensors))
+        store: Store
+        unused: list[str] = []
+        if is_legacy(Path(src)):
+            store = ranks = opened.enter_context(LegacyStore(Path(src)))
+            namespace = legacy_namespace(model, ranks)
+            unused = list(copies_of(ranks, namespace))
+        else:
+            _, store, namespace = open_foreign(opened.enter_context(DCPStore(Path(src))), model, system)
+        wanted = as_torch_dtype(dtype)
+        plan = make_plan(store.tensors, namespace, target, where=str(src), dtype=wanted, unused=unused)
+        plan = replace(plan, report=moved_report(plan, store.tensors))
         folder = Path(config) if Path(config).is_dir() else None
-        return write_folder(
-            Path(dst), plan, tensors, TEFolder(layout, model, source).to_bytes(), sidecars_from=folder, **how
-        )
+        content = TEFolder(layout, model, source).to_bytes()
+        return write_folder(Path(dst), plan, store, content, sidecars_from=folder, **how)
 
 
 def export_checkpoint(
@@ -172,8 +181,6 @@ def export_checkpoint(
         if how.get("dry_run"):
             return plan
         ckpt.check_values()
-        from functools import partial
-
         from ..foreign.write_dcp import Written, write_dcp
 
         outputs = [Written(o.name, o.dtype, o.shape, partial(read_rows, ckpt.store, o)) for o in plan.outputs]

@@ -48,10 +48,9 @@ from .optimizer.learning_rate import continued_config
 from .precision import cpu_gemm_of_run
 from .preflight import check_output, check_run
 from .progress import Progress
-from .ranks.agreement import check_same_settings
+from .ranks.agreement import check_same_settings, check_shared
 from .ranks.data_parallel import Ranks, barrier
 from .ranks.layout import Layout, layout_of
-from .ranks.shared_folder import check_shared
 from .run_data import open_data, training_windows, validation_batches, validation_windows
 from .seeding import derive_seed, rounding_seed, seed_all
 from .step import LossFunction, make_loss_function, make_pipeline, make_weight_cache

@@ -60,3 +60,9 @@ def test_a_distributed_checkpoint_gives_its_logits(written: tuple[str, Path], tm
     _, folder = written
     import_checkpoint(folder / "saved", tmp_path / "model", config=folder / "config.json")
     assert_same_logits(GPTModel.from_pretrained(tmp_path / "model"), folder)
+
+
+def test_the_files_of_ranks_give_its_logits(written: tuple[str, Path], tmp_path: Path) -> None:
+    _, folder = written
+    import_checkpoint(folder / "legacy", tmp_path / "model", config=folder / "config.json")
+    assert_same_logits(GPTModel.from_pretrained(tmp_path / "model"), folder)

@@ -16,19 +16,19 @@ from pathlib import Path
 import torch.distributed as dist
 from te_models.config import ConfigError
 from te_models.training.one_run import alone_in
-from te_models.training.ranks import shared_folder
+from te_models.training.ranks import agreement
 from te_models.training.ranks.data_parallel import Ranks
-shared_folder._PATIENCE = 0.3
+agreement._PATIENCE = 0.3
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 def check(folder):
     if rank == 0:
         with alone_in(folder):
             dist.barrier()
-            shared_folder.check_shared(folder, Ranks(rank, 2))
+            agreement.check_shared(folder, Ranks(rank, 2))
     else:
         dist.barrier()
-        shared_folder.check_shared(folder, Ranks(rank, 2))
+        agreement.check_shared(folder, Ranks(rank, 2))
 base = sys.argv[1]
 check(Path(base, "same"))
 dist.barrier()

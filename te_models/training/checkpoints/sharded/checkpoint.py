@@ -37,10 +37,9 @@ from ....parallel.parts import LocalPart, ModelParts
 from ...ranks.data_parallel import Ranks
 from ..checks import PARTS, SHARDED_VERSION, VALUES, TrainingCheckpointError, check_ranges
 from ..files import checkpoint_dir, digests_of, remove_old
-from .exchange import Exchange
 from .index import INDEX, Index, file_of, read_index
 from .index_file import write_file
-from .join import describe, join, written_boxes
+from .join import Exchange, describe, join, written_boxes
 from .storage import PartReader
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from te_models.checkpoints import CheckpointError
@@ -20,6 +23,7 @@ from te_models.checkpoints.io.dtypes import bits_of, dtype_name, torch_dtype
 from te_models.checkpoints.io.errors import quote
 
 from ....parallel.parts import LocalPart
+from ...ranks.data_parallel import Ranks
 from .index import Cutting, Index, Stored, file_of
 
 Shape = tuple[int, ...]
@@ -192,3 +196,38 @@ def written_boxes(parts: Mapping[str, LocalPart], writes: bytes) -> dict[str, Te
 def entry_of(name: str, begin: Shape) -> str:
     """Return the name that a box of a tensor has in a file."""
     return f"{name}@{','.join(map(str, begin))}"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """folder: what is written, for messages. group: of all ranks; None: the default one."""
+
+    folder: Path
+    ranks: Ranks
+    group: dist.ProcessGroup | None
+
+    def turn(self, own: Callable[[], Any], join: Callable[[list[Any]], list[Any]]) -> Any:
+        """Do `own` on each rank, give the results to `join` on the first one, and return there and elsewhere what that
+        answers to the rank. Raises CheckpointError on every rank where one of these fails."""
+        value, failure = self._attempt(own)
+        count = self.ranks.world_size
+        found: list[Any] | None = [None] * count if self.ranks.is_main else None
+        dist.gather_object((value, failure), found, dst=0, group=self.group)
+        answers: list[Any] | None = None
+        if found is not None:
+            answers, failure = None, next((failure for _, failure in found if failure), None)
+            if failure is None:
+                answers, failure = self._attempt(lambda: join([value for value, _ in found]))
+            answers = [(answer, failure) for answer in answers or [None] * count]
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, answers, src=0, group=self.group)
+        answer, failure = received[0]
+        if failure is not None:
+            raise CheckpointError(f"writing {self.folder} failed: {failure}")
+        return answer
+
+    def _attempt(self, work: Callable[[], Any]) -> tuple[Any, str | None]:
+        try:
+            return work(), None
+        except Exception as error:  # told to the other ranks, which wait
+            return None, f"rank {self.ranks.rank}: {error}"
