@@ -55,7 +55,8 @@ class _State:
     def __init__(self, files: FileStore, weight: str, name: str) -> None:
         values = parse_object(files.view(name).contiguous().numpy().tobytes(), name)
         shape, size = values.get("shape"), values.get("blocksize")
-        good = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)
+        shape = shape if isinstance(shape, list) else []
+        good = len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)
         if not good or type(size) is not int or size < 1:
             raise CheckpointError(f"{quote(name)} has no shape of a matrix and no blocksize")
         self.shape: Shape = tuple(shape)

@@ -47,10 +47,12 @@ def details_of(quantized: QuantizedFiles, *, others: bool = False) -> dict[str, 
     tensors, dtypes, ones = quantized.files.tensors, dict[str, str](), dict[str, bool]()
     for number, form in enumerate(quantized.format.formats):
         first = next((weight for weight, own in quantized.formats.items() if own == form), None)
-        for suffix in [] if first is None else [x.suffix for x in (*form.parts, *form.beside)]:
+        if first is None:
+            continue
+        for suffix in [x.suffix for x in (*form.parts, *form.beside)]:
             if first + suffix in tensors:
                 dtypes[detail_key(number, suffix)] = tensors[first + suffix].dtype
-        for part in form.parts if first is not None else ():
+        for part in form.parts:
             if part.block is None:
                 ones[detail_key(number, part.suffix)] = tensors[first + part.suffix].shape[-1:] == (1,)
     details = {

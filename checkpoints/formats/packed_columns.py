@@ -12,7 +12,7 @@ the lowest bits on. What is seen of X.weight is `weight_packed` I32 [M, K/8], `w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -134,7 +134,7 @@ def column_name(weight: str, part: str) -> str:
 
 
 def as_columns(
-    weight: str, packing: Packing, outputs: list[Output], parts: Callable[[Output], Iterator[Tensor]]
+    weight: str, packing: Packing, outputs: list[Output], parts: Callable[[Output], Iterable[Tensor]]
 ) -> list[Output]:
     """Return the tensors of a weight, made as rows, as they are written: packed along columns.
 
@@ -161,7 +161,7 @@ def _written_as(kind: str, output: Output, p: Packing) -> tuple[str, Shape]:
     return "I32", (columns, rows) if p.along_rows else (columns * p.per_word, rows // p.per_word)
 
 
-def _columns(kind: str, output: Output, p: Packing, parts: Callable[[Output], Iterator[Tensor]]) -> Iterator[Tensor]:
+def _columns(kind: str, output: Output, p: Packing, parts: Callable[[Output], Iterable[Tensor]]) -> Iterator[Tensor]:
     """Yield a tensor packed along columns; the matrix is put together first."""
     flat = torch.cat([part.contiguous().view(-1).view(torch_dtype(output.dtype)) for part in parts(output)])
     rows = flat.view(output.shape)

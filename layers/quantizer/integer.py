@@ -83,7 +83,8 @@ class IntQuantizer(Quantizer):
         return (data, scale) if zero is None else (data, scale, zero)
 
     def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
-        data, scale, zero = (*parts, None)[:3]
+        data, scale = parts[:2]
+        zero = parts[2] if self.zero_points else None
         if self.BITS == 4:
             if shape is None:
                 raise ValueError("packed fields do not tell their matrix's shape; pass shape, [..., rows, columns]")
