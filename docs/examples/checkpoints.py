@@ -83,6 +83,12 @@ config = ModelConfig(
 )
 save_model(dict(GPTModel(config).named_parameters()), config, "small")  # model.save_pretrained("small") does the same
 
+# %% import_checkpoint, export_checkpoint
+from te_models.checkpoints import export_checkpoint, import_checkpoint
+
+export_checkpoint("quickstart-out/model", "saved", to="torchtitan")  # a distributed checkpoint
+import_checkpoint("saved", "model-again", config="quickstart-out/model")
+
 # %% CheckpointError
 from te_models.checkpoints import CheckpointError, open_checkpoint
 
