@@ -4,6 +4,7 @@ attention         softmax attention                    latent_attention  softmax
 gated_delta       the gated delta rule                 mamba2            a state space with scalar decays
 short_convolution a gated convolution                  sparse_attention  the indexer of either attention
 base              what a layer and a mixer agree on    convolved         what recurrent mixers share
+index_pools       an indexer that chooses pools        shared_sequence   rules of ranks that share sequences
 
 `mixer_class` says which module computes a kind. To add a kind: its configuration in `te_models/config/mixers/`, its
 module here, and an entry below.
