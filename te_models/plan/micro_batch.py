@@ -110,7 +110,8 @@ def of_layers(model: ModelConfig, layers: list[int]) -> ModelConfig:
     changes |= model.mixers_of(layers)
     if model.moe is not None:
         with_experts = tuple(i for i, layer in enumerate(layers) if model.is_moe_layer(layer))
-        changes["moe"] = model.moe.replace(layers=with_experts) if with_experts else None
+        hashed = tuple(i for i, layer in enumerate(layers) if layer in model.moe.hash_layers)
+        changes["moe"] = model.moe.replace(layers=with_experts, hash_layers=hashed) if with_experts else None
     return model.replace(**changes)
 
 

@@ -5,6 +5,7 @@ gated_delta       the gated delta rule                 mamba2            a state
 mamba             a state space of each channel        short_convolution a gated convolution
 sparse_attention  the indexer of either attention      base              what a layer and a mixer agree on
 convolved         what recurrent mixers share          lightning         linear attention with a fixed decay
+index_pools       an indexer that chooses pools        shared_sequence   rules of ranks that share sequences
 compressed_attention  a window and compressed keys
 
 `mixer_class` says which module computes a kind. To add a kind: its configuration in `te_models/config/mixers/`, its

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from te_models.kernels.gemm import linear
 from te_models.kernels.short_convolution import short_convolution
 from te_models.kernels.without_autocast import without_autocast
+from te_models.layers.distributed.context_parallel import ContextShard
 from te_models.layers.distributed.sequence_parallel import SequenceShard, gather_tokens_of_ranks
 from te_models.layers.distributed.tensor_parallel import TensorParallelModule
 from te_models.layers.functional.gemm_operand import compute_dtype
@@ -22,6 +23,7 @@ from te_models.layers.functional.gemm_operand import compute_dtype
 from ...config import ModelConfig
 from ..build import Build, init_method
 from .base import MixerInputs
+from .shared_sequence import shared_convolution
 
 
 class Rows(nn.Module):
@@ -111,11 +113,20 @@ def start_steps(x: Tensor, low: float = 1e-3, high: float = 0.1) -> Tensor:
 
 
 def convolved(
-    x: Tensor, inputs: MixerInputs, weight: Tensor, bias: Tensor | None, activation: str | None, rows: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the convolution of x [B, S, D], padding as zeros, and the rows that the next call begins with."""
+    x: Tensor,
+    inputs: MixerInputs,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    rows: Tensor | None,
+    shard: ContextShard | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the convolution of x [B, S, D], padding as zeros, and the rows that the next call begins with; None where
+    ranks share sequences, of which x has a part."""
     if inputs.token_mask is not None:
         x = x * inputs.token_mask[..., None].to(x.dtype)
+    if shard is not None:
+        return shared_convolution(x, weight, bias, activation, inputs.documents, shard), None
     return short_convolution(x, weight, bias, activation=activation, initial_state=rows, documents=inputs.documents)
 
 

@@ -17,6 +17,7 @@ from ...config import GatedDeltaConfig, ModelConfig
 from ..build import Build, make_input_linear, make_output_linear
 from .base import MixerInputs, RecurrentMixer
 from .convolved import Rows, convolved, own_input, silu_gated, softplus, start_convolution, start_rows
+from .shared_sequence import shared_delta_rule
 
 
 class GatedDelta(RecurrentMixer):
@@ -59,13 +60,22 @@ class GatedDelta(RecurrentMixer):
         rows = rows if inputs.batch_size is None else rows.unflatten(0, (inputs.batch_size, -1))
         whole = own_input(x, inputs, self.linear_proj, self.build.sequence_shard)
         mixed, taps = convolved(
-            rows[..., : 2 * self.key_size + self.value_size], inputs, self.conv_weight, None, "silu", taps
+            rows[..., : 2 * self.key_size + self.value_size],
+            inputs,
+            self.conv_weight,
+            None,
+            "silu",
+            taps,
+            self.context_shard,
         )
         q, k, v = mixed.split([self.key_size, self.key_size, self.value_size], -1)
         q, k = (l2_normed(t.unflatten(-1, (-1, self.mixer.key_head_dim))) for t in (q, k))
         g, beta = self._decay_and_step(whole, inputs.token_mask)
         v = v.unflatten(-1, (-1, self.mixer.value_head_dim))
-        y, state = gated_delta_rule(q, k, v, g, beta, initial_state=state, documents=inputs.documents)
+        if self.context_shard is not None:
+            y = shared_delta_rule(q, k, v, g, beta, inputs.documents, self.context_shard)
+        else:
+            y, state = gated_delta_rule(q, k, v, g, beta, initial_state=state, documents=inputs.documents)
         if cache is not None:
             cache.write(state, taps)
         y = rms_norm(y, self.norm_weight, self.epsilon).flatten(2)

@@ -38,6 +38,8 @@ class Slopes(ConstantModule):
 class Lightning(RecurrentMixer):
     """q, k and v, each with SiLU; a state that forgets by a fixed decay; a norm over all heads, and a sigmoid gate."""
 
+    shares_sequences = False
+
     def __init__(self, config: ModelConfig, mixer: LightningConfig, layer: int, build: Build) -> None:
         super().__init__()
         self.mixer, self.ranks, D = mixer, build.tp_size, mixer.size

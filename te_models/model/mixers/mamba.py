@@ -25,6 +25,8 @@ class Mamba(RecurrentMixer):
     `selection` and `step` are in high precision under every recipe.
     """
 
+    shares_sequences = False
+
     def __init__(self, config: ModelConfig, mixer: MambaConfig, layer: int, build: Build) -> None:
         super().__init__()
         D, own = mixer.channels, mixer.channels // build.tp_size

@@ -18,6 +18,7 @@ from ...config import Mamba2Config, ModelConfig
 from ..build import Build, make_input_linear, make_output_linear
 from .base import MixerInputs, RecurrentMixer
 from .convolved import convolved, silu_gated, softplus, start_convolution, start_rows, start_steps
+from .shared_sequence import shared_state_space_scan
 
 
 class Mamba2(RecurrentMixer):
@@ -60,7 +61,7 @@ class Mamba2(RecurrentMixer):
             parts = zip(rows.split(sizes, -1), self.mixer.row_multipliers, strict=True)
             rows = torch.cat([part * factor for part, factor in parts], -1)
         gate, mixed, dt = rows.split([self.size, sum(self.sizes), self.heads], -1)
-        mixed, taps = convolved(mixed, inputs, self.conv_weight, self.conv_bias, "silu", taps)
+        mixed, taps = convolved(mixed, inputs, self.conv_weight, self.conv_bias, "silu", taps, self.context_shard)
         if inputs.token_mask is not None:
             mixed = mixed * inputs.token_mask[..., None].to(mixed.dtype)
         value, B, C = mixed.split(self.sizes, -1)
@@ -70,7 +71,11 @@ class Mamba2(RecurrentMixer):
         if inputs.token_mask is not None:
             dt = dt * inputs.token_mask[..., None]
         A = -self.A_log.float().exp()
-        y, state = state_space_scan(value, dt, A, B, C, self.D.float(), initial_state=state, documents=inputs.documents)
+        D, documents = self.D.float(), inputs.documents
+        if self.context_shard is not None:
+            y = shared_state_space_scan(value, dt, A, B, C, D, documents, self.context_shard)
+        else:
+            y, state = state_space_scan(value, dt, A, B, C, D, initial_state=state, documents=documents)
         if cache is not None:
             cache.write(state, taps)
         y = self._gated(y.flatten(2), gate)

@@ -38,7 +38,7 @@ class ShortConvolution(RecurrentMixer):
         rows = self.linear_in(x)
         rows = rows if inputs.batch_size is None else rows.unflatten(0, (inputs.batch_size, -1))
         b, c, value = rows.chunk(3, -1)
-        y, taps = convolved(b * value, inputs, self.conv_weight, self.conv_bias, None, taps)
+        y, taps = convolved(b * value, inputs, self.conv_weight, self.conv_bias, None, taps, self.context_shard)
         if cache is not None:
             cache.write(taps)
         y = c * y

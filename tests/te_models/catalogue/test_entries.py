@@ -30,6 +30,7 @@ def some_layers(config: ModelConfig) -> ModelConfig:
     values |= config.mixers_of(chosen)
     if config.moe is not None:
         values["moe"]["layers"] = [place for place, i in enumerate(chosen) if config.is_moe_layer(i)]
+        values["moe"]["hash_layers"] = [place for place, i in enumerate(chosen) if i in config.moe.hash_layers]
     return ModelConfig.from_dict(values)
 
 
@@ -84,8 +85,9 @@ def test_every_family_can_write_its_models_and_read_them_again() -> None:
         assert found.family.read_config(found.family.write_config(config)) == config, found.name
 
 
-WITHOUT = {"granitemoeshared"}
-"""Families without a model here: the one that was published is a test model, whose configuration no document prints."""
+WITHOUT = {"granitemoeshared", "glm5_next"}
+"""Families without a model here: the one that was published is a test model, whose configuration no document prints;
+and no count of parameters was."""
 
 
 def test_every_family_has_a_model() -> None:

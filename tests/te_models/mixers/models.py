@@ -15,7 +15,7 @@ MODELS: dict[str, ModelConfig] = {
     "sparse_latent": VARIANTS["sparse_latent"].replace(num_layers=3, layer_types=None),
     "pools": POOLS["hybrid"],
 }
-__all__ = ["MODELS", "close", "model_of"]
+__all__ = ["MIXERS", "MODELS", "close", "model_of"]
 
 
 def model_of(name: str) -> GPTModel:

@@ -26,8 +26,9 @@ from te_models.training.optimizer.adamw import Optimizer
 from te_models.training.optimizer.groups import uses_muon
 from tests.ranks import outcomes_on_ranks
 from tests.te_models.configs import token_ids
-from tests.te_models.mixers.models import MODELS, close, model_of
+from tests.te_models.mixers.models import MIXERS, MODELS, close, model_of
 
+SHARING = [*MIXERS, "delta rule", "delta rule by channel", "scan", "convolution"]
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -160,3 +161,16 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 @every_model
 def test_shards_of_two_ranks(name: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[name] for outcome in outcomes] == ["ok", "ok"]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def sharing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    results, ranks = tmp_path_factory.mktemp("shared") / "results", request.param
+    module = "tests.te_models.mixers.shared_ranks"
+    return outcomes_on_ranks(module, results, ",".join(SHARING), ranks=ranks, timeout=600)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
+@pytest.mark.parametrize("name", SHARING)
+def test_sequences_that_ranks_share(name: str, sharing: list[dict[str, str]]) -> None:
+    assert [outcome[name] for outcome in sharing] == ["ok"] * len(sharing)

@@ -1,0 +1,131 @@
+"""What each of several processes does that share sequences: `python -m tests.te_models.mixers.shared_ranks RESULTS
+NAMES`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_models.kernels.gated_delta import gated_delta_rule, l2_normed
+from te_models.kernels.short_convolution import short_convolution
+from te_models.kernels.state_space import state_space_scan
+from te_models.layers.distributed.context_parallel import context_shard, own_positions
+from te_models.model.mixers import shared_sequence
+from tests.ranks import report_cases
+from tests.te_models.configs import token_ids
+from tests.te_models.mixers.models import model_of
+
+LENGTH = 48
+
+
+def near(a: torch.Tensor, b: torch.Tensor, bound: float) -> bool:
+    return bool((a - b).abs().max() <= bound * b.abs().max())
+
+
+DOCUMENTS = torch.tensor([[0] * 12 + [1] * 19 + [2] * 17, [3] * 7 + [4] * 1 + [3] * 33 + [-1] * 7])
+"""Of which one ends where a chunk does, and one number comes again."""
+
+
+def sequences_are_as_on_one_rank(name: str) -> None:
+    """Of a model in float32, whose own gradients change by 1e-4 where weights change by 1e-7: the rules are compared
+    more closely. Without padding, padded on the left, and with documents."""
+    ranks, ids, wrong = dist.get_world_size(), token_ids(2, LENGTH), []
+    whole, shared = model_of(name).train(), model_of(name).train()
+    shared.set_context_parallel_group(dist.group.WORLD)
+    padded = torch.ones_like(ids)
+    padded[0, :14] = 0
+    every = torch.ones(2, LENGTH, dtype=torch.bool)
+    for options, seen in (
+        ({}, every),
+        ({"attention_mask": padded}, padded.bool()),
+        ({"document_ids": DOCUMENTS}, DOCUMENTS >= 0),
+    ):
+        whole.zero_grad()
+        shared.zero_grad()
+        expected = whole(ids, labels=ids, **options)
+        expected.loss.backward()
+        found = shared(ids, labels=ids, **options)
+        found.loss.backward()
+        if not (near(found.loss, expected.loss, 1e-6) and near(found.logits[seen], expected.logits[seen], 1e-5)):
+            wrong.append("logits")
+        for (key, p), q in zip(shared.named_parameters(), whole.parameters(), strict=True):
+            dist.all_reduce(p.grad)
+            wrong += [] if near(p.grad / ranks, q.grad, 2e-3) else [key]
+    assert wrong == []
+    if ranks == 4:
+        with pytest.raises(ValueError, match="of the 8 chunks of a sequence that ranks share has 1 tokens; allowed"):
+            shared(token_ids(1, 8), labels=token_ids(1, 8))
+
+
+def delta(decays: tuple[int, ...]) -> tuple[Any, Any, list[Tensor], list[Tensor]]:
+    q, k = (l2_normed(torch.randn(2, LENGTH, 2, 5)) for _ in "qk")
+    v, g = torch.randn(2, LENGTH, 4, 3), -torch.rand(2, LENGTH, 4, *decays)
+    each = [q, k, v, g, torch.rand(2, LENGTH, 4)]
+    return gated_delta_rule, shared_sequence.shared_delta_rule, each, []
+
+
+def scan() -> tuple[Any, Any, list[Tensor], list[Tensor]]:
+    x, dt, B, C = (torch.randn(2, LENGTH, *n) for n in ((4, 3), (4,), (2, 5), (2, 5)))
+    each, whole = [x, dt.abs(), B, C], [-torch.rand(4), torch.randn(4)]
+
+    def ordered(rule: Any) -> Any:
+        return lambda x, dt, B, C, A, D, *rest, **named: rule(x, dt, A, B, C, D, *rest, **named)
+
+    return ordered(state_space_scan), ordered(shared_sequence.shared_state_space_scan), each, whole
+
+
+def convolution() -> tuple[Any, Any, list[Tensor], list[Tensor]]:
+    def ordered(rule: Any, **silu: str) -> Any:
+        return lambda x, w, b, *rest, **named: rule(x, w, b, *(() if silu else ("silu",)), *rest, **silu, **named)
+
+    whole = [torch.randn(7, 4), torch.randn(7)]
+    rules = ordered(short_convolution, activation="silu"), ordered(shared_sequence.shared_convolution)
+    return *rules, [torch.randn(2, LENGTH, 7)], whole
+
+
+RULES: dict[str, Callable[[], tuple[Any, Any, list[Tensor], list[Tensor]]]] = {
+    "delta rule": partial(delta, ()),
+    "delta rule by channel": partial(delta, (5,)),
+    "scan": scan,
+    "convolution": convolution,
+}
+
+
+def rules_are_as_on_one_rank(name: str) -> None:
+    """Forward and backward, in float32 and float64."""
+    shard, wrong = context_shard(dist.group.WORLD), []
+    for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 1e-13)):
+        for documents in (None, DOCUMENTS):
+            torch.manual_seed(0)
+            rule, shared, each, whole = RULES[name]()
+            inputs = [x.to(dtype).requires_grad_() for x in (*each, *whole)]
+            dy = torch.randn(2, LENGTH, *rule(*inputs)[0].shape[2:], dtype=dtype)
+            y, _ = rule(*inputs, documents=documents)
+            wanted = torch.autograd.grad(y, inputs, dy)
+            own = [own_positions(x, shard) for x in inputs[: len(each)]]
+            found = shared(*own, *inputs[len(each) :], documents, shard)
+            if (found - own_positions(y, shard)).abs().max() > 2 * bound * y.abs().max():
+                wrong.append((dtype, documents is None, "y"))
+            got = torch.autograd.grad(found, inputs, own_positions(dy, shard))
+            for n, (a, b) in enumerate(zip(got, wanted, strict=True)):
+                dist.all_reduce(a)
+                if not near(a, b, 4 * bound):  # reported below: other ranks wait for this one's sums
+                    wrong.append((dtype, documents is None, n, float((a - b).abs().max() / b.abs().max())))
+    assert wrong == []
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    names = sys.argv[2].split(",")
+    cases = {
+        name: partial(rules_are_as_on_one_rank if name in RULES else sequences_are_as_on_one_rank, name)
+        for name in names
+    }
+    report_cases(cases, sys.argv[1])
