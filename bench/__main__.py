@@ -42,6 +42,7 @@ LEFT_OUT = {
     "ranks": "it trains on two ranks in four layouts, which takes both cores: python -m bench.ranks",
     "limited": "it runs another benchmark, as a CPU with AVX2 alone would: python -m bench.limited NAME",
     "loading": "ten processes that import torch, a minute: python -m bench.loading",
+    "saving": "it saves on one, two and four ranks: python -m bench.saving",
     "busy_neighbour": "it starts processes that take the cores: python -m bench.busy_neighbour",
     "thread_scaling": "it takes both cores, and nothing else may run: python -m bench.thread_scaling",
     "gpu": "it needs a CUDA device: python -m bench.gpu",
@@ -57,6 +58,7 @@ EVERY = [
     "boundary",
     "ranks",
     "loading",
+    "saving",
     "busy_neighbour",
     "thread_scaling",
 ]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from te_models.config import ModelConfig
 
 from ..families import FAMILIES
-from ..families.base.family import first_that_expresses
+from ..families.base.family import HasShape, first_that_expresses
 from ..io.errors import CheckpointError, shorten
 from ..plan.layout_ops import At, Layout
 from ..plan.param_shapes import expected_tensors
@@ -17,12 +17,12 @@ from .system import System, is_optimizer
 from .torchtitan import TORCHTITAN
 
 
-def _own(config: ModelConfig, found: Collection[str] | None) -> Iterator[tuple[str, Layout]]:
+def _own(config: ModelConfig, found: Mapping[str, HasShape] | None) -> Iterator[tuple[str, Layout]]:
     for name in expected_tensors(config):
         yield name, At(name)
 
 
-def _hugging_face(config: ModelConfig, found: Collection[str] | None) -> Iterator[tuple[str, Layout]]:
+def _hugging_face(config: ModelConfig, found: Mapping[str, HasShape] | None) -> Iterator[tuple[str, Layout]]:
     family = first_that_expresses(FAMILIES.values(), config)
     names = list(family.forms.values())
     if found is not None:

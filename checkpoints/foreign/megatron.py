@@ -9,10 +9,11 @@ stored as one tensor with a dimension for them in front. Moments are named by st
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 
 from te_models.config import AttentionConfig, ModelConfig
 
+from ..families.base.family import HasShape
 from ..io.errors import CheckpointError
 from ..plan.layout_ops import At, Concat, Layout, Rows, Stack
 from ..plan.param_shapes import expected_tensors, head_sizes
@@ -30,7 +31,7 @@ _NORMS = (
 """A norm before a projection, joined with it or as a module of its own."""
 
 
-def named_norm(at: str, rest: str, found: Collection[str] | None) -> str:
+def named_norm(at: str, rest: str, found: Mapping[str, HasShape] | None) -> str:
     """Return the name of a layer's parameter; of a norm, the one of its two names that a checkpoint has."""
     for one, other in (*_NORMS, *((b, a) for a, b in _NORMS)):
         if found is not None and rest.startswith(one) and at + rest not in found:
@@ -76,7 +77,7 @@ def placed(config: ModelConfig, layer: int, rest: str, at: str) -> Layout:
     return At(at + rest)
 
 
-def _weights(config: ModelConfig, found: Collection[str] | None) -> Iterator[tuple[str, Layout]]:
+def _weights(config: ModelConfig, found: Mapping[str, HasShape] | None) -> Iterator[tuple[str, Layout]]:
     """Of a distributed checkpoint, whose layers are apart or joined, and whose experts are."""
     if config.mtp_num_layers or config.mixers or config.hyper_connections is not None:
         raise CheckpointError(
@@ -103,7 +104,7 @@ def _weights(config: ModelConfig, found: Collection[str] | None) -> Iterator[tup
         yield name, layout if apart else Member(layout, layer, layers)
 
 
-def _experts(rest: str, at: str, config: ModelConfig, found: Collection[str] | None) -> Layout:
+def _experts(rest: str, at: str, config: ModelConfig, found: Mapping[str, HasShape] | None) -> Layout:
     """Of all experts in one tensor, or of each in its own (`singleton_local_shards`), gate and up apart."""
     assert config.moe is not None, "the layer has experts"
     part, _, kind = rest.removeprefix("mlp.experts.").rpartition(".")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from te_models.config import ModelConfig
 
+from ..families.base.family import HasShape
 from ..io.errors import CheckpointError, shorten
 from ..plan.layout_ops import Layout
 from ..plan.param_shapes import expected_tensors
@@ -29,13 +30,13 @@ class System:
     """
 
     name: str
-    weights: Callable[[ModelConfig, Collection[str] | None], Iterable[tuple[str, Layout]]]
+    weights: Callable[[ModelConfig, Mapping[str, HasShape] | None], Iterable[tuple[str, Layout]]]
     moment: Callable[[str, str], str]
     master: str | None
     is_other: Callable[[str], bool]
 
     def namespace(
-        self, config: ModelConfig, found: Collection[str] | None = None, state: str | None = None
+        self, config: ModelConfig, found: Mapping[str, HasShape] | None = None, state: str | None = None
     ) -> Namespace:
         """Return how a checkpoint stores the weights, or a state of the optimizer. Raises CheckpointError for a model
         that the system's names do not cover."""

@@ -7,11 +7,12 @@ halves. qwen3, which has norms of q and k, rotates halves. Moments are named by 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from te_models.config import ModelConfig
 
+from ..families.base.family import HasShape
 from ..families.base.names import Names, Weights
 from ..io.errors import CheckpointError
 from ..plan.layout_ops import At, Concat, Layout
@@ -50,7 +51,7 @@ _NAMES = Names(
 )
 
 
-def _weights(config: ModelConfig, found: Collection[str] | None) -> Iterator[tuple[str, Layout]]:
+def _weights(config: ModelConfig, found: Mapping[str, HasShape] | None) -> Iterator[tuple[str, Layout]]:
     attention = config.attention
     if attention.mla is not None or config.mixers or attention.add_qkv_bias or attention.gate_rows:
         raise CheckpointError(

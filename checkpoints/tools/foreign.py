@@ -86,10 +86,11 @@ def open_foreign(
     names = {name.removeprefix(prefix): name for name in weights if name.startswith(prefix)}
     others = {name for name in names if chosen.is_other(name)}
     names = {name: stored for name, stored in names.items() if name not in others}
-    namespace = chosen.namespace(config, names)
+    held = {name: store.tensors[its] for name, its in names.items()}
+    namespace = chosen.namespace(config, held)
     if state is not None:
-        found = {name: _stored_state(name, store) for name in chosen.namespace(config, names, state).stored}
-        names, namespace = found, chosen.namespace(config, names, state)
+        found = {name: _stored_state(name, store) for name in chosen.namespace(config, held, state).stored}
+        names, namespace = found, chosen.namespace(config, held, state)
     tensors = without_padding({name: store.tensors[its] for name, its in names.items()}, namespace.stored)
     return chosen, RenamedStore(store, names, tensors), namespace
 

@@ -231,7 +231,7 @@ class TransformerLayer(nn.Module):
         return y if self.mixer is None else y + self.mixer(x, inputs, memories[1]), passed
 
     def _mlp(
-        self, x: Tensor, token_mask: Tensor | None, batch_size: int | None, read: TokenInputs | None
+        self, x: Tensor, token_mask: Tensor | None, batch_size: int | None, read: TokenInputs | None = None
     ) -> tuple[Tensor, RouterOutput | None]:
         if self.pre_mlp_layernorm is not None:
             x = self._normed(self.pre_mlp_layernorm, x)

@@ -29,7 +29,7 @@ def test_batches_follow_the_speed(sizes: Sizes) -> None:
 def test_what_is_chosen_is_said_with_its_reason() -> None:
     slow = pace_line(REAL, paced(REAL, 100.0), 100.0)
     assert "100 GFLOP/s" in slow
-    assert "training on 16 of 32 batches, without the compiler" in slow
+    assert "training on 12 of 32 batches, without the compiler" in slow
     assert slow.endswith("(from 500 GFLOP/s on: all, compiled)")
     assert pace_line(REAL, REAL, 900.0).endswith("training on all 32 batches, compiled")
 

@@ -99,7 +99,7 @@ def test_json_round_trip_is_exact(tmp_path: Path) -> None:
             ": [parallel] cpu_offload is True; allowed: False with data",
         ),
         ('recipe = "mxfp8"', "cache_weights = 1", ": [precision] cache_weights is 1; allowed: true or false"),
-        ('path = "models/smollm2"', "", ": [model] is 'empty'; allowed: one of path, config and config_file"),
+        ('path = "models/smollm2"', "", ": [model] is 'empty'; allowed: one of path, name, config and config_file"),
         ('path = "data/text"', 'path = "data/text"\ntext = ["a.txt"]', ": [data] tokenizer is None"),
         ('path = "data/text"', 'path = "data/text"\ntext = "a.txt"', ": [data] text is 'a.txt'; allowed: a list"),
         ('path = "data/text"', 'path = "data/text"\ntext = [3]', ": [data] text[0] is 3; allowed: a string"),
@@ -145,7 +145,7 @@ moe = { num_moe_experts = 4, moe_router_topk = 2, moe_ffn_hidden_size = 64, rout
         (
             '"sigmoid"',
             '"sigmoidal"',
-            "[model.config.moe.router] score is 'sigmoidal'; allowed: 'softmax', 'sigmoid'; did",
+            "[model.config.moe.router] score is 'sigmoidal'; allowed: 'softmax', 'sigmoid', 'sqrtsoftplus'; did",
         ),
         (
             '"sigmoid"',

@@ -62,7 +62,7 @@ class Mamba(RecurrentMixer):
         rows = self.linear_in(x)
         rows = rows if inputs.batch_size is None else rows.unflatten(0, (inputs.batch_size, -1))
         value, gate = rows.chunk(2, -1)
-        value, taps = convolved(value, inputs, self.conv_weight, self.conv_bias, "silu", taps)
+        value, taps = convolved(value, inputs, self.conv_weight, self.conv_bias, "silu", taps, self.context_shard)
         mask = None if inputs.token_mask is None else inputs.token_mask[..., None]
         value = value if mask is None else value * mask.to(value.dtype)
         latent, B, C = self._selected(value)

@@ -155,7 +155,7 @@ def test_a_family_without_a_class_in_transformers_is_named_with_one_that_has(tmp
     theirs = model_of("deepseek_v3")
     edit(save(theirs, tmp_path), model_type="kimi_k2")
     ours = GPTModel.from_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"family 'kimi_k2'; allowed: deepseek_v3, glm4_moe_lite, kimi_k25$"):
+    with pytest.raises(CheckpointError, match=r"family 'kimi_k2'; allowed: deepseek_v3, glm4_moe_lite$"):
         ours.to_hf()
     assert_same_bits(ours.to_hf("deepseek_v3").state_dict(), theirs.state_dict())
 
