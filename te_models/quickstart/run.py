@@ -14,7 +14,7 @@ from .report import Report
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much of everything, chosen so that the whole ends within six or seven minutes on two cores, in 6 GiB.
+    """How much of everything, chosen so that the whole ends within six minutes on two cores, in 6 GiB.
 
     The compared text is `windows` held-out files of `length` tokens each. `most_perplexity` is what a sane model stays
     below there. Training reads `train_batches` batches `epochs` times, `windows_per_file` windows from each text file;

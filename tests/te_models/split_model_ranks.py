@@ -55,6 +55,10 @@ CASES = (
     "jamba",
     "minimax",
     "falcon_h1-flags",
+    "qwen3_next-flags",
+    "kimi_linear-flags",
+    "bailing_hybrid",
+    "lfm2",
 )
 QUANTIZED_CASES = ("current", "block", "mxfp8", "nvfp4")
 LARGE = ModelConfig(

@@ -17,7 +17,6 @@ from te_models.kernels.short_convolution import short_convolution
 from te_models.kernels.without_autocast import without_autocast
 from te_models.layers.distributed.context_parallel import ContextShard
 from te_models.layers.distributed.sequence_parallel import SequenceShard, gather_tokens_of_ranks
-from te_models.layers.distributed.tensor_parallel import TensorParallelModule
 from te_models.layers.functional.gemm_operand import compute_dtype
 
 from ...config import ModelConfig
@@ -80,12 +79,12 @@ class Columns(nn.Module):
             return linear(x.to(dtype), self.weight.to(dtype), None)
 
 
-def own_input(x: Tensor, inputs: MixerInputs, split: TensorParallelModule, shard: SequenceShard | None) -> Tensor:
-    """Return x [B, S, H] of all tokens, whose gradient ranks that split a layer add up. split: a layer that they share;
-    shard: how they share tokens, where inputs.batch_size says so."""
+def all_tokens(x: Tensor, inputs: MixerInputs, shard: SequenceShard | None) -> Tensor:
+    """Return x [B, S, H] of all tokens, in the dtype of compute. shard: how ranks share tokens, where
+    inputs.batch_size says so."""
     if inputs.batch_size is not None and shard is not None:
         x = gather_tokens_of_ranks(x, shard).unflatten(0, (inputs.batch_size, -1))
-    return split.for_own_features(x.to(compute_dtype(x)))
+    return x.to(compute_dtype(x))
 
 
 def start_convolution(weight: Tensor, bias: Tensor | None, blocks: tuple[int, ...], build: Build) -> None:

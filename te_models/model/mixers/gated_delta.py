@@ -16,7 +16,7 @@ from te_models.kernels.norm import rms_norm
 from ...config import GatedDeltaConfig, ModelConfig
 from ..build import Build, make_input_linear, make_output_linear
 from .base import MixerInputs, RecurrentMixer
-from .convolved import Rows, convolved, own_input, silu_gated, softplus, start_convolution, start_rows
+from .convolved import Rows, all_tokens, convolved, silu_gated, softplus, start_convolution, start_rows
 from .shared_sequence import shared_delta_rule
 
 
@@ -58,7 +58,8 @@ class GatedDelta(RecurrentMixer):
         state, taps = (None, None) if cache is None else cache.read()
         rows = self.linear_in(x)
         rows = rows if inputs.batch_size is None else rows.unflatten(0, (inputs.batch_size, -1))
-        whole = own_input(x, inputs, self.linear_proj, self.build.sequence_shard)
+        tokens = all_tokens(x, inputs, self.build.sequence_shard)
+        whole = self.linear_proj.for_own_features(tokens)
         mixed, taps = convolved(
             rows[..., : 2 * self.key_size + self.value_size],
             inputs,
@@ -70,7 +71,7 @@ class GatedDelta(RecurrentMixer):
         )
         q, k, v = mixed.split([self.key_size, self.key_size, self.value_size], -1)
         q, k = (l2_normed(t.unflatten(-1, (-1, self.mixer.key_head_dim))) for t in (q, k))
-        g, beta = self._decay_and_step(whole, inputs.token_mask)
+        g, beta = self._decay_and_step(whole, self._latent(self.decay_down, tokens), inputs.token_mask)
         v = v.unflatten(-1, (-1, self.mixer.value_head_dim))
         if self.context_shard is not None:
             y = shared_delta_rule(q, k, v, g, beta, inputs.documents, self.context_shard)
@@ -78,19 +79,21 @@ class GatedDelta(RecurrentMixer):
             y, state = gated_delta_rule(q, k, v, g, beta, initial_state=state, documents=inputs.documents)
         if cache is not None:
             cache.write(state, taps)
-        y = rms_norm(y, self.norm_weight, self.epsilon).flatten(2)
-        if self.gate is None or self.gate_down is None:
-            gate = rows[..., -self.value_size :]
-        else:
-            gate = self.gate(self.gate_down(whole))
+        y = rms_norm(y, self.linear_proj.for_own_features(self.norm_weight), self.epsilon).flatten(2)
+        latent = self._latent(self.gate_down, tokens)
+        gate = rows[..., -self.value_size :] if self.gate is None or latent is None else self.gate(latent)
         y = silu_gated(y, gate, self.mixer.gate_activation)
         return self.linear_proj(y if inputs.batch_size is None else y.flatten(0, 1))
 
-    def _decay_and_step(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _latent(self, down: Rows | None, tokens: Tensor) -> Tensor | None:
+        """Return a latent, which every rank has in full and goes on from to its own heads; None where there is none."""
+        return None if down is None else self.linear_proj.for_own_features(down(tokens))
+
+    def _decay_and_step(self, x: Tensor, latent: Tensor | None, token_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the log of the decay, [B, S, N] or [B, S, N, K], and the step [B, S, N], float32; 0 for padding."""
         mixer = self.mixer
         beta = self.step(x).float().sigmoid() * (2.0 if mixer.allow_neg_eigval else 1.0)
-        a = self.decay(x if self.decay_down is None else self.decay_down(x)).float() + self.dt_bias.float()
+        a = self.decay(x if latent is None else latent).float() + self.dt_bias.float()
         rate = self.A_log.float().exp()
         if mixer.decay_by == "channel":
             a, rate = a.unflatten(-1, (-1, mixer.key_head_dim)), rate[:, None]
