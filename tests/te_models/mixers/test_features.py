@@ -24,6 +24,7 @@ from te_models.lora import add_lora, lora_state_dict, merge_lora
 from te_models.training import OptimizerConfig
 from te_models.training.optimizer.adamw import Optimizer
 from te_models.training.optimizer.groups import uses_muon
+from tests.covering import selected
 from tests.ranks import outcomes_on_ranks
 from tests.te_models.configs import token_ids
 from tests.te_models.mixers.models import MIXERS, MODELS, close, model_of
@@ -160,25 +161,27 @@ def test_stored_weights(name: str, kind: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    results = tmp_path_factory.mktemp("mixers") / "results"
-    return outcomes_on_ranks("tests.te_models.mixers.shard_ranks", results, ",".join(MODELS), timeout=600)
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    results, names = tmp_path_factory.mktemp("mixers") / "results", selected(request, "sharded")
+    return outcomes_on_ranks("tests.te_models.mixers.shard_ranks", results, ",".join(names), timeout=600)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
-@every_model
-def test_shards_of_two_ranks(name: str, outcomes: list[dict[str, str]]) -> None:
-    assert [outcome[name] for outcome in outcomes] == ["ok", "ok"]
+@pytest.mark.sentinels("by_channel", "mamba2", "pools")
+@pytest.mark.parametrize("sharded", MODELS)
+def test_shards_of_two_ranks(sharded: str, outcomes: list[dict[str, str]]) -> None:
+    assert [outcome[sharded] for outcome in outcomes] == ["ok", "ok"]
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def sharing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     results, ranks = tmp_path_factory.mktemp("shared") / "results", request.param
-    module = "tests.te_models.mixers.shared_ranks"
-    return outcomes_on_ranks(module, results, ",".join(SHARING), ranks=ranks, timeout=600)
+    module, names = "tests.te_models.mixers.shared_ranks", selected(request, "shared")
+    return outcomes_on_ranks(module, results, ",".join(names), ranks=ranks, timeout=600)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
-@pytest.mark.parametrize("name", SHARING)
-def test_sequences_that_ranks_share(name: str, sharing: list[dict[str, str]]) -> None:
-    assert [outcome[name] for outcome in sharing] == ["ok"] * len(sharing)
+@pytest.mark.sentinels("2-by_channel", "2-mamba2", "2-delta rule", "2-convolution")
+@pytest.mark.parametrize("shared", SHARING)
+def test_sequences_that_ranks_share(shared: str, sharing: list[dict[str, str]]) -> None:
+    assert [outcome[shared] for outcome in sharing] == ["ok"] * len(sharing)

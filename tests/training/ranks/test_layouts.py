@@ -263,6 +263,7 @@ def test_the_same_layout_continues_bit_for_bit(case: Case, runs: Runs) -> None:
     assert [[row.get(name) for name in columns] for row in runs.curve(case)] == rows[2:]
 
 
+@pytest.mark.sentinels("deep_nvfp4_pp2_ZBVZeroBubble_after_pp2")
 @pytest.mark.parametrize("case", each(SCHEDULED))
 def test_another_schedule_continues_bit_for_bit(case: Case, runs: Runs) -> None:
     """A layer's state is the layer's. Delayed scaling, whose scales depend on the order of micro-batches, gives other
