@@ -5,6 +5,7 @@ B batch, T tokens, H heads, D channels, N chunks, C tokens of a chunk, M documen
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -107,6 +108,33 @@ def aligned(cu_seqlens: Tensor, tokens: int, lead: int = 0, size: int = CHUNK) -
     lead_place = first[:, None] + torch.arange(lead, device=cu_seqlens.device)
     most = (tokens + size - 1) // size + end.shape[0] * (1 + (lead + size - 1) // size)
     return Aligned(place, lead_place, first, after - 1, most * size)
+
+
+def of_documents(
+    rule: Callable[..., tuple[Tensor, Tensor]],
+    operands: Sequence[Tensor],
+    leads: Sequence[Tensor] | None,
+    cu_seqlens: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return what a rule gives of documents [1, T, ...], each from the beginning of a chunk on, and the states behind
+    each of them.
+
+    rule: called with the operands, in `dtype`, and where documents begin; returns out and the states behind chunks.
+    leads: of each operand tokens [M, lead, ...] that write the initial states; None: these are zeros.
+    """
+    layout = aligned(cu_seqlens, operands[0].shape[1], 0 if leads is None else leads[0].shape[1])
+    pairs = zip(operands, leads or [None] * len(operands), strict=True)
+    out, states = rule(*(layout.scattered(x.to(dtype), lead) for x, lead in pairs), layout.starts())
+    return out[:, layout.place], states[layout.last, 0]
+
+
+def writers_of(initial_state: Tensor, key_heads: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return q, k and v of tokens that write a state [M, H, K, V] where nothing decays: queries of zeros, unit vectors
+    as keys, and the rows of the state."""
+    documents, K = initial_state.shape[0], initial_state.shape[2]
+    unit = torch.eye(K, dtype=dtype, device=initial_state.device)[None, :, None].expand(documents, K, key_heads, K)
+    return [torch.zeros_like(unit), unit, initial_state.to(dtype).transpose(1, 2)]
 
 
 def check_documents(

@@ -191,7 +191,8 @@ _SAVED = replace(
     embedding="model.embed_tokens",
     final_norm="model.norm",
     layer="model.layers.{i}",
-    compressed=CompressedNames(key_norm="attn.norm", final_connection="model.hc_head.hc_"),
+    final_hyper_connection="model.hc_head.hc_{part}",
+    compressed=CompressedNames(key_norm="attn.norm"),
 )
 _INDEXER = "self_attn.compressor.indexer"
 _IN_MEMORY = Names(
@@ -213,9 +214,9 @@ _IN_MEMORY = Names(
         index_weights=f"{_INDEXER}.scorer.weights_proj",
         parts=("kv_proj", "gate_proj", "position_bias", "kv_norm"),
         hash_table="mlp.gate.tid2eid",
-        connections=("attn_hc.", "ffn_hc."),
-        final_connection="model.hc_head.hc_",
     ),
+    hyper_connection="{sublayer}_hc.{part}",
+    final_hyper_connection="model.hc_head.hc_{part}",
 )
 
 DEEPSEEK_V4 = Family(

@@ -87,10 +87,9 @@ def open_foreign(
     others = {name for name in names if chosen.is_other(name)}
     names = {name: stored for name, stored in names.items() if name not in others}
     held = {name: store.tensors[its] for name, its in names.items()}
-    namespace = chosen.namespace(config, held)
+    namespace = chosen.namespace(config, held, state)
     if state is not None:
-        found = {name: _stored_state(name, store) for name in chosen.namespace(config, held, state).stored}
-        names, namespace = found, chosen.namespace(config, held, state)
+        names = {name: _stored_state(name, store) for name in namespace.stored}
     tensors = without_padding({name: store.tensors[its] for name, its in names.items()}, namespace.stored)
     return chosen, RenamedStore(store, names, tensors), namespace
 

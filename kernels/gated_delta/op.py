@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import aligned, check_documents, starts_of, wide
+from ..chunks import check_documents, of_documents, starts_of, wide, writers_of
 from . import chunked, library, reference
 
 
@@ -60,19 +60,18 @@ def _of_documents(
     initial_state: Tensor | None,
     cu_seqlens: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Each document from the beginning of a chunk on. K tokens with unit vectors as keys write its initial state."""
-    dtype, K = wide(q), k.shape[3]
-    layout = aligned(cu_seqlens, v.shape[1], 0 if initial_state is None else K)
-    leads: list[Tensor | None] = [None] * 5
+    leads = None
     if initial_state is not None:
-        unit = torch.eye(K, dtype=dtype, device=k.device)[None, :, None].expand(len(initial_state), K, k.shape[2], K)
-        none = torch.zeros_like(unit)
-        ones = beta.new_ones(len(initial_state), K, v.shape[2], dtype=dtype)
-        zeros = torch.zeros_like(ones) if g.dim() == 3 else torch.zeros_like(ones)[..., None].expand(*ones.shape, K)
-        leads = [none, unit, initial_state.to(dtype).transpose(1, 2), zeros, ones]
-    parts = [layout.scattered(x.to(dtype), lead) for x, lead in zip((q, k, v, g, beta), leads, strict=True)]
-    out, states = chunked.gated_delta_rule(*parts, scale, None, layout.starts())
-    return out[:, layout.place].to(v.dtype), states[layout.last, 0]
+        leads = writers_of(initial_state, k.shape[2], wide(q))
+        ones = leads[2].new_ones(leads[2].shape[:3])
+        still = torch.zeros_like(ones)
+        leads += [still if g.dim() == 3 else still[..., None].expand(*ones.shape, k.shape[3]), ones]
+
+    def rule(*parts: Tensor) -> tuple[Tensor, Tensor]:
+        return chunked.gated_delta_rule(*parts[:5], scale, None, parts[5])
+
+    out, states = of_documents(rule, (q, k, v, g, beta), leads, cu_seqlens, wide(q))
+    return out.to(v.dtype), states
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:

@@ -5,10 +5,9 @@ B batch, T tokens, Hk heads of q and k, H heads of v, K and V channels, M docume
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ..chunks import aligned, check_documents, starts_of, wide
+from ..chunks import check_documents, of_documents, starts_of, wide, writers_of
 from . import chunked, reference
 
 
@@ -68,20 +67,13 @@ def linear_attention(
     if cu_seqlens is None:
         out, states = chunked.linear_attention(q, k, v, g, scale, initial_state, starts_of(documents))
         return out.to(v.dtype), states[-1]
-    return _of_documents(q, k, v, g, scale, initial_state, cu_seqlens)
-
-
-def _of_documents(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Each document from the beginning of a chunk on. K tokens with unit vectors as keys write its initial state."""
-    dtype, K = wide(v), k.shape[3]
-    layout = aligned(cu_seqlens, v.shape[1], 0 if initial_state is None else K)
-    leads: list[Tensor | None] = [None] * 4
+    leads = None
     if initial_state is not None:
-        unit = torch.eye(K, dtype=dtype, device=k.device)[None, :, None].expand(len(initial_state), K, k.shape[2], K)
-        zeros = g.new_zeros(len(initial_state), K, v.shape[2], dtype=dtype)
-        leads = [torch.zeros_like(unit), unit, initial_state.to(dtype).transpose(1, 2), zeros]
-    parts = [layout.scattered(x.to(dtype), lead) for x, lead in zip((q, k, v, g), leads, strict=True)]
-    out, states = chunked.linear_attention(*parts, scale, None, layout.starts())
-    return out[:, layout.place].to(v.dtype), states[layout.last, 0]
+        leads = writers_of(initial_state, k.shape[2], wide(v))
+        leads.append(leads[2].new_zeros(leads[2].shape[:3]))
+
+    def rule(*parts: Tensor) -> tuple[Tensor, Tensor]:
+        return chunked.linear_attention(*parts[:4], scale, None, parts[4])
+
+    out, states = of_documents(rule, (q, k, v, g), leads, cu_seqlens, wide(v))
+    return out.to(v.dtype), states

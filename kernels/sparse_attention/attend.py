@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from ..chunks import wide
 from ..custom_op import Output, gradient_of, like, operation
-from .blocks import Block, blocks, chosen_of, operand, wide
+from .blocks import Block, blocks, chosen_of, operand, widened
 
 
 def block_probabilities(
@@ -25,7 +26,7 @@ def block_probabilities(
     sums of exponentials, [G, R, C], which is computed where it is not given. q: [B, S, G, R, D] and k: [B, G, L, D],
     both as `operand`; hidden: bool [C, block.keys]."""
     own = q[block.row, block.begin : block.end].permute(1, 2, 0, 3)
-    scores = wide(own.flatten(1, 2) @ k[block.row, :, : block.keys].mT).unflatten(1, own.shape[1:3])
+    scores = widened(own.flatten(1, 2) @ k[block.row, :, : block.keys].mT).unflatten(1, own.shape[1:3])
     scores = scores.mul_(scale).masked_fill_(hidden, -torch.inf)
     if logsumexp is None:
         logsumexp = scores.logsumexp(-1)
@@ -40,8 +41,7 @@ def grouped(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _results(q: Tensor, v: Tensor) -> tuple[Output, Output]:
-    sums = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return like(q, (*q.shape[:-1], v.shape[-1])), like(q, q.shape[:-1], sums)
+    return like(q, (*q.shape[:-1], v.shape[-1])), like(q, q.shape[:-1], wide(q))
 
 
 @operation("sparse_attention_fwd", _results)
@@ -51,7 +51,7 @@ def sparse_attention_fwd(q: Tensor, k: Tensor, v: Tensor, choice: Tensor, scale:
     Arguments: see `sparse_attention`. Differentiable once in q, k and v.
     """
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    sums = q.new_empty(q.shape[:-1], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    sums = q.new_empty(q.shape[:-1], dtype=wide(q))
     wide_q, wide_k = grouped(q, k)
     value = operand(v).transpose(1, 2)
     for block in blocks(q, k.shape[1], q.shape[2]):
@@ -92,13 +92,13 @@ def sparse_attention_bwd(
         p, _ = block_probabilities(block, wide_q, wide_k, ~chosen_of(block, choice), scale, sums)
         outer = _heads_first(operand(grad), block, groups)
         rows, flat = outer.flatten(1, 2), p.flatten(1, 2)
-        dv[seen] += wide(flat.mT.to(rows.dtype) @ rows)
-        shift = (wide(outer) * wide(_heads_first(out, block, groups))).sum(-1).flatten(1, 2)
-        ds = (flat * (wide(rows @ value[seen].mT) - shift[..., None]) * scale).to(wide_q.dtype)
+        dv[seen] += widened(flat.mT.to(rows.dtype) @ rows)
+        shift = (widened(outer) * widened(_heads_first(out, block, groups))).sum(-1).flatten(1, 2)
+        ds = (flat * (widened(rows @ value[seen].mT) - shift[..., None]) * scale).to(wide_q.dtype)
         found = (ds @ wide_k[seen]).unflatten(1, p.shape[1:3])
         dq[block.row, block.begin : block.end] = _tokens_first(found).to(dq.dtype)
         own = wide_q[block.row, block.begin : block.end].permute(1, 2, 0, 3).flatten(1, 2)
-        dk[seen] += wide(ds.mT @ own)
+        dk[seen] += widened(ds.mT @ own)
     return dq, dk.transpose(1, 2).contiguous().to(k.dtype), dv.transpose(1, 2).contiguous().to(v.dtype)
 
 

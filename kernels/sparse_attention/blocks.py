@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..chunks import wide
+
 SCORES = 2**21
 """How many scores of all heads a block has about: 8 MB of float32, which the caches of a few cores hold."""
 FEWEST = 16
@@ -64,6 +66,6 @@ def operand(x: Tensor) -> Tensor:
     return x.float() if x.device.type == "cpu" and x.dtype != torch.float64 else x
 
 
-def wide(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
     """Return x in float32, or float64."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x.to(wide(x))

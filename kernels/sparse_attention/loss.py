@@ -11,18 +11,15 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from ..chunks import wide
 from ..custom_op import Output, gradient_of, like, operation
 from .attend import block_probabilities, grouped
 from .blocks import blocks, chosen_of, hidden_of, operand
 from .select import block_scores
 
 
-def _sums(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _results(index_q: Tensor, index_k: Tensor, weights: Tensor) -> tuple[Output, ...]:
-    return like(index_q, (), _sums(index_q)), like(index_q), like(index_k), like(weights)
+    return like(index_q, (), wide(index_q)), like(index_q), like(index_k), like(weights)
 
 
 @operation("indexer_loss", _results)
@@ -37,7 +34,7 @@ def indexer_loss_op(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss of `indexer_loss`, and its gradients in index_q, index_k and weights."""
-    (queries, keys), dtype = (q.shape[1], k.shape[1]), _sums(index_q)
+    (queries, keys), dtype = (q.shape[1], k.shape[1]), wide(index_q)
     loss, count = (torch.zeros((), dtype=dtype, device=q.device) for _ in range(2))
     dq, dk, dw = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (index_q, index_k, weights))
     wide_q, wide_k = grouped(q, k)

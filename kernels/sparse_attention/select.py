@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from ..custom_op import Output, operation
-from .blocks import Block, blocks, hidden_of, operand, wide
+from .blocks import Block, blocks, hidden_of, operand, widened
 
 
 def block_scores(block: Block, q: Tensor, k: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return the products of a block's index queries and keys above zero, [H, C, block.keys], and their weighted sum,
     [C, block.keys]. q: [B, S, H, I], k: [B, L, I], both as `operand`; weights: [B, S, H]."""
     own = q[block.row, block.begin : block.end].transpose(0, 1)
-    products = wide(own @ k[block.row, : block.keys].T).relu_()
+    products = widened(own @ k[block.row, : block.keys].T).relu_()
     own_weights = weights[block.row, block.begin : block.end].to(products.dtype)
     return products, torch.einsum("hcl,ch->cl", products, own_weights)
 

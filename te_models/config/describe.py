@@ -25,10 +25,10 @@ def _attention(a: AttentionConfig, seen: str) -> str:
     kind, _, unrotated = seen.partition("_")
     unrotated, kind = unrotated or ("nope" if kind == "nope" else ""), "full" if kind == "nope" else kind
     gate = f"{a.output_gate_activation} gate by {a.output_gate_by}"
+    pools = a.indexer is not None and a.indexer.pool_size is not None
     elements = {
         "compressed keys": a.compressed is not None and a.compressed.rate is not None,
-        "an indexer": a.index_channels > 0 and (a.indexer is None or a.indexer.pool_size is None),
-        "an indexer of pools": a.index_channels > 0 and a.indexer is not None and a.indexer.pool_size is not None,
+        f"an indexer{' of pools' if pools else ''}": a.index_channels > 0,
         "the keys of another layer's indexer": a.indexer is not None and a.indexer.shared,
         "sinks": a.sinks,
         gate: a.output_gate,

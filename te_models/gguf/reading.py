@@ -8,6 +8,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -228,8 +229,6 @@ def import_gguf(
             plan = plan_te_folder(ckpt, layout, dtype=as_torch_dtype(dtype))
             report = moved_report(plan, ckpt.tensors, values=store.kinds)
             notes = plan.notes if note is None else (*plan.notes, note)
-            from dataclasses import replace
-
             plan = replace(plan, report=report, notes=notes)
             return conversion.write_te_folder(plan, layout, source_of(ckpt))
 

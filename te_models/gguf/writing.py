@@ -7,7 +7,6 @@ model's, and a difference is an error that names the field.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from te_models.checkpoints.families import FAMILIES
 from te_models.checkpoints.folder.checkpoint import Checkpoint, open_checkpoint
 from te_models.checkpoints.folder.hf_config import choose_family, export_config
+from te_models.checkpoints.io.atomic import replaced_file
 from te_models.checkpoints.io.errors import CheckpointError
 from te_models.checkpoints.io.store import Store
 from te_models.checkpoints.io.threads import Progress
@@ -91,14 +91,10 @@ def export_gguf(
         values = key_values(config, target.model_type)
         _check(ckpt, values | {"general.architecture": ARCHITECTURES[target.model_type]}, tensors, rope)
         tokens, notes = tokenizer_values(ckpt.path, config, ARCHITECTURES[target.model_type])
-        scratch = path.with_name(f".{path.name}.part")
-        try:
+        with replaced_file(path) as scratch:
             writer = _Writer(gguf, scratch, ARCHITECTURES[target.model_type], type)
             writer.header(values, tokens, tensors, factors)
             writer.data(store, tensors, progress)
-            scratch.replace(path)
-        finally:
-            scratch.unlink(missing_ok=True)
     return notes
 
 
@@ -241,8 +237,6 @@ class _Writer:
                         if progress is not None:
                             progress(done, total)
                 file.write(bytes(-file.tell() % align))
-            file.flush()
-            os.fsync(file.fileno())
 
     def _encoded(self, band: torch.Tensor, kind: Any) -> bytes:
         if kind.name == "F16":

@@ -89,17 +89,19 @@ def import_run(
         owners: dict[str, Any] = {}
         outputs: list[Output] = []
         parts: dict[str, LocalPart] = {}
+        weights: list[str] = []
         for state in (None, *MOMENTS):
             chosen, tensors, namespace = open_foreign(store, shapes_of, system, state)
             plan = make_plan(
                 tensors.tensors, namespace, identity_namespace(canonical), where=str(src), dtype=torch.float32
             )
             owners |= dict.fromkeys(tensors.tensors, tensors)
+            weights = [*tensors.tensors] if state is None else weights
             for output in plan.outputs:
                 name = f"model.{output.name}" if state is None else f"optimizer.{output.name}.{state}"
                 outputs.append(replace(output, name=entry_of(name, (0,) * len(output.shape))))
                 parts[name] = LocalPart.undivided(torch.empty(output.shape, dtype=torch.float32, device="meta"))
-        step = _steps(store, [*open_foreign(store, shapes_of, system)[1].tensors], chosen.moment, step)
+        step = _steps(store, weights, chosen.moment, step)
         small = {f"optimizer.{name}.step": torch.tensor(float(step), device="cpu") for name in canonical}
         small |= {f"rng.0.{name}": value for name, value in random_state().items()}
         for name, value in small.items():

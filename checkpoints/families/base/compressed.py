@@ -1,11 +1,11 @@
-"""Attention to compressed keys, hyper-connections and routing by token in files: DeepSeek-V4's names."""
+"""Attention to compressed keys and routing by token in files: DeepSeek-V4's names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from te_models.config import AttentionConfig, ModelConfig
+from te_models.config import AttentionConfig
 
 from ...plan.layout_ops import At, Concat, Layout, Rows, Stack
 
@@ -28,8 +28,6 @@ class CompressedNames:
     index_weights: str = "attn.indexer.weights_proj"
     parts: tuple[str, str, str, str] = ("wkv", "wgate", "ape", "norm")
     hash_table: str = "ffn.gate.tid2eid"
-    connections: tuple[str, str] = ("hc_attn_", "hc_ffn_")
-    final_connection: str = "hc_head_"
 
     def attention(self, a: AttentionConfig, at: str, ours: str) -> Iterator[tuple[str, Layout]]:
         """Yield the weight map of one layer's attention, without the norm before it."""
@@ -62,17 +60,3 @@ class CompressedNames:
         yield f"{ours}position_bias", At(bias)
         yield f"{ours}linear_in.weight", Concat((At(f"{keys}.weight"), channels), (At(f"{gates}.weight"), channels))
         yield f"{ours}layernorm.weight", At(f"{norm}.weight")
-
-    def hyper_connections(self, config: ModelConfig, at: str, ours: str) -> Iterator[tuple[str, Layout]]:
-        """Yield the weight map of the hyper-connections of one layer."""
-        for name, theirs in zip(("self_attention", "mlp"), self.connections):
-            yield from _connection(f"{ours}{name}_hyper_connection.", at + theirs)
-
-    def final_hyper_connection(self) -> Iterator[tuple[str, Layout]]:
-        """Yield the weight map of what the final norm reads."""
-        yield from _connection("decoder.final_hyper_connection.", self.final_connection)
-
-
-def _connection(ours: str, theirs: str) -> Iterator[tuple[str, Layout]]:
-    for name, their in (("weight", "fn"), ("bias", "base"), ("scale", "scale")):
-        yield f"{ours}{name}", At(f"{theirs}{their}")

@@ -134,7 +134,8 @@ class Names:
         selection_bias: the bias that only selects experts; None: the family has none.
         selection_bias_unsqueezed: it is stored as [1, E].
         mtp: of the layers behind the last one that predict further tokens; None: they cannot be parameters.
-        hyper_connection: the parameters of hyper-connections, of a sublayer, attn or ffn, the part fn, base or scale.
+        hyper_connection: the parameters of hyper-connections, of a sublayer, attn or ffn, the part fn, base or scale;
+            final_hyper_connection: of the one that the final norm reads, of the whole name.
         mixers: how they store mixers that are no attention, by kind.
         shared: how they store blocks that layers share; None: the family has none.
         compressed: how they store attention to compressed keys, and what belongs to it.
@@ -169,6 +170,7 @@ class Names:
     shared_gate: str = "mlp.shared_expert_gate"
     mtp: MTPNames | None = None
     hyper_connection: str = "hc_{sublayer}_{part}"
+    final_hyper_connection: str = "hc_head_{part}"
     mixers: Mapping[str, MixerNames] = field(default_factory=dict)
     shared: SharedNames | None = None
     compressed: CompressedNames | None = None
@@ -190,8 +192,8 @@ class Names:
             yield from self._shared_block(config, first, f"{self.layer.format(i=first)}.", ours)
         yield from _norm(config, "decoder.final_layernorm.", self.final_norm)
         yield from model_additions(config, self._root)
-        if config.hyper_connections is not None and self.compressed is not None:
-            yield from self.compressed.final_hyper_connection()
+        if config.hyper_connections is not None and config.hyper_connections.output == "weighted":
+            yield from _hyper_connection("decoder.final_hyper_connection.", self.final_hyper_connection)
         if not embedding.share_embeddings_and_output_weights:
             yield "output_layer.weight", At(f"{self.output}.weight")
         if embedding.output_bias:
@@ -292,24 +294,19 @@ class Names:
             if mixer.kind not in self.mixers:
                 raise CheckpointError(f"these files have no names for the parameters of a {mixer.kind!r} mixer")
             yield from self.mixers[mixer.kind].weights(config, mixer, at, f"{ours}mixer.")
-        if config.hyper_connections is not None and self.compressed is None:
-            yield from self._hyper_connections(attention or mixer, config.has_mlp(i), at, ours)
+        if config.hyper_connections is not None:
+            for name, theirs in (("self_attention", "attn"), ("mlp", "ffn")):
+                if config.has_mlp(i) if name == "mlp" else attention or mixer:
+                    stored = at + self.hyper_connection.format(sublayer=theirs, part="{part}")
+                    yield from _hyper_connection(f"{ours}{name}_hyper_connection.", stored)
         if config.has_mlp(i):
             yield from (self._moe if config.is_moe_layer(i) else self._mlp)(config, i, at, f"{ours}mlp.")
         yield from layer_additions(config, i, self._root, at, ours)
-        if config.hyper_connections is not None and self.compressed is not None:
-            yield from self.compressed.hyper_connections(config, at, ours)
 
     @property
     def _root(self) -> str:
         """What the names of the model begin with."""
         return self.embedding.rpartition(".")[0]
-
-    def _hyper_connections(self, mixes: Any, has_mlp: bool, at: str, ours: str) -> Weights:
-        for name, theirs, there in (("self_attention", "attn", mixes), ("mlp", "ffn", has_mlp)):
-            for kind, part in (("weight", "fn"), ("bias", "base"), ("scale", "scale")) if there else ():
-                stored = self.hyper_connection.format(sublayer=theirs, part=part)
-                yield f"{ours}{name}_hyper_connection.{kind}", At(at + stored)
 
     def _norms(self, config: ModelConfig, i: int, at: str, ours: str) -> Weights:
         attention, mixes, mlp = config.attention_of(i), bool(config.mixer_names(i)), config.has_mlp(i)
@@ -418,6 +415,11 @@ def per_expert(names: Names, experts: str) -> Names:
 
 COMMON = Names()
 """The names that llama and qwen3_moe introduced."""
+
+
+def _hyper_connection(ours: str, stored: str) -> Weights:
+    for kind, part in (("weight", "fn"), ("bias", "base"), ("scale", "scale")):
+        yield f"{ours}{kind}", At(stored.format(part=part))
 
 
 def _norm(config: ModelConfig, ours: str, theirs: str) -> Weights:

@@ -14,6 +14,7 @@ from te_models.checkpoints import FAMILIES
 from te_models.checkpoints.tools.statistics import count_parameters
 from te_models.cli.main import main
 from te_models.config import ModelConfig
+from te_models.plan.micro_batch import of_layers
 
 
 def some_layers(config: ModelConfig) -> ModelConfig:
@@ -25,13 +26,7 @@ def some_layers(config: ModelConfig) -> ModelConfig:
         indexer = attention and attention.indexer
         kind = (config.layer_type(layer), config.mixer_names(layer), config.is_moe_layer(layer), config.has_mlp(layer))
         kinds.setdefault((*kind, indexer), layer)
-    chosen = list(kinds.values())
-    values = config.to_dict() | {"num_layers": len(chosen), "layer_types": [config.layer_type(i) for i in chosen]}
-    values |= config.mixers_of(chosen)
-    if config.moe is not None:
-        values["moe"]["layers"] = [place for place, i in enumerate(chosen) if config.is_moe_layer(i)]
-        values["moe"]["hash_layers"] = [place for place, i in enumerate(chosen) if i in config.moe.hash_layers]
-    return ModelConfig.from_dict(values)
+    return of_layers(config, list(kinds.values()))
 
 
 def test_every_model_has_as_many_parameters_as_were_published() -> None:
