@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from bench.common import versions, write_result
 from te_models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
-from te_models.model import moe
 from te_models.model.moe import MoELayer
+from te_models.model.moe import layer as moe
 from te_models.plan.micro_batch import record_layers
 from te_models.plan.simulation import fake_ranks, fake_tensors
 from te_models.training import DataConfig, ModelSource, ParallelConfig, PrecisionConfig, TrainConfig

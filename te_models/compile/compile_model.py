@@ -16,7 +16,7 @@ from te_models.kernels.compiling import compiling
 from te_models.layers.collectives import check_member
 
 from ..model import GPTModel
-from ..model.moe import MoELayer
+from ..model.moe import DeepEP, MoELayer
 from .async_tensor_parallel import overlapping_backend_for, share_memory_of_ranks
 from .cache import backend_for
 
@@ -108,7 +108,7 @@ def compiled_parts(model: torch.nn.Module, mode: Mode) -> list[torch.nn.Module]:
 def check_traceable(model: torch.nn.Module) -> None:
     """Raise ValueError for a model that torch cannot trace as one graph."""
     layers = (module for module in model.modules() if isinstance(module, MoELayer))
-    if any(layer.expert_dispatch == "deepep" and layer.expert_model_parallel_size > 1 for layer in layers):
+    if any(isinstance(layer.dispatcher, DeepEP) for layer in layers):
         from te_models.layers.distributed.deepep import UNTRACEABLE
 
         raise ValueError(UNTRACEABLE)

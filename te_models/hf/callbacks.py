@@ -16,7 +16,7 @@ from te_models.checkpoints.write.writer import write_tensors
 from te_models.layers import load_recipe_state, recipe_state
 
 from ..extras import require
-from ..model.expert_bias import UPDATE_RATE, biases_and_counts, check_rate, update_expert_bias
+from ..model.moe.expert_bias import UPDATE_RATE, biases_and_counts, check_rate, update_expert_bias
 
 if TYPE_CHECKING:
     import transformers

@@ -2,8 +2,7 @@
 
 gpt        the model: embedding, decoder, output; loading and saving     decoder   the stack of layers
 layer      one transformer layer, in five block kinds                     attention self attention
-mlp        dense MLP and shared experts                                   moe       routing and experts
-router     the router, what it decided, and its counts                    expert_bias  balance of experts
+mlp        dense MLP and shared experts                                   moe       router, experts, dispatchers
 embedding  token and position embedding                                   output    logits, loss, ModelOutput
 rotary     cos and sin tables                                             cache     key-value caches
 build      how modules are created, and what is refused                    mtp       layers that predict further tokens
@@ -15,12 +14,10 @@ May import: everything but the command line.
 
 from .build import Build
 from .cache import KVCache, StaticKVCache
-from .expert_bias import ExpertLoad, take_expert_load, update_expert_bias
 from .gpt import GPTModel
 from .layer import TransformerLayer
-from .moe import MoELayer
+from .moe import ExpertLoad, MoELayer, RouterOutput, take_expert_load, update_expert_bias
 from .output import ModelOutput
-from .router import RouterOutput
 
 __all__ = [
     "Build",

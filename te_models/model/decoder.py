@@ -22,10 +22,9 @@ from .cache import Memory
 from .hyper_connection import HyperConnection
 from .layer import LayerResult, TransformerLayer
 from .mixers import KeysValues, Selection, TokenInputs
-from .moe import MoELayer
+from .moe import MoELayer, RouterOutput
 from .residual import LaneProjections
 from .rotary import Rotary, RotaryEmbedding
-from .router import RouterOutput
 from .shared_block import SharedBlock
 
 

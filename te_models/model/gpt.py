@@ -33,14 +33,13 @@ from .cache import Memory
 from .decoder import Decoder
 from .embedding import Embedding, input_size, of_tokens, resize_words
 from .mlp import store_inputs_in_fp8, stores_inputs_in_fp8
-from .moe import Experts
+from .moe import Experts, load_balancing_losses
 from .mtp import MultiTokenPrediction
 from .output import ModelOutput, OutputLayer, RouterLossWeights
 from .parallel import SharedModel, check_split, check_tokens, check_tokens_shared, groups_of, place_of, reset_model
 from .pretrained.in_memory import converter_of, fill_from_hf, to_hf
 from .pretrained.keep_in_fp32 import keep_dtypes
 from .pretrained.split_saving import save_split
-from .router import load_balancing_losses
 from .stage import embed_in_last_stage, size_of_parts, with_layers
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from .cache import LayerMemory, PairMemory
 from .hyper_connection import HyperConnection
 from .mixers import KeysValues, Mixer, MixerInputs, Selection, TokenInputs, attention_class, recurrent_class
 from .mlp import MLP
-from .moe import MoELayer
+from .moe import MoELayer, RouterOutput
 from .residual import AlternatingUpdates, Laurel, LayerScalar, PerLayerEmbedding
 from .rotary import Rotary
-from .router import RouterOutput
 from .shared_block import SharedBlock, SharedUse
 
 Passed = Selection | KeysValues

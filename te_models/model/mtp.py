@@ -30,9 +30,8 @@ from ..config import ModelConfig
 from .build import Build, init_method, make_norm
 from .decoder import Decoder, LayerInputs
 from .layer import TransformerLayer
-from .moe import MoELayer
+from .moe import MoELayer, RouterOutput
 from .output import OutputLayer
-from .router import RouterOutput
 
 
 class Projection(nn.Module):

@@ -33,7 +33,7 @@ from te_models.layers.functional.wgrad import main_grad_of
 from ..config import ModelConfig
 from .build import Build, WordsOfRank, init_method
 from .constants import ConstantModule
-from .router import RouterOutput
+from .moe import RouterOutput
 
 
 @dataclass

@@ -21,8 +21,8 @@ from te_models.layers.tensor.fsdp import shards_of_blocks
 from ..config import ConfigError
 from ..model import GPTModel
 from ..model.build import real_device
+from ..model.moe import Router
 from ..model.parallel import reset_parameters
-from ..model.router import Router
 from ..model.stage import embeds_twice, with_layers
 from .mesh import ParallelMesh
 from .pipeline import Stage, StageLayout

@@ -120,7 +120,7 @@ def suppose_balance(gpt: GPTModel) -> None:
     supposed = without_values()
     for module in gpt.modules():
         if isinstance(module, MoELayer):
-            module.supposes_balance = supposed
+            module.dispatcher.supposes_balance = supposed
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ..eval_mode import in_eval_mode
 from ..memory import return_freed_memory
 from ..model import GPTModel
-from ..model.expert_bias import CollapseWatch, ExpertLoad, has_expert_bias, move_expert_bias, take_expert_load
+from ..model.moe.expert_bias import CollapseWatch, ExpertLoad, has_expert_bias, move_expert_bias, take_expert_load
 from ..parallel.pipeline import Pipeline
 from ..signals import Interrupted, StopSignals
 from ..terminal import say

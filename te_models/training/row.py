@@ -13,7 +13,7 @@ import torch
 
 from te_models.layers import quantization_statistics
 
-from ..model.expert_bias import ExpertLoad
+from ..model.moe.expert_bias import ExpertLoad
 from .metrics import finite
 from .ranks.data_parallel import Ranks, largest_over_ranks
 from .setup import SetUp

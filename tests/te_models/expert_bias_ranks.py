@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from te_models import GPTModel, update_expert_bias
-from te_models.model.expert_bias import biases_and_counts
+from te_models.model.moe.expert_bias import biases_and_counts
 from tests.ranks import report_cases
 from tests.te_models.configs import token_ids
 

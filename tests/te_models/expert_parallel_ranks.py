@@ -210,7 +210,7 @@ def sequences_and_global_batch() -> None:
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Inside, models count the tokens of this rank as if there were no others."""
-    with mock.patch("te_models.model.router.group_of_all", lambda: None):
+    with mock.patch("te_models.model.moe.router.group_of_all", lambda: None):
         yield
 
 

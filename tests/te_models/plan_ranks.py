@@ -89,7 +89,7 @@ def record_whole_stages(config: TrainConfig, layout: Layout) -> Recorded:
 def main(results: str, fake: bool, layouts: list[str], rank: int = 0) -> None:
     found: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch("te_models.model.moe.router_topk", balanced_topk))  # as a plan supposes
+        stack.enter_context(mock.patch("te_models.model.moe.layer.router_topk", balanced_topk))  # as a plan supposes
         if fake:
             stack.enter_context(fake_ranks(2, rank))
         else:

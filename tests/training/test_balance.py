@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_models.model.expert_bias import COLLAPSED_STEPS as STEPS
-from te_models.model.expert_bias import CollapseWatch, ExpertLoad
+from te_models.model.moe.expert_bias import COLLAPSED_STEPS as STEPS
+from te_models.model.moe.expert_bias import CollapseWatch, ExpertLoad
 from te_models.training.config.file import BALANCE, read_config
 
 MODEL = """

@@ -10,8 +10,8 @@ from torch import nn
 from te_models.layers import LayerNormMLP
 
 from ...model.embedding import Table
+from ...model.moe import Router
 from ...model.output import OutputLayer
-from ...model.router import Router
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import te_models.model.moe
+import te_models.model.moe.layer
 from te_models import GPTModel
 from te_models.checkpoints import FAMILIES
 from te_models.config import RouterConfig
 from te_models.kernels.router import router_topk, weights_of
-from te_models.model.router import Router
+from te_models.model.moe.router import Router
 from tests.checkpoints.family_cases import CASES, DENSE, make
 from tests.checkpoints.hf_cases import transformers
 
@@ -74,8 +74,8 @@ def our_choices(monkeypatch: pytest.MonkeyPatch, model: GPTModel) -> tuple[Choic
         found.append(chosen(weights, indices, logits.shape[1]))
         return weights
 
-    monkeypatch.setattr(te_models.model.moe, "router_topk", seen)
-    monkeypatch.setattr(te_models.model.moe, "weights_of", by_token)
+    monkeypatch.setattr(te_models.model.moe.layer, "router_topk", seen)
+    monkeypatch.setattr(te_models.model.moe.layer, "weights_of", by_token)
     model(TOKENS)
     logits, topk, options = calls[0]
     return found, lambda **changed: [decide(logits, topk, options | changed)]

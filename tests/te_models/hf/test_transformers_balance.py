@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="TEModelForCausalLM is a transformers
 import transformers
 
 from te_models.hf import ExpertBiasCallback, TEConfig, TEModelForCausalLM
-from te_models.model.expert_bias import biases_and_counts
+from te_models.model.moe.expert_bias import biases_and_counts
 from tests.te_models.configs import VARIANTS, tiny, token_ids
 
 RATE = 0.01

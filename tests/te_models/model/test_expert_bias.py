@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_models import GPTModel, compile_model, generate, update_expert_bias
 from te_models.layers import autocast, checkpoint, recipe
-from te_models.model.expert_bias import biases_and_counts, has_expert_bias, max_load
+from te_models.model.moe.expert_bias import biases_and_counts, has_expert_bias, max_load
 from tests.ranks import outcomes_on_ranks
 from tests.te_models.configs import VARIANTS, one_layer, tiny_moe, token_ids
 

@@ -60,7 +60,7 @@ def test_a_stage_does_not_guess_which_ranks_balance_its_experts(monkeypatch: pyt
     model, ids = GPTModel(config.replace(moe=moe)), token_ids(1, 8)
     stage = model.stage(0, 1)
     stage(ids)
-    monkeypatch.setattr("te_models.model.router.group_of_all", lambda: "all")
+    monkeypatch.setattr("te_models.model.moe.router.group_of_all", lambda: "all")
     with pytest.raises(RuntimeError, match="which ranks have the same layers is not known"):
         stage(ids)
 

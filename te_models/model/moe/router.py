@@ -24,8 +24,8 @@ from te_models.layers.collectives import all_reduce, group_of_all
 from te_models.layers.functional.gemm_operand import compute_dtype
 from te_models.layers.recipe.activation_checkpoint import recomputing
 
-from ..config import ModelConfig
-from .build import Build, init_method
+from ...config import ModelConfig
+from ..build import Build, init_method
 
 
 class RouterOutput(NamedTuple):

@@ -1,0 +1,25 @@
+"""A mixture of experts, one idea per file.
+
+layer     MoELayer: route, dispatch, compute, combine; the router's losses     experts      MLPs, one grouped GEMM each
+router    the router, what it decided, and its counts                          dispatch     how tokens reach experts
+expert_bias  balance of experts over the global batch
+"""
+
+from .dispatch import DeepEP, Dispatcher
+from .expert_bias import ExpertLoad, take_expert_load, update_expert_bias
+from .experts import Experts
+from .layer import MoELayer
+from .router import Router, RouterOutput, load_balancing_losses
+
+__all__ = [
+    "DeepEP",
+    "Dispatcher",
+    "ExpertLoad",
+    "Experts",
+    "MoELayer",
+    "Router",
+    "RouterOutput",
+    "load_balancing_losses",
+    "take_expert_load",
+    "update_expert_bias",
+]
