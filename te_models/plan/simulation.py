@@ -90,10 +90,10 @@ class Recorder(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._see(tensor)
 
-    def add(self, kept: float, peak: float, traffic: Moved) -> None:
+    def add(self, held: float, peak: float, traffic: Moved) -> None:
         """Count work that is known and not done: bytes that stay, bytes at its highest point, and collectives."""
         self.peak = max(self.peak, self.live + peak)
-        self.live += kept
+        self.live += held
         self.traffic = joined(self.traffic, traffic)
 
     @contextlib.contextmanager

@@ -27,17 +27,17 @@ from .simulation import Moved, Recorder, joined
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of a micro-batch through a stage. kept: bytes that live after it and did not before, less those that
+    """One pass of a micro-batch through a stage. held: bytes that live after it and did not before, less those that
     it hands on. peak: bytes at its highest point beyond those before. traffic: its collectives."""
 
-    kept: float = 0.0
+    held: float = 0.0
     peak: float = 0.0
     traffic: Moved = field(default_factory=dict)
 
     def plus(self, other: Pass, factor: float) -> Pass:
         """Return this and `factor` times another."""
         traffic = joined(self.traffic, other.traffic, factor)
-        return Pass(self.kept + factor * other.kept, self.peak + factor * other.peak, traffic)
+        return Pass(self.held + factor * other.held, self.peak + factor * other.peak, traffic)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _micro_batch(stage: Stage, shape: tuple[int, int], recorder: Recorder) -> Mi
         outputs = stage(*inputs, labels=ids, **({"input_ids": ids} if stage.model.config.mtp_num_layers else {}))
         del ids
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    kept = recorder.live - start - _bytes(outputs)
+    held = recorder.live - start - _bytes(outputs)
     trained = [output for output in outputs if output.requires_grad]  # router losses only behind a router
     gradients = [torch.ones_like(output) for output in trained]
     with recorder.apart() as backward:
@@ -116,8 +116,8 @@ def _micro_batch(stage: Stage, shape: tuple[int, int], recorder: Recorder) -> Mi
                 queue.pop(0)()
     left = recorder.live - start - sum(_bytes(tensor.grad) for tensor in inputs)
     return MicroBatchCost(
-        Pass(kept, forward.peak, forward.traffic),
-        Pass(own - kept, backward.peak, backward.traffic),
+        Pass(held, forward.peak, forward.traffic),
+        Pass(own - held, backward.peak, backward.traffic),
         Pass(left - own, weights.peak, weights.traffic),
     )
 
@@ -175,7 +175,7 @@ class _CostOnly(torch.autograd.Function):
     def forward(ctx: Any, of: _Replayed, cost: MicroBatchCost, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.of, ctx.cost = of, cost
         ctx.inputs = [(t.shape, t.dtype) if t.is_floating_point() else None for t in inputs]
-        of.recorder.add(cost.forward.kept, cost.forward.peak, cost.forward.traffic)
+        of.recorder.add(cost.forward.held, cost.forward.peak, cost.forward.traffic)
         if not of.stage.model.post_process:
             return _between(of.stage, of.shape)
         of.stage.losses.append(torch.zeros(4, device="cpu"))
@@ -184,10 +184,10 @@ class _CostOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         of, cost = ctx.of, ctx.cost
-        of.recorder.add(cost.backward.kept, cost.backward.peak, cost.backward.traffic)
+        of.recorder.add(cost.backward.held, cost.backward.peak, cost.backward.traffic)
         queues = later_queues(of.stage)
         if queues:
             weights = cost.weights
-            queues[0].append(lambda: of.recorder.add(weights.kept, weights.peak, weights.traffic))
+            queues[0].append(lambda: of.recorder.add(weights.held, weights.peak, weights.traffic))
         gradients = [None if what is None else torch.empty(what[0], dtype=what[1], device="cpu") for what in ctx.inputs]
         return None, None, None, *gradients
