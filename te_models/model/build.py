@@ -64,6 +64,8 @@ class LocalExperts:
     experts: int
 
     def __call__(self, weight: Tensor) -> Tensor:
+        if _draws_nothing.get():
+            return self.start(weight)
         others = torch.empty_like(weight[0])
         for expert in range(self.experts):
             mine = self.first <= expert < self.first + weight.shape[0]

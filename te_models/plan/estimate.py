@@ -52,7 +52,8 @@ class Plan:
     gradients and gathered parameters included. traffic: (collective, dimension of the mesh) -> `Traffic` of a step.
     compute_s, communication_s: of a step, with what a pipeline waits while it
     fills and empties (nothing under schedules that compute weight gradients meanwhile); step_s: communication of
-    sharded parameters overlaps with compute, all other waits. memory_limit, peak_flops: of a device.
+    sharded parameters overlaps with compute, all other waits. waits: what a step consists of, in seconds by name, that
+    add up to step_s. memory_limit, peak_flops: of a device.
     """
 
     sizes: dict[str, int | bool | None]
@@ -66,6 +67,7 @@ class Plan:
     compute_s: float
     communication_s: float
     step_s: float
+    waits: dict[str, float]
     memory_limit: float
     peak_flops: float
 
@@ -145,11 +147,16 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
     flops /= dims.tensor_model_parallel_size * dims.context_parallel_size * pipeline
     again = 4 / 3 if config.model.activation_checkpointing else 1.0  # the forward pass runs twice
     compute = again * flops / (hardware.tflops * 1e12 * hardware.efficiency)
+    waits = {"compute": compute}
     if stages is not None and not stages.is_later:  # while the pipeline fills and empties, a rank waits for the others
-        compute *= 1 + (stages.ranks - 1) / (micro_batches * (stages.stages_per_rank or 1))
+        waits["pipeline fills and empties"] = (
+            compute * (stages.ranks - 1) / (micro_batches * (stages.stages_per_rank or 1))
+        )
+    compute = sum(waits.values())
     seconds = {key: moved.sent / _bandwidth(key[1], layout, hardware) for key, moved in traffic.items()}
     overlapped = sum(s for key, s in seconds.items() if _overlaps(*key))
-    waiting = sum(s for key, s in seconds.items() if not _overlaps(*key))
+    waits["sharded parameters, beyond compute"] = max(0.0, overlapped - compute)
+    waits |= {f"{kind} over {over}": s for (kind, over), s in seconds.items() if not _overlaps(kind, over)}
     return Plan(
         sizes={**dims.sizes(), "sequence_parallel": config.parallel.sequence_parallel},
         ranks=ranks,
@@ -160,8 +167,9 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
         flops=flops,
         traffic=traffic,
         compute_s=compute,
-        communication_s=overlapped + waiting,
-        step_s=max(compute, overlapped) + waiting,
+        communication_s=sum(seconds.values()),
+        step_s=sum(waits.values()),
+        waits={name: s for name, s in waits.items() if s},
         memory_limit=hardware.memory_gib * 2**30,
         peak_flops=hardware.tflops * 1e12,
     )

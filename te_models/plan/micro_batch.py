@@ -18,6 +18,7 @@ from te_models.kernels.gemm import using_cpu_gemm
 
 from ..config import ModelConfig
 from ..model import GPTModel
+from ..model.build import without_draws
 from ..model.moe import MoELayer
 from ..parallel.sharding import parallelize
 from ..training.build import build_optimizer, random_model
@@ -26,7 +27,7 @@ from ..training.lora import Adapters
 from ..training.ranks.layout import Layout
 from ..training.step import make_loss_function, reduce_gradients
 from ..training.trained import trained_by_layer, with_layers_alone
-from .simulation import Recorder, Traffic, without_values
+from .simulation import Moved, Recorder, joined, without_values
 
 
 @dataclass
@@ -37,21 +38,18 @@ class Recorded:
     parameters: float = 0.0
     optimizer: float = 0.0
     peak: float = 0.0
-    each: dict[tuple[str, str], Traffic] = field(default_factory=dict)
-    once: dict[tuple[str, str], Traffic] = field(default_factory=dict)
+    each: Moved = field(default_factory=dict)
+    once: Moved = field(default_factory=dict)
 
     def plus(self, other: Recorded, factor: float) -> Recorded:
         """Return this and `factor` times another."""
-
-        def joined(a: dict[tuple[str, str], Traffic], b: dict[tuple[str, str], Traffic]) -> dict:
-            return {k: a.get(k, Traffic()) + b.get(k, Traffic()).times(factor) for k in sorted({*a, *b})}
 
         return Recorded(
             self.parameters + factor * other.parameters,
             self.optimizer + factor * other.optimizer,
             self.peak + factor * other.peak,
-            joined(self.each, other.each),
-            joined(self.once, other.once),
+            joined(self.each, other.each, factor),
+            joined(self.once, other.once, factor),
         )
 
 
@@ -75,7 +73,8 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
     """Run a micro-batch and the end of a step with these layers of the model alone, and return what was recorded."""
     recorder = recorder_of(layout)
     config = with_layers_alone(config, model, layers)
-    gpt = random_model(config, of_layers(model, layers), "cpu", layout)
+    with without_draws():
+        gpt = random_model(config, of_layers(model, layers), "cpu", layout)
     if layout.dims.is_sharded:
         divided(gpt, config, layout)
     if config.lora.rank:
@@ -160,10 +159,13 @@ def by_kind(config: TrainConfig, model: ModelConfig, layers: Iterable[int]) -> l
     places: dict[tuple[object, ...], list[int]] = {}
     trained = trained_by_layer(config, model)
     for layer in layers:
-        sublayers = model.mixer_names(layer), model.has_mlp(layer), model.is_moe_layer(layer)
-        kind = *sublayers, model.layer_type(layer), trained[layer]
-        places.setdefault(kind, []).append(layer)
+        places.setdefault((layer_kind(model, layer), trained[layer]), []).append(layer)
     return list(places.values())
+
+
+def layer_kind(model: ModelConfig, layer: int) -> tuple[object, ...]:
+    """Return what layers that compute alike have in common."""
+    return model.mixer_names(layer), model.has_mlp(layer), model.is_moe_layer(layer), model.layer_type(layer)
 
 
 def _dimensions(layout: Layout) -> dict[str, str]:

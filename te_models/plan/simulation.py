@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -52,6 +52,23 @@ class Traffic:
         return Traffic(round(self.calls * factor), round(self.payload * factor), self.sent * factor)
 
 
+Moved = dict[tuple[str, str], Traffic]
+"""(collective, dimension of the mesh) -> what it moved."""
+
+
+def joined(a: Moved, b: Moved, factor: float = 1.0) -> Moved:
+    """Return the traffic of `a` and of `factor` times as much work as that of `b`."""
+    return {key: a.get(key, Traffic()) + b.get(key, Traffic()).times(factor) for key in sorted({*a, *b})}
+
+
+@dataclass
+class Apart:
+    """What a piece of work took by itself. peak: bytes at its highest point beyond those before."""
+
+    peak: float = 0.0
+    traffic: Moved = field(default_factory=dict)
+
+
 class Recorder(TorchDispatchMode):
     """Counts, in a `with`, the bytes of the storages that live and the collectives that run.
 
@@ -63,14 +80,32 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._groups = groups
         self._storages: dict[int, int] = {}
-        self.live = self.peak = 0
-        self.traffic: dict[tuple[str, str], Traffic] = {}
+        self.live: float = 0
+        self.peak: float = 0
+        self.traffic: Moved = {}
 
     def hold(self, tensors: Any) -> None:
         """Count tensors that were made before."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
                 self._see(tensor)
+
+    def add(self, held: float, peak: float, traffic: Moved) -> None:
+        """Count work that is known and not done: bytes that stay, bytes at its highest point, and collectives."""
+        self.peak = max(self.peak, self.live + peak)
+        self.live += held
+        self.traffic = joined(self.traffic, traffic)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[Apart]:
+        """Inside, peak and traffic are recorded by themselves, in what the `with` yields, and count as before."""
+        found, before, peak, traffic = Apart(), self.live, self.peak, self.traffic
+        self.peak, self.traffic = before, {}
+        try:
+            yield found
+        finally:
+            found.peak, found.traffic = self.peak - before, self.traffic
+            self.peak, self.traffic = max(peak, self.peak), joined(traffic, self.traffic)
 
     def __enter__(self) -> Self:
         resize = self._resize = torch.UntypedStorage.resize_

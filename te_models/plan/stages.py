@@ -1,8 +1,7 @@
 """One training step of a pipeline rank's stages, of few layers each, on ranks that do not exist, recorded.
 
-The schedule itself runs, all micro-batches of it, so that what is in flight at its highest point, and what is sent from
-stage to stage, is what the schedule makes it. As in `micro_batch`, layers of a kind are alike: two of each and one more
-say what any number takes.
+Two micro-batches run through each stage; the schedule of all of them is then run with what they cost, see `stage_cost`.
+As in `micro_batch`, layers of a kind are alike: two of each and one more say what any number takes.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..config import ModelConfig
+from ..model import GPTModel
+from ..model.build import without_draws
 from ..parallel.pipeline import StageLayout
 from ..training.build import build_optimizer, random_model
 from ..training.config import TrainConfig
@@ -27,7 +27,8 @@ from ..training.setup import set_loss_options, with_loss_chunk
 from ..training.step import make_pipeline, reduce_gradients
 from ..training.trained import with_layers_alone
 from .micro_batch import Recorded, as_few_operations, by_kind, divided, of_layers, recorder_of, suppose_balance
-from .simulation import without_values
+from .simulation import joined, without_values
+from .stage_cost import StageCost, measure, replay
 
 _FEW = 2
 """Layers of a kind, of a stage, from which the others are told: what FSDP2 gathers is a stage at a time."""
@@ -44,6 +45,19 @@ class FewLayers(StageLayout):
         return list(self.spans)
 
 
+@dataclass
+class _Measured:
+    """rank: what stays, the peak and the traffic of the step's end. stages: the cost of each of the rank's stages."""
+
+    rank: Recorded
+    stages: list[StageCost]
+
+    def plus(self, other: _Measured, factor: float) -> _Measured:
+        """Return this and `factor` times another."""
+        stages = [cost.plus(its, factor) for cost, its in zip(self.stages, other.stages, strict=True)]
+        return _Measured(self.rank.plus(other.rank, factor), stages)
+
+
 def record_stages(config: TrainConfig, model: ModelConfig, layout: Layout) -> Recorded:
     """Return what this rank takes for a step of the model: all micro-batches are in `once`.
 
@@ -51,79 +65,95 @@ def record_stages(config: TrainConfig, model: ModelConfig, layout: Layout) -> Re
     """
     stages = layout.stages
     assert stages is not None and layout.mesh is not None and layout.mesh.stages is not None
-    micro_batches, full = config.data.gradient_accumulation, 3 * stages.ranks
-    if micro_batches <= full + stages.ranks:
-        return _record_layers(config, model, layout, stages, micro_batches)
-    # with as many the pipeline is full: each further round of it holds and sends the same more
-    few = full + micro_batches % stages.ranks
-    base, more = (_record_layers(config, model, layout, stages, n) for n in (few, few + stages.ranks))
-    return base.plus(more.plus(base, -1.0), (micro_batches - few) / stages.ranks)
-
-
-def _record_layers(
-    config: TrainConfig, model: ModelConfig, layout: Layout, stages: StageLayout, micro_batches: int
-) -> Recorded:
-    assert layout.mesh is not None and layout.mesh.stages is not None
-    own = stages.of_rank(layout.mesh.stages.rank())
     spans = stages.layers(model.num_layers)
     few: dict[int, list[int]] = {}
     rest: list[tuple[int, list[int]]] = []  # of a stage and kind: the layers that are not among the few
-    for stage in own:
+    for stage in stages.of_rank(layout.mesh.stages.rank()):
         places = by_kind(config, model, spans[stage])
         few[stage] = sorted(layer for layers in places for layer in layers[:_FEW])
         rest += [(stage, layers[_FEW:]) for layers in places if len(layers) > _FEW]
 
-    def recorded(chosen: dict[int, list[int]]) -> Recorded:
-        return record_stages_of_layers(
-            config, model, layout, [chosen.get(i, [s[0]]) for i, s in enumerate(spans)], micro_batches
-        )
+    ends = {0: [0], stages.stages - 1: [model.num_layers - 1]}  # of other stages no layer is needed
 
-    base = total = recorded(few)
+    def with_layers(chosen: dict[int, list[int]]) -> tuple[GPTModel, TrainConfig, Layout]:
+        own = ends | chosen
+        return stages_of_layers(config, model, layout, [own.get(stage, []) for stage in range(stages.stages)])
+
+    gpt, run, its = with_layers(few)
+    total = base = _measure(gpt, run, its)
     for stage, layers in rest:
-        more = recorded(few | {stage: sorted([*few[stage], layers[0]])})
+        more = _measure(*with_layers(few | {stage: sorted([*few[stage], layers[0]])}))
         total = total.plus(more.plus(base, -1.0), len(layers))
-    return total
+    return _of_schedule(run, its, gpt, total)
 
 
-def record_stages_of_layers(
-    config: TrainConfig, model: ModelConfig, layout: Layout, chosen: list[list[int]], micro_batches: int
-) -> Recorded:
-    """Run a step with these layers of the model in each stage, and return what was recorded on this rank."""
-    stages = layout.stages
-    assert stages is not None
-    edges = [sum(map(len, chosen[:i])) for i in range(len(chosen) + 1)]
-    spans = tuple(range(begin, end) for begin, end in pairwise(edges))
-    layout = dataclasses.replace(layout, stages=FewLayers(stages.ranks, stages.schedule, stages.stages_per_rank, spans))
-    config = with_loss_chunk(config, None, model.vocab_size).replace(
-        compile=False, data=config.data.replace(gradient_accumulation=micro_batches, rampup_batch_size=())
-    )
+def _of_schedule(config: TrainConfig, layout: Layout, gpt: GPTModel, measured: _Measured) -> Recorded:
+    """Return what a rank takes for all micro-batches of a step, in the schedule of `layout`. gpt: with its stages.
+
+    With three for each rank a pipeline is full: each further round, one for each rank, holds and sends the same more.
+    """
+    assert layout.stages is not None
+    count, ranks, found = config.data.gradient_accumulation, layout.stages.ranks, []
+    few = 3 * ranks + count % ranks
+    for each in (count,) if count <= 4 * ranks else (few, few + ranks):
+        pipeline = make_pipeline(gpt, _with_micro_batches(config, each), "cpu", layout)
+        recorder = recorder_of(layout)
+        recorder.live = measured.rank.parameters + measured.rank.optimizer
+        with recorder, unrecorded_vote():
+            replay(pipeline, measured.stages, (config.data.micro_batch_size, config.data.sequence_length), recorder)
+        peak, once = max(measured.rank.peak, recorder.peak), joined(recorder.traffic, measured.rank.once)
+        found.append(dataclasses.replace(measured.rank, peak=peak, once=once))
+    base = found[0]
+    return base.plus(found[1].plus(base, -1.0), (count - few) / ranks) if len(found) > 1 else base
+
+
+def _with_micro_batches(config: TrainConfig, count: int) -> TrainConfig:
+    return config.replace(data=config.data.replace(gradient_accumulation=count, rampup_batch_size=()))
+
+
+def _measure(gpt: GPTModel, config: TrainConfig, layout: Layout) -> _Measured:
+    """Return what a rank holds, what a micro-batch costs in each of its stages, and the end of a step."""
     recorder = recorder_of(layout)
-    layers = [layer for layers in chosen for layer in layers]
-    few, config = of_layers(model, layers), with_layers_alone(config, model, layers)
-    gpt = divided(random_model(config, few, "cpu", layout), config, layout)
-    set_loss_options(gpt, config.model)
-    if config.lora.rank:
-        Adapters(config, gpt)
-    suppose_balance(gpt)
     recorder.hold([list(gpt.parameters()), list(gpt.buffers())])
     found = Recorded(parameters=recorder.live)
     with as_few_operations(), recorder:
         optimizer = build_optimizer(config, gpt, layout)
         found.optimizer = recorder.live - found.parameters
         pipeline = make_pipeline(gpt.train(), config, "cpu", layout)
-        shape = config.data.micro_batch_size, config.data.sequence_length
-        input_ids = torch.zeros(shape, dtype=torch.int64, device="cpu")
-        with _unrecorded_vote():
-            pipeline.forward_backward([{"input_ids": input_ids}] * micro_batches)
-        optimizer.accumulate_gradients()
-        reduce_gradients(optimizer, layout.gradients)
-        pipeline.sum_embedding_gradients()
-        found.once, found.peak = recorder.traffic, recorder.peak
-    return found
+        costs = measure(pipeline.stages, (config.data.micro_batch_size, config.data.sequence_length), recorder)
+        before = recorder.live
+        with recorder.apart() as end:
+            optimizer.accumulate_gradients()
+            reduce_gradients(optimizer, layout.gradients)
+            pipeline.sum_embedding_gradients()
+        found.once, found.peak = end.traffic, before + end.peak
+    return _Measured(found, costs)
+
+
+def stages_of_layers(
+    config: TrainConfig, model: ModelConfig, layout: Layout, chosen: list[list[int]]
+) -> tuple[GPTModel, TrainConfig, Layout]:
+    """Return a model of these layers in each stage, cut into this rank's stages, its run and its layout."""
+    stages = layout.stages
+    assert stages is not None
+    edges = [sum(map(len, chosen[:i])) for i in range(len(chosen) + 1)]
+    spans = tuple(range(begin, end) for begin, end in pairwise(edges))
+    layout = dataclasses.replace(layout, stages=FewLayers(stages.ranks, stages.schedule, stages.stages_per_rank, spans))
+    config = with_loss_chunk(config, None, model.vocab_size).replace(compile=False)
+    config = _with_micro_batches(config, config.data.gradient_accumulation)
+    layers = [layer for layers in chosen for layer in layers]
+    few, config = of_layers(model, layers), with_layers_alone(config, model, layers)
+    with without_draws():
+        gpt = divided(random_model(config, few, "cpu", layout), config, layout)
+    set_loss_options(gpt, config.model)
+    if config.lora.rank:
+        Adapters(config, gpt)
+    suppose_balance(gpt)
+    return gpt, config, layout
 
 
 @contextlib.contextmanager
-def _unrecorded_vote() -> Iterator[None]:
+def unrecorded_vote() -> Iterator[None]:
     """Inside, what torch's stages ask each other before their first step, whether all of them know the shapes of what
     they send, is not recorded: it belongs to no step. Stages without values know."""
     from torch.distributed.pipelining import schedules

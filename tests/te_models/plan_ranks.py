@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 
 from te_models.plan.estimate import model_of
-from te_models.plan.micro_batch import Recorded, record, record_layers
+from te_models.plan.micro_batch import Recorded, as_few_operations, record, record_layers, recorder_of
 from te_models.plan.simulation import fake_ranks, fake_tensors
-from te_models.plan.stages import record_stages, record_stages_of_layers
+from te_models.plan.stages import record_stages, stages_of_layers, unrecorded_vote
 from te_models.training import LoRAConfig, OptimizerConfig, TrainConfig
+from te_models.training.build import build_optimizer
 from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.ranks.layout import Layout, layout_of
+from te_models.training.step import make_pipeline, reduce_gradients
 from tests.training.runs import tiny_model, tiny_run
 
 LAYERS = 6
@@ -58,7 +60,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 STAGES = {name: sizes for name, sizes in LAYOUTS.items() if name.startswith("pp")}
 DENSE = ("fsdp2 mxfp8", "pp2")
 MICRO_BATCHES = {"pp2": 3, "pp2 long": 12, "pp2 GPipe long": 12}
-"""Of a step. Of 12 a plan runs 6 and 8; models of "ahead" predict a further token. With "lora" one
+"""Of a step. Models of "ahead" predict a further token. With "lora" one
 layer is adapted in other places than the others, and "frozen" is all of one."""
 
 
@@ -80,10 +82,25 @@ def balanced_topk(logits: torch.Tensor, topk: int, **_: Any) -> tuple[torch.Tens
 
 
 def record_whole_stages(config: TrainConfig, layout: Layout) -> Recorded:
-    """Return what a rank takes for a step of all layers and micro-batches."""
+    """Return what a rank takes for a step of all layers and micro-batches, which all run."""
     assert layout.stages is not None
-    chosen = [list(span) for span in layout.stages.layers(LAYERS)]
-    return record_stages_of_layers(config, model_of(config), layout, chosen, config.data.gradient_accumulation)
+    chosen, recorder = [list(span) for span in layout.stages.layers(LAYERS)], recorder_of(layout)
+    gpt, config, layout = stages_of_layers(config, model_of(config), layout, chosen)
+    recorder.hold([list(gpt.parameters()), list(gpt.buffers())])
+    found = Recorded(parameters=recorder.live)
+    with as_few_operations(), recorder:
+        optimizer = build_optimizer(config, gpt, layout)
+        found.optimizer = recorder.live - found.parameters
+        pipeline = make_pipeline(gpt.train(), config, "cpu", layout)
+        shape = config.data.micro_batch_size, config.data.sequence_length
+        micro_batch = {"input_ids": torch.zeros(shape, dtype=torch.int64, device="cpu")}
+        with unrecorded_vote():
+            pipeline.forward_backward([micro_batch] * pipeline.micro_batches)
+        optimizer.accumulate_gradients()
+        reduce_gradients(optimizer, layout.gradients)
+        pipeline.sum_embedding_gradients()
+        found.once, found.peak = recorder.traffic, recorder.peak
+    return found
 
 
 def main(results: str, fake: bool, layouts: list[str], rank: int = 0) -> None:

@@ -129,9 +129,9 @@ def _tables(plan: Plan, hardware: Hardware) -> list[Table]:
         [
             ("tokens of all ranks", f"{plan.tokens:,}"),
             ("model FLOPs of a rank", f"{plan.flops / 1e12:,.4g} TFLOP"),
-            ("compute", f"{plan.compute_s:.3g} s"),
-            ("communication", f"{plan.communication_s:.3g} s"),
-            ("step, if the sharded parameters' traffic overlaps", f"{plan.step_s:.3g} s"),
+            *((name, f"{seconds:.3g} s") for name, seconds in plan.waits.items()),
+            ("together: a step", f"{plan.step_s:.3g} s"),
+            ("tokens per second of a rank", f"{plan.tokens / plan.step_s / plan.ranks:,.4g}"),
             ("model FLOPs utilization", f"{100 * plan.mfu:.3g} %"),
         ],
         "a step at best",

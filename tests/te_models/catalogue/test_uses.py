@@ -54,7 +54,7 @@ def test_plan_takes_a_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         asked.append(config)
         (found,) = planned([config], ranks, hardware)
         assert isinstance(found, Plan)
-        return replace(found, step_s=1.0)
+        return replace(found, step_s=1.0, ranks=ranks)
 
     monkeypatch.setattr("te_models.plan.plan_run", plan_run)
     assert main(["plan", "--model", "pythia-70m", "--ranks", "1", "--json"]) == 0
