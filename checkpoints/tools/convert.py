@@ -171,6 +171,7 @@ def export_hf(
                 passthrough,
                 copies,
                 names.tied_output(ckpt.config),
+                names.scales,
                 allow_requantize=allow_requantize,
             )
             plan, store = export.plan, export.store
@@ -178,7 +179,7 @@ def export_hf(
             plan = plan if note is None else replace(plan, notes=(*plan.notes, note))
             config = export_config(ckpt.config, ckpt.source, target, weight_dtype(export.high_precision, copies))
             if export.config is not None:
-                config = config | {"quantization_config": dict(export.config)}
+                config = config | dict(export.config)
             if export.separate is not None:
                 extra[SEPARATE] = dump_object(dict(export.separate))
         else:

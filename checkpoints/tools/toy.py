@@ -61,7 +61,7 @@ def toy(
         if ckpt.quantized is not None and quantized:
             declaration = ckpt.quantized.declaration
             if declaration.config is not None:
-                values["quantization_config"] = renumbered(declaration.config, part)
+                values |= renumbered(declaration.config, part)
             if declaration.separate is not None:
                 extra[SEPARATE] = dump_object(renumbered(declaration.separate, part))
         return conversion.write(plan, dump_object(values), store=ckpt.files, extra=extra)
