@@ -31,7 +31,7 @@ from ..formats.details import activation_scales
 from ..formats.format import MixedFormat
 from ..formats.fp8 import FLOAT_BLOCKS, POW2_BLOCKS
 from ..formats.namespace import FieldNamespace, field_namespace, upright
-from ..formats.separate import IN_CONFIG
+from ..formats.separate import IN_CONFIG, TEXT
 from ..formats.stacks import stacks
 from ..io.errors import CheckpointError
 from ..io.store import Store
@@ -163,7 +163,8 @@ def plan_quantized_export(
         plan = undeclared_passthrough_as_values(plan, ckpt.files, passthrough, ckpt.source, dtype)
         others_named = [*_unquantized_modules(high_precision, set(formats), tied), *passthrough_modules(plan)]
         if isinstance(declared, WeightFormat) and declared.packing is not None and original is not None:
-            said, separate = columns.with_unquantized((original.config or {})[IN_CONFIG], others_named), None
+            old = original.config or {}
+            said, separate = columns.with_unquantized(old.get(TEXT, old)[IN_CONFIG], others_named), None
         else:
             said, separate = hf_config_of(declared, others_named, formats)
         config = None if said is None else {IN_CONFIG: said}
