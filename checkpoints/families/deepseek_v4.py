@@ -184,9 +184,11 @@ _HUB = Names(
     shared_fc1=("ffn.shared_experts.w1", "ffn.shared_experts.w3"),
     shared_fc2="ffn.shared_experts.w2",
     compressed=CompressedNames(),
+    scales="scale",
 )
 _SAVED = replace(
     _HUB,
+    scales=None,
     form="saved",
     embedding="model.embed_tokens",
     final_norm="model.norm",

@@ -51,9 +51,9 @@ class Experts:
         }
 
     def write(self, config: ModelConfig) -> Values:
-        moe, size = config.moe, config.mlp.ffn_hidden_size
+        moe = config.moe
         if moe is None:
-            return {"num_local_experts": 0, "intermediate_size": size, "shared_intermediate_size": size}
+            return {"num_local_experts": 0, "shared_intermediate_size": config.mlp.ffn_hidden_size}
         return {
             "intermediate_size": moe.moe_ffn_hidden_size,
             "num_local_experts": moe.num_moe_experts,

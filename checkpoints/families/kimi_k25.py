@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .base.text_part import TextPart, with_images
 from .deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 
-KIMI_K25 = with_images("kimi_k25", "KimiK25ForConditionalGeneration", TextPart((DEEPSEEK_V3, KIMI_K2)))
+_PUBLISHED = with_images("kimi_k25", "KimiK25ForConditionalGeneration", TextPart((DEEPSEEK_V3, KIMI_K2)))
+_SAVED = replace(  # what transformers writes: it calls the layers of both models blocks
+    _PUBLISHED.names, form="saved", layer="language_model.model.blocks.{i}"
+)
+KIMI_K25 = replace(_PUBLISHED, other_names=(*_PUBLISHED.other_names, _SAVED))

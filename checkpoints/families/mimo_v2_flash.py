@@ -9,17 +9,48 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
+from ..io.errors import CheckpointError
 from .base.attentions import Nested, SlidingAttention
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, Nullable, OneOf, Values, read_typed
+from .base.fields import Field, Fixed, Nullable, OneOf, Values, read_typed, shorten_value
 from .base.layer_fields import LayerPattern
 from .base.moe_fields import Groups, LayerKinds
 from .base.names import Fused, Names
 from .base.rope import RopePerLayerType
 from .base.unused import Unused
 
+_PARTIAL = 0.334
+"""The rotated part of each head."""
 _LAYERS = LayerPattern(window=129, period=6, full=lambda layer, _: layer == 0 or layer % 6 == 5)
+
+
+@dataclass(frozen=True)
+class Agrees:
+    """Fields of the published file about windowed layers, which follow from others here; others are refused."""
+
+    names: tuple[str, ...] = (
+        "swa_num_attention_heads",
+        "swa_num_key_value_heads",
+        "swa_head_dim",
+        "swa_v_head_dim",
+        "add_swa_attention_sink_bias",
+        "add_full_attention_sink_bias",
+        "attention_chunk_size",
+        "partial_rotary_factor",
+    )
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        defaults = (("num_attention_heads", 64), ("num_key_value_heads", 4), ("head_dim", 192), ("v_head_dim", 128))
+        heads, groups, head, value = (read_typed(hf, name, int, default) for name, default in defaults)
+        window = read_typed(hf, "sliding_window_size", int, None)
+        for name, wanted in zip(self.names, (heads, 2 * groups, head, value, True, False, window, _PARTIAL)):
+            if hf.get(name, wanted) not in (None, wanted):
+                raise CheckpointError(f"config.json has {name} = {shorten_value(hf[name])}; supported: {wanted}")
+        return {}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -72,7 +103,8 @@ MIMO_V2_FLASH = Family(
         Field("routed_scaling_factor", "moe.router.scaling_factor", float, 1.0, null=True),
         Groups(),
         PublishedSpelling(),
-        RopePerLayerType(5e6, 1e4, partial=0.334, default=(0.334, 0.334)),
+        Agrees(),
+        RopePerLayerType(5e6, 1e4, local="swa_rope_theta", partial=_PARTIAL, default=(_PARTIAL, _PARTIAL)),
     ),
     mixers=SlidingAttention(_windowed),
     names=_FORM,

@@ -1,5 +1,8 @@
 """minimax: lightning attention in most layers, experts in all, residual connections from behind the norms (MiniMax-01,
-arXiv 2501.08313)."""
+arXiv 2501.08313).
+
+Published files say `rotary_dim`, half of the channels of a head, as the report does; transformers 5.23 rotates all.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from .base.names import Fused, Names
 from .base.recurrent import LightningNames, Nested, RecurrentLayers
 from .base.rope import Rope
 from .base.unused import CONSTANTS, Unused
+from .minimax_m2 import RotaryDim
 from .mixtral import W1_W3_W2
 
 _DECAYS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
@@ -65,7 +69,8 @@ MINIMAX = Family(
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 2),
         RouterLoss(),
         AllLayersWindow(default=None),
-        Rope(theta=1e6),
+        RotaryDim(Rope(theta=1e6, partial=1.0), head_dim=None, written=True),
+        Only("postnorm", True),
         *_FACTORS,
     ),
     mixers=LightningLayers(kind="lightning", parts=(), pattern=_pattern),

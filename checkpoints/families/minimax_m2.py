@@ -27,16 +27,22 @@ _ROPE = Rope(theta=5e6, partial=1.0)
 
 @dataclass(frozen=True)
 class RotaryDim:
-    """The rotary embedding, whose rotated fraction published files give as `rotary_dim` channels."""
+    """The rotary embedding, whose rotated fraction published files give as `rotary_dim` channels.
+
+    head_dim: of files that do not say; None: by hidden_size and heads. written: whether an export has it as such.
+    """
 
     rope: Rope = _ROPE
+    head_dim: int | None = 128
+    written: bool = False
     names: tuple[str, ...] = (*Rope.names, "rotary_dim")
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         channels = read_typed(hf, "rotary_dim", int, None)
         if channels is None or hf.get("partial_rotary_factor") is not None:
             return self.rope.read(hf)
-        head = read_typed(hf, "head_dim", int, None) or 128
+        hidden, heads = (read_typed(hf, name, int, 1) for name in ("hidden_size", "num_attention_heads"))
+        head = read_typed(hf, "head_dim", int, None) or self.head_dim or hidden // max(heads, 1)
         if not 0 < channels <= head:
             raise CheckpointError(
                 f"config.json has rotary_dim = {shorten_value(channels)} of {shorten_value(head)} channels"
@@ -44,7 +50,11 @@ class RotaryDim:
         return self.rope.read({**hf, "partial_rotary_factor": channels / head})
 
     def write(self, config: ModelConfig) -> Values:
-        return self.rope.write(config)
+        values, rope = self.rope.write(config), config.rope
+        if self.written and rope.rotary_percent != 1.0:
+            values["rope_parameters"].pop("partial_rotary_factor")
+            values["rotary_dim"] = round(config.attention.key_channels * rope.rotary_percent)
+        return values
 
 
 _FORM = Names(

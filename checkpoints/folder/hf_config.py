@@ -10,6 +10,7 @@ from te_models.config import ConfigError, ModelConfig
 from ..families import FAMILIES, Family, family_of
 from ..families.base.family import first_that_expresses
 from ..families.base.text_part import text_part
+from ..formats import without_quantization
 from ..io.dtypes import torch_dtype_name, with_most_bytes
 from ..io.errors import CheckpointError
 from ..plan.plan import Plan
@@ -57,8 +58,8 @@ def export_config(config: ModelConfig, source: Source | None, family: Family, st
     same_family = False
     if source is not None:
         same_family = source.config.get("model_type") == family.model_type
-        original = {k: v for k, v in source.config.items() if same_family or k in _NEUTRAL_FIELDS}
-        original.pop("quantization_config", None)  # what it says is true of the original's files only
+        found = without_quantization(source.config)  # what is said of it is true of the original's files only
+        original = {k: v for k, v in found.items() if same_family or k in _NEUTRAL_FIELDS}
     if not original:
         original = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     values = original

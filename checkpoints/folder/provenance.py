@@ -71,7 +71,7 @@ def _scales_of(ckpt: Checkpoint) -> tuple[tuple[Any, ...] | None, Mapping[str, t
     elif known is not None and not known.get("others", False):
         from ..formats import parse
 
-        declaration = parse(ckpt.source.config.get("quantization_config"), known["separate"])
+        declaration = parse(ckpt.source.config, known["separate"])
         scales = activation_scales(known)
     else:
         return None, {}

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 
 from te_models.lazy import lazy_names
 
-from .separate import SEPARATE, VALUES, declares_quantization, without_quantization
+from .separate import (
+    SEPARATE,
+    VALUES,
+    declares_quantization,
+    said_of_quantization,
+    with_quantization,
+    without_quantization,
+)
 
 if TYPE_CHECKING:
     from .declaration import (
@@ -37,7 +44,9 @@ __all__ = [
     "hf_config_of",
     "parse",
     "representing_format",
+    "said_of_quantization",
     "transformers_note",
+    "with_quantization",
     "without_quantization",
 ]
 

@@ -15,7 +15,7 @@ from ..io.strict_json import read_object
 from ..io.weight_files import plain_file
 from . import bitsandbytes, columns, compressed_tensors, fp8, modelopt, mx
 from .format import Declaration, MixedFormat, WeightFormat
-from .separate import SEPARATE
+from .separate import IN_CONFIG, SEPARATE, TEXT, said_of_quantization
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], WeightFormat | MixedFormat]] = {
     "fp8": fp8.read,
@@ -49,23 +49,25 @@ last, since their readers also want scales of activations, which only a calibrat
 
 def declared(values: Mapping[str, Any], folder: Path) -> Declaration | None:
     """Return what config.json (`values`) and hf_quant_config.json of a folder declare; None: nothing is quantized."""
-    config, separate = values.get("quantization_config"), None
+    separate = None
     path = folder / SEPARATE
     if path.exists() or path.is_symlink():
         separate = read_object(plain_file(folder, SEPARATE), f"{folder}/{SEPARATE}")
-    return parse(config, separate)
+    return parse(values, separate)
 
 
-def parse(config: object, separate: Mapping[str, Any] | None) -> Declaration | None:
-    """Return the declaration that these make; see `Declaration`."""
+def parse(values: Mapping[str, Any], separate: Mapping[str, Any] | None) -> Declaration | None:
+    """Return the declaration that config.json (`values`) and hf_quant_config.json make; see `Declaration`."""
     found: WeightFormat | MixedFormat | None = None
+    said = said_of_quantization(values)
+    config = said.get(TEXT, said).get(IN_CONFIG)
     if config is not None:
         method = config.get("quant_method") if isinstance(config, dict) else None
         if not isinstance(config, dict) or not isinstance(method, str) or method not in _READERS:
             raise CheckpointError(
                 f"config.json declares quantization by {shorten_value(method)}; supported: {', '.join(_READERS)}"
             )
-        found = _READERS[method](config)
+        found = _READERS[method]({**said, **config})
     if separate is not None:
         quantization = separate.get("quantization")
         if not isinstance(quantization, dict):
@@ -74,7 +76,7 @@ def parse(config: object, separate: Mapping[str, Any] | None) -> Declaration | N
         if found is not None and found.name != other.name:
             raise CheckpointError(f"config.json declares the format {found.name!r} and {SEPARATE} {other.name!r}")
         found = other
-    return None if found is None else Declaration(found, config if isinstance(config, dict) else None, separate)
+    return None if found is None else Declaration(found, None if config is None else said, separate)
 
 
 def format_named(name: str, quantizers: set[Quantizer], *, allow_requantize: bool = False) -> WeightFormat:

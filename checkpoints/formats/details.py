@@ -5,6 +5,7 @@ It travels in our config.json, under "source":
     "quantization": {"separate": ... the content of hf_quant_config.json, or null ...,
                      "others": true, "unkept": ["decoder.layers.0.self_attention.linear_proj.weight"],
                      "dtypes": {"_scale_inv": "BF16"}, "ones": {"_global_scale": true},
+                     "scales": "scale",
                      "numbers": {"model.layers.0.mlp.down_proj.weight_scale_2": 0.0003},
                      "activations": [{"dtype": "F32", "shape": [],
                                       "scales": {"model.layers.0.mlp.down_proj.input_scale": 0.25}}]}
@@ -12,7 +13,8 @@ It travels in our config.json, under "source":
 others: other weights are quantized here than in those files, so that their declaration is not true of an export (false
 where it is absent); unkept: parameters whose scales are not the powers of two which that promises; dtypes and ones: how
 tensors are written that may be written in several ways (ones: in shape [1] instead of []), by suffix, which the number
-of the format precedes for further formats of a folder; numbers: numbers of whole
+of the format precedes for further formats of a folder; scales: what scales of blocks are called beside a module's
+weight, where that is not `weight_scale_inv` (absent: it is); numbers: numbers of whole
 matrices that no amax gives back; activations: scales of activations, with which no conversion computes, listed by dtype
 and shape: a number each, or a list where there are several. A mixture has one for each matrix of each expert, so they
 must be few JSON values. Folders written before hold {name: [dtype, shape, [numbers]]} there.
@@ -42,7 +44,7 @@ _ALWAYS = {"separate", "dtypes", "ones", "numbers", "activations"}
 
 def details_of(quantized: QuantizedFiles, *, others: bool = False) -> dict[str, Any]:
     """Return the details of quantized files, as JSON values; others: whether other weights are quantized than there."""
-    from .fp8 import FLOAT_BLOCKS, POW2_BLOCKS
+    from .fp8 import FLOAT_BLOCKS, POW2_BLOCKS, SCALE
 
     tensors, dtypes, ones = quantized.files.tensors, dict[str, str](), dict[str, bool]()
     for number, form in enumerate(quantized.format.formats):
@@ -66,7 +68,8 @@ def details_of(quantized: QuantizedFiles, *, others: bool = False) -> dict[str, 
     formats = quantized.found.formats if promised else {}
     loose = FLOAT_BLOCKS.to_dict()
     unkept = [name for name, meta in formats.items() if meta["quantizer"] == loose]
-    return details | ({"others": True} if others else {}) | ({"unkept": unkept} if unkept else {})
+    details |= ({"others": True} if others else {}) | ({"unkept": unkept} if unkept else {})
+    return details | ({"scales": SCALE} if quantized.scales else {})
 
 
 def detail_key(number: int, suffix: str) -> str:
@@ -119,7 +122,7 @@ def _listed(activations: Any) -> Iterator[tuple[str, Any, Any, list[Any]]]:
 
 def check_details(details: Any) -> Mapping[str, Any]:
     """Return details that were read from a file if they are such; raise CheckpointError otherwise."""
-    if not isinstance(details, dict) or set(details) - {"others", "unkept"} != _ALWAYS:
+    if not isinstance(details, dict) or set(details) - {"others", "unkept", "scales"} != _ALWAYS:
         raise CheckpointError("config.json has a 'source' whose quantization is not what an import writes")
     separate, dtypes, ones, numbers = (details[name] for name in ("separate", "dtypes", "ones", "numbers"))
     good = (separate is None or isinstance(separate, dict)) and all(
@@ -130,7 +133,7 @@ def check_details(details: Any) -> Mapping[str, Any]:
     good = good and all(isinstance(x, bool) for x in (*ones.values(), details.get("others", False)))
     unkept = details.get("unkept", [])
     good = good and isinstance(unkept, list) and all(isinstance(x, str) for x in unkept)
-    good = good and _are_scales(details["activations"])
+    good = good and details.get("scales", "scale") == "scale" and _are_scales(details["activations"])
     if not good:
         raise CheckpointError("config.json has a 'source' whose quantization is not what an import writes")
     return details

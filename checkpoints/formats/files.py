@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -29,7 +29,8 @@ class QuantizedFiles:
     store: their tensors as fields and values; found: how these store the model. formats: quantized weight -> its
     format; parameters: the same by the names of the model. activations: tensors that scale activations, which no
     conversion computes with. quantizer: the form of the fields, of several formats the first's; None: there are none.
-    wanted: another form, to be made of these fields or values.
+    wanted: another form, to be made of these fields or values. scales: those that the files call otherwise than they
+    are seen -> their names in the files.
     """
 
     declaration: Declaration
@@ -42,6 +43,7 @@ class QuantizedFiles:
     quantizer: Quantizer | None
     dtype: torch.dtype
     wanted: Quantizer | None = None
+    scales: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def format(self) -> WeightFormat | MixedFormat:

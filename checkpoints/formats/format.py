@@ -202,7 +202,7 @@ class MixedFormat:
 class Declaration:
     """What a folder says about its quantization: the format or formats, and the JSON that says so.
 
-    config: `quantization_config` of config.json, None where it is not there; separate: hf_quant_config.json.
+    config: the fields of config.json that say so, None where they are not there; separate: hf_quant_config.json.
     """
 
     format: WeightFormat | MixedFormat

@@ -9,14 +9,17 @@ The last is AutoFP8's, whose declaration has no `weight_block_size` but `ignored
 `scale_fmt` "ue8m0" promises scales of blocks that are powers of two; transformers writes them as bytes (F8_E8M0), and
 DeepSeek in float32. `activation_scheme` "static" comes with
 `X.activation_scale`. `expert_dtype` "fp4": experts are X.weight I8 [M, K/2], two E2M1 values in a byte, with
-X.weight_scale_inv F8_E8M0 [M, K/32].
+X.weight_scale_inv F8_E8M0 [M, K/32]. DeepSeek-V4's files have `expert_dtype` beside `quantization_config`, and call
+all of these scales X.scale.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from te_models.layers.quantizer import (
     Float8BlockQuantizer,
@@ -26,7 +29,9 @@ from te_models.layers.quantizer import (
 )
 
 from ..families.base.fields import shorten_value
+from ..io.boxes import Box, full
 from ..io.errors import CheckpointError
+from ..io.store import FileStore
 from .format import FLOAT_SCALES, WHOLE, Entries, MixedFormat, Part, WeightFormat, is_e4m3, one_of
 
 BLOCK = (128, 128)
@@ -177,3 +182,51 @@ def write(weight_format: WeightFormat, unquantized: list[str]) -> dict[str, Any]
         "modules_to_not_convert": unquantized,
     }
     return config | ({"scale_fmt": "ue8m0"} if has_power_of_two_scales(weight_format) else {})
+
+
+SCALE = "scale"
+"""What DeepSeek-V4's files call the scales of a module's weight."""
+
+
+def scale_in_files(name: str) -> str:
+    """Return what those files call scales that are seen as `X.weight_scale_inv`; other names are the same there."""
+    return f"{name.removesuffix('weight_scale_inv')}{SCALE}" if name.endswith(".weight_scale_inv") else name
+
+
+def seen_scales(files: FileStore, declared: WeightFormat | MixedFormat, weights: Container[str]) -> dict[str, str]:
+    """Return the scales of these weights, in files of this format, that are called as in DeepSeek-V4's: the name by
+    which they are seen -> the name in the files."""
+    if not any(part.suffix == "_scale_inv" for form in declared.formats for part in form.parts):
+        return {}
+    modules = (name.removesuffix(f".{SCALE}") for name in files.tensors if name.endswith(f".{SCALE}"))
+    seen = {f"{m}.weight_scale_inv": f"{m}.{SCALE}" for m in modules if f"{m}.weight" in weights}
+    return {name: stored for name, stored in seen.items() if name not in files.tensors}
+
+
+class NamedScales(FileStore):
+    """Files of which some tensors are seen under other names: `seen` gives the name in the files of each."""
+
+    def __init__(self, files: FileStore, seen: Mapping[str, str]) -> None:
+        self._files, self._seen = files, seen
+        hidden = {*seen.values()}
+        self.metadata = files.metadata
+        self.tensors, self.file_of = (
+            {name: value for name, value in found.items() if name not in hidden}
+            | {name: found[stored] for name, stored in seen.items()}
+            for found in (files.tensors, files.file_of)
+        )
+
+    def close(self) -> None:
+        self._files.close()
+
+    def read(self, name: str, box: Box) -> Tensor:
+        return self._files.read(self._seen.get(name, name), box)
+
+    def view(self, name: str) -> Tensor:
+        return self.read(name, full(self.tensors[name].shape))
+
+    def can_read_bytes(self, name: str) -> bool:
+        return name not in self._seen and self._files.can_read_bytes(name)
+
+    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
+        self._files.read_into(self._seen.get(name, name), begin, buffer)

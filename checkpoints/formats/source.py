@@ -30,7 +30,7 @@ from . import numbers
 from .bitsandbytes import seen_as_values
 from .files import QuantizedFiles
 from .format import Declaration, MixedFormat, WeightFormat, scale_beside
-from .fp8 import FLOAT_BLOCKS, POW2_BLOCKS
+from .fp8 import FLOAT_BLOCKS, POW2_BLOCKS, NamedScales, seen_scales
 from .namespace import field_namespace, upright
 from .packed_columns import seen_by_rows
 from .separate import VALUES
@@ -67,9 +67,17 @@ def open_quantized(
     """
     declared = declaration.format
     files = seen_as_values(seen_by_rows(seen_upright(files, high_precision, declared), declared), declared)
+    scales = seen_scales(files, declared, high_precision.stored)
+    files = NamedScales(files, scales) if scales else files
     formats = quantized_weights(high_precision, files, declared)
     if not formats:
         raise CheckpointError(f"{where} declares the format {declared.name} and has no tensor in it")
+    if isinstance(declared, WeightFormat) and declared.name == "fp8":
+        for name in (n for n in formats if n in files.tensors and files.tensors[n].dtype == "I8"):
+            raise CheckpointError(
+                f"{name!r} holds FP4 values (I8), and config.json of {where} declares FP8 alone; it declares both with "
+                "'expert_dtype': 'fp4'"
+            )
     high_precision = upright(high_precision, formats)
     activations = _activations(files, high_precision, formats)
     _match(files, high_precision, formats, where)
@@ -125,7 +133,9 @@ def open_quantized(
             shape = high_precision.stored[weight].shape
             views[weight] = value_view(files, weight, weight_format, shape, "F32" if float32 else name)
     store = ViewStore(files, views, hidden)
-    return QuantizedFiles(declaration, files, store, found, formats, parameters, activations, quantizer, dtype, other)
+    return QuantizedFiles(
+        declaration, files, store, found, formats, parameters, activations, quantizer, dtype, other, scales
+    )
 
 
 def logical_tensors(files: FileStore, declared: WeightFormat | MixedFormat) -> dict[str, TensorInfo]:

@@ -31,6 +31,7 @@ from ..formats.details import activation_scales
 from ..formats.format import MixedFormat
 from ..formats.fp8 import FLOAT_BLOCKS, POW2_BLOCKS
 from ..formats.namespace import FieldNamespace, field_namespace, upright
+from ..formats.separate import IN_CONFIG, TEXT
 from ..formats.stacks import stacks
 from ..io.errors import CheckpointError
 from ..io.store import Store
@@ -49,7 +50,7 @@ from .route import Form, Route, choose_route
 
 @dataclass(frozen=True)
 class QuantizedExport:
-    """A plan, what config.json says about quantization (None: nothing), and hf_quant_config.json (None: no such file).
+    """A plan, the fields of config.json about quantization (None: none), and hf_quant_config.json (None: no such file).
 
     high_precision: the part of the plan that is not quantized. store: what the plan reads. format: of the others.
     """
@@ -70,6 +71,7 @@ def plan_quantized_export(
     passthrough: Mapping[str, str],
     copies: Mapping[str, str],
     tied: Collection[str] = (),
+    scales: str | None = None,
     *,
     allow_requantize: bool = False,
 ) -> QuantizedExport:
@@ -80,6 +82,7 @@ def plan_quantized_export(
         wanted: name of the format; None: the one it came from, or else the first that takes its weights.
         passthrough, copies: see `make_plan`.
         tied: weights of the family's modules that repeat another one, which files need not hold.
+        scales: what files call scales of blocks that came from no such files; see `Names.scales`.
         allow_requantize: requantize what the format cannot take over.
     """
     quantizers = {name: quantizer_of(name, meta)[0] for name, meta in ckpt.formats.items()}
@@ -127,7 +130,7 @@ def plan_quantized_export(
         moved.found,
         quantizers,
         in_stacks,
-        details or {},
+        {"scales": scales} if details is None else details,
     )
     report = ConversionReport()
     by_weight: dict[str, list[Output]] = {}
@@ -160,9 +163,11 @@ def plan_quantized_export(
         plan = undeclared_passthrough_as_values(plan, ckpt.files, passthrough, ckpt.source, dtype)
         others_named = [*_unquantized_modules(high_precision, set(formats), tied), *passthrough_modules(plan)]
         if isinstance(declared, WeightFormat) and declared.packing is not None and original is not None:
-            config, separate = columns.with_unquantized(original.config or {}, others_named), None
+            old = original.config or {}
+            said, separate = columns.with_unquantized(old.get(TEXT, old)[IN_CONFIG], others_named), None
         else:
-            config, separate = hf_config_of(declared, others_named, formats)
+            said, separate = hf_config_of(declared, others_named, formats)
+        config = None if said is None else {IN_CONFIG: said}
         plan = replace(plan, notes=(*plan.notes, modelopt.UNCALIBRATED)) if declared == modelopt.FP8 else plan
     return QuantizedExport(plan, Plan(tuple(high_precision_outputs)), moved.store, declared, config, separate)
 
@@ -241,7 +246,7 @@ def _original(ckpt: Checkpoint) -> Declaration | None:
     """Return what the folder that this one was imported from declared, if its weights are quantized since then."""
     if ckpt.source is None or ckpt.source.quantization is None:
         return None
-    return parse(ckpt.source.config.get("quantization_config"), ckpt.source.quantization.get("separate"))
+    return parse(ckpt.source.config, ckpt.source.quantization.get("separate"))
 
 
 def _promised(ckpt: Checkpoint, quantizers: Mapping[str, Quantizer]) -> dict[str, Quantizer]:

@@ -21,6 +21,7 @@ from te_models.layers.quantizer import Quantizer
 from ..formats import WeightFormat, encode
 from ..formats.details import detail_key
 from ..formats.format import Part
+from ..formats.fp8 import scale_in_files
 from ..formats.namespace import FieldNamespace
 from ..formats.packed_columns import as_columns
 from ..formats.stacks import stacked_name
@@ -75,6 +76,7 @@ class FileTarget(Target):
         self._number = {form: number for number, form in enumerate(declared)}
         self._dtypes, self._ones = details.get("dtypes", {}), details.get("ones", {})
         self._numbers: Mapping[str, float] | None = details.get("numbers")
+        self._scales: str | None = details.get("scales")
         self._quantizers = quantizers
         self._weights: dict[str, dict[str, None]] = defaultdict(dict)
         for link in high_precision.links:
@@ -125,6 +127,8 @@ class FileTarget(Target):
             outputs = [*outputs, *self._beside(weight, self._shapes[weight])]
         if form.packing is not None:
             return as_columns(weight, form.packing, outputs, functools.partial(_parts, self._store))
+        if self._scales is not None:
+            outputs = [replace(output, name=scale_in_files(output.name)) for output in outputs]
         if weight not in self._stacks:
             return outputs
         return [_as_stored(self._store, *found, weight) for found in zip(outputs, form.parts, strict=True)]

@@ -16,6 +16,7 @@ import torch
 from ..folder.te_folder import Source
 from ..formats import WeightFormat, parse
 from ..formats.format import MixedFormat, scale_beside
+from ..formats.fp8 import NamedScales, seen_scales
 from ..formats.views import View, value_view
 from ..io.boxes import Box, Range, Shape
 from ..io.dtypes import check_decoded, dtype_name, torch_dtype
@@ -38,6 +39,10 @@ def passthrough_as_values(
         passthrough: stored name -> the name of its copy; see `make_plan`.
         dtype: of the values.
     """
+    scales_of_files = seen_scales(files, declared, passthrough)
+    if scales_of_files:
+        files, seen = NamedScales(files, scales_of_files), {stored: name for name, stored in scales_of_files.items()}
+        passthrough = {seen.get(name, name): copy for name, copy in passthrough.items()}
     computed: dict[str, Output] = {}
     parts: set[str] = set()
     scales: list[str] = []
@@ -76,7 +81,7 @@ def undeclared_passthrough_as_values(
     if source is None or not passthrough:
         return plan
     separate = None if source.quantization is None else source.quantization["separate"]
-    declaration = parse(source.config.get("quantization_config"), separate)
+    declaration = parse(source.config, separate)
     if declaration is None:
         return plan
     return passthrough_as_values(

@@ -15,7 +15,7 @@ from ..folder.provenance import source_of
 from ..folder.special_tokens import GENERATION, generation_config, ids_to_add
 from ..folder.te_plan import plan_te_folder
 from ..folder.tied_weights import copies_in_export
-from ..formats import SEPARATE, VALUES
+from ..formats import SEPARATE, VALUES, with_quantization
 from ..io.dtypes import as_torch_dtype
 from ..io.errors import CheckpointError
 from ..io.store import Store
@@ -171,6 +171,7 @@ def export_hf(
                 passthrough,
                 copies,
                 names.tied_output(ckpt.config),
+                names.scales,
                 allow_requantize=allow_requantize,
             )
             plan, store = export.plan, export.store
@@ -178,7 +179,7 @@ def export_hf(
             plan = plan if note is None else replace(plan, notes=(*plan.notes, note))
             config = export_config(ckpt.config, ckpt.source, target, weight_dtype(export.high_precision, copies))
             if export.config is not None:
-                config = config | {"quantization_config": dict(export.config)}
+                config = with_quantization(config, export.config)
             if export.separate is not None:
                 extra[SEPARATE] = dump_object(dict(export.separate))
         else:

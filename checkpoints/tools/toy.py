@@ -17,7 +17,7 @@ from ..families.base.moe_fields import Groups
 from ..folder.checkpoint import Checkpoint
 from ..folder.hf_config import export_config
 from ..folder.provenance import main_dtype
-from ..formats import SEPARATE, VALUES
+from ..formats import SEPARATE, VALUES, with_quantization
 from ..io.errors import CheckpointError
 from ..io.strict_json import dump_object
 from ..plan.plan import Plan
@@ -61,7 +61,7 @@ def toy(
         if ckpt.quantized is not None and quantized:
             declaration = ckpt.quantized.declaration
             if declaration.config is not None:
-                values["quantization_config"] = renumbered(declaration.config, part)
+                values = with_quantization(values, renumbered(declaration.config, part))
             if declaration.separate is not None:
                 extra[SEPARATE] = dump_object(renumbered(declaration.separate, part))
         return conversion.write(plan, dump_object(values), store=ckpt.files, extra=extra)

@@ -22,6 +22,7 @@ from te_models.config import ModelConfig
 from ..families import Family
 from ..folder.checkpoint import Checkpoint
 from ..formats.format import WeightFormat, scale_beside
+from ..formats.fp8 import scale_in_files
 from ..formats.packed_columns import column_name
 from ..formats.stacks import stacked_name
 from ..io.boxes import Shape, full, intersect, tiles
@@ -118,9 +119,11 @@ def _quantized(part: ToyPart, source: str, name: str, shape: Shape) -> Iterator[
         raise CheckpointError(f"{name} cannot be cut out of {source}, which is quantized")
     form = ckpt.quantized.formats[source]
     for p in form.parts:
-        # as a stack of experts that another name tells
-        transposed = source + p.suffix not in ckpt.files.tensors and form.packing is None
-        old, new = (stacked_name(w, p) if transposed else w + p.suffix for w in (source, name))
+        old, new = source + p.suffix, name + p.suffix
+        if old in ckpt.quantized.scales:
+            old, new = ckpt.quantized.scales[old], scale_in_files(new)
+        elif old not in ckpt.files.tensors and form.packing is None:
+            old, new = stacked_name(source, p), stacked_name(name, p)  # of a stack of experts, which that tells
         yield _first(part, *_stored_names(form, source, name, old, new), shape[:-2], whole[:-2])
     for beside in form.beside:
         if source + beside.suffix in ckpt.quantized.files.tensors:
@@ -226,8 +229,9 @@ def _layer_with_experts(part: ToyPart, target: Namespace) -> _Layer | None:
     if part.checkpoint.quantized is not None:
         for weight_format in part.checkpoint.quantized.format.formats:
             for weight in whole:
-                parts = (*weight_format.parts, *weight_format.beside)
-                beside |= {weight + scale.suffix: weight for scale in parts if scale.suffix}
+                further = (*weight_format.parts, *weight_format.beside)
+                parts = [weight + scale.suffix for scale in further if scale.suffix]
+                beside |= dict.fromkeys((*parts, *map(scale_in_files, parts)), weight)
                 beside |= {scale_beside(weight, kind): weight for kind in weight_format.activations}
     return _Layer(whole, small, beside)
 

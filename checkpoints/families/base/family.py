@@ -85,6 +85,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "v_head_dim": (None,),
 }
 
+_OLDER_WORDS = {
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+}
+"""Older words in `layer_types` -> those of transformers 5."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 _TRAINING_ONLY = (
@@ -151,6 +157,9 @@ class Family:
                     f"config.json has {name} = {shorten_value(hf[name])}, which changes the model in a way that "
                     f"the family {self.model_type!r} cannot express; allowed: {allowed}"
                 )
+        if isinstance(hf.get("layer_types"), list):
+            words = [_OLDER_WORDS.get(w, w) if isinstance(w, str) else w for w in hf["layer_types"]]
+            hf = {**hf, "layer_types": words}
         nested: dict[str, Any] = {}
         for entry in self.fields:
             for path, value in entry.read(hf).items():

@@ -139,6 +139,7 @@ class Names:
         mixers: how they store mixers that are no attention, by kind.
         shared: how they store blocks that layers share; None: the family has none.
         compressed: how they store attention to compressed keys, and what belongs to it.
+        scales: what they call the scales of blocks beside a module's weight; None: as the format says.
     """
 
     form: str = "published"
@@ -174,6 +175,7 @@ class Names:
     mixers: Mapping[str, MixerNames] = field(default_factory=dict)
     shared: SharedNames | None = None
     compressed: CompressedNames | None = None
+    scales: str | None = None
 
     @property
     def experts_apart(self) -> bool:

@@ -202,11 +202,11 @@ class RopePerLayerType:
         return {"rope_parameters": {kind: self._values(rope) for kind, rope in nested.items()}}
 
     def _values(self, rope: RopeConfig) -> Values:
-        """Return the object that describes `rope`, without the fraction that it would have anyway."""
+        """Return the object that describes `rope`, without the fraction where it and the usual one are the whole."""
         if rope.scaling == _PROPORTIONAL:
             return Rope(partial=1.0).rope_values(rope)
         usual = 1.0 if self.partial is None or rope.scaling != "none" else self.partial
-        return Rope(partial=None if rope.rotary_percent == usual else self.partial).rope_values(rope)
+        return Rope(partial=None if rope.rotary_percent == usual == 1.0 else self.partial).rope_values(rope)
 
 
 def _overlaid(values: Any, scaling: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from te_models import GPTModel
-from te_models.checkpoints import FAMILIES, CheckpointError, export_hf, import_hf
+from te_models.checkpoints import FAMILIES, CheckpointError, export_hf, import_hf, quantize, toy
 from tests.checkpoints.compressed_cases import COMPRESSED
 from tests.checkpoints.families.test_families import save, tokens
 from tests.checkpoints.family_cases import SIZES, fill, make
@@ -88,36 +88,132 @@ def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return data.to(torch.float8_e4m3fn), scales.to(torch.float8_e8m0fnu), values
 
 
-@torch.no_grad()
-def test_fp8_blocks_with_e8m0_scales(tmp_path: Path) -> None:
-    """Of attention, with the output's groups, and of experts; compressors stay as they are, as published."""
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A matrix as E2M1, two in a byte, with the scales of 32 as E8M0, and the values."""
+    blocks = weight.unflatten(-1, (-1, 32))
+    scales = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(-1) / 6)))
+    codes = (blocks / scales[..., None] - E2M1[:, None, None, None]).abs().argmin(0)
+    values = (E2M1[codes] * scales[..., None]).flatten(-2)
+    pairs = codes.flatten(-2).unflatten(-1, (-1, 2))
+    return (
+        (pairs[..., 0] + 16 * pairs[..., 1]).to(torch.uint8).view(torch.int8),
+        scales.to(torch.float8_e8m0fnu),
+        values,
+    )
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+MTP = "mtp.0.ffn.experts.0.w1"
+
+
+def write(folder: Path, values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def quantized_folders(tmp_path: Path, *, scale: str, fp4: bool, form: str) -> tuple[Path, Path]:
+    """A folder in FP8 blocks, perhaps with FP4 experts, and one of the same values. Compressors stay as they are, as
+    published; a weight of the layers that predict further tokens is quantized, too."""
     options = COMPRESSED["deepseek_v4"][1] | {"hidden_size": 128, "q_lora_rank": 128, "moe_intermediate_size": 128}
     options |= {"head_dim": 128, "o_lora_rank": 128, "intermediate_size": 128, "index_head_dim": 64}
+    options |= {
+        "num_hidden_layers": 2,
+        "layer_types": options["layer_types"][:2],
+        "mlp_layer_types": ["hash_moe", "moe"],
+    }
     config = transformers.AutoConfig.for_model("deepseek_v4", **{**SIZES, **options})
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     fill(theirs)
     source = save(theirs, tmp_path / "hf")
+    rename = published if form == "published" else lambda name: name
     plain, files = {}, {}
     kinds = ("wq_a", "wq_b", "attn.wkv", "wo_a", "wo_b", "w1", "w2", "w3")
-    for name, tensor in stored(source).items():
+    for name, tensor in {**stored(source), f"{MTP}.weight": torch.randn(128, 128)}.items():
+        name = rename(name)
         files[name] = plain[name] = tensor
-        if name.endswith(tuple(f"{kind}.weight" for kind in kinds)) and "indexer" not in name:
-            files[name], files[f"{name}_scale_inv"], plain[name] = quantized(tensor)
+        if name.endswith(tuple(f"{kind}.weight" for kind in kinds)) and "indexer.compressor" not in name:
+            numbers = packed if fp4 and ".experts." in name else quantized
+            files[name], files[name.removesuffix("weight") + scale], plain[name] = numbers(tensor)
     values = json.loads((source / "config.json").read_text())
-    said = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
-    for folder, tensors, more in (("fp8", files, {"quantization_config": said}), ("plain", plain, {})):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "config.json").write_text(json.dumps(values | more))
-        save_file(tensors, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
-    import_hf(tmp_path / "fp8", tmp_path / "ours")
+    said = {"quantization_config": FP8} | ({"expert_dtype": "fp4"} if fp4 else {})
+    return write(tmp_path / "fp8", values | said, files), write(tmp_path / "plain", values, plain)
+
+
+@pytest.mark.parametrize(
+    ("scale", "fp4", "form"),
+    [
+        ("scale", True, "published"),  # as on the hub
+        pytest.param("scale", False, "published", marks=pytest.mark.slow),
+        pytest.param("weight_scale_inv", False, "saved", marks=pytest.mark.slow),
+        pytest.param("weight_scale_inv", True, "saved", marks=pytest.mark.slow),
+    ],
+)
+@torch.no_grad()
+def test_fp8_blocks_and_fp4_experts(tmp_path: Path, scale: str, fp4: bool, form: str) -> None:
+    """Both names of scales, and of the layers that predict further tokens what an export without a declaration has."""
+    source, plain = quantized_folders(tmp_path, scale=scale, fp4=fp4, form=form)
+    plan = import_hf(source, tmp_path / "ours")
+    assert set(plan.passthrough) == {f"carried.{MTP}.weight", f"carried.{MTP}.{scale}"}
     export_hf(tmp_path / "ours", tmp_path / "back")
-    assert_same_bits(stored(tmp_path / "back"), files)
+    assert_same_bits(stored(tmp_path / "back"), stored(source))
+    values = json.loads((source / "config.json").read_text())
+    assert json.loads((tmp_path / "back/config.json").read_text()) == values
     ids = tokens(41)
-    expected = GPTModel.from_pretrained(tmp_path / "plain").eval()(ids).logits
+    expected = GPTModel.from_pretrained(plain).eval()(ids).logits
     got = GPTModel.from_pretrained(tmp_path / "ours", dequantize=True).eval()(ids).logits
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert GPTModel.from_pretrained(tmp_path / "ours").eval()(ids).logits.isfinite().all()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    assert (theirs.eval()(ids).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    export_hf(tmp_path / "ours", tmp_path / "values", dequantize=True)
+    assert_same_bits(stored(tmp_path / "values"), stored(plain))
+    left = json.loads((tmp_path / "values/config.json").read_text())
+    assert "quantization_config" not in left and "expert_dtype" not in left
+    import_hf(source, tmp_path / "at-once", dequantize=True)
+    export_hf(tmp_path / "at-once", tmp_path / "at-once-back")
+    assert_same_bits(stored(tmp_path / "at-once-back"), stored(plain))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_an_export_in_fp8_has_the_names_of_scales_of_its_form(tmp_path: Path) -> None:
+    _, plain = quantized_folders(tmp_path, scale="scale", fp4=False, form="published")
+    import_hf(plain, tmp_path / "ours")
+    quantize(tmp_path / "ours", tmp_path / "ours-fp8", "block")
+    names = {}
+    for form in ("published", "saved"):
+        export_hf(tmp_path / "ours-fp8", tmp_path / form, form=form)
+        names[form] = {name for name in stored(tmp_path / form) if "scale" in name and "hc_" not in name}
+        import_hf(tmp_path / form, tmp_path / f"{form}-ours")
+        assert_same_bits(stored(tmp_path / "ours-fp8"), stored(tmp_path / f"{form}-ours"))
+    assert "layers.0.attn.wq_a.scale" in names["published"]
+    assert all(name.endswith(".scale") for name in names["published"])
+    assert all(name.endswith(".weight_scale_inv") for name in names["saved"])
+
+
+@torch.no_grad()
+def test_a_part_of_a_folder_with_the_hub_s_scales(tmp_path: Path) -> None:
+    source, _ = quantized_folders(tmp_path, scale="scale", fp4=True, form="published")
+    toy(source, tmp_path / "toy", layers=1)
+    found, whole = stored(tmp_path / "toy"), stored(source)
+    assert all(torch.equal(tensor.view(torch.uint8), whole[name].view(torch.uint8)) for name, tensor in found.items())
+    assert {"layers.0.ffn.experts.0.w1.scale", f"{MTP}.scale"} < found.keys()
+    import_hf(tmp_path / "toy", tmp_path / "ours")
+
+
+@torch.no_grad()
+def test_fp4_experts_that_config_json_does_not_declare(tmp_path: Path) -> None:
+    source, _ = quantized_folders(tmp_path, scale="scale", fp4=True, form="published")
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**values, "expert_dtype": None}))
+    with pytest.raises(CheckpointError, match=r"holds FP4 .* 'expert_dtype': 'fp4'"):
+        import_hf(source, tmp_path / "ours")
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,8 @@ def test_forward_and_backward_pass_in_one_graph(fresh_compiler: None, family: st
         ("falcon_h1", {"mamba_d_head": 7}, "mamba_d_head = 7 and 4 heads; allowed: 'auto', or the 48 channels"),
         ("jamba", {"attn_layer_offset": 3}, "attn_layer_offset = 3; allowed: 0 or more, below attn_layer_period = 3"),
         ("jamba", {"hidden_act": "gelu"}, "hidden_act = 'gelu'; supported: 'silu'"),
-        ("minimax", {"rotary_dim": 4}, "rotary_dim = 4, which changes the model"),
+        ("minimax", {"rotary_dim": 9}, "rotary_dim = 9 of 8 channels"),
+        ("minimax", {"postnorm": False}, "postnorm = False; supported: True"),
         ("zamba2", {"layers_block_type": ["mamba"]}, "layers_block_type = .* and 6 layers; allowed for each"),
         ("zamba2", {"mamba_headdim": 3}, "mamba_headdim = 3; allowed: 16, by other fields"),
         ("zamba2", {"tie_word_embeddings": False}, "tie_word_embeddings = False; supported: True"),
@@ -139,16 +140,59 @@ def test_the_ways_to_say_which_layers_share_an_indexer() -> None:
         FAMILIES["deepseek_v3"].read_config(dense)
 
 
+def test_older_words_for_layers_are_read() -> None:
+    values = json.loads(make("glm_moe_dsa").config.to_json_string())
+    older = values | {"layer_types": ["deepseek_sparse_attention"] * len(values["layer_types"])}
+    assert FAMILIES["glm_moe_dsa"].read_config(older) == FAMILIES["glm_moe_dsa"].read_config(values)
+
+
 def test_the_published_spelling_of_mimo() -> None:
     """Its config.json has other fields than transformers': a 1 for a window, and for experts."""
     family = FAMILIES["mimo_v2_flash"]
     values = json.loads(make("mimo_v2_flash").config.to_json_string())
     config = family.read_config(values)
     spelled = {"hybrid_layer_pattern": [1, 0, 1], "moe_layer_freq": [0, 1, 1], "sliding_window_size": 4}
-    spelled |= {"layernorm_epsilon": values.pop("rms_norm_eps")}
+    spelled |= {"layernorm_epsilon": values.pop("rms_norm_eps"), "attention_chunk_size": 4}
+    spelled |= {"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False}
+    heads = {f"swa_{name}": values[name] for name in ("num_attention_heads", "head_dim", "v_head_dim")}
+    spelled |= heads | {"swa_num_key_value_heads": 2 * values["num_key_value_heads"]}
     for name in ("layer_types", "mlp_layer_types", "sliding_window"):
         values.pop(name)
     assert family.read_config(values | spelled) == config
+    for name in heads:
+        with pytest.raises(CheckpointError, match=f"{name} = 3; supported: {values[name.removeprefix('swa_')]}"):
+            family.read_config(values | spelled | {name: 3})
+    values.pop("rope_parameters")
+    older = {"rope_theta": 5e5, "swa_rope_theta": 1e3, "partial_rotary_factor": 0.334}
+    older |= {"head_dim": 12, "swa_head_dim": 12}
+    ropes = family.read_config(values | spelled | older)
+    assert (ropes.rope.rotary_base, ropes.rope_sliding.rotary_base) == (5e5, 1e3)
+    assert ropes.rope.rotary_percent == ropes.rope_sliding.rotary_percent == 0.334
+
+
+@torch.no_grad()
+def test_rotary_dim_of_the_published_minimax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first channels of each head rotate, as transformers' minimax_m2 does it; its minimax rotates all."""
+    theirs = make("minimax")
+    source = save(theirs, tmp_path / "hf")
+    values = json.loads((source / "config.json").read_text())
+    published = {"rotary_dim": 4, "postnorm": True, "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid"}
+    (source / "config.json").write_text(json.dumps(values | published))
+    import_hf(source, tmp_path / "ours")
+    ours = GPTModel.from_pretrained(tmp_path / "ours").eval()
+    assert ours.config.rope.rotary_percent == 0.5
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    assert json.loads((tmp_path / "back/config.json").read_text()) == values | published
+    family = FAMILIES["minimax"]
+    written = family.write_config(ours.config)
+    assert written["rotary_dim"] == 4 and family.read_config(written) == ours.config
+    m2 = transformers.models.minimax_m2.modeling_minimax_m2
+    monkeypatch.setattr(transformers.models.minimax.modeling_minimax, "apply_rotary_pos_emb", m2.apply_rotary_pos_emb)
+    config = transformers.AutoConfig.for_model("minimax_m2", head_dim=8, max_position_embeddings=64)
+    config.rope_parameters = {**values["rope_parameters"], "partial_rotary_factor": 0.5}
+    theirs.model.rotary_emb = m2.MiniMaxM2RotaryEmbedding(config)
+    expected = theirs(tokens(41)).logits
+    assert (ours(tokens(41)).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_decay_tables_of_another_block_size_come_back(tmp_path: Path) -> None:

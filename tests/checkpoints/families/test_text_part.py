@@ -15,10 +15,12 @@ from safetensors.torch import save_file
 
 from te_models import GPTModel
 from te_models.checkpoints import FAMILIES, AutoConverter, CheckpointError, export_hf, import_hf, open_checkpoint, toy
-from te_models.checkpoints.families.base.text_part import text_part
+from te_models.checkpoints.families.base.text_part import TEXT, text_part
 from tests.checkpoints.family_cases import CASES as TEXTS
 from tests.checkpoints.family_cases import SIZES, fill
 from tests.checkpoints.hf_cases import assert_same_bits, stored, transformers
+from tests.checkpoints.integer_cases import group_of, packed
+from tests.checkpoints.quantized_cases import compressed
 
 VISION: dict[str, Any] = {
     "hidden_size": 16,
@@ -323,3 +325,36 @@ def test_qwen2_5_vl_with_all_fields_side_by_side(tmp_path: Path) -> None:
     assert "text_config" not in written and written["rms_norm_eps"] == 0.5 and written["model_type"] == "qwen2_5_vl"
     assert written["rope_parameters"]["mrope_section"] == [1, 2, 1] and "rope_scaling" not in written
     assert FAMILIES["qwen2_5_vl"].read_config(written) == changed
+
+
+@torch.no_grad()
+def test_the_text_model_alone_says_that_it_is_quantized(tmp_path: Path) -> None:
+    """As Kimi-K2.5: experts of four bits, with `quantization_config` inside `text_config`."""
+    source = save(make("kimi_k25"), tmp_path / "hf")
+    generator, files, plain = torch.Generator().manual_seed(0), {}, {}
+    for name, tensor in stored(source).items():
+        published = name.replace(f"{TEXT}model.blocks", f"{TEXT}model.layers")
+        files[published] = plain[published] = tensor
+        if ".experts." in name:
+            parts, values = packed(4, None)(published, tensor, generator)
+            plain[published] = values.to(tensor.dtype)
+            files = {k: v for k, v in files.items() if k != published} | parts
+    said = compressed("pack-quantized") | {"ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]}
+    said["config_groups"]["group_0"]["weights"] = group_of(4, None)
+    config = rewrite(source)
+    for folder, tensors, text in (("int4", files, {"quantization_config": said}), ("plain", plain, {})):
+        (tmp_path / folder).mkdir()
+        save_file(tensors, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
+        values = config | {"text_config": config["text_config"] | text}
+        (tmp_path / folder / "config.json").write_text(json.dumps(values))
+    import_hf(tmp_path / "int4", tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    assert_same_bits(stored(tmp_path / "back"), files)
+    assert rewrite(tmp_path / "back") == rewrite(tmp_path / "int4")
+    ids = torch.arange(3, 20)[None]
+    models = [GPTModel.from_pretrained(tmp_path / name).eval() for name in ("ours", "plain")]
+    got, expected = (model(ids).logits for model in models)
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+    export_hf(tmp_path / "ours", tmp_path / "values", dequantize=True)
+    assert "quantization_config" not in rewrite(tmp_path / "values")["text_config"]
+    assert_same_bits(stored(tmp_path / "values"), plain)
