@@ -19,6 +19,7 @@ from ..io.boxes import Box
 from ..io.dtypes import dtype_name
 from ..io.errors import CheckpointError, quote
 from ..io.header import TensorInfo, byte_count
+from ..io.store import BoxStore
 from ..io.weight_files import plain_file
 from ..plan.layout_ops import At, Concat, Layout, Rows, Stack
 from ..plan.param_shapes import expected_tensors, head_sizes
@@ -53,7 +54,7 @@ def is_legacy(folder: Path) -> bool:
     return any(_FOLDER.fullmatch(path.name) and (path / FILE).is_file() for path in folder.glob("mp_rank_*"))
 
 
-class LegacyStore:
+class LegacyStore(BoxStore):
     """The tensors of all ranks' files, as "TP.PP:NAME". tp, pp: how many ranks there are of each kind."""
 
     def __init__(self, folder: Path) -> None:
@@ -114,12 +115,6 @@ class LegacyStore:
     def read(self, name: str, box: Box) -> torch.Tensor:
         place, ref = self._refs[name]
         return self._files[place].read(ref, box)
-
-    def can_read_bytes(self, name: str) -> bool:
-        return False
-
-    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
-        raise NotImplementedError("tensors of archives have no byte ranges here")
 
 
 def legacy_namespace(config: ModelConfig, store: LegacyStore) -> Namespace:

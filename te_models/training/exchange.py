@@ -28,7 +28,7 @@ from te_models.checkpoints.io.boxes import Box, extents
 from te_models.checkpoints.io.dtypes import dtype_name
 from te_models.checkpoints.io.header import TensorInfo, byte_count
 from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes
-from te_models.checkpoints.io.store import FileStore, JoinedStore, Store
+from te_models.checkpoints.io.store import BoxStore, FileStore, JoinedStore, Store
 from te_models.checkpoints.io.weight_files import open_weights, plain_file
 from te_models.checkpoints.plan.plan import Output, make_plan
 from te_models.checkpoints.plan.stream import read_rows
@@ -148,7 +148,7 @@ _NONE = TensorInfo("", (1,), 0, 0)
 
 
 @dataclass(frozen=True)
-class PartsStore:
+class PartsStore(BoxStore):
     """The tensors of a sharded checkpoint as a store."""
 
     reader: PartReader
@@ -170,12 +170,6 @@ class PartsStore:
         found = found[tuple(slice(None, None, r.step) for r in box)]
         assert tuple(found.shape) == extents(box)
         return found
-
-    def can_read_bytes(self, name: str) -> bool:
-        return False
-
-    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
-        raise NotImplementedError("tensors in parts have no byte ranges")
 
 
 def export_run(checkpoint: Path, out: Path, *, to: str, overwrite: bool = False) -> None:
