@@ -27,6 +27,7 @@ class System:
         moment: the name of a parameter's optimizer state, by the stored name and the state's ("exp_avg").
         master: what that calls the float32 copy of a weight; None where weights are float32 themselves.
         is_other: whether a stored name is of something that is no weight: random states, steps, scales.
+        prefix: what the names of weights begin with in a distributed checkpoint that is written.
     """
 
     name: str
@@ -34,6 +35,7 @@ class System:
     moment: Callable[[str, str], str]
     master: str | None
     is_other: Callable[[str], bool]
+    prefix: str = ""
 
     def namespace(
         self, config: ModelConfig, found: Mapping[str, HasShape] | None = None, state: str | None = None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
     torch = later("torch")
 
-_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight", "embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True)

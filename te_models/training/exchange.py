@@ -22,7 +22,8 @@ from te_models.checkpoints.foreign.dcp import DCPStore
 from te_models.checkpoints.foreign.known import SYSTEMS
 from te_models.checkpoints.foreign.system import MOMENTS
 from te_models.checkpoints.foreign.views import RenamedStore
-from te_models.checkpoints.foreign.write_dcp import Written, write_dcp
+from te_models.checkpoints.foreign.write_dcp import write_dcp
+from te_models.checkpoints.foreign.written import Written
 from te_models.checkpoints.io.atomic import new_folder
 from te_models.checkpoints.io.boxes import Box, extents
 from te_models.checkpoints.io.dtypes import dtype_name
@@ -203,7 +204,7 @@ def export_run(checkpoint: Path, out: Path, *, to: str, overwrite: bool = False)
         for name in system.namespace(model).stored:
             outputs.append(Written(system.moment(name, "step"), "F32", (), partial(_count, start.step)))
         with new_folder(out, overwrite=overwrite) as folder:
-            write_dcp(folder, outputs, megatron=to == "torch_dist")
+            write_dcp(folder, outputs, megatron=to == "torch_dist", prefix=system.prefix)
 
 
 def _count(step: int, begin: int, end: int) -> Tensor:
