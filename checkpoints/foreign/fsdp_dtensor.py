@@ -59,7 +59,7 @@ FSDP_DTENSOR = System(
     "Megatron-FSDP",
     _weights,
     lambda name, state: f"optimizer.state.module.module.module.{name}.{state}",
-    None,
+    (),
     MEGATRON.is_other,
     prefix=PREFIX,
 )

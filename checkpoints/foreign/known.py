@@ -37,8 +37,8 @@ def _moment(name: str, state: str) -> str:
     return f"optimizer.state.{name}.{state}"
 
 
-OWN = System("te_models", _own, _moment, None, is_optimizer)
-HUGGING_FACE = System("transformers", _hugging_face, _moment, None, is_optimizer)
+OWN = System("te_models", _own, _moment, (), is_optimizer)
+HUGGING_FACE = System("transformers", _hugging_face, _moment, (), is_optimizer)
 SYSTEMS = {
     "torchtitan": TORCHTITAN,
     "torch_dist": MEGATRON,

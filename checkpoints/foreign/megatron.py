@@ -134,5 +134,9 @@ def _is_other(name: str) -> bool:
 
 
 MEGATRON = System(
-    "Megatron-Core", _weights, lambda name, state: f"optimizer.state.{state}.{name}", "fp32_param", is_other=_is_other
+    "Megatron-Core",
+    _weights,
+    lambda name, state: f"optimizer.state.{state}.{name}",
+    ("fp32_param", "param"),
+    is_other=_is_other,
 )

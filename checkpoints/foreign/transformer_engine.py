@@ -144,5 +144,5 @@ def transformer_engine(*, grouped: bool = False, interleaved: bool = True) -> Sy
         return _weights(config, found, grouped=grouped, interleaved=interleaved)
 
     return System(
-        "Transformer Engine", weights, lambda name, state: f"optimizer.state.{name}.{state}", None, is_optimizer
+        "Transformer Engine", weights, lambda name, state: f"optimizer.state.{name}.{state}", (), is_optimizer
     )

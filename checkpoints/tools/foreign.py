@@ -14,19 +14,22 @@ from te_models.sizes import plural
 
 from ..families import family_of
 from ..folder.te_folder import CONFIG, MODEL_TYPE, Source, TEFolder
+from ..foreign.common import COMMON, read_common
 from ..foreign.dcp import METADATA, DCPStore
+from ..foreign.flat_moments import TiledStore, has_buckets, is_tiled, open_buckets
 from ..foreign.known import MODULES, RANKS, STATE_DICTS, SYSTEMS, find_system, name_of_state_dict
 from ..foreign.legacy import LegacyStore, is_legacy, newest_of
+from ..foreign.plain_pickle import Record
 from ..foreign.ranks import RankPlace, Ranks, Split
 from ..foreign.state_dict import EXTRA_STATE, is_state_dict, open_state_dict
-from ..foreign.system import System
+from ..foreign.system import MOMENTS, System
 from ..foreign.transformer_engine import transformer_engine
 from ..foreign.views import RenamedStore, without_padding, without_prefix
 from ..formats import without_quantization
 from ..io.dtypes import as_torch_dtype
 from ..io.errors import CheckpointError
 from ..io.header import TensorInfo
-from ..io.store import Store
+from ..io.store import JoinedStore, Store
 from ..io.strict_json import read_object
 from ..io.weight_files import plain_file
 from ..plan.param_shapes import ExpertLayout, check_layout
@@ -94,7 +97,7 @@ class Opened(NamedTuple):
 
 def open_foreign(
     store: DCPStore, config: ModelConfig, system: str | None, state: str | None = None
-) -> tuple[System, RenamedStore, Namespace]:
+) -> tuple[System, Store, Namespace]:
     """Return the system that a distributed checkpoint is of, its tensors as that names them, and how it stores the
     model.
 
@@ -113,8 +116,55 @@ def open_foreign(
     namespace = chosen.namespace(config, held, state)
     if state is not None:
         names = {name: _stored_state(name, store) for name in namespace.stored}
+        shapes = {name: stored.shape for name, stored in namespace.stored.items()}
+        flat = {n: its for n, its in names.items() if is_tiled(store.tensors[its].shape, shapes[n])}
+        whole = {name: its for name, its in names.items() if name not in flat}
+        tensors = without_padding({name: store.tensors[its] for name, its in whole.items()}, namespace.stored)
+        owners: dict[str, Store] = dict.fromkeys(whole, RenamedStore(store, whole, tensors))
+        return chosen, JoinedStore(owners | dict.fromkeys(flat, TiledStore(store, flat, shapes))), namespace
     tensors = without_padding({name: store.tensors[its] for name, its in names.items()}, namespace.stored)
     return chosen, RenamedStore(store, names, tensors), namespace
+
+
+def open_states(
+    store: DCPStore, config: ModelConfig, system: str | None
+) -> tuple[System, list[tuple[str | None, Store, Namespace]], list[str]]:
+    """Return the system that a distributed checkpoint is of; of the weights and each moment, by name, its tensors and
+    how they store the model; and the names of the weights there. Weights are the optimizer's, where it has float32 ones
+    of weights in fewer bits.
+
+    Raises CheckpointError where the checkpoint does not hold them by parameter, nor as Megatron's distributed optimizer
+    flattens them."""
+    chosen, weights, namespace = open_foreign(store, config, system)
+    names = [*weights.tensors]
+    low = any(info.dtype != "F32" for name, info in weights.tensors.items() if namespace.stored[name].convertible)
+    found: list[tuple[str | None, Store, Namespace]] = []
+    if chosen is SYSTEMS["torch_dist"] and has_buckets(store.tensors):
+        states = [*(["param"] if low else []), *MOMENTS]
+        opened = open_buckets(store, config, (weights, namespace), states, _split(store), store.folder)
+        found = [(None if state == "param" else state, *its) for state, its in zip(states, opened, strict=True)]
+    else:
+        masters = [m for m in chosen.masters if any(name.startswith(f"optimizer.state.{m}.") for name in store.tensors)]
+        if low and masters:
+            found = [(None, *open_foreign(store, config, system, masters[0])[1:])]
+        found += [(state, *open_foreign(store, config, system, state)[1:]) for state in MOMENTS]
+    return chosen, found if found[0][0] is None else [(None, weights, namespace), *found], names
+
+
+def _split(store: DCPStore) -> Split:
+    """Return how many ranks wrote a checkpoint, as the arguments of its run say it."""
+    args = read_common(store.folder).get("args")
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    found = [args.get(name) if isinstance(args, Record) else None for name in sizes]
+    chunks = args.get("virtual_pipeline_model_parallel_size") if isinstance(args, Record) else None
+    numbers = [number if type(number) is int else default for number, default in zip((*found, chunks), (0, 0, 1, 1))]
+    if 0 in numbers:
+        raise CheckpointError(
+            f"{store.folder} has moments that ranks flattened together, and {COMMON} does not say how many tensor and "
+            "pipeline parallel ranks there were; Megatron writes them by parameter with "
+            "--dist-ckpt-optim-fully-reshardable"
+        )
+    return Split(*numbers)
 
 
 def _stored_state(name: str, store: DCPStore) -> str:
@@ -126,10 +176,7 @@ def _stored_state(name: str, store: DCPStore) -> str:
     ):
         if stored in store.tensors:
             return stored
-    raise CheckpointError(
-        f"{store.folder} has no {name!r}, which moments are called that travel by parameter; moments that ranks "
-        "flattened together (Megatron's dp_reshardable) do not"
-    )
+    raise CheckpointError(f"{store.folder} has no {name!r}, which moments are called that travel by parameter")
 
 
 def open_ranks(path: Path, config: ModelConfig, opened: ExitStack) -> Opened:

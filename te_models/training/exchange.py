@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from te_models.checkpoints import CheckpointError, expected_tensors
+from te_models.checkpoints.foreign.common import counted_steps
 from te_models.checkpoints.foreign.dcp import DCPStore
 from te_models.checkpoints.foreign.known import SYSTEMS
+from te_models.checkpoints.foreign.legacy import newest_of
 from te_models.checkpoints.foreign.system import MOMENTS
 from te_models.checkpoints.foreign.views import RenamedStore
 from te_models.checkpoints.foreign.write_dcp import write_dcp
@@ -34,7 +36,7 @@ from te_models.checkpoints.io.weight_files import open_weights, plain_file
 from te_models.checkpoints.plan.plan import Output, make_plan
 from te_models.checkpoints.plan.stream import read_rows
 from te_models.checkpoints.plan.tensor_map import identity_namespace
-from te_models.checkpoints.tools.foreign import open_foreign, read_config
+from te_models.checkpoints.tools.foreign import open_states, read_config
 from te_models.checkpoints.write.shards import Shard
 from te_models.checkpoints.write.writer import write_small_file, write_weights
 
@@ -86,19 +88,21 @@ def import_run(
     check_travels(config)
     shapes_of, _ = read_config(model)
     canonical = expected_tensors(shapes_of)
-    with DCPStore(src) as store:
+    with DCPStore(newest_of(src)) as store:
         owners: dict[str, Any] = {}
         outputs: list[Output] = []
         parts: dict[str, LocalPart] = {}
-        weights: list[str] = []
-        for state in (None, *MOMENTS):
-            chosen, tensors, namespace = open_foreign(store, shapes_of, system, state)
+        chosen, states, weights = open_states(store, shapes_of, system)
+        for state, tensors, namespace in states:
             plan = make_plan(
                 tensors.tensors, namespace, identity_namespace(canonical), where=str(src), dtype=torch.float32
             )
-            owners |= dict.fromkeys(tensors.tensors, tensors)
-            weights = [*tensors.tensors] if state is None else weights
+            at = "" if state is None else f"{state}:"
+            view = RenamedStore(tensors, {f"{at}{n}": n for n in tensors.tensors}, _named(tensors.tensors, at))
+            owners |= dict.fromkeys(view.tensors, view)
             for output in plan.outputs:
+                pieces = tuple(replace(piece, source=f"{at}{piece.source}") for piece in output.pieces)
+                output = replace(output, pieces=pieces)
                 name = f"model.{output.name}" if state is None else f"optimizer.{output.name}.{state}"
                 outputs.append(replace(output, name=entry_of(name, (0,) * len(output.shape))))
                 parts[name] = LocalPart.undivided(torch.empty(output.shape, dtype=torch.float32, device="meta"))
@@ -135,6 +139,8 @@ def _steps(store: DCPStore, names: list[str], moment: Any, step: int | None) -> 
     """Return how many steps the optimizer counted, the same for all parameters."""
     if step is not None:
         return step
+    if (counted := counted_steps(store.folder)) is not None:
+        return counted
     found = {
         float(store.read(key, ()))
         for key in (moment(name, "step") for name in names)
@@ -143,6 +149,10 @@ def _steps(store: DCPStore, names: list[str], moment: Any, step: int | None) -> 
     if len(found) != 1 or (count := found.pop()) != int(count) or count < 1:
         raise CheckpointError(f"{store.folder} does not say one number of steps for all parameters; --step says it")
     return int(count)
+
+
+def _named(tensors: Mapping[str, TensorInfo], at: str) -> dict[str, TensorInfo]:
+    return {f"{at}{name}": info for name, info in tensors.items()}
 
 
 _NONE = TensorInfo("", (1,), 0, 0)
