@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from .tools.convert import export_hf, import_hf, relayout
     from .tools.converter import AutoConverter
     from .tools.diff import DiffReport, diff
-    from .tools.foreign import export_checkpoint, import_checkpoint
+    from .tools.foreign import import_checkpoint
+    from .tools.foreign_export import export_checkpoint
+    from .tools.foreign_memory import export_state_dict, import_state_dict
     from .tools.inspect import Inspection, inspect
     from .tools.quantize import dequantize, quantize
     from .tools.reshard import reshard
@@ -49,9 +51,11 @@ __all__ = [
     "expected_tensors",
     "export_checkpoint",
     "export_hf",
+    "export_state_dict",
     "from_plain_state_dict",
     "import_checkpoint",
     "import_hf",
+    "import_state_dict",
     "inspect",
     "open_checkpoint",
     "plain_state_dict",
@@ -91,9 +95,11 @@ _HOME = {
         "DiffReport",
         "diff",
     ),
-    "tools.foreign": (
-        "export_checkpoint",
-        "import_checkpoint",
+    "tools.foreign": ("import_checkpoint",),
+    "tools.foreign_export": ("export_checkpoint",),
+    "tools.foreign_memory": (
+        "export_state_dict",
+        "import_state_dict",
     ),
     "tools.inspect": (
         "Inspection",

@@ -19,6 +19,7 @@ from ..io.boxes import Box, Range, Shape, extents, intersect, tiles
 from ..io.dtypes import dtype_name, torch_dtype
 from ..io.errors import CheckpointError, quote
 from ..io.header import TensorInfo, byte_count
+from ..io.store import BoxStore
 from ..io.weight_files import plain_file
 from .plain_pickle import MOST_BYTES, Global, Record, read_plain
 from .torch_file import DTYPES, TensorRef, TorchFile
@@ -52,7 +53,7 @@ class Chunk(NamedTuple):
     length: int
 
 
-class DCPStore:
+class DCPStore(BoxStore):
     """The tensors of a checkpoint, closed by `close` or a with statement. tensors: dtype and shape of each; values:
     the names of what is no tensor, such as numbers of steps."""
 
@@ -171,12 +172,6 @@ class DCPStore:
         where = f"{chunk.file} at byte {chunk.begin}"
         self._files[chunk] = TorchFile(self._fds[chunk.file], chunk.begin, chunk.length, where)
         return self._files[chunk]
-
-    def can_read_bytes(self, name: str) -> bool:
-        return False
-
-    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
-        raise NotImplementedError("tensors in chunks have no byte ranges")
 
 
 def _shape(value: Any, where: str) -> Shape:

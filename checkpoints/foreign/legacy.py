@@ -1,30 +1,26 @@
-"""Megatron's checkpoints of ranks: mp_rank_XX[_YYY]/model_optim_rng.pt, of tensor and pipeline parallel ranks.
-
-Every file holds the names of Megatron-Core's modules, with layers counted from the stage's first. Tensors are split
-along their rows or their columns over the tensor parallel ranks XX; what is whole on each is read from the first.
-"""
+"""Files of Megatron's ranks, mp_rank_XX[_YYY[_ZZZ]]/model_optim_rng.pt: of tensor parallel ranks, stages and shares of
+experts. `ranks` says what they hold."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from te_models.config import ModelConfig
 from te_models.lazy import later
 
-from ..io.boxes import Box
-from ..io.dtypes import dtype_name
+from ..io.boxes import Box, Shape
+from ..io.dtypes import dtype_name, torch_dtype
 from ..io.errors import CheckpointError, quote
 from ..io.header import TensorInfo, byte_count
+from ..io.store import BoxStore
 from ..io.weight_files import plain_file
-from ..plan.layout_ops import At, Concat, Layout, Rows, Stack
-from ..plan.param_shapes import expected_tensors, head_sizes
-from ..plan.tensor_map import Link, Namespace, Stored
-from .megatron import named_norm
+from .ranks import TABLES, RankPlace, Ranks, Split
 from .torch_file import TensorRef, TorchFile
+from .written import Written
 
 if TYPE_CHECKING:
     import torch
@@ -32,20 +28,16 @@ else:
     torch = later("torch")
 
 FILE = "model_optim_rng.pt"
-_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
-_KNOWN = frozenset(
+TRACKER = "latest_checkpointed_iteration.txt"
+_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+KNOWN = frozenset(
     {
         *("argparse.Namespace", "types.SimpleNamespace", "_codecs.encode", "signal.Signals", "pathlib.PosixPath"),
         *("numpy.", "megatron.", "transformer_engine.", "torch.", "builtins.set", "builtins.bytearray"),
-        *("collections.defaultdict", "builtins.dict", "builtins.list"),
+        *("collections.defaultdict", "builtins.dict", "builtins.list", "_io.BytesIO"),
     }
 )
 """What files of Megatron name beside tensors: arguments of the run, random states. Nothing of it is made."""
-_COLUMNS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight", "mlp.shared_experts.linear_fc2.weight")
-_ROWS = (
-    *("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"),
-    *("mlp.linear_fc1.weight", "mlp.linear_fc1.bias", "mlp.shared_experts.linear_fc1.weight"),
-)
 
 
 def is_legacy(folder: Path) -> bool:
@@ -53,52 +45,114 @@ def is_legacy(folder: Path) -> bool:
     return any(_FOLDER.fullmatch(path.name) and (path / FILE).is_file() for path in folder.glob("mp_rank_*"))
 
 
-class LegacyStore:
-    """The tensors of all ranks' files, as "TP.PP:NAME". tp, pp: how many ranks there are of each kind."""
+def newest_of(folder: Path) -> Path:
+    """Return the folder of the checkpoint that Megatron's file beside all of a run names; `folder` where there is no
+    such file. Raises CheckpointError for one that names none."""
+    tracker = folder / TRACKER
+    if not tracker.is_file():
+        return folder
+    said = plain_file(folder, TRACKER).read_bytes()[:64].decode("utf-8", "replace").strip()
+    if said != "release" and not re.fullmatch(r"\d{1,12}", said):
+        raise CheckpointError(f"{tracker} says {quote(said)}; allowed: a number of iterations, or 'release'")
+    found = folder / (said if said == "release" else f"iter_{int(said):07d}")
+    if not found.is_dir():
+        raise CheckpointError(f"{tracker} says {quote(said)}, and there is no {found.name}")
+    return found
+
+
+class LegacyStore(BoxStore):
+    """The tensors of all ranks' files, by place and name. split: how many ranks there are of each kind. pickled: how
+    many modules of Transformer Engine pickled a state."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[str, TorchFile] = {}
-        self._refs: dict[str, tuple[str, TensorRef]] = {}
+        self._files: dict[RankPlace, TorchFile] = {}
+        self._refs: dict[str, tuple[RankPlace, TensorRef]] = {}
         self._fds: list[int] = []
         self.tensors: dict[str, TensorInfo] = {}
-        places = {}
-        for path in sorted(folder.glob("mp_rank_*")):
-            match = _FOLDER.fullmatch(path.name)
-            if match is None:
-                raise CheckpointError(
-                    f"{folder} has {quote(path.name)}; allowed: files of tensor and pipeline parallel ranks, "
-                    "mp_rank_XX and mp_rank_XX_YYY (experts that ranks share are in distributed checkpoints)"
-                )
-            places[int(match[1]), int(match[2] or 0)] = path
-        self.tp, self.pp = (1 + max(place[axis] for place in places) for axis in (0, 1))
+        self.pickled = 0
         try:
-            for tp in range(self.tp):
-                for pp in range(self.pp):
-                    if (tp, pp) not in places:
-                        raise CheckpointError(
-                            f"{folder} has no file of rank {tp} of {self.tp} in stage {pp} of {self.pp}"
-                        )
-                    self._open(f"{tp}.{pp}", places[tp, pp])
+            self.split = self._open_all(self._places())
         except BaseException:
             self.close()
             raise
 
-    def _open(self, place: str, path: Path) -> None:
+    def _places(self) -> dict[RankPlace, Path]:
+        places = {}
+        for path in sorted(self.folder.glob("mp_rank_*")):
+            match = _FOLDER.fullmatch(path.name)
+            if match is None:
+                raise CheckpointError(
+                    f"{self.folder} has {quote(path.name)}; allowed: mp_rank_XX, mp_rank_XX_YYY and mp_rank_XX_YYY_ZZZ"
+                )
+            places[RankPlace(*(int(number or 0) for number in match.groups()))] = path
+        return places
+
+    def _open_all(self, places: dict[RankPlace, Path]) -> Split:
+        chunks = max(self._open(place, path) for place, path in places.items())
+        if any(place.pp for place in places) and not any(place.ep for place in places):
+            # Megatron leaves a number out where there is one stage: the last is then the share of experts
+            second = [place for place in places if place.pp and f"{place}{TABLES[0]}" in self.tensors]
+            if second:
+                self._files = {RankPlace(p.tp, 0, p.pp): file for p, file in self._files.items()}
+                self._refs = {self._moved(n): (RankPlace(p.tp, 0, p.pp), r) for n, (p, r) in self._refs.items()}
+                self.tensors = {self._moved(name): info for name, info in self.tensors.items()}
+        split = Split(*(1 + max(place[axis] for place in self._files) for axis in (0, 1, 2)), chunks)
+        for tp in range(split.tp):
+            for pp in range(split.pp):
+                for ep in range(split.ep):
+                    if RankPlace(tp, pp, ep) not in self._files:
+                        raise CheckpointError(
+                            f"{self.folder} has no file of tensor parallel rank {tp} of {split.tp} in stage {pp} of "
+                            f"{split.pp}, share {ep} of {split.ep} of the experts"
+                        )
+        return split
+
+    @staticmethod
+    def _moved(name: str) -> str:
+        place, rest = RankPlace.of(name)
+        return f"{RankPlace(place.tp, 0, place.pp, place.chunk)}{rest}"
+
+    def _open(self, place: RankPlace, path: Path) -> int:
+        """Return how many chunks of layers the file holds."""
         file = plain_file(path, FILE)
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         self._fds.append(fd)
         where = f"{path.name}/{FILE}"
-        opened = TorchFile(fd, 0, file.stat().st_size, where, _KNOWN)
-        model = opened.value.get("model") if isinstance(opened.value, dict) else None
-        if not isinstance(model, dict):
-            raise CheckpointError(f"{where} has no 'model' with names of tensors")
+        opened = TorchFile(fd, 0, file.stat().st_size, where, KNOWN)
+        held = opened.value if isinstance(opened.value, dict) else {}
+        models = [held["model"]] if "model" in held else []
+        while not models or f"model{len(models)}" in held:
+            models.append(held.get(f"model{len(models)}"))
+            if not isinstance(models[-1], dict):
+                break
         self._files[place] = opened
-        for name, value in model.items():
-            if isinstance(name, str) and isinstance(value, TensorRef) and "_extra_state" not in name:
-                kind = dtype_name(getattr(torch, value.dtype))
-                self._refs[f"{place}:{name}"] = place, value
-                self.tensors[f"{place}:{name}"] = TensorInfo(kind, value.shape, 0, byte_count(kind, value.shape))
+        for chunk, model in enumerate(models):
+            if not isinstance(model, dict):
+                raise CheckpointError(f"{where} has no 'model' with names of tensors")
+            for name, value in model.items():
+                if isinstance(name, str) and "_extra_state" in name:
+                    self.pickled += value.shape != (0,) if isinstance(value, TensorRef) else value is not None
+                elif isinstance(name, str) and isinstance(value, TensorRef):
+                    kind, stored = dtype_name(getattr(torch, value.dtype)), f"{place._replace(chunk=chunk)}{name}"
+                    self._refs[stored] = place, value
+                    self.tensors[stored] = TensorInfo(kind, value.shape, 0, byte_count(kind, value.shape))
+        return len(models)
+
+    def ranks(self, config: ModelConfig) -> Ranks:
+        """Return what the files hold of a model. Tables lose the rows that only fill up."""
+        tables = [self.tensors.get(f"{RankPlace(tp, 0)}{TABLES[0]}") for tp in range(self.split.tp)]
+        rows = sum(info.shape[0] if info is not None and info.shape else 0 for info in tables)
+        ranks = Ranks(config, self.split, max(rows, config.vocab_size) if rows else config.vocab_size, self.tensors)
+        for name, info in [*self.tensors.items()]:
+            place, rest = RankPlace.of(name)
+            held = ranks.held_rows(place.tp)
+            if rest in TABLES and info.shape[:1] == (ranks.rows,) and held < ranks.rows:
+                shape = (held, *info.shape[1:])
+                self.tensors[name] = TensorInfo(info.dtype, shape, 0, byte_count(info.dtype, shape))
+                if not held:
+                    del self.tensors[name]
+        return ranks
 
     def __enter__(self) -> Self:
         return self
@@ -115,82 +169,62 @@ class LegacyStore:
         place, ref = self._refs[name]
         return self._files[place].read(ref, box)
 
-    def can_read_bytes(self, name: str) -> bool:
-        return False
 
-    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
-        raise NotImplementedError("tensors of archives have no byte ranges here")
+def write_legacy(folder: Path, outputs: Mapping[str, Written], ranks: Ranks) -> None:
+    """Write the files of all ranks to an existing folder, as `release`, which Megatron begins a run with.
 
+    There are no `args` in them: Megatron keeps those as an object of a class that reading with weights_only refuses,
+    and begins a run without them.
+    """
+    from .write_torch import write_torch_file
 
-def legacy_namespace(config: ModelConfig, store: LegacyStore) -> Namespace:
-    """Return how the files store a model. Raises CheckpointError for one that they cannot be of."""
-    if config.mixers or config.attention.mla is not None or config.mtp_num_layers:
-        raise CheckpointError("files of Megatron's ranks are read of models with plain attention in all layers")
-    layers, tp = config.num_layers, store.tp
-    if layers % store.pp or config.attention.num_query_groups is None or config.attention.num_query_groups % tp:
-        raise CheckpointError(f"{layers} layers in {store.pp} stages, or the key heads over {tp} ranks, do not divide")
-    canonical = expected_tensors(config)
-    stored: dict[str, Stored] = {}
-    links: list[Link] = []
-    for name, shape in canonical.items():
-        for p in _placed(config, store, name, shape).place(shape):
-            stored[p.stored] = Stored(p.stored_shape, convertible=not name.endswith(".expert_bias"))
-            links.append(Link(name, p.box, p.stored, p.stored_box, p.axes))
-    return Namespace(canonical, stored, tuple(links))
-
-
-def _placed(config: ModelConfig, store: LegacyStore, name: str, shape: tuple[int, ...]) -> Layout:
-    each = config.num_layers // store.pp
-    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
-    if match is None:
-        stage = 0 if name.startswith("embedding.") else store.pp - 1
-        if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-            names = [f"{t}.{stage}:{name}" for t in range(store.tp)]
-            rows = [store.tensors[n].shape[0] if n in store.tensors else 0 for n in names]
-            if sum(rows) != shape[0]:
-                raise CheckpointError(f"{name} has {sum(rows)} rows over all ranks; allowed: {shape[0]}")
-            return Concat(*((At(n), size) for n, size in zip(names, rows, strict=True)))
-        return At(f"0.{stage}:{name}")
-    stage, local = divmod(int(match[1]), each)
-    rest, at = match[2], f"decoder.layers.{local}."
-    places = [f"{t}.{stage}:" for t in range(store.tp)]
-    if rest.startswith("mlp.experts."):
-        assert config.moe is not None, "the layer has experts"
-        return Stack(*(_split(config, _expert(store, places, at, rest, e), rest, shape[1:]) for e in range(shape[0])))
-    return _split(config, [named_norm(place + at, rest, store.tensors) for place in places], rest, shape)
+    split = ranks.split
+    outputs = {**outputs, **_filling(outputs, ranks)}
+    copies = ranks.copies(outputs)
+    held: dict[RankPlace, list[Written]] = {}
+    for name in (*outputs, *copies):
+        place, rest = RankPlace.of(name)
+        its = outputs[copies.get(name, name)]
+        held.setdefault(place, []).append(Written(rest, its.dtype, its.shape, its.rows))
+    for (tp, pp, ep, _), its in held.items():
+        path = folder / "release" / _name(tp, pp, ep, split)
+        path.mkdir(parents=True)
+        filled = [_filled(output, ranks) for output in its]
+        write_torch_file(path / FILE, {"checkpoint_version": 3.0}, filled, "model")
+    (folder / TRACKER).write_text("release", encoding="utf-8")
 
 
-def _expert(store: LegacyStore, places: list[str], at: str, rest: str, expert: int) -> list[str]:
-    """Return the names of an expert's weight on each rank: one module each, or one of all."""
-    part, _, kind = rest.removeprefix("mlp.experts.").rpartition(".")
-    alone = [f"{place}{at}mlp.experts.local_experts.{expert}.{part}.{kind}" for place in places]
-    joined = [f"{place}{at}mlp.experts.{part}.{kind}{expert}" for place in places]
-    return joined if joined[0] in store.tensors else alone
+def _filling(outputs: Mapping[str, Written], ranks: Ranks) -> dict[str, Written]:
+    """Return the tables of ranks that have none of the model's rows."""
+    found = {}
+    for name, output in outputs.items():
+        place, rest = RankPlace.of(name)
+        if rest in TABLES and place.tp == 0:
+            for tp in range(1, ranks.split.tp):
+                shape = (0, *output.shape[1:])
+                its = Written(f"{place._replace(tp=tp)}{rest}", output.dtype, shape, output.rows)
+                found |= {} if its.name in outputs else {its.name: its}
+    return found
 
 
-def _split(config: ModelConfig, names: list[str], rest: str, shape: tuple[int, ...]) -> Layout:
-    """Return a tensor of a layer that ranks have parts of, by these names."""
-    tp = len(names)
-    plain = rest.replace("mlp.experts.", "mlp.")
-    if plain.startswith("self_attention.linear_qkv.") and plain in _ROWS:
-        heads, groups, size = head_sizes(config.attention)
-        each, own = heads // groups, groups // tp
-        total = own * (each + 2) * size
-        at = [(names[g // own], g % own * (each + 2) * size) for g in range(groups)]
-        q = [(Rows(n, begin, total), each * size) for n, begin in at]
-        k, v = ([(Rows(n, begin + (each + part) * size, total), size) for n, begin in at] for part in (0, 1))
-        return Concat(*q, *k, *v)
-    if plain in _COLUMNS:
-        return Concat(*((At(n), shape[1] // tp) for n in names), dim=1)
-    if plain in _ROWS:
-        parts = 2 if config.mlp.gated else 1
-        rows = shape[0] // parts // tp
-        return Concat(*((Rows(n, part * rows, parts * rows), rows) for part in range(parts) for n in names))
-    return At(names[0])
+def _name(tp: int, pp: int, ep: int, split: Split) -> str:
+    """As Megatron calls it: of one stage, or of whole layers of experts, the number is left out."""
+    stage = f"_{pp:03d}" if split.pp > 1 else ""
+    return f"mp_rank_{tp:02d}{stage}" + (f"_{ep:03d}" if split.ep > 1 else "")
 
 
-def copies_of(store: LegacyStore, namespace: Namespace) -> Iterator[str]:
-    """Yield the tensors that repeat, on other ranks, what the first one has."""
-    for name in store.tensors:
-        if name not in namespace.stored and f"0.{name.partition('.')[2]}" in namespace.stored:
-            yield name
+def _filled(output: Written, ranks: Ranks) -> Written:
+    """Return a table with as many rows as every rank has, of which the last ones are zeros."""
+    if output.name not in TABLES or output.shape[0] == ranks.rows:
+        return output
+    shape: Shape = (ranks.rows, *output.shape[1:])
+    return Written(output.name, output.dtype, shape, _with_zeros(output))
+
+
+def _with_zeros(output: Written) -> Callable[[int, int], torch.Tensor]:
+    def rows(begin: int, end: int) -> torch.Tensor:
+        held = min(max(output.shape[0], begin), end)
+        zeros = torch.zeros((end - held, *output.shape[1:]), dtype=torch_dtype(output.dtype), device="cpu")
+        return torch.cat([output.rows(begin, held), zeros]) if held > begin else zeros
+
+    return rows

@@ -77,13 +77,18 @@ def placed(config: ModelConfig, layer: int, rest: str, at: str) -> Layout:
     return At(at + rest)
 
 
-def _weights(config: ModelConfig, found: Mapping[str, HasShape] | None) -> Iterator[tuple[str, Layout]]:
-    """Of a distributed checkpoint, whose layers are apart or joined, and whose experts are."""
+def check_covered(config: ModelConfig) -> None:
+    """Raise CheckpointError for a model that has parameters of which Megatron-Core's names are not known here."""
     if config.mtp_num_layers or config.mixers or config.hyper_connections is not None:
         raise CheckpointError(
             "Megatron's checkpoints are read and written of models with one attention; this one has other mixers, "
             "several lanes, or layers that predict further tokens"
         )
+
+
+def _weights(config: ModelConfig, found: Mapping[str, HasShape] | None) -> Iterator[tuple[str, Layout]]:
+    """Of a distributed checkpoint, whose layers are apart or joined, and whose experts are."""
+    check_covered(config)
     layers = config.num_layers
     apart = found is not None and any(name.startswith("decoder.layers.0.") for name in found)
     apart = apart or (
@@ -129,5 +134,9 @@ def _is_other(name: str) -> bool:
 
 
 MEGATRON = System(
-    "Megatron-Core", _weights, lambda name, state: f"optimizer.state.{state}.{name}", "fp32_param", is_other=_is_other
+    "Megatron-Core",
+    _weights,
+    lambda name, state: f"optimizer.state.{state}.{name}",
+    ("fp32_param", "param"),
+    is_other=_is_other,
 )

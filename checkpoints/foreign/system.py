@@ -25,15 +25,17 @@ class System:
         weights: canonical parameter name -> where its parts are stored, for a configuration and the names that a
             checkpoint has, or the default form where these are None.
         moment: the name of a parameter's optimizer state, by the stored name and the state's ("exp_avg").
-        master: what that calls the float32 copy of a weight; None where weights are float32 themselves.
+        masters: what that may call the float32 copy of a weight; none where weights are float32 themselves.
         is_other: whether a stored name is of something that is no weight: random states, steps, scales.
+        prefix: what the names of weights begin with in a distributed checkpoint that is written.
     """
 
     name: str
     weights: Callable[[ModelConfig, Mapping[str, HasShape] | None], Iterable[tuple[str, Layout]]]
     moment: Callable[[str, str], str]
-    master: str | None
+    masters: tuple[str, ...]
     is_other: Callable[[str], bool]
+    prefix: str = ""
 
     def namespace(
         self, config: ModelConfig, found: Mapping[str, HasShape] | None = None, state: str | None = None

@@ -32,7 +32,7 @@ DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "bool"),
     *("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
 )
-_STORAGES = {
+STORAGES = {
     "Double": "float64",
     "Float": "float32",
     "Half": "float16",
@@ -48,7 +48,7 @@ _REBUILD = "torch._utils._rebuild_"
 NAMES = frozenset(
     {
         *(f"torch.{dtype}" for dtype in DTYPES),
-        *(f"torch.{kind}Storage" for kind in _STORAGES),
+        *(f"torch.{kind}Storage" for kind in STORAGES),
         *(f"{_REBUILD}{kind}" for kind in ("tensor_v2", "tensor_v3", "parameter")),
         *("torch.storage.UntypedStorage", "torch.Size", "torch.device", "collections.OrderedDict"),
     }
@@ -167,7 +167,7 @@ class TorchFile:
         kind, key = reference[1], reference[2]
         if not isinstance(kind, Global) or not isinstance(key, str) or key not in self._places:
             raise ValueError("it refers to a storage that the file does not have")
-        return StorageRef(_STORAGES.get(kind.name.removeprefix("torch.").removesuffix("Storage")), key)
+        return StorageRef(STORAGES.get(kind.name.removeprefix("torch.").removesuffix("Storage")), key)
 
     def read(self, tensor: TensorRef, box: Box | None = None) -> torch.Tensor:
         """Return a region of a tensor. Raises CheckpointError where its storage is too small for it."""

@@ -77,5 +77,5 @@ def _is_other(name: str) -> bool:
 
 
 TORCHTITAN = System(
-    "torchtitan", _weights, lambda name, state: f"optimizer.state.{name}.{state}", master=None, is_other=_is_other
+    "torchtitan", _weights, lambda name, state: f"optimizer.state.{name}.{state}", masters=(), is_other=_is_other
 )

@@ -11,7 +11,7 @@ from te_models.lazy import later
 from ..io.boxes import Box
 from ..io.errors import CheckpointError
 from ..io.header import TensorInfo, byte_count
-from ..io.store import Store
+from ..io.store import BoxStore, Store
 from ..plan.tensor_map import Stored
 
 if TYPE_CHECKING:
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 else:
     torch = later("torch")
 
-_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight", "embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True)
-class RenamedStore:
+class RenamedStore(BoxStore):
     """names: as they are read -> as they are stored. tensors: as they are read."""
 
     store: Store
@@ -32,12 +32,6 @@ class RenamedStore:
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         return self.store.read(self.names[name], box)
-
-    def can_read_bytes(self, name: str) -> bool:
-        return False
-
-    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
-        raise NotImplementedError("tensors under other names have no byte ranges")
 
 
 def without_prefix(names: Collection[str], core: str) -> str:

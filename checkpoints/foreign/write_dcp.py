@@ -6,8 +6,8 @@ torch's writer does the writing, metadata included; what it asks for is read whe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..io.boxes import Shape
 from ..io.dtypes import torch_dtype
 from ..io.header import byte_count
-
-_CHUNK = 256 << 20
-"""Bytes that are in memory at once."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """A tensor to write. rows: reads indices begin .. end - 1 of its first dimension, or all of a scalar."""
-
-    name: str
-    dtype: str
-    shape: Shape
-    rows: Callable[[int, int], Tensor]
+from .system import is_optimizer
+from .written import CHUNK, Written
 
 
 class _Planner(DefaultSavePlanner):
@@ -52,7 +40,7 @@ class _Planner(DefaultSavePlanner):
         items = []
         for output in self.outputs:
             count = output.shape[0] if output.shape else 1
-            each = max(1, _CHUNK * max(count, 1) // max(byte_count(output.dtype, output.shape), 1))
+            each = max(1, CHUNK * max(count, 1) // max(byte_count(output.dtype, output.shape), 1))
             for begin in range(0, max(count, 1), each):
                 end = min(begin + each, count)
                 offset = (begin, *(0,) * (len(output.shape) - 1)) if output.shape else ()
@@ -70,8 +58,10 @@ class _Planner(DefaultSavePlanner):
         return output.rows(begin, end).contiguous()
 
 
-def write_dcp(folder: Path, outputs: Sequence[Written], *, megatron: bool = False) -> None:
-    """Write a checkpoint to an existing folder. megatron: with the two files by which Megatron-Core knows its own."""
+def write_dcp(folder: Path, outputs: Sequence[Written], *, megatron: bool = False, prefix: str = "") -> None:
+    """Write a checkpoint to an existing folder. megatron: with the two files by which Megatron-Core knows its own.
+    prefix: before the names of weights."""
+    outputs = [replace(o, name=o.name if is_optimizer(o.name) else prefix + o.name) for o in outputs]
     writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, sync_files=True)
     save({}, storage_writer=writer, planner=_Planner(outputs), no_dist=True)
     if megatron:

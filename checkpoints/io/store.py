@@ -51,6 +51,16 @@ class Store(Protocol):
         ...
 
 
+class BoxStore:
+    """What stores share whose tensors are read by regions alone, never as bytes."""
+
+    def can_read_bytes(self, name: str) -> bool:
+        return False
+
+    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
+        raise NotImplementedError(f"{name} is no byte range of a file")
+
+
 class Guard(Protocol):
     """Checks tensors of files while they are read."""
 
@@ -231,7 +241,7 @@ def _close_all(fds: dict[str, int]) -> None:
         os.close(fds.popitem()[1])
 
 
-class MemoryStore:
+class MemoryStore(BoxStore):
     """Tensors in memory, on any device. Sharing storage is fine, writing to them meanwhile is not."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -247,12 +257,6 @@ class MemoryStore:
     def view(self, name: str) -> torch.Tensor:
         """Return the tensor itself; callers never write to it."""
         return self._values[name]
-
-    def can_read_bytes(self, name: str) -> bool:
-        return False
-
-    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
-        raise NotImplementedError("tensors in memory have no byte ranges")
 
 
 class JoinedStore:

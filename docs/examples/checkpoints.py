@@ -89,6 +89,14 @@ from te_models.checkpoints import export_checkpoint, import_checkpoint
 export_checkpoint("quickstart-out/model", "saved", to="torchtitan")  # a distributed checkpoint
 import_checkpoint("saved", "model-again", config="quickstart-out/model")
 
+# %% import_state_dict, export_state_dict
+from te_models import GPTModel
+from te_models.checkpoints import export_state_dict, import_state_dict
+
+model = GPTModel.from_pretrained("quickstart-out/model")
+state = export_state_dict(model.state_dict(), model.config)  # with the names of Transformer Engine's modules
+model.load_state_dict(import_state_dict(state, model.config))
+
 # %% CheckpointError
 from te_models.checkpoints import CheckpointError, open_checkpoint
 

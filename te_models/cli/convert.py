@@ -20,8 +20,9 @@ from .run_conversion import (
 
 LAYOUTS = ("grouped", "per-gemm")
 DTYPES = ("float32", "bfloat16", "float16")
-SYSTEMS = ("torchtitan", "torch_dist", "te_models", "transformers")
-"""Whose names distributed checkpoints have; torch_dist is Megatron-Core."""
+SYSTEMS = ("torchtitan", "torch_dist", "fsdp_dtensor", "te_models", "transformers", "megatron", "transformer_engine")
+"""Whose names checkpoints have: distributed ones, where torch_dist is Megatron-Core and fsdp_dtensor Megatron-FSDP;
+those of Megatron's ranks; state dicts of Transformer Engine's modules."""
 RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
 """Those that a word says; `te_models.layers`, which knows them, imports torch."""
 STORED = (*RECIPES, "int4", "int8")
@@ -41,9 +42,11 @@ def add(verbs: Verbs) -> None:
         "Read a Hugging Face model folder and write it with te_models' parameter names. Every tensor\n"
         "must be expected and present; anything else is an error and nothing is written. Quantized\n"
         "weights stay quantized, number for number; what cannot is refused, or as the options say.\n"
-        "HF_DIR may also be a GGUF file, read as values with its tokenizer, or a distributed checkpoint of\n"
-        "torch, torchtitan or Megatron-Core; nothing is unpickled. --config then says which model it is of;\n"
-        "with --run the optimizer's moments travel, and te-models train RUN.toml --output-dir OUT goes on.",
+        "HF_DIR may also be a GGUF file, read as values with its tokenizer, or what a training system wrote:\n"
+        "a distributed checkpoint of torch, torchtitan, Megatron-Core or Megatron-FSDP, files of Megatron's\n"
+        "ranks, a state dict of Transformer Engine's modules (.pt or safetensors); nothing is unpickled.\n"
+        "--config then says which model it is of; with --run the moments of a distributed checkpoint travel,\n"
+        "and te-models train RUN.toml --output-dir OUT goes on.",
         "te-models import ./SmolLM2-135M ./smollm2",
     )
     parser.add_argument(
@@ -60,7 +63,7 @@ def add(verbs: Verbs) -> None:
     )
 
     parser.add_argument(
-        "--config", metavar="FILE", help="of a distributed checkpoint: the model's config.json, or folder"
+        "--config", metavar="FILE", help="of a training system's checkpoint: the model's config.json, or folder"
     )
     parser.add_argument(
         "--run",
@@ -70,6 +73,11 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument(
         "--step", type=count, metavar="N", help="with --run: how many steps are done (default: as counted)"
+    )
+    parser.add_argument(
+        "--qkv-not-interleaved",
+        action="store_true",
+        help="Transformer Engine's modules had qkv_weight_interleaved=False",
     )
     parser.add_argument("--from", dest="system", choices=SYSTEMS, help="what wrote it (default: told by its names)")
 
@@ -81,14 +89,36 @@ def add(verbs: Verbs) -> None:
         "te_models folder to Hugging Face folder",
         "Write a folder that transformers loads with from_pretrained. Quantized weights stay quantized.\n"
         "DIR may also be a training checkpoint of ours. --to gguf writes one file for llama.cpp; --to with a\n"
-        "system writes a distributed checkpoint, of a training checkpoint with AdamW's moments.",
+        "training system writes its checkpoint: a distributed one, of a training checkpoint with AdamW's\n"
+        "moments; files of Megatron's ranks; or a state dict of Transformer Engine's modules.",
         "te-models export ./moe ./moe-hf --family mixtral",
     )
     parser.add_argument(
         "--to",
         choices=("hf", "gguf", *SYSTEMS),
         default="hf",
-        help="a folder, a GGUF file, or a distributed checkpoint with a system's names (hf)",
+        help="a folder, a GGUF file, or the checkpoint of a training system (hf)",
+    )
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, help="experts in --to transformer_engine: one weight each, or one (per-gemm)"
+    )
+    for name, what in (
+        ("tensor", "tensor parallel ranks"),
+        ("pipeline", "pipeline stages"),
+        ("expert", "ranks that share the experts"),
+    ):
+        parser.add_argument(f"--{name}-model-parallel-size", type=count, metavar="N", help=f"--to megatron: {what} (1)")
+    parser.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=count,
+        metavar="N",
+        help="--to megatron: rows of the vocabulary's tables are a multiple of N x tensor parallel ranks (128)",
+    )
+    parser.add_argument(
+        "--local-modules",
+        dest="local",
+        action="store_true",
+        help="--to megatron: names of its own modules, not Transformer Engine's",
     )
     parser.add_argument("--type", choices=GGUF_TYPES, help="of the matrices of a GGUF file (f16)")
     parser.add_argument("--family", help="architecture to write (default: the one that fits the configuration)")

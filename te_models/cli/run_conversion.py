@@ -19,24 +19,28 @@ from .progress import byte_progress
 
 def run_import(args: argparse.Namespace) -> int:
     """Hugging Face folder, GGUF file, or a training system's checkpoint, to ours."""
-    if Path(args.source).is_file():
+    if Path(args.source).suffix == ".gguf" and Path(args.source).is_file():
         return _import_file(args)
     from te_models.checkpoints import CheckpointError, import_checkpoint, import_hf
     from te_models.checkpoints.tools.foreign import is_foreign
 
-    if is_foreign(Path(args.source)):
+    foreign = is_foreign(Path(args.source))
+    if Path(args.source).is_file() and not foreign:
+        return _import_file(args)
+    if foreign or args.config is not None:
         if args.config is None:
-            raise CheckpointError(f"{args.source} is a distributed checkpoint; --config says which model it is of")
+            raise CheckpointError(f"{args.source} is no model folder; --config says which model it is of")
         asked = {"--storage": args.storage, "--allow-requantize": args.allow_requantize, "--mtp": args.mtp}
         _refuse(asked | {"--dequantize": args.dequantize}, f"is of Hugging Face folders, and {args.source} is none")
         if args.run_file is not None:
             return _import_run(args)
-        return _convert(
-            args, import_checkpoint, config=args.config, system=args.system, dtype=args.dtype, layout=args.layout
-        )
-    if any(value is not None for value in (args.config, args.system, args.run_file, args.step)):
+        options = {"config": args.config, "system": args.system, "dtype": args.dtype, "layout": args.layout}
+        options["qkv_weight_interleaved"] = not args.qkv_not_interleaved
+        return _convert(args, import_checkpoint, **options)
+    if any(value is not None for value in (args.system, args.run_file, args.step, args.qkv_not_interleaved or None)):
         raise CheckpointError(
-            f"--config, --from, --run and --step are of distributed checkpoints, and {args.source} is none"
+            "--from, --run, --step and --qkv-not-interleaved are of training systems' checkpoints; --config says of "
+            "which model"
         )
     options = {"storage": args.storage, "allow_requantize": args.allow_requantize, "dequantize": args.dequantize}
     options["mtp"] = args.mtp
@@ -73,10 +77,22 @@ def _import_run(args: argparse.Namespace) -> int:
     return 0
 
 
+RANKS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "make_vocab_size_divisible_by",
+)
+"""What says how files of Megatron's ranks are split."""
+
+
 def run_export(args: argparse.Namespace) -> int:
     """Our folder to a Hugging Face one, a GGUF file, or a training system's checkpoint."""
     if args.to == "gguf":
         return _export_file(args)
+    of_ranks = {f"--{name.replace('_', '-')}": getattr(args, name) for name in RANKS}
+    _refuse({} if args.to == "megatron" else of_ranks | {"--local-modules": args.local}, "is of --to megatron")
+    _refuse({} if args.to == "transformer_engine" else {"--layout": args.layout}, "is of --to transformer_engine")
     _refuse({"--type": args.type}, "is of GGUF files: --to gguf; allowed for folders: --dtype, --format")
     is_run = (Path(args.source) / "training.json").is_file()
     if args.to == "hf":
@@ -87,7 +103,10 @@ def run_export(args: argparse.Namespace) -> int:
     asked["--allow-requantize"] = args.allow_requantize
     _refuse(asked, f"is of Hugging Face folders, and --to {args.to} writes none")
     if not is_run:
-        return _convert(args, export_checkpoint, to=args.to, dtype=args.dtype)
+        ranks = {name: getattr(args, name) for name in RANKS if getattr(args, name) is not None}
+        return _convert(
+            args, export_checkpoint, to=args.to, dtype=args.dtype, layout=args.layout, local_modules=args.local, **ranks
+        )
     from ..training.exchange import export_run
 
     export_run(Path(args.source), Path(args.out), to=args.to, overwrite=args.force)

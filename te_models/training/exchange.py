@@ -18,22 +18,25 @@ import torch
 from torch import Tensor
 
 from te_models.checkpoints import CheckpointError, expected_tensors
+from te_models.checkpoints.foreign.common import counted_steps
 from te_models.checkpoints.foreign.dcp import DCPStore
 from te_models.checkpoints.foreign.known import SYSTEMS
+from te_models.checkpoints.foreign.legacy import newest_of
 from te_models.checkpoints.foreign.system import MOMENTS
 from te_models.checkpoints.foreign.views import RenamedStore
-from te_models.checkpoints.foreign.write_dcp import Written, write_dcp
+from te_models.checkpoints.foreign.write_dcp import write_dcp
+from te_models.checkpoints.foreign.written import Written
 from te_models.checkpoints.io.atomic import new_folder
 from te_models.checkpoints.io.boxes import Box, extents
 from te_models.checkpoints.io.dtypes import dtype_name
 from te_models.checkpoints.io.header import TensorInfo, byte_count
 from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes
-from te_models.checkpoints.io.store import FileStore, JoinedStore, Store
+from te_models.checkpoints.io.store import BoxStore, FileStore, JoinedStore, Store
 from te_models.checkpoints.io.weight_files import open_weights, plain_file
 from te_models.checkpoints.plan.plan import Output, make_plan
 from te_models.checkpoints.plan.stream import read_rows
 from te_models.checkpoints.plan.tensor_map import identity_namespace
-from te_models.checkpoints.tools.foreign import open_foreign, read_config
+from te_models.checkpoints.tools.foreign import open_states, read_config
 from te_models.checkpoints.write.shards import Shard
 from te_models.checkpoints.write.writer import write_small_file, write_weights
 
@@ -85,19 +88,21 @@ def import_run(
     check_travels(config)
     shapes_of, _ = read_config(model)
     canonical = expected_tensors(shapes_of)
-    with DCPStore(src) as store:
+    with DCPStore(newest_of(src)) as store:
         owners: dict[str, Any] = {}
         outputs: list[Output] = []
         parts: dict[str, LocalPart] = {}
-        weights: list[str] = []
-        for state in (None, *MOMENTS):
-            chosen, tensors, namespace = open_foreign(store, shapes_of, system, state)
+        chosen, states, weights = open_states(store, shapes_of, system)
+        for state, tensors, namespace in states:
             plan = make_plan(
                 tensors.tensors, namespace, identity_namespace(canonical), where=str(src), dtype=torch.float32
             )
-            owners |= dict.fromkeys(tensors.tensors, tensors)
-            weights = [*tensors.tensors] if state is None else weights
+            at = "" if state is None else f"{state}:"
+            view = RenamedStore(tensors, {f"{at}{n}": n for n in tensors.tensors}, _named(tensors.tensors, at))
+            owners |= dict.fromkeys(view.tensors, view)
             for output in plan.outputs:
+                pieces = tuple(replace(piece, source=f"{at}{piece.source}") for piece in output.pieces)
+                output = replace(output, pieces=pieces)
                 name = f"model.{output.name}" if state is None else f"optimizer.{output.name}.{state}"
                 outputs.append(replace(output, name=entry_of(name, (0,) * len(output.shape))))
                 parts[name] = LocalPart.undivided(torch.empty(output.shape, dtype=torch.float32, device="meta"))
@@ -134,6 +139,8 @@ def _steps(store: DCPStore, names: list[str], moment: Any, step: int | None) -> 
     """Return how many steps the optimizer counted, the same for all parameters."""
     if step is not None:
         return step
+    if (counted := counted_steps(store.folder)) is not None:
+        return counted
     found = {
         float(store.read(key, ()))
         for key in (moment(name, "step") for name in names)
@@ -144,11 +151,15 @@ def _steps(store: DCPStore, names: list[str], moment: Any, step: int | None) -> 
     return int(count)
 
 
+def _named(tensors: Mapping[str, TensorInfo], at: str) -> dict[str, TensorInfo]:
+    return {f"{at}{name}": info for name, info in tensors.items()}
+
+
 _NONE = TensorInfo("", (1,), 0, 0)
 
 
 @dataclass(frozen=True)
-class PartsStore:
+class PartsStore(BoxStore):
     """The tensors of a sharded checkpoint as a store."""
 
     reader: PartReader
@@ -170,12 +181,6 @@ class PartsStore:
         found = found[tuple(slice(None, None, r.step) for r in box)]
         assert tuple(found.shape) == extents(box)
         return found
-
-    def can_read_bytes(self, name: str) -> bool:
-        return False
-
-    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
-        raise NotImplementedError("tensors in parts have no byte ranges")
 
 
 def export_run(checkpoint: Path, out: Path, *, to: str, overwrite: bool = False) -> None:
@@ -209,7 +214,7 @@ def export_run(checkpoint: Path, out: Path, *, to: str, overwrite: bool = False)
         for name in system.namespace(model).stored:
             outputs.append(Written(system.moment(name, "step"), "F32", (), partial(_count, start.step)))
         with new_folder(out, overwrite=overwrite) as folder:
-            write_dcp(folder, outputs, megatron=to == "torch_dist")
+            write_dcp(folder, outputs, megatron=to == "torch_dist", prefix=system.prefix)
 
 
 def _count(step: int, begin: int, end: int) -> Tensor:

@@ -9,10 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from te_models import GPTModel, MLPConfig, ModelConfig
-from te_models.checkpoints import CheckpointError
+from te_models.checkpoints import CheckpointError, export_checkpoint, import_checkpoint
 from te_models.checkpoints.foreign import write_dcp
 from te_models.checkpoints.foreign.known import SYSTEMS
-from te_models.checkpoints.tools.foreign import export_checkpoint, import_checkpoint
 from te_models.cli.main import main
 from tests.te_models.configs import tiny, tiny_moe
 
@@ -40,7 +39,7 @@ def test_there_and_back(kind: str, system: str, tmp_path: Path) -> None:
 
 def test_chunks_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a tensor in several chunks, as many ranks write it."""
-    monkeypatch.setattr(write_dcp, "_CHUNK", 700)
+    monkeypatch.setattr(write_dcp, "CHUNK", 700)
     test_there_and_back("dense", "torchtitan", tmp_path)
 
 
@@ -82,7 +81,7 @@ def test_a_checkpoint_of_model_and_optimizer_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "is a distributed checkpoint; --config says which model it is of"),
+        ([], "is no model folder; --config says which model it is of"),
         (["--config", "MODEL", "--mtp"], "--mtp is of Hugging Face folders"),
         (["--config", "MODEL", "--from", "torchtitan"], "do not fit its configuration"),
         (["--config", "/no/such"], "does not exist"),

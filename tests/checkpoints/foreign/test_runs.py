@@ -55,7 +55,7 @@ def test_a_run_goes_on_from_another_system(system: str, tmp_path: Path) -> None:
     assert curve(again) == first
 
 
-@pytest.mark.parametrize("system", ["torchtitan", "torch_dist"])
+@pytest.mark.parametrize("system", [pytest.param("torchtitan", marks=pytest.mark.slow), "torch_dist", "fsdp_dtensor"])
 def test_a_run_of_ours_comes_back_with_its_losses(system: str, tmp_path: Path) -> None:
     """Out and in again after two steps: the five that follow have the same bits."""
     config = tiny_run(

@@ -1,0 +1,65 @@
+"""Megatron-FSDP's checkpoints (`fsdp_dtensor`): torch's DCP with Megatron-Core's names, each layer and expert apart.
+
+The first projection of a gated MLP is two tensors, `weight_w` and `weight_v`, so that either half can be split. Moments
+are named by parameter: `optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc2.weight.exp_avg`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from te_models.config import ModelConfig
+
+from ..families.base.family import HasShape
+from ..io.errors import CheckpointError
+from ..plan.layout_ops import At, Concat, Layout, Stack
+from ..plan.param_shapes import expected_tensors
+from .megatron import MEGATRON, check_covered, named_norm, placed
+from .system import System
+
+PREFIX = "model.module."
+_GATED = re.compile(r"mlp\.(shared_experts\.)?linear_fc1\.(weight|bias)")
+
+
+def _weights(config: ModelConfig, found: Mapping[str, HasShape] | None) -> Iterator[tuple[str, Layout]]:
+    check_covered(config)
+    for name, shape in expected_tensors(config).items():
+        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+        if match is None:
+            yield name, At(name)
+            continue
+        rest, at = match[2], f"decoder.layers.{match[1]}."
+        if rest.startswith("mlp.experts."):
+            yield name, Stack(*(_halves(n, shape[1:], rest, config) for n in _experts(rest, at, shape[0], found)))
+        elif _GATED.fullmatch(rest):
+            yield name, _halves(at + rest, shape, rest, config)
+        else:
+            layout = placed(config, int(match[1]), rest, at)
+            yield name, At(named_norm(at, rest, found)) if layout == At(at + rest) else layout
+
+
+def _halves(name: str, shape: tuple[int, ...], rest: str, config: ModelConfig) -> Layout:
+    if not config.mlp.gated or ".linear_fc1." not in rest:
+        return At(name)
+    if shape[0] % 2:
+        raise CheckpointError(f"{rest} has {shape[0]} rows; allowed in a gated MLP: an even number")
+    return Concat((At(f"{name}_w"), shape[0] // 2), (At(f"{name}_v"), shape[0] // 2))
+
+
+def _experts(rest: str, at: str, count: int, found: Mapping[str, HasShape] | None) -> list[str]:
+    """Return the names of an expert's parameter, in modules of all experts or of one."""
+    part, _, kind = rest.removeprefix("mlp.experts.").rpartition(".")
+    alone = found is not None and any(name.startswith(f"{at}mlp.experts.local_experts.0.") for name in found)
+    names = (f"local_experts.{e}.{part}.{kind}" if alone else f"{part}.{kind}{e}" for e in range(count))
+    return [f"{at}mlp.experts.{name}" for name in names]
+
+
+FSDP_DTENSOR = System(
+    "Megatron-FSDP",
+    _weights,
+    lambda name, state: f"optimizer.state.module.module.module.{name}.{state}",
+    (),
+    MEGATRON.is_other,
+    prefix=PREFIX,
+)
