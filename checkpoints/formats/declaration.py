@@ -65,7 +65,8 @@ def parse(config: object, separate: Mapping[str, Any] | None) -> Declaration | N
             raise CheckpointError(
                 f"config.json declares quantization by {shorten_value(method)}; supported: {', '.join(_READERS)}"
             )
-        found = _READERS[method](config)
+        if separate is None or method != "modelopt" or not modelopt.declares_no_layers(config):
+            found = _READERS[method](config)
     if separate is not None:
         quantization = separate.get("quantization")
         if not isinstance(quantization, dict):
