@@ -67,7 +67,8 @@ def parse(values: Mapping[str, Any], separate: Mapping[str, Any] | None) -> Decl
             raise CheckpointError(
                 f"config.json declares quantization by {shorten_value(method)}; supported: {', '.join(_READERS)}"
             )
-        found = _READERS[method]({**said, **config})
+        if separate is None or method != "modelopt" or not modelopt.declares_no_layers(config):
+            found = _READERS[method]({**said, **config})
     if separate is not None:
         quantization = separate.get("quantization")
         if not isinstance(quantization, dict):

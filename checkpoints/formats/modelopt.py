@@ -7,7 +7,8 @@
     NVFP4        X.weight U8 [M, K/2]       X.weight_scale F8_E4M3 [M, K/16]         value = e2m1 * scale * scale_2
                  X.weight_scale_2 F32 []
 
-"MIXED_PRECISION" lists modules with the algorithm of each under `quantized_layers`; others are not quantized.
+"MIXED_PRECISION" lists modules with the algorithm of each under `quantized_layers`, or as targets of `config_groups`;
+others are not quantized. Weights in NVFP4 beside activations in FP8 ("W4A8_NVFP4_FP8") are stored as NVFP4 is.
 `X.input_scale` and the scales of the key-value cache belong to activations. The latter are `self_attn.k_proj.k_scale`
 and `self_attn.v_proj.v_scale` also where these projections are not quantized, or latent attention has none.
 """
@@ -78,10 +79,18 @@ _ALGORITHMS = {
     "FP8": FP8,
     "NVFP4": NVFP4,
     "W4A16_NVFP4": NVFP4,
+    "W4A8_NVFP4_FP8": NVFP4,
     "MXFP8": MXFP8,
     "FP8_PB_WO": BLOCKS,
     "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL,
 }
+_GROUPS = {
+    (8, "float", None, None): "FP8",
+    (8, "float", None, "channel"): "FP8_PER_CHANNEL_PER_TOKEN",
+    (8, "float", 32, None): "MXFP8",
+    (4, "float", 16, None): "NVFP4",
+}
+"""The algorithm of a group, by num_bits, type, group_size and strategy of its weights."""
 _WRITTEN: dict[str, dict[str, Any]] = {
     FP8.name: {"quant_algo": "FP8"},
     NVFP4.name: {"quant_algo": "W4A16_NVFP4", "group_size": 16},
@@ -102,7 +111,8 @@ def read(config: Mapping[str, Any]) -> WeightFormat | MixedFormat:
 
 def _read_mixed(config: Mapping[str, Any]) -> WeightFormat | MixedFormat:
     """Return the formats of modules by their names; of patterns, `*` stands for anything."""
-    layers = section(config, "quantized_layers")
+    by_group = not config.get("quantized_layers") and config.get("config_groups")
+    layers = _layers_of_groups(config) if by_group else section(config, "quantized_layers")
     found: dict[str, WeightFormat] = {}
     for name, layer in layers.items():
         if not isinstance(layer, dict):
@@ -116,6 +126,31 @@ def _read_mixed(config: Mapping[str, Any]) -> WeightFormat | MixedFormat:
     for name, form in found.items():
         by_format.setdefault(form, set()).add(name)
     return MixedFormat(tuple((_named(names), form) for form, names in by_format.items()))
+
+
+def declares_no_layers(config: Mapping[str, Any]) -> bool:
+    """Whether a declaration of several algorithms leaves the modules to hf_quant_config.json."""
+    return config.get("quant_algo") == _MIXED and not (config.get("quantized_layers") or config.get("config_groups"))
+
+
+def _layers_of_groups(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the algorithms of modules that `config_groups` targets by name."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, group in section(config, "config_groups").items():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        targets = group.get("targets") if isinstance(group, dict) else None
+        if not isinstance(weights, dict) or not isinstance(targets, list):
+            raise CheckpointError(
+                f"the ModelOpt configuration has config_groups of {name!r} without weights or targets"
+            )
+        kind = tuple(weights.get(field) for field in ("num_bits", "type", "group_size", "strategy"))
+        if kind not in _GROUPS:
+            raise CheckpointError(
+                f"the ModelOpt configuration has config_groups with weights {shorten_value(weights)}; supported: "
+                "num_bits 8 of type float, of tensors, of channels or of groups of 32, and num_bits 4 of groups of 16"
+            )
+        found |= {target: {"quant_algo": _GROUPS[kind]} for target in targets}
+    return found
 
 
 def _named(names: set[str]) -> Callable[[str], bool]:

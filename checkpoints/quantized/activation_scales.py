@@ -10,7 +10,7 @@ goes into a matrix are shared by its parts: the scale of the keys (`k_proj.k_sca
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,7 @@ def scale_outputs(
         high_precision: how the export stores the model; formats: its quantized weights, each with its format.
         occupied: names that other outputs have.
     """
+    scales, changed = _without_changed(scales, formats, high_precision)
     modules = {part for name in high_precision.stored for part in _modules(name)}
     forms = tuple(dict.fromkeys(formats.values()))
     beside = {scale_beside(weight, kind) for weight, form in formats.items() for kind in form.activations}
@@ -83,8 +84,40 @@ def scale_outputs(
             if provenance in scales and name not in written and name not in occupied:
                 written[name] = scales[provenance]
                 used.add(provenance)
-    left_out = tuple(name for name in scales if name not in used)
+    left_out = (*changed, *(name for name in scales if name not in used))
     return [_constant(name, value) for name, value in written.items()], left_out
+
+
+def is_calibrated(formats: Mapping[str, WeightFormat], written: Collection[str]) -> bool:
+    """Whether scales of inputs are written, and every quantized weight has those that others of its format have."""
+    found = {
+        weight: {kind for kind in form.activations if kind in _OF_INPUTS and scale_beside(weight, kind) in written}
+        for weight, form in formats.items()
+    }
+    of_form: dict[WeightFormat, set[str]] = defaultdict(set)
+    for weight, form in formats.items():
+        of_form[form] |= found[weight]
+    return any(of_form.values()) and all(found[weight] == of_form[form] for weight, form in formats.items())
+
+
+def _without_changed(
+    scales: Mapping[str, torch.Tensor], formats: Mapping[str, WeightFormat], high_precision: Namespace
+) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
+    """Return the scales but for those of modules whose weight was quantized and is values now, and the names of these:
+    nothing quantizes their inputs, and what they were measured on has changed."""
+    forms = {*formats.values()}
+    kinds = {kind for form in forms for kind in form.activations if kind in _OF_INPUTS}
+    values = {name for name, its in high_precision.stored.items() if len(its.shape) == 2 and name not in formats}
+    changed = {name.removesuffix(".weight") for name in values if any(scale_beside(name, k) in scales for k in kinds)}
+    keys_values = {module.rpartition(".")[0] for module in changed if module.endswith((".k_proj", ".v_proj"))}
+    around = {kind for form in forms for kind in form.attention}
+    gone = tuple(
+        name
+        for name in scales
+        if name.rpartition(".")[0] in changed
+        or any(name == f"{parent}.{kind}" for parent in keys_values for kind in around)
+    )
+    return {name: scale for name, scale in scales.items() if name not in gone}, gone
 
 
 def _source(ckpt: Checkpoint) -> Namespace | None:

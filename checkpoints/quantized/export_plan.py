@@ -27,6 +27,7 @@ from ..formats import (
     parse,
     representing_format,
 )
+from ..formats.amended import with_unquantized
 from ..formats.details import activation_scales
 from ..formats.format import MixedFormat
 from ..formats.fp8 import FLOAT_BLOCKS, POW2_BLOCKS
@@ -40,7 +41,7 @@ from ..plan.quantized_format import describe, quantizer_of
 from ..plan.report import ConversionReport, Measure
 from ..plan.te_namespace import te_namespace
 from ..plan.tensor_map import Namespace
-from .activation_scales import scale_outputs
+from .activation_scales import is_calibrated, scale_outputs
 from .dequantized_store import as_values
 from .file_target import FileTarget
 from .passthrough_values import passthrough_modules, undeclared_passthrough_as_values
@@ -138,13 +139,16 @@ def plan_quantized_export(
         by_weight |= target.outputs(route, _requantized(report, ckpt, route, formats_of))
     outputs = [output for weight in sorted(formats) for output in by_weight[weight]]
     left_out = moved.plan.ignored
-    if declaration is None and known is not None:  # what is declared instead has no scales of activations
-        left_out += tuple(activation_scales(known))
-    if declaration is not None and details is not None:
+    amended = False
+    if details is not None:
         names = {output.name for output in (*outputs, *moved.plan.outputs)}
-        scales, unsaid = scale_outputs(ckpt, activation_scales(details), formats, high_precision, names)
-        outputs += scales
-        left_out += unsaid
+        calibrated, unsaid = scale_outputs(ckpt, activation_scales(details), formats, high_precision, names)
+        amended = declaration is None and is_calibrated(formats, {output.name for output in calibrated})
+        if declaration is not None or amended:
+            outputs += calibrated
+            left_out += unsaid
+    if declaration is None and known is not None and not amended:  # what is declared instead has no such scales
+        left_out += tuple(activation_scales(known))
     rest = [o for o in moved.plan.outputs if o.name not in moved.found.fields and o.name not in formats]
     high_precision_outputs = [output for output in rest if output.name not in moved.plan.passthrough]
     outputs += [output for output in rest if output.name in moved.plan.passthrough]
@@ -162,13 +166,17 @@ def plan_quantized_export(
     else:
         plan = undeclared_passthrough_as_values(plan, ckpt.files, passthrough, ckpt.source, dtype)
         others_named = [*_unquantized_modules(high_precision, set(formats), tied), *passthrough_modules(plan)]
-        if isinstance(declared, WeightFormat) and declared.packing is not None and original is not None:
-            old = original.config or {}
-            said, separate = columns.with_unquantized(old.get(TEXT, old)[IN_CONFIG], others_named), None
+        if amended and original is not None:
+            config, separate = with_unquantized(original, others_named)
         else:
-            said, separate = hf_config_of(declared, others_named, formats)
-        config = None if said is None else {IN_CONFIG: said}
-        plan = replace(plan, notes=(*plan.notes, modelopt.UNCALIBRATED)) if declared == modelopt.FP8 else plan
+            if isinstance(declared, WeightFormat) and declared.packing is not None and original is not None:
+                old = original.config or {}
+                said, separate = columns.with_unquantized(old.get(TEXT, old)[IN_CONFIG], others_named), None
+            else:
+                said, separate = hf_config_of(declared, others_named, formats)
+                if declared == modelopt.FP8:
+                    plan = replace(plan, notes=(*plan.notes, modelopt.UNCALIBRATED))
+            config = None if said is None else {IN_CONFIG: said}
     return QuantizedExport(plan, Plan(tuple(high_precision_outputs)), moved.store, declared, config, separate)
 
 

@@ -14,15 +14,13 @@ if TYPE_CHECKING:
     from ..model import GPTModel
 
 CONFIG = "adapter_config.json"
-_MUCH = 0.1
-"""Part of an adapter's changes whose loss is told."""
 
 DESCRIPTION = """\
-Write the model of DIR with the adapter of ADAPTER, a folder that training wrote as adapter/, added
-to its weights. The sum is computed in float32 and rounded once. 16-bit weights are too coarse for
-the changes of a small adapter: what rounding loses of them is printed, --dtype float32 keeps all
-of it, and --rounding stochastic keeps it on average. Weights stored quantized become plain
-values."""
+Write the model of DIR with the adapter of ADAPTER, a folder that training wrote as adapter/ or peft
+wrote for transformers' model, added to its weights. The sum is computed in float32 and rounded once.
+16-bit weights are too coarse for the changes of a small adapter: what rounding loses of them is
+printed, --dtype float32 keeps all of it, and --rounding stochastic keeps it on average. Weights
+stored quantized become plain values."""
 
 
 def add(verbs: Verbs) -> None:
@@ -57,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from te_models.checkpoints.io.hub import local_folder
 
     from ..lora import merge_lora
+    from ..lora.files import MUCH
     from .run_conversion import check_replaceable
 
     out, begun = Path(args.out), time.perf_counter()
@@ -76,9 +75,35 @@ def run(args: argparse.Namespace) -> int:
     seconds = round(time.perf_counter() - begun, 3)
     name = str(dtype).removeprefix("torch.")
     text = f"in {seconds:.1f} s wrote {out}: {name}; rounding lost {lost:.2g} of the adapter's changes"
-    if lost > _MUCH and args.rounding == "nearest":
+    if lost > MUCH and args.rounding == "nearest":
         text += "\nnote: --dtype float32 keeps all of them, --rounding stochastic on average"
     emit(args, {"out": args.out, "dtype": name, "rounding": args.rounding, "lost": lost, "seconds": seconds}, text)
+    return 0
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Write the adapter of `export --adapter` with the names of transformers' model."""
+    from te_models.checkpoints.io.hub import local_folder
+    from te_models.checkpoints.io.strict_json import read_object
+
+    from ..lora import export_adapter
+
+    out, begun, folder = Path(args.out), time.perf_counter(), local_folder(args.source)
+    check_model(folder, args.source)
+    check_adapter(args.adapter)
+    if out.exists() and not args.force:
+        raise ValueError(f"{out} exists; --force replaces it")
+    if out.exists() and not (out / CONFIG).is_file():
+        raise ValueError(f"{out} is no adapter, so --force does not replace it")
+    say_while_waiting(f"loading {args.source}")
+    model = load_model(folder, args.adapter, verify=not args.no_verify)
+    base = args.base_model or args.source
+    export_adapter(model, out, base_model=base, family=args.family)
+    seconds = round(time.perf_counter() - begun, 3)
+    text = f"in {seconds:.1f} s wrote {out}, an adapter of {base} for peft"
+    if args.base_model is None and read_object(folder / "config.json").get("model_type") == "te_models":
+        text += f"\nnote: transformers reads no te_models folder; --base-model names the folder that {base} came from"
+    emit(args, {"verb": args.verb, "out": args.out, "base_model": base, "seconds": seconds}, text)
     return 0
 
 
@@ -98,7 +123,7 @@ def load_model(folder: Path, adapter: str | None, **how: Any) -> GPTModel:
 def check_adapter(adapter: str | None) -> None:
     """Raise ValueError for a folder that holds no adapter."""
     if adapter is not None and not (Path(adapter) / CONFIG).is_file():
-        raise ValueError(f"{adapter} has no {CONFIG}; allowed: a folder that training wrote as adapter/")
+        raise ValueError(f"{adapter} has no {CONFIG}; allowed: a folder that training wrote as adapter/, or peft")
 
 
 def check_model(folder: Path, named: str) -> None:

@@ -120,6 +120,12 @@ def add(verbs: Verbs) -> None:
         action="store_true",
         help="--to megatron: names of its own modules, not Transformer Engine's",
     )
+    parser.add_argument(
+        "--adapter", metavar="ADAPTER", help="write this adapter alone, with the names of transformers' model, for peft"
+    )
+    parser.add_argument(
+        "--base-model", metavar="NAME", help="with --adapter: transformers' model, folder or hub id (default: DIR)"
+    )
     parser.add_argument("--type", choices=GGUF_TYPES, help="of the matrices of a GGUF file (f16)")
     parser.add_argument("--family", help="architecture to write (default: the one that fits the configuration)")
     parser.add_argument("--format", help="format of quantized weights, e.g. fp8 (default: as in the original)")

@@ -88,6 +88,14 @@ RANKS = (
 
 def run_export(args: argparse.Namespace) -> int:
     """Our folder to a Hugging Face one, a GGUF file, or a training system's checkpoint."""
+    if args.adapter is not None:
+        asked = {"--to": args.to if args.to != "hf" else None, "--type": args.type, "--form": args.form}
+        asked |= {"--format": args.format, "--dequantize": args.dequantize, "--dtype": args.dtype}
+        _refuse(asked | {"--dry-run": args.dry_run}, "is of models; allowed with --adapter: --base-model, --family")
+        from .adapters import run_export
+
+        return run_export(args)
+    _refuse({"--base-model": args.base_model}, "is of adapters: --adapter")
     if args.to == "gguf":
         return _export_file(args)
     of_ranks = {f"--{name.replace('_', '-')}": getattr(args, name) for name in RANKS}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain, groupby
@@ -17,6 +17,7 @@ from ..model.mixers.sparse_attention import Indexer
 from ..model.moe import MoELayer
 from .adapter import ADAPTERS, Adapter
 from .layers import LAYERS, check_layer
+from .plain_weights import PLAIN_ADAPTERS, AdaptedTable
 from .rounding import Rounding, round_stochastically
 
 ALL_LINEAR = "all-linear"
@@ -32,6 +33,7 @@ TRANSFORMERS_NAMES = {
 """The last word of a layer's name in transformers' models, as LoRA targets name it -> that of our layer, which may hold
 more: q, k and v are one layer here, and share A."""
 _BASE = ".base_layer."
+_ADAPTERS = ADAPTERS | PLAIN_ADAPTERS
 
 
 def matches(name: str, target: str) -> bool:
@@ -78,15 +80,30 @@ def add_lora(
     chosen = targeted(layers, targets)
     for name in chosen:
         check_layer(layers[name], name)
+    put_adapters(model, {name: (rank, alpha) for name in layers if name in chosen}, dropout, use_dora)
+
+
+def adaptable(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that adapters exist for, by name in the whole model: those of `add_lora`, and those that
+    folders of peft may have."""
+    whole = getattr(model, "whole", None) or model
+    return {name: module for name, module in whole.named_modules() if type(module) in _ADAPTERS}
+
+
+def put_adapters(model: nn.Module, ranks: Mapping[str, tuple[int, float]], dropout: float, use_dora: bool) -> None:
+    """Put adapters over layers of a model, and freeze everything else. ranks: (rank, alpha) of each layer, by name, in
+    the order of the model's modules."""
+    whole = getattr(model, "whole", None) or model
+    layers = dict(whole.named_modules())
     whole.requires_grad_(False)
     model.requires_grad_(False)
     experts = _experts_of_rank(whole)
-    for part, names in groupby((name for name in layers if name in chosen), partial(_sharded_part, whole)):
+    for part, names in groupby(ranks, partial(_sharded_part, whole)):
         if part is not None and use_dora:  # whose rows are measured
             part.unshard()
         for name in names:
             layer = layers[name]
-            adapter = ADAPTERS[type(layer)](layer, rank, alpha, dropout, use_dora, experts.get(id(layer)))
+            adapter = _ADAPTERS[type(layer)](layer, *ranks[name], dropout, use_dora, experts.get(id(layer)))
             _replace(whole, name, adapter)
         if part is not None and use_dora:
             part.reshard()
@@ -170,8 +187,15 @@ def merge_lora(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 
     weights. An adapter whose changes are smaller than the spacing of 16-bit weights is lost mostly; `rounding`
     "stochastic" keeps it on average, at the price of noise of that spacing, and float32 weights keep all of it.
 
-    seed: of the stochastic rounding.
+    seed: of the stochastic rounding. Raises ValueError for an adapter of an embedding whose weight is the output
+    layer's, too, for that would change with it.
     """
+    table = next((name for name, adapter in adapters_of(model) if isinstance(adapter, AdaptedTable)), None)
+    if table is not None and model.config.embedding.share_embeddings_and_output_weights:  # type: ignore[union-attr]
+        raise ValueError(
+            f"{table} has an adapter, and its weight is the output layer's, too, which has none; allowed: the model "
+            "with the adapter over it (--adapter)"
+        )
     generators: dict[torch.device, torch.Generator] = {}
 
     def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -122,6 +122,7 @@ class GPTModel(SharedModel):
         self.config = config
         self.pretrained_folder: Path | None = None
         self.origin: Source | None = None
+        self.replaced_parameters: frozenset[str] = frozenset()  # whose values an adapter brought
         self.expert_layout: ExpertLayout = expert_layout
         storage = storage_recipe()
         by_name = storage if storage is not None and storage.by_name else None

@@ -67,6 +67,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3Config", _LATENT),
     "deepseek_v3-ragged": ("DeepseekV3Config", _LATENT | {"moe_intermediate_size": 96}),
     "llama4": ("Llama4TextConfig", {"intermediate_size": 96, "intermediate_size_mlp": 256, "num_local_experts": 3}),
+    "hy_v3": (
+        "HYV3Config",
+        {"intermediate_size": 256, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+        | {"num_shared_experts": 1, "first_k_dense_replace": 1},
+    ),
     "gpt_oss": ("GptOssConfig", {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 96}),
 }
 
@@ -316,6 +321,35 @@ V2 = {"bits": 8, "group_size": 32, "checkpoint_format": "gptq_v2"}
 _LAYERS = {f"model.layers.{i}.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(2)}
 _ATTENTION = {f"model.layers.{i}.self_attn.{x}_proj": {"quant_algo": "FP8"} for i in range(2) for x in "qkvo"}
 _MIXED_OPT = modelopt("MIXED_PRECISION", quantized_layers=_LAYERS | _ATTENTION)
+_HY_LAYERS = {
+    **{f"model.layers.{i}.self_attn.{x}_proj": {"quant_algo": "FP8"} for i in range(2) for x in "qkvo"},
+    **{f"model.layers.1.mlp.shared_mlp.{x}_proj": {"quant_algo": "FP8"} for x in ("gate", "up", "down")},
+    **{
+        f"model.layers.1.mlp.experts.{e}.{x}_proj": {"quant_algo": "W4A8_NVFP4_FP8", "group_size": 16}
+        for e in range(3)
+        for x in ("gate", "up", "down")
+    },
+}
+_HY_GROUPS = {
+    f"group_{i}": {
+        "weights": {"dynamic": False, "num_bits": bits, "type": "float", **size},
+        "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "targets": sorted(name for name, its in _HY_LAYERS.items() if ("group_size" in its) == bool(size)),
+    }
+    for i, (bits, size) in enumerate([(8, {}), (4, {"group_size": 16})])
+}
+_HY_V3 = {
+    "quant_method": "modelopt",
+    "quant_algo": "MIXED_PRECISION",
+    "ignore": ["lm_head"],
+    "config_groups": _HY_GROUPS,
+}
+
+
+def _of_hy(name: str) -> bool:
+    return name.removesuffix(".weight") in _HY_LAYERS
+
+
 _NVFP4_CT = nvfp4("_packed", "_global_scale", True, "input_global_scale")
 CASES: dict[str, Case] = {
     "fp8-dense": Case("qwen3", fp8_block(), FP8_CONFIG),
@@ -398,6 +432,17 @@ CASES: dict[str, Case] = {
         ),
     ),
     "modelopt-mixed": Case("qwen3_moe", by_name(("experts", _NVFP4_OPT), ("", per_tensor(False))), separate=_MIXED_OPT),
+    "modelopt-mixed-hy-v3": Case(  # NVFP4 experts, other layers in FP8 or not quantized
+        "hy_v3",
+        by_name((".experts.", _NVFP4_OPT), ("", per_tensor(False))),
+        _HY_V3 | {"quantized_layers": _HY_LAYERS},
+        separate=modelopt("MIXED_PRECISION", quantized_layers=_HY_LAYERS),
+        chosen=_of_hy,
+    ),
+    "modelopt-mixed-groups": Case(
+        "hy_v3", by_name((".experts.", _NVFP4_OPT), ("", per_tensor(False))), _HY_V3, chosen=_of_hy
+    ),
+    "modelopt-nvfp4-fp8": Case("qwen3_moe", _NVFP4_OPT, separate=modelopt("W4A8_NVFP4_FP8", group_size=16)),
     "gptq": Case("qwen3_moe", gptq(4, 64), GPTQ_CONFIG),
     "gptq-int8-v2": Case("qwen3", gptq(8, 32, less=0), GPTQ_CONFIG | V2),
     "awq": Case("qwen3_moe", awq(64), AWQ_CONFIG),

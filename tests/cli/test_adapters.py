@@ -85,7 +85,10 @@ def test_an_adapter_alone_is_no_model(folders: Folders, capsys: pytest.CaptureFi
             capsys.readouterr().err
         )
     assert main(["generate", str(base), "--adapter", str(base), "--prompt", "a", "--tokenizer", "bytes"]) == 2
-    assert "has no adapter_config.json; allowed: a folder that training wrote as adapter/" in capsys.readouterr().err
+    assert (
+        "has no adapter_config.json; allowed: a folder that training wrote as adapter/, or peft"
+        in capsys.readouterr().err
+    )
 
 
 def test_generate_and_eval_with_an_adapter(folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -135,14 +138,3 @@ def test_what_is_no_model_is_refused_by_its_kind(folders: Folders, capsys: pytes
     for words in (["inspect", adapter], ["export", adapter, out], ["reshard", adapter, out], init):
         assert main(words) == 2
         assert f"adapter is an adapter, and has no model; te-models merge DIR {adapter} OUT" in capsys.readouterr().err
-
-
-def test_an_adapter_for_peft_is_told_from_ours(folders: Folders, capsys: pytest.CaptureFixture) -> None:
-    base, adapter, _ = folders
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    config["target_modules"] = ["model.layers.0.self_attn.q_proj"]
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    assert main(["generate", str(base), "--adapter", str(adapter), "--prompt", "a", "--tokenizer", "bytes"]) == 2
-    assert "for peft; allowed: an adapter with te_models' names, which training writes as adapter/" in (
-        capsys.readouterr().err
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from te_models import GPTModel
 from te_models.checkpoints import export_hf, import_hf, inspect
 from te_models.checkpoints.io.errors import CheckpointError
-from te_models.lora import add_lora, merge_lora
 from tests.checkpoints.hf_cases import assert_same_bits, refused, stored
 from tests.checkpoints.integer_cases import GPTQ_CONFIG, NF4_CONFIG, gptq, group_of, nf4, packed
 from tests.checkpoints.quantized.test_quantized_hf import assert_values
@@ -89,38 +86,6 @@ def test_other_declarations_are_refused_by_name(tmp_path: Path, config: dict, me
     edit_config(source, quantization_config=config)
     with refused(message, tmp_path):
         import_hf(source, tmp_path / "x")
-
-
-@pytest.mark.parametrize(
-    "case", ["pack-quantized-int4-zeros", "gptq", "awq", "mixed-precision-quantized", "fp8-bf16-scales"]
-)
-def test_what_training_left_alone_comes_back_byte_for_byte(tmp_path: Path, case: str) -> None:
-    """LoRA over a stored base; the adapter of one layer is merged, and all other tensors have the digests they had."""
-    source, _ = make(CASES[case], tmp_path)
-    import_hf(source, tmp_path / "ours")
-    model = GPTModel.from_pretrained(tmp_path / "ours", dtype=torch.bfloat16)
-    add_lora(model, rank=2, targets=["decoder.layers.1.self_attention.linear_proj"])
-    tokens = torch.arange(20)[None] % 61
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.02)
-    model(tokens, labels=tokens).loss.backward()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert trained and all(p.grad is not None and torch.isfinite(p.grad).all() for p in trained)
-    merge_lora(model)
-    model.save_pretrained(tmp_path / "trained")
-    export_hf(tmp_path / "trained", tmp_path / "back")
-    before, after = stored(source), stored(tmp_path / "back")
-    touched = {n for n in before if n.startswith("model.layers.1.self_attn.o_proj.")}
-    assert {n for n in after if n.startswith("model.layers.1.self_attn.o_proj.")} == {
-        "model.layers.1.self_attn.o_proj.weight"
-    }
-    assert touched and before.keys() - touched == after.keys() - {"model.layers.1.self_attn.o_proj.weight"}
-    assert_same_bits({n: before[n] for n in before.keys() - touched}, {n: after[n] for n in before.keys() - touched})
-    assert "model.layers.1.self_attn.o_proj" in json.dumps(
-        json.loads((tmp_path / "back/config.json").read_text())["quantization_config"]
-    ).replace("\\", "")
-    import_hf(tmp_path / "back", tmp_path / "again")  # the declaration is true
 
 
 def test_a_folder_of_several_formats_is_not_stored_as_one(tmp_path: Path) -> None:

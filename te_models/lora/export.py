@@ -1,0 +1,168 @@
+"""Adapters for transformers' model of a family, as peft reads them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from te_models.checkpoints import AutoConverter
+from te_models.checkpoints.families.base.text_part import text_family
+from te_models.checkpoints.folder.hf_config import choose_family
+from te_models.layers import QuantizedTensor
+
+from ..extras import require
+from ..model import GPTModel
+from .adapter import Adapter, magnitude_name
+from .factors import Factors, Rows, columns_of, is_transposed, moved, rows_of
+from .files import adapter_config, write_adapter
+from .layers import FIRST
+from .model import adapters_of, base_state_dict
+from .peft_folders import numbers_of
+
+if TYPE_CHECKING:
+    from te_models.checkpoints.plan.tensor_map import Link, Namespace
+
+_EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Names that experts had in earlier releases of transformers: peft 0.21 takes these targets for fused experts."""
+
+
+@torch.no_grad()
+def export_adapter(model: GPTModel, folder: str | Path, *, base_model: str = "", family: str | None = None) -> None:
+    """Write the adapters of a model for transformers' model of its family, as `peft.PeftModel` reads them.
+
+    A weight of ours that is several there, such as q, k and v, shares A, and its rows of B are divided as the rows of
+    the weight are; experts that are one parameter there become `target_parameters`. What `load_adapter` read of peft
+    comes back as it was: each module has its own rank.
+
+    base_model: the Hugging Face folder or hub id of that model, for the file. family: None means the one that the model
+    came from, or the first that can express it. Needs the extra `hf`. Raises ValueError for a model without adapters,
+    for one of which this rank has a part, and for adapters that peft cannot put over that model: DoRA of experts that
+    are one parameter there.
+    """
+    transformers: Any = require("transformers", "hf", feature="export_adapter")
+    config = adapter_config(model, base_model)
+    chosen = text_family(choose_family(model.config, model.origin, family), model.config)
+    values = AutoConverter(model.config, chosen, model.origin).hf_config(dict(model.stored_tensors()))
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**values))
+    _, namespace = chosen.best_form(model.config, theirs.state_dict())
+    modules = dict(theirs.named_modules())
+    sources = {f"{name}.weight": _factors_of(adapter) for name, adapter in adapters_of(model)}
+    shared = columns_of(sources)
+    found: dict[str, Factors] = {}
+    for stored, links in _by_stored(namespace).items():
+        own = [link for link in links if link.name in sources]
+        if own and stored.rpartition(".")[0] in modules:  # transformers' model may leave out a layer
+            moves: list[Rows] = [rows_of(link, namespace, to_stored=True) for link in own]
+            shape = namespace.stored[stored].shape
+            if is_transposed(own[0]):
+                shape = (*shape[:-2], shape[-1], shape[-2])
+            factors = moved(moves, sources, shape, shared)
+            if factors is not None:
+                found[stored] = factors
+                config["fan_in_fan_out"] |= is_transposed(own[0]) and len(shape) == 2
+    tensors, targets = _of_peft(found, modules, config)
+    fused = any(p.dim() == 3 for name, p in theirs.named_parameters() if ".experts." in name)
+    mistaken = [name for name in targets["target_modules"] if name.rpartition(".")[2] in _EXPERT_PROJECTIONS]
+    if fused and mistaken:
+        raise ValueError(
+            f"{mistaken[0]} has a name which peft reads as a part of the experts, which are one parameter here; "
+            "allowed: targets without the MLPs and shared experts of a mixture"
+        )
+    if model.replaced_parameters:
+        whole = _replaced(model, namespace, [*targets["target_modules"]])
+        tensors |= whole
+        targets["modules_to_save"] = sorted({name.rpartition(".")[0] for name in whole})
+    write_adapter(Path(folder), tensors, config | {key: value for key, value in targets.items() if value})
+
+
+def _factors_of(adapter: Adapter) -> Factors:
+    a, b = (getattr(adapter, name).weight.detach() for name in FIRST)
+    lengths = getattr(adapter, magnitude_name(FIRST)).detach() if adapter.use_dora else None
+    return Factors(a, b, adapter.scaling, lengths)
+
+
+def _by_stored(namespace: Namespace) -> dict[str, list[Link]]:
+    found: dict[str, list[Link]] = defaultdict(list)
+    for link in namespace.links:
+        found[link.stored].append(link)
+    return found
+
+
+def _is_module(module: nn.Module) -> bool:
+    """Whether peft adapts a module of transformers as a whole; of others it adapts parameters."""
+    return isinstance(module, (nn.Linear, nn.Embedding)) or type(module).__name__ == "Conv1D"
+
+
+def _of_peft(
+    found: dict[str, Factors], modules: dict[str, Any], config: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+    """Return the tensors of a folder and its targets; complete the configuration's numbers."""
+    tensors: dict[str, Tensor] = {}
+    targets: dict[str, list[str]] = {"target_modules": [], "target_parameters": []}
+    for stored, its in found.items():
+        module, _, parameter = stored.rpartition(".")
+        if _is_module(modules[module]):
+            targets["target_modules"].append(module)
+            parts = {"lora_A.weight": its.a, "lora_B.weight": its.b}
+            if isinstance(modules[module], nn.Embedding):
+                parts = {"lora_embedding_A": its.b.T, "lora_embedding_B": its.a.T}
+            if its.lengths is not None:
+                if bool(its.lengths.isnan().any()):
+                    raise ValueError(f"{stored} has rows without adapter; allowed with DoRA: adapters of all its rows")
+                parts["lora_magnitude_vector"] = its.lengths
+        else:
+            if its.lengths is not None:
+                raise ValueError(
+                    f"{stored} is one parameter of all experts, for which peft has no DoRA; allowed: targets without "
+                    "experts, or LoRA"
+                )
+            targets["target_parameters"].append(stored)
+            config["lora_dropout"] = 0.0  # peft drops nothing of the input of a parameter
+            # peft wraps the targets of a module in the order of its parameters, the first one innermost
+            wrapped = [n for n, _ in modules[module].named_parameters(recurse=False) if f"{module}.{n}" in found]
+            inner = "base_layer." * (len(wrapped) - 1 - wrapped.index(parameter))
+            a, b = (its.a.flatten(0, 1), its.b.permute(1, 2, 0).flatten(1, 2)) if its.a.dim() == 3 else (its.a, its.b)
+            parts = {f"{inner}lora_A.weight": a, f"{inner}lora_B.weight": b}
+        tensors |= {f"{module}.{name}": tensor.contiguous() for name, tensor in parts.items()}
+    ranks = {}
+    for stored, its in found.items():
+        module = stored.rpartition(".")[0]
+        ranks[module if _is_module(modules[module]) else stored] = its.rank, its.alpha
+    config |= numbers_of(ranks)
+    return tensors, targets
+
+
+def _replaced(model: GPTModel, namespace: Namespace, adapted: list[str]) -> dict[str, Tensor]:
+    """Return all tensors of the modules that hold parameters with other values. Raises ValueError for one that has
+    an adapter, too, and one with a part of a layer that stores quantized weights."""
+    base, links = base_state_dict(model), _by_stored(namespace)
+    saved = {
+        stored.rpartition(".")[0]
+        for stored, own in links.items()
+        if any(link.name in model.replaced_parameters for link in own)
+    }
+    both = sorted(saved & set(adapted))
+    if both:
+        raise ValueError(f"{both[0]} has an adapter and other weights, and peft has one of the two; merge_lora first")
+    found: dict[str, Tensor] = {}
+    for stored, own in links.items():
+        if stored.rpartition(".")[0] not in saved:
+            continue
+        tensor = torch.empty(0)
+        for link in own:
+            source = base[link.name]
+            source = source.dequantize() if isinstance(source, QuantizedTensor) else source
+            if not tensor.numel():
+                tensor = source.new_empty(namespace.stored[stored].shape)
+            part = source[tuple(slice(r.start, r.stop, r.step) for r in link.box)]
+            used = [axis for axis in link.axes if axis is not None]
+            part = part.permute([*used, *(d for d in range(part.dim()) if d not in used)])
+            here = tuple(slice(r.start, r.stop, r.step) for r in link.stored_box)
+            tensor[here] = part.reshape(tensor[here].shape)
+        found[stored] = tensor
+    return found

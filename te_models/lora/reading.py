@@ -1,0 +1,95 @@
+"""Adapters of peft over transformers' model, in our layers' names."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from te_models.checkpoints import CheckpointError
+from te_models.checkpoints.families.base.text_part import text_family
+from te_models.checkpoints.folder.hf_config import choose_family
+from te_models.checkpoints.io.errors import shorten
+
+from ..model import GPTModel
+from .factors import Factors, Rows, columns_of, is_transposed, moved, rows_of
+from .peft_folders import WEIGHTS, PeftFolder
+
+if TYPE_CHECKING:
+    from te_models.checkpoints.plan.tensor_map import Link, Namespace
+
+
+def in_names_of_transformers(model: GPTModel, folder: PeftFolder) -> tuple[dict[str, Factors], dict[str, Tensor]]:
+    """Return adapters by the names of our layers, or of the parameter where that is no layer's `weight`, and the whole
+    weights by the names of our parameters. Raises CheckpointError for modules that the family does not have."""
+    namespace, weights = _namespace(model, folder)
+    links: dict[str, list[Link]] = defaultdict(list)
+    for link in namespace.links:
+        links[link.stored].append(link)
+    sources = {
+        stored: folder.factors(stored, key, namespace.stored[stored].shape, transposed=is_transposed(links[stored][0]))
+        for stored, key in weights.items()
+    }
+    moves: dict[str, list[Rows]] = defaultdict(list)
+    for stored in sources:
+        for link in links[stored]:
+            moves[link.name].append(rows_of(link, namespace, to_stored=False))
+    shared = columns_of(sources)
+    found: dict[str, Factors] = {}
+    for name, own in moves.items():
+        factors = moved(own, sources, namespace.canonical[name], shared)
+        if factors is not None:
+            found[name.removesuffix(".weight")] = factors
+    return found, _values(folder, namespace, links)
+
+
+def _namespace(model: GPTModel, folder: PeftFolder) -> tuple[Namespace, dict[str, tuple[str, int]]]:
+    """Return how the family stores the model in the form whose names the folder has, and where each adapted weight's
+    factors are."""
+    family = text_family(choose_family(model.config, model.origin, None), model.config)
+    why: CheckpointError | None = None
+    for form in family.forms:
+        namespace = family.namespace(model.config, form)
+        try:
+            weights = folder.weights({name: its.shape for name, its in namespace.stored.items()})
+        except CheckpointError as error:
+            why = why or error
+            continue
+        other = [name for name in folder.values if name not in namespace.stored]
+        if not other:
+            return namespace, weights
+        why = CheckpointError(
+            f"{folder.path / WEIGHTS} has whole weights that the family {family.model_type!r} does not have in this "
+            f"model: {shorten(sorted(other))}"
+        )
+    assert why is not None, "a family has a form"
+    raise why
+
+
+def _values(folder: PeftFolder, namespace: Namespace, links: Mapping[str, list[Link]]) -> dict[str, Tensor]:
+    """Return the whole weights by our names. Raises CheckpointError where a parameter has other parts, too."""
+    found: dict[str, Tensor] = {}
+    missing: dict[str, int] = {}
+    for stored, value in folder.values.items():
+        shape = namespace.stored[stored].shape
+        for link in links[stored]:
+            if value.shape != shape:
+                found[link.name] = value  # whose shape is told
+                continue
+            if link.name not in found:
+                found[link.name] = value.new_empty(namespace.canonical[link.name])
+                missing[link.name] = found[link.name].numel()
+            part = value[tuple(slice(r.start, r.stop, r.step) for r in link.stored_box)]
+            order = [link.axes.index(d) for d in range(len(link.box)) if d in link.axes]
+            order += [d for d, axis in enumerate(link.axes) if axis is None]
+            here = tuple(slice(r.start, r.stop, r.step) for r in link.box)
+            found[link.name][here] = part.permute(order).reshape(found[link.name][here].shape)
+            missing[link.name] -= part.numel()
+    partly = sorted(name for name, count in missing.items() if count)
+    if partly:
+        raise CheckpointError(
+            f"{folder.path / WEIGHTS} replaces some of what {shorten(partly)} joins; allowed: all parts of a parameter"
+        )
+    return found
