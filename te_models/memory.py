@@ -11,23 +11,34 @@ allocated (both still grow).
 Conversions call it for each parameter that they quantize as a whole: every thread has a heap of its own, which keeps up
 to 64 MiB.
 
+Weights that are read from files get large pages, where the system has them: the processor takes a fault for every page
+of 4 KiB that a read touches first, which is half of the time of a read from the page cache.
+
 A leaf module: it imports nothing of the project.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable
 
+_LARGE = 4 << 20
+_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
 
-def _malloc_trim() -> Callable[[int], int] | None:
+
+def _c_function(name: str, *arguments: type) -> Callable[..., int] | None:
+    """Return a function of the C library; None where it has none of that name."""
     try:
-        return ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError, TypeError):  # not glibc: other C libraries have neither the call nor the need
+        found = getattr(ctypes.CDLL(None), name)
+    except (OSError, AttributeError, TypeError):
         return None
+    found.argtypes = arguments
+    return found  # type: ignore[no-any-return]
 
 
-_TRIM = _malloc_trim()
+_TRIM = _c_function("malloc_trim", ctypes.c_size_t)  # of glibc: other C libraries have neither the call nor the need
+_MADVISE = None if _ADVICE is None else _c_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def reuse_freed_memory() -> None:
@@ -44,3 +55,10 @@ def return_freed_memory() -> None:
     """Return the heap's free pages to the system, where the C library can."""
     if _TRIM is not None:
         _TRIM(0)
+
+
+def ask_for_large_pages(address: int, nbytes: int) -> None:
+    """Have the system use large pages for memory that nothing has been written to, from 4 MiB on, where it has them."""
+    if _MADVISE is not None and nbytes >= _LARGE:
+        begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        _MADVISE(begin, (address + nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE, _ADVICE)

@@ -7,226 +7,59 @@ plan: its keys and shapes differ from what its configuration implies.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 
 from te_models.suggestions import did_you_mean
 
 from ..io.errors import CheckpointError
-from .afmoe import AFMOE
-from .arcee import ARCEE
-from .axk1 import AXK1
-from .bailing_hybrid import BAILING_HYBRID
-from .bamba import BAMBA
 from .base.family import Family
-from .codegen import CODEGEN
-from .cohere import COHERE
-from .cohere2 import COHERE2
-from .cwm import CWM
-from .deepseek_v2 import DEEPSEEK_V2
-from .deepseek_v3 import DEEPSEEK_V3, KIMI_K2
-from .deepseek_v4 import DEEPSEEK_V4
-from .deepseek_v32 import DEEPSEEK_V32
-from .dots1 import DOTS1
-from .ernie4_5 import ERNIE4_5
-from .ernie4_5_moe import ERNIE4_5_MOE
-from .exaone4 import EXAONE4
-from .exaone_moe import EXAONE_MOE
-from .falcon_h1 import FALCON_H1
-from .flex_olmo import FLEX_OLMO
-from .flint import FLINT
-from .gemma import GEMMA
-from .gemma2 import GEMMA2
-from .gemma3 import GEMMA3, GEMMA3_TEXT
-from .gemma3n import GEMMA3N, GEMMA3N_TEXT
-from .gemma4 import GEMMA4, GEMMA4_TEXT
-from .glm import GLM
-from .glm4 import GLM4
-from .glm4_moe import GLM4_MOE
-from .glm4_moe_lite import GLM4_MOE_LITE
-from .glm5_next import GLM5_NEXT
-from .glm_moe_dsa import GLM_MOE_DSA
-from .gpt2 import GPT2
-from .gpt_bigcode import GPT_BIGCODE
-from .gpt_neo import GPT_NEO
-from .gpt_neox import GPT_NEOX
-from .gpt_oss import GPT_OSS
-from .gptj import GPTJ
-from .granite import GRANITE
-from .granite_swa import GRANITE_SWA, GRANITEMOE_SWA
-from .granitemoe import GRANITEMOE, GRANITEMOESHARED
-from .granitemoehybrid import GRANITEMOEHYBRID
-from .helium import HELIUM
-from .hunyuan_v1_dense import HUNYUAN_V1_DENSE
-from .hunyuan_v1_moe import HUNYUAN_V1_MOE
-from .hy_v3 import HY_V3
-from .hyperclovax import HYPERCLOVAX
-from .internlm3 import INTERNLM3
-from .iquestcoder import IQUESTCODER
-from .jais2 import JAIS2
-from .jamba import JAMBA
-from .kimi_k25 import KIMI_K25
-from .kimi_linear import KIMI_LINEAR
-from .kolibri1 import KOLIBRI1
-from .laguna import LAGUNA
-from .lfm2 import LFM2
-from .lfm2_moe import LFM2_MOE
-from .llama import LLAMA
-from .llama4 import LLAMA4, LLAMA4_TEXT
-from .mamba import FALCON_MAMBA, MAMBA
-from .mamba2 import MAMBA2
-from .mellum import MELLUM
-from .mimo_v2_flash import MIMO_V2_FLASH
-from .minicpm3 import MINICPM3
-from .minimax import MINIMAX
-from .minimax_m2 import MINIMAX_M2
-from .ministral import MINISTRAL
-from .ministral3 import MINISTRAL3
 from .missing import missing_element
-from .mistral import MISTRAL
-from .mistral3 import MISTRAL3
-from .mistral4 import MISTRAL4
-from .mixtral import MIXTRAL
-from .nemotron import NEMOTRON
-from .nemotron_h import NEMOTRON_H
-from .olmo import OLMO
-from .olmo2 import OLMO2
-from .olmo3 import OLMO3
-from .olmo_hybrid import OLMO_HYBRID
-from .olmoe import OLMOE
-from .persimmon import PERSIMMON
-from .phi import PHI
-from .phi3 import PHI3
-from .qwen2 import QWEN2
-from .qwen2_5_vl import QWEN2_5_VL
-from .qwen2_moe import QWEN2_MOE
-from .qwen3 import QWEN3
-from .qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
-from .qwen3_moe import QWEN3_MOE
-from .qwen3_next import QWEN3_NEXT
-from .qwen3_vl import QWEN3_VL
-from .qwen3_vl_moe import QWEN3_VL_MOE
-from .seed_oss import SEED_OSS
-from .smollm3 import SMOLLM3
-from .solar_open import SOLAR_OPEN
-from .stablelm import STABLELM
-from .starcoder2 import STARCODER2
-from .vaultgemma import VAULTGEMMA
-from .youtu import YOUTU
-from .zamba2 import ZAMBA2
 
+# fmt: off
 _KNOWN = (
-    # A model that was never in a Hugging Face folder is exported as the first that can express it.
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    MIXTRAL,
-    QWEN3_MOE,
-    GEMMA,
-    GEMMA2,
-    GEMMA3_TEXT,
-    PHI3,
-    PHI,
-    OLMO,
-    OLMO2,
-    OLMO3,
-    GLM4,
-    GRANITE,
-    SMOLLM3,
-    STARCODER2,
-    NEMOTRON,
-    COHERE2,
-    SEED_OSS,
-    GPT2,
-    GPT_NEOX,
-    MINISTRAL3,
-    QWEN2_MOE,
-    OLMOE,
-    GRANITEMOE,
-    GRANITEMOESHARED,
-    GPT_OSS,
-    GLM4_MOE,
-    DOTS1,
-    ERNIE4_5_MOE,
-    HUNYUAN_V1_MOE,
-    MINIMAX_M2,
-    FLEX_OLMO,
-    EXAONE_MOE,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    KIMI_K2,
-    GLM4_MOE_LITE,
-    DEEPSEEK_V32,
-    DEEPSEEK_V4,
-    GLM_MOE_DSA,
-    LLAMA4_TEXT,
-    HY_V3,
-    AFMOE,
-    LAGUNA,
-    FLINT,
-    GRANITE_SWA,
-    GRANITEMOE_SWA,
-    KOLIBRI1,
-    MIMO_V2_FLASH,
-    INTERNLM3,
-    IQUESTCODER,
-    CWM,
-    MINISTRAL,
-    ARCEE,
-    JAIS2,
-    ERNIE4_5,
-    HUNYUAN_V1_DENSE,
-    COHERE,
-    GLM,
-    EXAONE4,
-    MELLUM,
-    SOLAR_OPEN,
-    VAULTGEMMA,
-    HYPERCLOVAX,
-    YOUTU,
-    AXK1,
-    QWEN3_NEXT,
-    QWEN3_5_TEXT,
-    QWEN3_5_MOE_TEXT,
-    LFM2,
-    LFM2_MOE,
-    MAMBA2,
-    GRANITEMOEHYBRID,
-    BAMBA,
-    NEMOTRON_H,
-    OLMO_HYBRID,
-    KIMI_LINEAR,
-    BAILING_HYBRID,
-    FALCON_H1,
-    ZAMBA2,
-    MAMBA,
-    FALCON_MAMBA,
-    JAMBA,
-    MINIMAX,
-    GEMMA3N_TEXT,
-    GEMMA4_TEXT,
-    HELIUM,
-    STABLELM,
-    PERSIMMON,
-    MINICPM3,
-    MISTRAL4,
-    GPTJ,
-    CODEGEN,
-    GPT_NEO,
-    GPT_BIGCODE,
-    QWEN3_5,
-    QWEN3_5_MOE,
-    GEMMA3,
-    GEMMA3N,
-    GEMMA4,
-    LLAMA4,
-    MISTRAL3,
-    QWEN3_VL,
-    QWEN3_VL_MOE,
-    QWEN2_5_VL,
-    KIMI_K25,
-    GLM5_NEXT,
+    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma", "gemma2", "gemma3:gemma3_text", "phi3",
+    "phi", "olmo", "olmo2", "olmo3", "glm4", "granite", "smollm3", "starcoder2", "nemotron", "cohere2",
+    "seed_oss", "gpt2", "gpt_neox", "ministral3", "qwen2_moe", "olmoe", "granitemoe",
+    "granitemoe:granitemoeshared", "gpt_oss", "glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "minimax_m2",
+    "flex_olmo", "exaone_moe", "deepseek_v2", "deepseek_v3", "deepseek_v3:kimi_k2", "glm4_moe_lite",
+    "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "llama4:llama4_text", "hy_v3", "afmoe", "laguna", "flint",
+    "granite_swa", "granite_swa:granitemoe_swa", "kolibri1", "mimo_v2_flash", "internlm3", "iquestcoder", "cwm",
+    "ministral", "arcee", "jais2", "ernie4_5", "hunyuan_v1_dense", "cohere", "glm", "exaone4", "mellum",
+    "solar_open", "vaultgemma", "hyperclovax", "youtu", "axk1", "qwen3_next", "qwen3_5:qwen3_5_text",
+    "qwen3_5:qwen3_5_moe_text", "lfm2", "lfm2_moe", "mamba2", "granitemoehybrid", "bamba", "nemotron_h",
+    "olmo_hybrid", "kimi_linear", "bailing_hybrid", "falcon_h1", "zamba2", "mamba", "mamba:falcon_mamba", "jamba",
+    "minimax", "gemma3n:gemma3n_text", "gemma4:gemma4_text", "helium", "stablelm", "persimmon", "minicpm3",
+    "mistral4", "gptj", "codegen", "gpt_neo", "gpt_bigcode", "qwen3_5", "qwen3_5:qwen3_5_moe", "gemma3",
+    "gemma3n", "gemma4", "llama4", "mistral3", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "kimi_k25", "glm5_next",
 )
-FAMILIES: dict[str, Family] = {f.model_type: f for f in _KNOWN}
+# fmt: on
+"""Each family in order, as its model_type, or as FILE:model_type where the file has another name. A model that was
+never in a Hugging Face folder is exported as the first that can express it."""
+
+
+class _Families(Mapping[str, Family]):
+    """Families by model_type. The file of a family is imported when the family is first asked for: all of them take
+    longer than a small model's bytes."""
+
+    def __init__(self) -> None:
+        self._files = {model_type: file or model_type for file, _, model_type in (k.rpartition(":") for k in _KNOWN)}
+
+    def __getitem__(self, model_type: str) -> Family:
+        found: Family = getattr(import_module(f".{self._files[model_type]}", __name__), model_type.upper())
+        return found
+
+    def __contains__(self, model_type: object) -> bool:
+        return model_type in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+FAMILIES: Mapping[str, Family] = _Families()
 
 __all__ = ["FAMILIES", "Family", "family_of"]
 

@@ -11,7 +11,8 @@ and experts have at least, which is compared before the first name is made: what
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, get_args
 
 from te_models.config import AttentionConfig, ModelConfig
@@ -32,15 +33,28 @@ def check_layout(layout: str) -> ExpertLayout:
     return layout
 
 
+def _grouped(config: ModelConfig) -> dict[str, Shape]:
+    """Return the parameters in the layout "grouped", remembered for the configuration that was asked about last: what
+    opens and loads a folder asks ten times."""
+    of, found = _remembered[0]
+    if of() is not config:
+        found = dict(_tensors(config))
+        _remembered[0] = weakref.ref(config), found
+    return found
+
+
+_remembered: list[tuple[Callable[[], ModelConfig | None], dict[str, Shape]]] = [(lambda: None, {})]
+
+
 def expected_tensors(config: ModelConfig, layout: ExpertLayout = "grouped") -> dict[str, Shape]:
     """Return the name and shape of every parameter, in model order.
 
     `layout` "grouped" stores the experts' weights as one `weight [E, out, in]`, "per-gemm" as `weight0`, `weight1` and
     so on, each `[out, in]`.
     """
-    grouped = dict(_tensors(config))
+    grouped = _grouped(config)
     if check_layout(layout) == "grouped":
-        return grouped
+        return dict(grouped)
     names: dict[str, Shape] = {}
     for name, shape in grouped.items():
         if is_expert_stack(name):

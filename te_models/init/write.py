@@ -20,15 +20,17 @@ from .base import HELD_OUT, Amount, Base, Machine, amount_of, format_of
 from .sizes import MOST_TOKENS, WINDOWS, Sizes, fitting
 from .tables import Tables, changed_keys
 
-Task = Literal["pretrain", "sft", "lora", "qlora"]
+Task = Literal["pretrain", "sft", "lora", "qlora", "dpo"]
 TASKS: dict[str, str] = {
     "pretrain": "Pretrain a model with the configuration of {name} from random weights",
     "sft": "Fine-tune {name} on chats; the loss counts what the assistant wrote",
     "lora": "Train LoRA adapters of {name}; its weights stay as they are",
     "qlora": "Train LoRA adapters of {name} over weights that are stored quantized",
+    "dpo": "Train LoRA adapters of {name} on preference pairs (DPO); without the adapters it is the reference",
 }
-_RATES = {"pretrain": 3e-4, "sft": 2e-5, "lora": 2e-4, "qlora": 2e-4}
+_RATES = {"pretrain": 3e-4, "sft": 2e-5, "lora": 2e-4, "qlora": 2e-4, "dpo": 5e-5}
 _LENGTHS = {"cpu": 1024, "cuda": 2048}
+_SKIPPED = "pairs that are longer than a window are passed over"
 _STEPS, _WARMUP = 1000, 50
 
 
@@ -98,7 +100,10 @@ def first_config(
     else:
         tables.add("model", "path", path)
     _add_data(tables, task, data, tokenizer or path, base)
-    if task in ("lora", "qlora"):
+    if task == "dpo":
+        tables.add("posttraining", "method", "dpo")
+        tables.add("posttraining", "beta", 0.1, "how closely the model stays to the reference")
+    if task in ("lora", "qlora", "dpo"):
         tables.add("lora", "rank", 16)
         tables.add("lora", "alpha", 32.0)
     tables.add("optimizer", "lr", _RATES[task])
@@ -149,13 +154,23 @@ def _add_compile(tables: Tables, model: ModelConfig, machine: Machine) -> None:
 def _add_data(tables: Tables, task: Task, data: Sequence[str], tokenizer: str, base: Base) -> None:
     if len(data) == 1 and (Path(data[0]) / "meta.json").is_file() and (Path(data[0]) / "tokens.bin").is_file():
         tables.add("data", "path", data[0])
+        if task == "dpo":
+            tables.add("data", "skip_bad_rows", True, _SKIPPED)
         return
     format = format_of(data) if data else "text"
     if task == "sft" and format == "text":
         format = "messages"
+    if task == "dpo":
+        if data and format != "preference":
+            raise ConfigError(
+                f"--data has rows in the format {format}; allowed with --task dpo: preference pairs, with the fields "
+                "chosen and rejected, and perhaps prompt"
+            )
+        format = "preference_pairs"
     chats = format != "text"
-    text = list(data) or (["chats.jsonl"] if chats else ["corpus/**/*.txt"])
-    tables.add("data", "path", f"data/{base.name}-{'chats' if chats else 'text'}", "built from text on the first run")
+    kind = "pairs" if task == "dpo" else "chats" if chats else "text"
+    text = list(data) or (["corpus/**/*.txt"] if kind == "text" else [f"{kind}.jsonl"])
+    tables.add("data", "path", f"data/{base.name}-{kind}", "built from text on the first run")
     tables.add("data", "text", text, "" if data else "yours: files, folders or glob patterns")
     if format == "messages":
         tables.add("data", "messages_field", "messages", 'lines {"messages": [{"role": ..., "content": ...}, ...]}')
@@ -163,7 +178,9 @@ def _add_data(tables: Tables, task: Task, data: Sequence[str], tokenizer: str, b
         why = "the fields of the first row are its" + ("; chosen answers alone" if format == "preference" else "")
         tables.add("data", "format", format, why)
     tables.add("data", "tokenizer", tokenizer)
-    if chats:
+    if task == "dpo":
+        tables.add("data", "skip_bad_rows", True, _SKIPPED)
+    elif chats:
         tables.add("data", "pack_documents", True, "rows of whole chats that do not see each other")
 
 

@@ -51,6 +51,9 @@ class Adapter(AdaptedLayer):
     Where ranks split the layer, a factor is split along with the side of the weight that it stands for: A with the
     columns, B with the rows. What a rank has is its part of what one rank would have drawn."""
 
+    enabled = True
+    """Whether the adapter changes what the layer returns; see `without_adapters`."""
+
     def __init__(
         self,
         base_layer: nn.Module,
@@ -95,7 +98,7 @@ class Adapter(AdaptedLayer):
         return self.modes()[self.PAIRS.index(pair)]
 
     def applied(self, options: dict[str, Any]) -> list[str]:
-        return _NAME
+        return _NAME if self.enabled else []
 
     def changed(
         self, result: Any, x: Tensor, adapters: list[str], pair: tuple[str, str] = FIRST, m_splits: Tensor | None = None

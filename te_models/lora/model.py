@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain, groupby
@@ -149,6 +150,19 @@ def _sharded_part(model: nn.Module, name: str) -> Any:
 def adapters_of(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
     """Yield (name of the layer, adapter) of a model."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Adapter))
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, a model computes as if it had no adapters."""
+    adapters = [adapter for _, adapter in adapters_of(model)]
+    for adapter in adapters:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.enabled = True
 
 
 def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from te_models.layers.distributed.vocab_parallel import VocabShard, vocab_range
 from te_models.layers.module.recipe_state import real_default_device
 
 from ..config import AttentionConfig, ConfigError, ModelConfig, NormConfig
+from ..memory import ask_for_large_pages
 
 ExpertLayout = Literal["grouped", "per-gemm"]
 ExpertDispatch = Literal["all_to_all", "all_to_all_quantized", "all_gather", "deepep"]
@@ -220,7 +222,10 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
     def memory(tensor: Tensor) -> Tensor:
         if type(tensor) not in (Tensor, nn.Parameter):
             return torch.empty_like(tensor, device=device)
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        if device.type == "cpu":
+            ask_for_large_pages(empty.data_ptr(), empty.nbytes)
+        return empty
 
     model._apply(memory)
 
@@ -337,5 +342,12 @@ def unsupported(config: ModelConfig) -> list[tuple[str, object]]:
 
 def check_supported(config: ModelConfig) -> None:
     """Raise ConfigError naming the first field that the model does not implement."""
+    if _found_supported[0]() is config:  # every layer of a model asks
+        return
     for name, value in unsupported(config):
         raise ConfigError(f"{name} is {value!r}, which GPTModel does not implement")
+    _found_supported[0] = weakref.ref(config)
+
+
+_found_supported: list[Callable[[], ModelConfig | None]] = [lambda: None]
+"""The configuration that was asked about last."""

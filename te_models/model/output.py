@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
+from torch.utils.checkpoint import checkpoint
 
 from te_models.kernels.cross_entropy import (
     IGNORE_INDEX,
@@ -189,6 +191,33 @@ class OutputLayer(TensorParallelModule):
         elif targets is not None:
             loss = self._of_all_positions(cross_entropy(logits.flatten(0, 1), targets), targets)
         return logits if self.context_shard is None else gather_positions(logits, self.context_shard), loss, z_loss
+
+    def token_log_probs(self, x: Tensor, shared_weight: Tensor | None, labels: Tensor) -> Tensor:
+        """Return the log-probability of each label, float32 [B, S]: that of labels[s + 1] at position s, 0 where it
+        does not count and at the last one. x: [B, S, H], behind the final norm; shared_weight: as for `forward`.
+
+        The logits are computed from `loss_chunk_tokens` at a time, and then again in the backward pass. Raises
+        ValueError for a layer that ranks share.
+        """
+        if self.shard is not None or self.context_shard is not None:
+            raise ValueError(
+                "log-probabilities were asked for of an output layer that ranks share; allowed: a whole one"
+            )
+        dtype, weight = compute_dtype(x), self.weight if shared_weight is None else shared_weight
+        assert weight is not None, "shared, or the layer's own"
+        weight, bias = weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        rows, targets = x.to(dtype).flatten(0, 1), shift_labels(labels).flatten()
+        chunk = self.loss_chunk_tokens or len(rows)
+        chunks = zip(rows.split(chunk), targets.split(chunk), strict=True)
+        run = self._log_probs if chunk >= len(rows) else partial(checkpoint, self._log_probs, use_reentrant=False)
+        return torch.cat([run(*part, weight, bias) for part in chunks]).view(labels.shape)
+
+    def _log_probs(self, x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        scaled: dict[str, Any] = {"multiplier": self.config.logits_multiplier, "softcap": self.config.logits_softcap}
+        logits = output_logits(x, weight, bias, **scaled).float()
+        counts = targets != IGNORE_INDEX
+        found = logits.gather(-1, targets.where(counts, 0)[:, None])[:, 0] - logits.logsumexp(-1)
+        return found.where(counts, 0.0)
 
     def _with_z_loss(self, both: tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
         loss, z_loss = (self._of_all_positions(term, targets) for term in both)

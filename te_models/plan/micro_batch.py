@@ -81,16 +81,19 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
         Adapters(config, gpt)
     gpt.activation_checkpointing = config.model.activation_checkpointing
     gpt.activation_func_fp8_input_store = config.model.activation_func_fp8_input_store
-    tokens = config.data.micro_batch_size * config.data.sequence_length
+    tokens = config.data.micro_batch_size * config.data.sequence_length * config.window_rows
     gpt.output_layer.loss_chunk_tokens = config.model.loss_chunk(model.vocab_size, tokens)
     suppose_balance(gpt)
-    recorder.hold([list(gpt.parameters()), list(gpt.buffers())])
+    held = [list(gpt.parameters()), list(gpt.buffers())]
+    if config.posttraining.method == "dpo" and not config.lora.rank:
+        held.append(list(random_model(config, of_layers(model, layers), "cpu", layout).parameters()))  # the reference
+    recorder.hold(held)
     found = Recorded(parameters=recorder.live)
     with as_few_operations(), recorder:
         optimizer = build_optimizer(config.replace(compile=False), gpt, layout)
         found.optimizer = recorder.live - found.parameters
         loss_function = make_loss_function(gpt.train(), config.precision, "cpu", compiled=False)
-        shape = config.data.micro_batch_size, config.data.sequence_length
+        shape = config.data.micro_batch_size * config.window_rows, config.data.sequence_length
         loss, _ = loss_function(torch.zeros(shape, dtype=torch.int64, device="cpu"))
         loss.backward()
         del loss

@@ -35,6 +35,7 @@ from .data.windows import Batch
 from .log.curves import plot_loss
 from .log.profiler import StepProfiler
 from .metrics import METRICS
+from .objective import Objective
 from .optimizer.learning_rate import LearningRate
 from .preflight import FINAL, FINAL_EMA
 from .ranks.data_parallel import Ranks, barrier, largest_over_ranks, ranks_from_environment
@@ -137,6 +138,7 @@ def _run(
             ranks=layout.gradients,
             before=run.quantize_weights,
             statistics=noting,
+            objective=run.objective,
         )
         load = None
         if has_experts:
@@ -221,7 +223,7 @@ def validation_losses(run: SetUp, step: int, device: str) -> dict[str, float]:
 
     Raises TrainingError for one that is not finite."""
     losses = {
-        name: evaluate_model(run.model, run.loss_function, batches, device, run.layout.gradients)
+        name: evaluate_model(run.model, run.loss_function, batches, device, run.layout.gradients, run.objective)
         for name, batches in run.validation.items()
         if batches
     }
@@ -238,10 +240,11 @@ def evaluate_model(
     batches: list[Batch],
     device: str,
     ranks: Ranks,
+    objective: Objective | None = None,
 ) -> float:
     """Return the validation loss, with the model in eval mode for as long as that takes."""
     with in_eval_mode(model):
-        return evaluate(loss_function, [batch.to(device) for batch in batches], ranks)
+        return evaluate(loss_function, [batch.to(device) for batch in batches], ranks, objective)
 
 
 def _is_due(step: int, every: int, steps: int) -> bool:

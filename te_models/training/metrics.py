@@ -23,6 +23,7 @@ METRICS = "metrics.jsonl"
 _NUMBERS = (
     *("lr", "grad_norm", "tokens", "validation_loss", "tokens_per_second", "tflops", "mfu", "data_s", "peak_memory"),
     *("max_expert_load", "seconds"),
+    *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
 )
 """What is a number, or null, wherever a row has it: what is drawn and summed up."""
 _MOST_BYTES = 4 << 30

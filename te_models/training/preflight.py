@@ -80,6 +80,11 @@ def check_run(
 
 def check_model(config: TrainConfig, model: ModelConfig, device: str, dims: ParallelDims) -> None:
     """Raise ConfigError for a run that this model, device or layout cannot have."""
+    if config.posttraining.method == "dpo" and config.model.path is None:
+        raise ConfigError(
+            "model.path is unset; allowed with posttraining.method = 'dpo': a model folder, whose weights are the "
+            "reference"
+        )
     check_names(config, model)
     check_layout(config, model, dims)
     if config.parallel.expert_dispatch == "deepep":

@@ -97,6 +97,8 @@ def numbers_of(row: dict[str, Any]) -> list[str]:
     """Return what a row of the metrics says to a person beside its losses, each with its name or unit, what matters
     most first."""
     found = ["skipped"] if row.get("skipped") else []
+    if "rewards/margins" in row:
+        found.append(f"margin {row['rewards/margins']:.3g} ({row['rewards/accuracies']:.0%} right)")
     found.append(f"{row['tokens_per_second']:,.0f} tokens/s")
     norm = row["grad_norm"]
     found.append("grad norm not finite" if norm is None else f"grad norm {norm:.3g}")

@@ -60,12 +60,13 @@ class Rows:
         of it for reading the data. windows: how many the step read, and all steps until now, on all ranks.
         histograms: whether the row has the tokens of each expert.
         """
-        config, length = self.run.config, self.run.config.data.sequence_length
+        config, length = self.run.config, self.run.config.data.sequence_length * self.run.config.window_rows
         row: dict[str, Any] = {"step": step, "loss": result.loss, "aux_loss": result.aux_loss, "lr": lr}
         if self.run.model_config.mtp_num_layers:
             row["mtp_loss"] = result.mtp_loss / self.run.model_config.mtp_loss_scaling_factor
         if config.model.logits_z_loss_coeff:
             row["logits_z_loss"] = result.logits_z_loss
+        row |= result.metrics
         row |= {
             "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
             "tokens": windows[1] * length,

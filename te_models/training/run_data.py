@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from ..config import ConfigError
 from ..sizes import plural
@@ -11,6 +12,7 @@ from .config import DataConfig, TrainConfig
 from .data.blend import Blend, blend_digest
 from .data.dataset import TokenDataset, check_vocabulary, read_meta
 from .data.errors import DataError
+from .data.pairs import FORMAT, Pairs, has_pairs
 from .data.tokenize import build_dataset
 from .data.windows import Batch, Packing, Windows
 from .ranks.data_parallel import Ranks
@@ -95,24 +97,33 @@ def packing_of(config: DataConfig) -> Packing:
 def training_windows(config: TrainConfig, data: RunData) -> Blend:
     """Return the windows that are trained on. Raises DataError where a data set has none."""
     d = config.data
-    parts = [
-        Windows(dataset, d.sequence_length, "train", d.validation_fraction, config.seed, packing_of(d))
-        for dataset in data.training
-    ]
+    parts = [_windows(config, dataset, "train", d.validation_fraction) for dataset in data.training]
     return Blend(tuple(parts), tuple(d.weights().values()))
 
 
 def validation_windows(config: TrainConfig, data: RunData) -> dict[str, list[Windows]]:
     """Return the windows of each validation set; "" is what `data.validation_fraction` holds out of all data sets."""
-    d, packing, found = config.data, packing_of(config.data), {}
-    if d.validation_fraction:
-        found[""] = [
-            Windows(dataset, d.sequence_length, "validation", d.validation_fraction, config.seed, packing)
-            for dataset in data.training
-        ]
+    fraction, found = config.data.validation_fraction, {}
+    if fraction:
+        found[""] = [_windows(config, dataset, "validation", fraction) for dataset in data.training]
     for name, dataset in data.validation.items():
-        found[name] = [Windows(dataset, d.sequence_length, "all", 0.0, config.seed, packing)]
+        found[name] = [_windows(config, dataset, "all", 0.0)]
     return found
+
+
+def _windows(
+    config: TrainConfig, dataset: TokenDataset, split: Literal["train", "validation", "all"], fraction: float
+) -> Windows:
+    """Return a split of a data set as the run reads it: windows of text, or preference pairs."""
+    d, pairs = config.data, config.posttraining.method == "dpo"
+    if has_pairs(dataset) != pairs:
+        what = "no preference pairs" if pairs else "preference pairs"
+        allowed = f"a data set with data.format = {FORMAT!r}" if pairs else "posttraining.method = 'dpo'"
+        raise DataError(f"{dataset.path} has {what}; allowed: {allowed}")
+    shared: dict[str, Any] = {"split": split, "validation_fraction": fraction, "seed": config.seed}
+    if pairs:
+        return Pairs(dataset, d.sequence_length, **shared, skip_long=d.skip_bad_rows)
+    return Windows(dataset, d.sequence_length, **shared, packing=packing_of(d))
 
 
 def validation_batches(config: TrainConfig, parts: list[Windows], ranks: Ranks, name: str = "") -> list[Batch]:

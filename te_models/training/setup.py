@@ -38,10 +38,12 @@ from .config import ModelSource, TrainConfig
 from .data.batch_size import BatchSize, batch_size
 from .data.blend import Blend
 from .data.windows import Batch
+from .dpo import DPO, reference_of
 from .log.starts import record_start
 from .log.writers import MetricsWriter, open_writers
 from .lora import Adapters
 from .metrics import METRICS, read_metrics
+from .objective import Objective
 from .one_run import alone_in
 from .optimizer.adamw import Optimizer
 from .optimizer.learning_rate import continued_config
@@ -87,6 +89,7 @@ class SetUp:
     optimizer: Optimizer
     saving: Saving
     loss_function: LossFunction | Pipeline
+    objective: Objective
     quantize_weights: Callable[[], None] | None
     stage: tuple[Any, ...]
     writers: list[MetricsWriter]
@@ -155,6 +158,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     if start:
         with naming_the_intact(checkpoint, output_dir):
             saving.restore(start)
+    objective = objective_of(config, model, device, layout)
     loss_function: LossFunction | Pipeline
     if layout.stages is not None:
         loss_function = make_pipeline(model, config, device, layout)
@@ -166,6 +170,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
             compiled=config.compile,
             mode=config.compile_mode,
             async_tensor_parallel=config.parallel.async_tensor_parallel,
+            objective=objective,
         )
     same_layers = None if layout.mesh is None else layout.mesh.same_layers
     quantize_weights = make_weight_cache(model, config.precision, device, same_layers)
@@ -203,11 +208,24 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         optimizer=optimizer,
         saving=saving,
         loss_function=loss_function,
+        objective=objective,
         quantize_weights=quantize_weights,
         stage=stage,
         writers=writers,
         progress=progress,
     )
+
+
+def objective_of(config: TrainConfig, model: GPTModel, device: str, layout: Layout) -> Objective:
+    """Return what the run minimises: for pairs, with a reference that has the weights the run began with, also where it
+    continues."""
+    if config.posttraining.method == "none":
+        return Objective()
+    copy = None
+    if not config.lora.rank:
+        copy = build_model(config, device, None, None, layout).requires_grad_(False)
+        set_loss_options(copy, config.model)
+    return DPO(config.posttraining, reference_of(model, copy, config.posttraining, compiled=config.compile))
 
 
 def group_of_writers(ranks: Ranks, config: TrainConfig) -> dist.ProcessGroup | None:
@@ -224,7 +242,9 @@ def with_loss_chunk(config: TrainConfig, start: TrainingState | None, vocab_size
     model = config.model
     if start is not None and model.loss_chunk_tokens == "auto":  # null, or absent: of before runs chose
         model = model.replace(loss_chunk_tokens=start.config["model"].get("loss_chunk_tokens"))
-    chunk = model.loss_chunk(vocab_size, config.data.micro_batch_size * config.data.sequence_length)
+    chunk = model.loss_chunk(
+        vocab_size, config.data.micro_batch_size * config.data.sequence_length * config.window_rows
+    )
     return config.replace(model=model.replace(loss_chunk_tokens=chunk))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from .config import PrecisionConfig, TrainConfig
 from .data.batch_size import batch_size
 from .data.windows import Batch
 from .host import reads_are_free
+from .objective import TERMS, Objective
 from .optimizer.adamw import Optimizer
 from .precision import build_recipe
 from .ranks.data_parallel import Ranks, average_gradients, mean_over_ranks
@@ -50,7 +51,8 @@ class StepResult:
 
     `loss` is the cross entropy; `aux_loss` what the routers add to it in the loss that is minimised, `mtp_loss` what
     the layers that predict further tokens add, `logits_z_loss` the z-loss of the logits. `skipped`: the gradient norm
-    is not finite, or a spike, and nothing was updated.
+    is not finite, or a spike, and nothing was updated. `metrics`: the numbers of the objective, by name; `loss` is its
+    loss then.
     """
 
     loss: float
@@ -59,6 +61,7 @@ class StepResult:
     skipped: bool = False
     mtp_loss: float = 0.0
     logits_z_loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -83,9 +86,11 @@ def make_loss_function(
     compiled: bool,
     mode: Mode = "whole",
     async_tensor_parallel: bool = False,
+    objective: Objective | None = None,
 ) -> LossFunction:
     """Return `f(batch, weight) -> (loss to minimise, what is added to the cross entropy in it)`, a float32 scalar and
-    float32 [3]: the terms of the routers, of the layers that predict further tokens, and of the logits' z-loss.
+    float32 [3]: the terms of the routers, of the layers that predict further tokens, and of the logits' z-loss; behind
+    them the metrics of `objective` (None: the cross entropy, which has none).
 
     batch: a Batch, or input ids [B, S]. weight: float32 scalar that everything but the term of the routers is
     multiplied by; None: 1.
@@ -93,7 +98,7 @@ def make_loss_function(
     Compiled, it is one graph; with mode "block", one graph per kind of layer, one of the output layer, the rest eager.
     What would break a graph is an error. async_tensor_parallel: see `compile_model`.
     """
-    recipe = build_recipe(precision, model.config.num_layers)
+    recipe, objective = build_recipe(precision, model.config.num_layers), objective or Objective()
 
     def loss_function(
         input_ids: torch.Tensor,
@@ -101,17 +106,9 @@ def make_loss_function(
         position_ids: torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
         weight: torch.Tensor | None = None,
+        **inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        labels = input_ids if labels is None else labels
-        places = {"position_ids": position_ids, "document_ids": documents}
-        output = model(input_ids, labels=labels, return_logits=False, **places)
-        none = torch.zeros_like(output.loss)
-        aux_loss = none if output.aux_loss is None else output.aux_loss
-        mtp_loss = none if output.mtp_loss is None else output.mtp_loss * model.config.mtp_loss_scaling_factor
-        z_loss = none if output.logits_z_loss is None else output.logits_z_loss
-        further = torch.stack([mtp_loss, z_loss])
-        loss = output.loss if weight is None else (output.loss - aux_loss) * weight + aux_loss
-        return loss, torch.cat([aux_loss[None], further if weight is None else further * weight]).detach()
+        return objective.loss(model, input_ids, labels, position_ids, documents, weight, **inputs)
 
     function = loss_function
     if compiled and mode == "block":
@@ -130,7 +127,8 @@ def make_loss_function(
         with compute_precision(precision, recipe, device):
             if weight is None and all(argument is None for argument in arguments[1:]):
                 return function(arguments[0])
-            return function(*arguments, weight=weight)
+            inputs = objective.inputs(Batch(*arguments))
+            return function(*arguments, weight=weight, **inputs)
 
     return with_precision
 
@@ -215,12 +213,14 @@ def train_step(
     ranks: Ranks,
     before: Callable[[], None] | None = None,
     statistics: bool = False,
+    objective: Objective | None = None,
 ) -> StepResult:
     """Do one step on this rank's micro-batches `[B, S]`, all of one shape, and return what happened. The loss is the
     mean over the predictions that are scored, in all micro-batches on all ranks.
 
-    loss_function: of the model, or the pipeline that has its stages. before: see `make_weight_cache`. statistics: note
-    what the recipe does to its operands, in the last micro-batch only, because each pass replaces what was noted.
+    loss_function: of the model, or the pipeline that has its stages; objective: what it computes. before: see
+    `make_weight_cache`. statistics: note what the recipe does to its operands, in the last micro-batch only, because
+    each pass replaces what was noted.
     The host reads nothing before the whole step is queued, and then six numbers (on CPU it reads as it goes). Raises
     TrainingError, leaving the parameters as they were, if the loss is not finite, or the gradient without
     `optimizer.skip_nonfinite`.
@@ -230,7 +230,8 @@ def train_step(
     if before is not None:
         with collect_statistics(statistics):
             before()
-    weights = loss_weights(micro_batches, ranks)
+    objective = objective or Objective()
+    weights = loss_weights(micro_batches, ranks) if objective.weighs_tokens else [None] * len(micro_batches)
     if isinstance(loss_function, Pipeline):
         with microbatch(first=None if before is None else False), collect_statistics(statistics):
             total = loss_function.forward_backward(_fields(micro_batches, weights))
@@ -242,7 +243,7 @@ def train_step(
                 loss, terms = loss_function(batch) if weight is None else loss_function(batch, weight)
             (loss / len(micro_batches)).backward()
             optimizer.accumulate_gradients()
-            total = total + torch.cat([(loss.detach() - terms.sum())[None], terms]) / len(micro_batches)
+            total = total + torch.cat([(loss.detach() - terms[:TERMS].sum())[None], terms]) / len(micro_batches)
     reduce_gradients(optimizer, ranks)
     if isinstance(loss_function, Pipeline):
         loss_function.sum_embedding_gradients()
@@ -259,9 +260,12 @@ def train_step(
     optimizer.step(lr, noop=noop)
     skipped = torch.zeros_like(norm) if noop is None else noop.float()
     found = torch.stack([*losses, norm, skipped]).tolist()  # the one read of a step
-    mean_loss, mean_aux, mean_mtp, mean_z, grad_norm, skip = found
+    mean_loss, mean_aux, mean_mtp, mean_z, *numbers, grad_norm, skip = found
+    metrics = dict(zip(objective.metrics, numbers, strict=True))
     check_finite(mean_loss, grad_norm, step, skips=optimizer.config.skip_nonfinite)
-    return StepResult(mean_loss, mean_aux, grad_norm, skipped=bool(skip), mtp_loss=mean_mtp, logits_z_loss=mean_z)
+    return StepResult(
+        mean_loss, mean_aux, grad_norm, skipped=bool(skip), mtp_loss=mean_mtp, logits_z_loss=mean_z, metrics=metrics
+    )
 
 
 def check_finite(loss: float, grad_norm: float, step: int, *, skips: bool) -> None:
@@ -290,13 +294,20 @@ def reduce_gradients(optimizer: Optimizer, ranks: Ranks) -> None:
 
 
 @torch.no_grad()
-def evaluate(loss_function: LossFunction | Pipeline, batches: Sequence[torch.Tensor | Batch], ranks: Ranks) -> float:
-    """Return the mean cross entropy over this rank's batches and all ranks. The caller has called `model.eval()`."""
-    weights = loss_weights(batches, ranks)
+def evaluate(
+    loss_function: LossFunction | Pipeline,
+    batches: Sequence[torch.Tensor | Batch],
+    ranks: Ranks,
+    objective: Objective | None = None,
+) -> float:
+    """Return the mean cross entropy, or loss of the objective, over this rank's batches and all ranks. The caller has
+    called `model.eval()`."""
+    weighs = (objective or Objective()).weighs_tokens
+    weights = loss_weights(batches, ranks) if weighs else [None] * len(batches)
     if isinstance(loss_function, Pipeline):
         return float(mean_over_ranks(loss_function.evaluate(_fields(batches, weights)).mean(), ranks))
     losses = []
     for batch, weight in zip(batches, weights, strict=True):
         loss, terms = loss_function(batch) if weight is None else loss_function(batch, weight)
-        losses.append(loss - terms.sum())
+        losses.append(loss - terms[:TERMS].sum())
     return float(mean_over_ranks(torch.stack(losses).mean(), ranks))

@@ -140,6 +140,16 @@ def test_data_says_what_it_is(model: Path, tmp_path: Path) -> None:
         write_config(file, str(model), task, data=data, tokenizer=tokenizer, machine=LAPTOP, force=True)
         return load_config(file)
 
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 40)
+    config = written("dpo", "pairs.jsonl")
+    assert (config.data.format, config.data.skip_bad_rows, config.data.pack_documents) == (
+        "preference_pairs",
+        True,
+        False,
+    )
+    assert (config.posttraining.method, config.lora.rank) == ("dpo", 16)
+    with pytest.raises(ConfigError, match="--data has rows in the format text; allowed with --task dpo: preference"):
+        written("dpo", "corpus")
     config = written("lora", "corpus").data
     assert (config.text, config.messages_field) == (("corpus",), None)
     with pytest.raises(ValueError, match="the tokenizer 'bytes' has no chat template"):
@@ -163,10 +173,6 @@ def test_the_verb_says_what_it_wrote_and_what_it_refuses(
     assert json.loads(written[written.rindex('{\n  "output"') :])["config"]["data"]["tokenizer"] == "bytes"
     for refused, sentence in (
         (["--task", "pretrain"], "pretrain.toml exists; --force replaces it"),
-        (
-            ["--task", "dpo"],
-            "--task is 'dpo', which te_models does not train yet; meanwhile TRL's trainers run over TEModelForCausal",
-        ),
         (["--task", "qlora", "--recipe", "none"], "allowed with --task qlora: the recipe whose format stores weights"),
         (["--task", "lora", "--output", "absent/a.toml"], "there is no folder absent"),
         (["--task", "lora", "--model", "absent"], "absent is not a folder, nor a hub id"),
@@ -177,7 +183,7 @@ def test_the_verb_says_what_it_wrote_and_what_it_refuses(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["pretrain", "sft", "lora", "qlora"])
+@pytest.mark.parametrize("task", ["pretrain", "sft", "lora", "qlora", "dpo"])
 def test_what_is_written_trains(task: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the plan's own numbers: the file passes two steps of a run."""
     monkeypatch.chdir(tmp_path)

@@ -35,11 +35,11 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument(
         "--task",
-        choices=(*TASKS, "dpo"),
+        choices=TASKS,
         required=True,
         metavar="TASK",
         help="pretrain: random weights; sft: all weights on chats; lora: adapters; qlora: adapters over weights stored "
-        "quantized",
+        "quantized; dpo: adapters on preference pairs",
     )
     parser.add_argument(
         "--recipe",
@@ -59,12 +59,6 @@ def add(verbs: Verbs) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the configuration, and say what it takes."""
-    if args.task == "dpo":
-        raise ValueError(
-            "--task is 'dpo', which te_models does not train yet; meanwhile TRL's trainers run over TEModelForCausalLM "
-            "(extra trl), as SFTTrainer does in examples/trainer_trl.py, and --task sft learns the chosen answers of "
-            f"preference pairs; allowed here: {', '.join(TASKS)}"
-        )
     output = Path(args.output or f"{args.task}.toml")
     say_while_waiting("planning what fits into this machine's memory; this takes some ten seconds")
     from ...init import Machine, write_config

@@ -45,7 +45,10 @@ _LIMIT = 2**53
 _SIGNS = -0x7F7F7F7F7F7F7F80
 """The sign bits of eight bytes."""
 _RNG = ("python", "torch", "cuda")
-_TABLES = ("model", "data", "parallel", "optimizer", "schedule", "precision", "checkpoint", "evaluation", "log")
+_TABLES = (
+    *("model", "data", "parallel", "optimizer", "schedule", "precision", "checkpoint", "evaluation", "log"),
+    "posttraining",
+)
 
 
 class TrainingCheckpointError(ValueError):

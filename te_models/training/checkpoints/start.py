@@ -21,7 +21,15 @@ from te_models.layers import load_recipe_state
 
 from ...config import ConfigError
 from ...parallel.dims import ParallelDims
-from ..config import DataConfig, LoRAConfig, ModelSource, OptimizerConfig, PrecisionConfig, TrainConfig
+from ..config import (
+    DataConfig,
+    LoRAConfig,
+    ModelSource,
+    OptimizerConfig,
+    PosttrainingConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
 from ..data.errors import DataError
 from ..metrics import METRICS
 from ..ranks.agreement import check_agreement
@@ -187,7 +195,7 @@ def restore_generators(start: TrainingState, ranks: Ranks, model: nn.Module, dim
 def _fields(config: dict[str, Any]) -> dict[str, str]:
     """Return what decides a run's numbers, by name (`optimizer.lr`), as texts."""
     found = {}
-    for name in ("seed", "model", "data", "optimizer", "lora", "schedule", "precision"):
+    for name in ("seed", "model", "data", "optimizer", "lora", "posttraining", "schedule", "precision"):
         value = config.get(name)
         table = {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
         found |= {key: json.dumps(v) for key, v in table.items()}
@@ -197,7 +205,7 @@ def _fields(config: dict[str, Any]) -> dict[str, str]:
 def _defaults() -> dict[str, str]:
     """Return the defaults of keys, by name: what a checkpoint of before there was a key means."""
     parts = {"model": ModelSource, "data": DataConfig, "optimizer": OptimizerConfig, "lora": LoRAConfig}
-    parts |= {"precision": PrecisionConfig}
+    parts |= {"precision": PrecisionConfig, "posttraining": PosttrainingConfig}
     found = {}
     for table, part in parts.items():
         for field in dataclasses.fields(part):

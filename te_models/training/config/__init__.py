@@ -6,6 +6,7 @@
 from .optimizer import LoRAConfig, OptimizerConfig, ScheduleConfig
 from .output import CheckpointConfig, EvaluationConfig, LogConfig, ProfileConfig
 from .parallel import ParallelConfig
+from .posttraining import PosttrainingConfig
 from .precision import PrecisionConfig
 from .run import TrainConfig
 from .source import DataConfig, ModelSource
@@ -19,6 +20,7 @@ __all__ = [
     "ModelSource",
     "OptimizerConfig",
     "ParallelConfig",
+    "PosttrainingConfig",
     "PrecisionConfig",
     "ProfileConfig",
     "ScheduleConfig",

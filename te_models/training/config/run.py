@@ -16,6 +16,7 @@ from ...config import ConfigPart, check
 from .optimizer import LoRAConfig, OptimizerConfig, ScheduleConfig
 from .output import CheckpointConfig, EvaluationConfig, LogConfig, ProfileConfig
 from .parallel import ParallelConfig
+from .posttraining import PosttrainingConfig
 from .precision import PrecisionConfig
 from .source import DataConfig, ModelSource
 
@@ -62,6 +63,8 @@ class TrainConfig(ConfigPart):
     """AdamW, or Muon for matrices."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """LoRA instead of training the weights."""
+    posttraining: PosttrainingConfig = field(default_factory=PosttrainingConfig)
+    """What is learned instead of text: preference pairs."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """The learning rate as a function of the step."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -128,6 +131,36 @@ class TrainConfig(ConfigPart):
             self.evaluation.every,
             "0 without validation data",
         )
+        self._check_pairs()
+
+    @property
+    def window_rows(self) -> int:
+        """The rows of a window: the two answers of a preference pair, or one."""
+        return 2 if self.posttraining.method == "dpo" else 1
+
+    def _check_pairs(self) -> None:
+        """Raise ConfigError where text and method do not go together, and for what pairs are not trained with."""
+        pairs, format = self.posttraining.method == "dpo", self.data.format
+        where = "with posttraining.method = 'dpo'"
+        check(
+            pairs or format != "preference_pairs",
+            "data.format",
+            format,
+            "another format, 'preference' for the chosen answers alone, or 'preference_pairs' " + where,
+        )
+        if not pairs:
+            return
+        if self.data.text:
+            check(format == "preference_pairs", "data.format", format, f"'preference_pairs' {where}")
+        for name in ("pack_documents", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            check(not getattr(self.data, name), f"data.{name}", True, f"false {where}: an answer is a row")
+        check(not self.model.mtp, "model.mtp", True, f"false {where}")
+        z = self.model.logits_z_loss_coeff
+        check(z == 0, "model.logits_z_loss_coeff", z, f"0 {where}")
+        sizes = [f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model")]
+        for name in (*sizes, "data_parallel_shard_size"):
+            size = getattr(self.parallel, name)
+            check(size == 1, f"parallel.{name}", size, f"1 {where}: ranks share the pairs alone")
 
     def _check_overlap(self) -> None:
         """Raise ConfigError where no graph, or only a part of one, would overlap communication and compute."""

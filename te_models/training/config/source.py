@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Literal
 
 from ...config import ConfigPart, ModelConfig, check
+from ..data.formats import Format
 from ..data.options import DocumentOptions
 
 _LARGE_VOCABULARY, _LOGIT_BYTES, _CHUNK = 32_768, 1 << 30, 1024
@@ -89,9 +90,10 @@ class DataConfig(ConfigPart):
     messages_field: str | None = None
     """Field that is a list of chat messages with role and content, in place of text_field: they are written with the
     tokenizer's chat template, and the loss counts the assistant's messages alone."""
-    format: Literal["text", "messages", "sharegpt", "alpaca", "prompt_completion", "preference"] | None = None
+    format: Format | None = None
     """What a row is: text, or a chat in a format of the field, of which the loss counts the answers (of a preference
-    pair, the chosen one); unset: text, or messages with messages_field."""
+    pair, the chosen one; preference_pairs: both, for posttraining.method = "dpo"); unset: text, or messages with
+    messages_field."""
     fields: tuple[str, ...] = ()
     """What files call the fields of the format, where they have other names, as "messages=conversation"."""
     roles: tuple[str, ...] = ()

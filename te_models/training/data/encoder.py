@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,11 @@ class Encoder:
     def documents(self, document: Document) -> Iterator[tuple[Iterator[Piece], int]]:
         """Yield what a document is in a data set, of a chat one or more rows: ids piece by piece with what of them is
         scored (None: all), and how many answers no token ends. Raises RowError for messages that the chat template
-        refuses."""
+        refuses. Of a preference pair both answers, or neither."""
+        if document.rejected is not None:
+            for answer in [self._answer(one) for one in (replace(document, rejected=None), document.rejected)]:
+                yield iter(answer[0]), answer[1]
+            return
         if document.messages is None:
             yield self._pieces(document), 0
             return
@@ -47,6 +51,16 @@ class Encoder:
             )
         for ids, scored, unended in self.chat(document):
             yield iter([(ids, scored)]), unended
+
+    def _answer(self, document: Document) -> tuple[list[Piece], int]:
+        """Return the one row of an answer."""
+        rows = [(list(pieces), unended) for pieces, unended in self.documents(document)]
+        if len(rows) != 1:
+            raise RowError(
+                f"{document.where}: the chat template writes an answer otherwise when the chat goes on; allowed in "
+                "preference pairs: one answer behind the prompt"
+            )
+        return rows[0]
 
     def _pieces(self, document: Document) -> Iterator[Piece]:
         masked = document.scored is not None

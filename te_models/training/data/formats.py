@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from .errors import DataError, listed
 
-Format = Literal["text", "messages", "sharegpt", "alpaca", "prompt_completion", "preference"]
+Format = Literal["text", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "preference_pairs"]
 FORMATS: dict[str, dict[str, str]] = {
     "text": {"text": "text"},
     "messages": {"messages": "messages", "tools": "tools", "role": "role", "content": "content"},
@@ -34,6 +34,7 @@ FORMATS: dict[str, dict[str, str]] = {
     },
     "prompt_completion": {"prompt": "prompt", "completion": "completion", "tools": "tools"},
     "preference": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected", "tools": "tools"},
+    "preference_pairs": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected", "tools": "tools"},
 }
 """The fields of each format, and what files call them as a rule."""
 assert set(FORMATS) == set(get_args(Format))
@@ -50,13 +51,15 @@ class RowError(DataError):
 @dataclass(frozen=True)
 class Document:
     """One document. where: what errors call it. pieces: its text; messages: of a chat, in place of text, with the tools
-    that it may call; scored: of a document of pieces, whether the loss counts each of them (None: all)."""
+    that it may call; scored: of a document of pieces, whether the loss counts each of them (None: all); rejected: of a
+    preference pair, whose chosen answer this is, the other one."""
 
     where: str
     pieces: Iterator[str] | tuple[str, ...] = ()
     messages: list[dict[str, Any]] | None = None
     tools: list[Any] | None = None
     scored: tuple[int, ...] | None = None
+    rejected: Document | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,9 @@ class Fields:
     def columns(self) -> dict[str, bool]:
         """Return the columns of a row that are read, and whether each has to be there."""
         parts = [part for part in FORMATS[self.format] if part not in ("role", "content")]
-        needless = {*_OPTIONAL, "prompt"} if self.format == "preference" else _OPTIONAL
+        needless = {"preference": {*_OPTIONAL, "prompt"}, "preference_pairs": {"prompt", "tools"}}.get(
+            self.format, _OPTIONAL
+        )
         return {self.name(part): part not in needless for part in parts}
 
     def check_columns(self, where: str, found: list[str], what: str = "column") -> None:
@@ -141,16 +146,20 @@ def _prompt_completion(fields: Fields, where: str, row: Mapping[str, Any]) -> Do
     return _pair(fields, where, row, "completion")
 
 
-def _preference(fields: Fields, where: str, row: Mapping[str, Any]) -> Document:
-    """Of a pair, the chosen answer; without a prompt, both are whole chats."""
+def _preference(fields: Fields, where: str, row: Mapping[str, Any], part: str = "chosen") -> Document:
+    """Of a pair, the chosen answer, or the other; without a prompt, both are whole chats."""
     if row.get(fields.name("prompt")) is not None:
-        return _pair(fields, where, row, "chosen")
-    name = fields.name("chosen")
+        return _pair(fields, where, row, part)
+    name = fields.name(part)
     messages = _chat(fields, where, name, row[name])
     for message in messages[:-1]:
         if message["role"] == "assistant":
             message["weight"] = 0  # what both answers come after
     return _answered(where, name, messages, _tools(fields, where, row))
+
+
+def _preference_pair(fields: Fields, where: str, row: Mapping[str, Any]) -> Document:
+    return replace(_preference(fields, where, row), rejected=_preference(fields, where, row, "rejected"))
 
 
 def _pair(fields: Fields, where: str, row: Mapping[str, Any], part: str) -> Document:
@@ -177,6 +186,7 @@ _READERS = {
     "alpaca": _alpaca,
     "prompt_completion": _prompt_completion,
     "preference": _preference,
+    "preference_pairs": _preference_pair,
 }
 
 

@@ -110,9 +110,12 @@ class Windows:
     def _rows(self) -> Rows:
         return rows_of(self.dataset.document_ends, self.sequence_length)
 
+    def _total(self) -> int:
+        return len(self._rows) if self.packing.whole else len(self.dataset) // self.sequence_length
+
     @property
     def _sizes(self) -> tuple[int, int]:
-        total = len(self._rows) if self.packing.whole else len(self.dataset) // self.sequence_length
+        total = self._total()
         if self.split == "all":
             return 0, total
         validation = int(total * self.validation_fraction)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from te_models import GPTModel
+from te_models.checkpoints import FAMILIES, export_hf, families
+from te_models.checkpoints.families import Family
 from te_models.config import AttentionConfig, MLPConfig, ModelConfig
 from te_models.layers import MXFP8BlockScaling, Recipe
 
@@ -41,11 +44,28 @@ def test_from_pretrained_draws_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         assert all(torch.equal(a, b) for a, b in zip(read.parameters(), model.parameters(), strict=True))
 
 
-def test_from_pretrained_imports_no_compiler(tmp_path: Path) -> None:
-    GPTModel(CONFIG).save_pretrained(tmp_path / "model")
+def test_from_pretrained_imports_no_compiler_and_one_family(tmp_path: Path) -> None:
+    model = GPTModel(CONFIG)
+    model.save_pretrained(tmp_path / "model")
+    export_hf(tmp_path / "model", tmp_path / "hf", family="llama")
     code = "import sys; from te_models import GPTModel; GPTModel.from_pretrained(sys.argv[1]); print(*sys.modules)"
     ended = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "model")], check=True, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(tmp_path / "hf")], check=True, stdout=subprocess.PIPE, text=True
     )
     loaded = set(ended.stdout.split())
     assert not loaded & {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp"}
+    folder = "te_models.checkpoints.families."
+    families = {name.removeprefix(folder) for name in loaded if name.startswith(folder)} & {*FAMILIES}
+    assert families == {"llama"}
+
+
+def test_every_family_is_in_the_file_that_is_imported_for_it() -> None:
+    assert all(family.model_type == name for name, family in FAMILIES.items())
+    files = {path.stem for path in Path(families.__file__).parent.glob("*.py")} - {"__init__", "missing"}
+    of_files = {
+        value.model_type
+        for file in files
+        for name, value in vars(importlib.import_module(f"{families.__name__}.{file}")).items()
+        if isinstance(value, Family) and not name.startswith("_")
+    }
+    assert of_files - {"glm5_next_text"} == {*FAMILIES}  # it is inside glm5_next alone
