@@ -61,6 +61,7 @@ def test_what_each_call_compiles(
     assert len(again) == sum(graphs) - graphs[0]
 
 
+@pytest.mark.slow
 @pytest.mark.costs(40)
 def test_an_evaluation_is_one_graph_without_gradients(folders: dict, capsys, monkeypatch) -> None:
     monkeypatch.setattr(compile_report, "CALLS", [call for call in compile_report.CALLS if not call[1]])

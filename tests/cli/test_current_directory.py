@@ -114,12 +114,11 @@ def test_every_verb_is_tested() -> None:
 
 
 def test_children_of_the_verbs(stranger: Path) -> None:
-    """Of those that start processes, a plan and one that reads a tokenizer: as `python -m te_models` runs, in a process
-    that has imported torch already."""
-    for verb in ("import", "plan"):
-        run = run_python(["-m", "te_models", verb, *VERBS[verb]], cwd=stranger)
-        assert run.returncode == 0, (verb, run.stderr)
-        assert what_ran(stranger) == [], verb
+    """Of those that start processes, one that reads a tokenizer: as `python -m te_models` runs, in a process that has
+    imported torch already."""
+    run = run_python(["-m", "te_models", "import", *VERBS["import"]], cwd=stranger)
+    assert run.returncode == 0, run.stderr
+    assert what_ran(stranger) == []
 
 
 MODULE = [sys.executable, "-m", "te_models"]

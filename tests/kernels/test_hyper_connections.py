@@ -70,6 +70,7 @@ def test_low_precision_lanes_are_mixed_by_float32_numbers() -> None:
     assert torch.autograd.gradcheck(ours, exact, fast_mode=True)
 
 
+@pytest.mark.slow
 def test_a_graph_computes_the_same() -> None:
     inputs = parts(M * (2 + M), 3)
     graph = torch.compile(ours, fullgraph=True, backend="aot_eager")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from torch.utils._device import _device_constructors
 
-from tests.structure.tree import ROOT, modules, parsed
+from tests.structure.tree import ROOT, modules, tree_of
 
 FACTORIES = {function.__name__.removeprefix("fft_") for function in _device_constructors()}
 """Names of the functions whose results are on the default device where no other is named."""
@@ -19,6 +19,9 @@ REAL = {"empty", "empty_strided", "eye", "linspace", "logspace", "ones", "rand",
 """Those whose results have the default dtype where no other is named."""
 LEGACY = {"Tensor", "FloatTensor", "LongTensor", "ByteTensor"}
 """Classes that make tensors when they are called, and take no device."""
+MAKING = FACTORIES | LEGACY
+MENTIONED = re.compile(rf"\btorch(?:\.fft|\.nested)?\.(?:{'|'.join(sorted(MAKING))})\b|\bfrom torch import\b")
+"""A file without any of these need not be parsed."""
 
 
 def unplaced(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -28,7 +31,9 @@ def unplaced(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "torch":
             yield from ((node.lineno, alias.name) for alias in node.names if alias.name in FACTORIES)
-        if not (isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("torch", "torch.fft", "torch.nested")):
+        if not (isinstance(node, ast.Attribute) and node.attr in MAKING):
+            continue
+        if ast.unparse(node.value) not in ("torch", "torch.fft", "torch.nested"):
             continue
         call = calls.get(id(node))
         if node.attr in LEGACY and call is not None:
@@ -48,7 +53,8 @@ def test_every_tensor_names_its_device() -> None:
     found = [
         f"{file.relative_to(ROOT)}:{line} {name}"
         for file in modules().values()
-        for line, name in unplaced(parsed(file))
+        if MENTIONED.search(source := file.read_text(encoding="utf-8"))
+        for line, name in unplaced(tree_of(source))
     ]
     assert not found, "without a device or a dtype: " + ", ".join(found)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure.tree import FOLDERS, LEAVES, ROOT, folder_of, modules
+from tests.structure.tree import FOLDERS, LEAVES, ROOT, folder_of, modules, tree_of
 
 CORE = {"torch", "safetensors"}
 
@@ -54,7 +54,7 @@ def imports_of(source: str, module: str) -> list[Import]:
                 if isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case)):  # no expression imports
                     yield from visit(child, inside)
 
-    return list(visit(ast.parse(source), True))
+    return list(visit(tree_of(source), True))
 
 
 def problems(module: str, source: str) -> list[str]:

@@ -55,6 +55,11 @@ def folder_of(module: str) -> str:
 
 
 @functools.cache
+def tree_of(source: str) -> ast.Module:
+    """The syntax tree of a text, made once."""
+    return ast.parse(source)
+
+
 def parsed(file: Path) -> ast.Module:
-    """The syntax tree of a file, read once."""
-    return ast.parse(file.read_text(encoding="utf-8"))
+    """The syntax tree of a file."""
+    return tree_of(file.read_text(encoding="utf-8"))

@@ -249,6 +249,7 @@ def test_a_pipeline_waits_while_it_fills_and_empties(tmp_path: Path) -> None:
     assert (sent.calls, sent.payload) == (4 + ahead, 4 * (size + ahead)), "hidden states or gradients"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_tokens_that_travel_by_deep_ep_do_so_once_per_rank(tmp_path: Path) -> None:
     """No library is needed. Both of a token's experts, of four, are on the other rank with probability 1/6."""

@@ -104,6 +104,7 @@ def test_distributed_experts_are_balanced_as_on_one_rank(tmp_path: Path) -> None
     assert all(torch.equal(a, b) and a.any() for a, b in zip(expected, got, strict=True))
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_counts_once(tmp_path: Path) -> None:
     plain = run_of(tmp_path, "plain", 0.01)
     again = run_of(tmp_path, "again", 0.01, model=plain.model.replace(activation_checkpointing=True))

@@ -44,7 +44,7 @@ def test_from_pretrained_draws_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         assert all(torch.equal(a, b) for a, b in zip(read.parameters(), model.parameters(), strict=True))
 
 
-def test_from_pretrained_imports_no_compiler_and_one_family(tmp_path: Path) -> None:
+def test_from_pretrained_imports_one_family(tmp_path: Path) -> None:
     model = GPTModel(CONFIG)
     model.save_pretrained(tmp_path / "model")
     export_hf(tmp_path / "model", tmp_path / "hf", family="llama")
@@ -53,7 +53,6 @@ def test_from_pretrained_imports_no_compiler_and_one_family(tmp_path: Path) -> N
         [sys.executable, "-c", code, str(tmp_path / "hf")], check=True, stdout=subprocess.PIPE, text=True
     )
     loaded = set(ended.stdout.split())
-    assert not loaded & {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp"}
     folder = "te_models.checkpoints.families."
     families = {name.removeprefix(folder) for name in loaded if name.startswith(folder)} & {*FAMILIES}
     assert families == {"llama"}

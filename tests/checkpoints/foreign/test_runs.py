@@ -22,6 +22,7 @@ from tests.training.runs import curve, tiny_model, tiny_run
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
+@pytest.mark.sentinels("torch_dist")
 @pytest.mark.parametrize("system", ["te_models", "torchtitan", "torch_dist"])
 def test_a_run_goes_on_from_another_system(system: str, tmp_path: Path) -> None:
     """A step that torch's AdamW took, saved as DCP; five more here, and from what we export of them."""
@@ -55,7 +56,8 @@ def test_a_run_goes_on_from_another_system(system: str, tmp_path: Path) -> None:
     assert curve(again) == first
 
 
-@pytest.mark.parametrize("system", [pytest.param("torchtitan", marks=pytest.mark.slow), "torch_dist", "fsdp_dtensor"])
+@pytest.mark.sentinels("torchtitan")
+@pytest.mark.parametrize("system", ["torchtitan", "torch_dist", "fsdp_dtensor"])
 def test_a_run_of_ours_comes_back_with_its_losses(system: str, tmp_path: Path) -> None:
     """Out and in again after two steps: the five that follow have the same bits."""
     config = tiny_run(

@@ -230,6 +230,7 @@ def flat(length: int, dtype: torch.dtype = F32) -> list[Tensor]:
     return [x.flatten(2).requires_grad_() for x in case((2, 4, 2, length, length, 32, 32), dtype)]
 
 
+@pytest.mark.sentinels("True")
 @pytest.mark.parametrize("dynamic", (False, True))
 def test_a_graph_has_the_bits_of_eager_code(dynamic: bool) -> None:
     torch._dynamo.reset()

@@ -158,7 +158,7 @@ def test_code_that_is_not_compiled_calls_kernels_that_are(monkeypatch: pytest.Mo
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # where FlexAttention's definition is traced
 @pytest.mark.usefixtures("differentiable")
-@pytest.mark.sentinels("eager-plain", "aot_eager-windows and soft caps", "eager-chunks")
+@pytest.mark.sentinels("aot_eager-windows and soft caps", "eager-chunks")
 @pytest.mark.parametrize("kind", ["plain", "windows and soft caps", "chunks"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_model_on_it_has_the_numbers_of_a_mask(backend: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ def test_every_bfloat16_rounds_as_the_table_says(fp8_dtype: torch.dtype) -> None
     np.testing.assert_array_equal(got, em.cast(x.float().numpy(), np.float32(1), fmt))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", em.OVERFLOW, ids=str)
 @pytest.mark.parametrize("block, kind", KINDS, ids=str)
 def test_blockwise_equals_emulation(block: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
@@ -120,6 +121,12 @@ def test_scale_is_a_true_division() -> None:
     amax = torch.rand(10000, generator=torch.Generator().manual_seed(0)) * 100
     expected = np.float32(448) / amax.numpy()
     np.testing.assert_array_equal(scale_from_amax(amax, torch.float8_e4m3fn).numpy(), expected)
+
+
+@pytest.mark.slow
+def test_a_compiled_scale_is_a_true_division() -> None:
+    amax = torch.rand(10000, generator=torch.Generator().manual_seed(0)) * 100
+    expected = np.float32(448) / amax.numpy()
     compiled = torch.compile(scale_from_amax, fullgraph=True)(amax, torch.float8_e4m3fn)
     np.testing.assert_array_equal(compiled.numpy(), expected)
 

@@ -16,14 +16,14 @@ def _gradients(rule: Rule, run, tensors: Tensors, **options: torch.Tensor) -> li
     return [*results, *torch.autograd.grad(results, list(tensors.values()), grads)]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "linear_attention" else pytest.mark.slow) for name in RULES]
-)
+@pytest.mark.sentinels("linear_attention-eager")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_is_eager(name: str) -> None:
+def test_compiled_is_eager(name: str, backend: str) -> None:
     torch.manual_seed(0)
     rule = RULES[name]
-    compiled = torch.compile(rule.run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(rule.run, fullgraph=True, backend=backend)
     for tokens in (70, 130, 200):
         tensors = cast(rule.make(2, tokens), rule.rows, torch.float64)
         documents = torch.arange(tokens).expand(2, -1) // 40

@@ -155,7 +155,7 @@ def test_another_layout_is_refused() -> None:
         layer(query, query, value)
 
 
-@pytest.mark.sentinels("plain")
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["plain", "softcap"])
 def test_assigning_a_scale_recompiles_once(options: dict[str, Any]) -> None:
     """The first one makes data of a number; the others are data."""

@@ -72,10 +72,10 @@ def test_dequantized_uses_what_fprop_multiplied(name: str, grouped: bool) -> Non
     torch.testing.assert_close(dw, expected[1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sentinels("aot_eager-mxfp8-dequantized")
+@pytest.mark.slow
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_equals_eager(name: str, override: str, backend: str) -> None:
     for a, b in zip(run(name, override, False), run(name, override, False, backend), strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=0)

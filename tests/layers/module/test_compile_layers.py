@@ -76,7 +76,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.sentinels("linear-nvfp4-plain-train-cpu", "linear-bf16-plain-train-cpu")
+@pytest.mark.sentinels("linear-mxfp8-plain-train-cpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind, name, stored, train", MATRIX)
 def test_one_graph_for_all_shapes_splits_and_equal_recipes(

@@ -102,7 +102,7 @@ def test_pruning_is_a_hook() -> None:
     assert torch.equal(model[0].weight_orig.grad == 0, model[0].weight_mask == 0)
 
 
-@pytest.mark.sentinels("False")
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("recompute", [False, True])
 def test_hooks_are_in_the_graph(recompute: bool) -> None:

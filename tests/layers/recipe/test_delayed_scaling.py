@@ -488,8 +488,8 @@ PLAIN = aot_autograd(fw_compiler=make_boxed_compiler(lambda graph, inputs: graph
 """torch's autograd tracing without further options: what a forward pass writes to its inputs leaves the graph."""
 
 
-@pytest.mark.sentinels("compiler_fn")
-@pytest.mark.parametrize("backend", ["aot_eager", PLAIN, pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", PLAIN, "inductor"])
 def test_a_region_inside_a_compiled_function(backend: str | Callable) -> None:
     """Its exit is part of the graph, and the backward passes (B) of several calls (F) may come in any order after it:
     the largest of the gradients between two exits counts, falling as they are here."""

@@ -19,6 +19,7 @@ def run(*arguments: str) -> dict[str, Any]:
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(register_constants is None, reason="this torch has no constants of graphs to take away")
 def test_the_package_works_where_the_registration_is_absent() -> None:
     assert run("absent") == {}

@@ -122,5 +122,7 @@ def test_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_listing_imports_no_torch() -> None:
-    script = "import sys; from te_models.cli.main import main; main(['models']); assert 'torch' not in sys.modules"
+    script = (
+        "import sys; from te_models.cli.main import main; main(['models', 'llama']); assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)

@@ -107,6 +107,7 @@ def test_a_step_of_transformers_loop_runs_on_one_thread(tmp_path: Path) -> None:
     assert threads == [(12, 2), *[(1, 1)] * 3]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_process_has_one_openmp_runtime() -> None:
     ended = subprocess.run([sys.executable, "-c", ONE_RUNTIME], check=True, stdout=subprocess.PIPE, text=True)

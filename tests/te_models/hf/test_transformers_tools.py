@@ -96,6 +96,7 @@ def losses(run: transformers.Trainer) -> list[float]:
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
+@pytest.mark.slow
 def test_trainer_learns_as_with_transformers_own_model(theirs: Any, tokenizer: Any, tmp_path: Path) -> None:
     """The same data, optimizer and initial weights: the same losses, dense and with experts."""
     ours = TEModelForCausalLM.from_pretrained(save(theirs, tmp_path / "hf"))

@@ -48,6 +48,7 @@ def gradients(model: GPTModel, ids: torch.Tensor) -> tuple[torch.Tensor, dict[st
     return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("use_dora", [False, True])
 @every_model
 def test_adapters(name: str, use_dora: bool) -> None:
@@ -98,6 +99,7 @@ def test_activation_checkpoints_change_no_bit(name: str) -> None:
     assert all(torch.equal(found[n], wanted[n]) for n in wanted)
 
 
+@pytest.mark.sentinels("by_channel", "lightning", "mamba", "mamba2", "short_convolution", "in_shared_blocks", "pools")
 @every_model
 def test_muon_updates_matrices_and_adamw_the_rest(name: str) -> None:
     model, ids = model_of(name).train(), token_ids(2, 12)
@@ -167,7 +169,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
-@pytest.mark.sentinels("by_channel", "mamba2", "pools")
+@pytest.mark.sentinels("by_channel", "pools")
 @pytest.mark.parametrize("sharded", MODELS)
 def test_shards_of_two_ranks(sharded: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[sharded] for outcome in outcomes] == ["ok", "ok"]
@@ -181,7 +183,7 @@ def sharing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
-@pytest.mark.sentinels("2-by_channel", "2-mamba2", "2-delta rule", "2-convolution")
+@pytest.mark.sentinels("2-mamba2", "2-delta rule", "2-convolution")
 @pytest.mark.parametrize("shared", SHARING)
 def test_sequences_that_ranks_share(shared: str, sharing: list[dict[str, str]]) -> None:
     assert [outcome[shared] for outcome in sharing] == ["ok"] * len(sharing)

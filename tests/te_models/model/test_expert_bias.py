@@ -199,7 +199,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return outcomes_on_ranks("tests.te_models.expert_bias_ranks", folder / "results", str(folder / "model"), timeout=99)
 
 
-@pytest.mark.sentinels("distributed_data_parallel", "sharded_and_continued", "distributed_experts")
+@pytest.mark.sentinels("sharded_and_continued", "distributed_experts")
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_are_one_process(case: str, outcomes: list[dict[str, str]]) -> None:

@@ -77,7 +77,7 @@ def test_experts_checkpointing_and_compile(balancing: str) -> None:
 
     with torch.no_grad():
         expected = loss(ids)
-        torch.testing.assert_close(torch.compile(loss, fullgraph=True, backend="aot_eager")(ids), expected)
+        torch.testing.assert_close(torch.compile(loss, fullgraph=True, backend="eager")(ids), expected)
 
 
 def test_what_is_refused() -> None:

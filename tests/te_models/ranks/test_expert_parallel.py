@@ -64,15 +64,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     "moe_biases-float32-all_gather",
     "empty_experts",
     "sequences_and_global_batch",
-    "capacity",
     "uneven",
     "generated",
     "delayed",
-    "averaged",
-    "plain",
     "hf",
     "mxfp8",
-    "stored_by_recipe",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:

@@ -35,13 +35,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 
 @pytest.mark.sentinels(
     "sp sandwich",
-    "sp biases",
     "sp moe_shared",
-    "sp gated_heads",
     "cp mixed_layers",
     "cp latent",
     "cp moe_ahead",
-    "cp keys_of_earlier_layers",
     "refused",
 )
 @pytest.mark.parametrize("case", CASES)

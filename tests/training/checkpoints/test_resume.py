@@ -115,7 +115,8 @@ def test_a_first_save_that_dies_leaves_a_run_that_starts_again(reference: Refere
     reference.assert_equal(config)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "bf16-mixed"])
 def test_other_precisions_resume_bitwise(tmp_path: Path, dtype: str) -> None:
     optimizer = OptimizerConfig(lr=3e-3, master_weights=dtype == "bf16")
     config = tiny_run(tmp_path, moe=True, steps=4, precision=PrecisionConfig(dtype=dtype), optimizer=optimizer)

@@ -1,6 +1,6 @@
 """What the tests of layouts share: one TOML file, the options of each layout, and runs compared with those of one rank.
 
-A step is four micro-batches in every layout, so that all of them take the same windows.
+A step is as many micro-batches in every layout, so that all of them take the same windows.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from te_models.training import (
     PrecisionConfig,
     read_metrics,
 )
+from tests.covering import EVERYDAY
 from tests.ranks import run_on_ranks
 from tests.training.processes import as_toml
 from tests.training.runs import balanced_model, tiny_model, tiny_run
 
-MICRO_BATCHES = 4
+MICRO_BATCHES = 2 if EVERYDAY[0] else 4
+"""Everyday tests have layouts of two ranks alone."""
 
 
 def _balanced(kind: str) -> ModelConfig:

@@ -65,7 +65,7 @@ def train_and_resume(config: TrainConfig, ranks: int, tmp_path: Path) -> None:
         assert_same_bits(tensors_under(again / folder), tensors_under(first / folder))
 
 
-@pytest.mark.sentinels("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_distributed_experts_train_as_on_one_rank(ranks: int, tmp_path: Path) -> None:
     alone = run_of(tmp_path, "alone", 4)

@@ -230,14 +230,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 @pytest.mark.costs(90)
 @pytest.mark.sentinels(
     "dense_fp32_fsdp2",
-    "dense_delayed_tp2",
     "moe_fp32_ep2_fsdp2",
     "moe_muon_tp2",
-    "ahead_packed_cp2",
+    "moe_packed_cp2",
     "tied_fp32_pp2",
     "dense_fp32_fsdp2_after_fsdp2",
     "moe_lora_over_stored_mxfp8_fsdp2",
-    "moe_lora_tp2_sp",
 )
 @pytest.mark.parametrize("case", each([*TRAINED, *CONTINUED, *FOUR]))
 def test_a_layout_trains_as_one_rank(case: Case, runs: Runs) -> None:
@@ -263,7 +261,7 @@ def test_the_same_layout_continues_bit_for_bit(case: Case, runs: Runs) -> None:
     assert [[row.get(name) for name in columns] for row in runs.curve(case)] == rows[2:]
 
 
-@pytest.mark.sentinels("deep_nvfp4_pp2_ZBVZeroBubble_after_pp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", each(SCHEDULED))
 def test_another_schedule_continues_bit_for_bit(case: Case, runs: Runs) -> None:
     """A layer's state is the layer's. Delayed scaling, whose scales depend on the order of micro-batches, gives other

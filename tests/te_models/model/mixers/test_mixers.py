@@ -151,7 +151,7 @@ def test_compiled_decoding(config: ModelConfig) -> None:
     assert torch.equal(generate(model, ids, 6, compile=True, **options), generate(model, ids, 6, **options))
 
 
-@pytest.mark.sentinels("states")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [hybrid(), VARIANTS["keys_of_earlier_layers"]], ids=["states", "shared_keys"])
 @torch.no_grad()
 def test_one_graph_decodes_every_token(fresh_compiler: None, config: ModelConfig) -> None:
