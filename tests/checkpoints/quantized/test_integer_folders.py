@@ -34,6 +34,7 @@ ONLY_VALUES = {
 }
 
 
+@pytest.mark.sentinels("packed zeros by importance", "nf4")
 @pytest.mark.parametrize("case", ONLY_VALUES)
 def test_what_no_fields_hold_has_values(tmp_path: Path, case: str) -> None:
     source, reference = make(ONLY_VALUES[case], tmp_path, torch.float32)
@@ -91,6 +92,7 @@ def test_other_declarations_are_refused_by_name(tmp_path: Path, config: dict, me
         import_hf(source, tmp_path / "x")
 
 
+@pytest.mark.sentinels("gptq", "mixed-precision-quantized")
 @pytest.mark.parametrize(
     "case", ["pack-quantized-int4-zeros", "gptq", "awq", "mixed-precision-quantized", "fp8-bf16-scales"]
 )
