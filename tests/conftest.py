@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,17 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.covering import BUDGET_FACTOR, CPU_TIMES, EVERYDAY, finish, mark_uncovered, start
+from tests.covering import (
+    BUDGET_FACTOR,
+    CPU_TIMES,
+    EVERYDAY,
+    FILES,
+    dearest_files,
+    finish,
+    mark_uncovered,
+    seconds_of_files,
+    start,
+)
 from tests.default_device import package_default
 
 # The same inputs in every run, so that a change is what breaks a test; the slow ones search for new inputs.
@@ -151,11 +162,27 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    seconds = seconds_of_files(session.config.stash.get(CPU_TIMES, {}))
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["seconds"] = dict(seconds)  # execnet sends no subclasses
+    session.config.stash.setdefault(FILES, Counter()).update(seconds)
     file = session.config.getoption("--cpu-times")
     if file and CPU_TIMES in session.config.stash:
         worker = os.environ.get("PYTEST_XDIST_WORKER")
         file = f"{file}.{worker}" if worker else file
         Path(file).write_text(json.dumps(session.config.stash[CPU_TIMES], indent=1))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash.setdefault(FILES, Counter()).update(getattr(node, "workeroutput", {}).get("seconds", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """In `make test-budget`, say where the time went."""
+    if math.isfinite(BUDGET_FACTOR[0]):
+        for line in dearest_files(terminalreporter.config.stash.get(FILES, Counter())):
+            terminalreporter.write_line(line)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

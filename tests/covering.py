@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from time import monotonic  # tests replace time's own
 from typing import Any
@@ -38,6 +38,8 @@ EVERYDAY = [False]
 """Whether the session leaves out the slow tests: set before any test is imported."""
 UNKNOWN_SENTINELS: list[str] = []
 """What is wrong with the names of sentinels, a sentence a test: one fails, not the session."""
+FILES = pytest.StashKey[Counter[str]]()
+"""In the stash of the configuration: processor seconds of each file, of all workers."""
 _CLOCK = pytest.StashKey[dict[str, float]]()
 _BEGAN = pytest.StashKey[float]()
 
@@ -148,3 +150,17 @@ def finish(item: pytest.Item) -> None:
             f"{item.nodeid} took {spent:.1f} s of processor time, fixtures and processes included ({times}); allowed: "
             f"{budget:.0f} s, or the marker slow beside a cheaper test of the same mechanism"
         )
+
+
+def seconds_of_files(times: Mapping[str, Mapping[str, float]]) -> Counter[str]:
+    """Return the processor seconds of each file. times: of each test, as in the stash."""
+    found: Counter[str] = Counter()
+    for test, phases in times.items():
+        found[test.partition("::")[0]] += sum(seconds for phase, seconds in phases.items() if phase != "clock")
+    return found
+
+
+def dearest_files(seconds: Counter[str], count: int = 10) -> list[str]:
+    """Return what the tests took in words, a line each: all together, and the files that took the most."""
+    lines = [f"{seconds.total():.0f} s of processor time in {len(seconds)} files, the most in:"]
+    return lines + [f"{taken:7.1f} s  {file}" for file, taken in seconds.most_common(count)]

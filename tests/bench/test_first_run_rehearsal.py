@@ -35,6 +35,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_it_imports_where_nothing_else_is_installed(tmp_path: Path) -> None:
     done = run(tmp_path, "-c", IMPORTS.format(modules=[part.module for part in PARTS]))
     assert done.returncode == 0, done.stderr[-3000:]

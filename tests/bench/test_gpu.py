@@ -59,9 +59,8 @@ def test_unknown_sections_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.usefixtures("on_triton")
-@pytest.mark.parametrize(
-    "section", [pytest.param(s, marks=() if s == "permute" else pytest.mark.slow) for s in command.SECTIONS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("section", command.SECTIONS)
 def test_every_case_runs(section: str) -> None:
     """Right results from every side, through Triton, and a reason for each peer that is not installed."""
     reset_gemm_counts()

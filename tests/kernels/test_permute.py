@@ -202,6 +202,7 @@ def test_no_scatter_add_and_no_host_read() -> None:
     assert not [name for name in names.seen if any(word in name for word in forbidden)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_gradients_are_those_of_eager(dtype: torch.dtype, weighted: bool) -> None:

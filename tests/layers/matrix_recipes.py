@@ -13,6 +13,7 @@ from bench.recipes import CUSTOM
 from bench.recipes import NAMES as RECIPES
 from te_models.kernels.cross_entropy import op as cross_entropy_op
 from te_models.kernels.cross_entropy.reference import IGNORE_INDEX
+from te_models.kernels.flash_attention import op as flash_attention_op
 from te_models.layers import FusedAdamW, Recipe, quantized_model_init, recipe
 
 NAMES = [None, *RECIPES]
@@ -40,6 +41,11 @@ def compute_the_loss_as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         return nn.functional.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
     monkeypatch.setattr(cross_entropy_op, "_WholeLoss", SimpleNamespace(apply=total))
+
+
+def attend_as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eagerly on CPU torch attends from few queries, and our kernel from many; a graph for any number has ours."""
+    monkeypatch.setattr(flash_attention_op, "FEWEST", dict.fromkeys(flash_attention_op.FEWEST, 1))
 
 
 class Training:

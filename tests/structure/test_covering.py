@@ -12,7 +12,18 @@ import pytest
 import torch
 
 from tests import covering
-from tests.covering import CPU_TIMES, UNKNOWN_SENTINELS, cell_of, chosen, finish, mark_uncovered, selected, start
+from tests.covering import (
+    CPU_TIMES,
+    UNKNOWN_SENTINELS,
+    cell_of,
+    chosen,
+    dearest_files,
+    finish,
+    mark_uncovered,
+    seconds_of_files,
+    selected,
+    start,
+)
 from tests.structure.tree import ROOT
 
 CELLS = [dict(zip("abc", cell, strict=True)) for cell in itertools.product(range(4), range(3), range(5))]
@@ -113,6 +124,17 @@ def test_a_test_that_is_too_dear_fails_in_test_budget_alone(
             finish(item)  # type: ignore[arg-type]
     times = config.stash[CPU_TIMES]["t.py::test"]
     assert times.pop("clock") >= 0 and times == {"setup": 10, "call": 1, "teardown": 5}
+
+
+def test_the_dearest_files_are_named() -> None:
+    times = {f"{file}.py::test[{i}]": {"setup": 0.5, "call": i, "clock": 9.0} for file in "ab" for i in range(3)}
+    seconds = seconds_of_files(times | {"c.py::test": {"setup": 0.0, "call": 5.0, "teardown": 0.25}})
+    assert seconds == {"a.py": 4.5, "b.py": 4.5, "c.py": 5.25}
+    assert dearest_files(seconds, 2) == [
+        "14 s of processor time in 3 files, the most in:",
+        "    5.2 s  c.py",
+        "    4.5 s  a.py",
+    ]
 
 
 def test_only_make_test_budget_has_a_budget() -> None:

@@ -116,6 +116,7 @@ SLOW = dict.fromkeys(
         "docs/cli.md",
         "docs/transformers.md",
         "docs/resuming.md",
+        "docs/training.md",
         "docs/porting.md",
     ),
     pytest.mark.slow,

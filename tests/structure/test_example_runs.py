@@ -89,6 +89,7 @@ def test_a_script_runs(name: str, reader: Path, tmp_path: Path) -> None:  # noqa
     assert "loss" in done.stdout
 
 
+@pytest.mark.usefixtures("shared_tokenizer_process")
 @pytest.mark.sentinels("sft_chat")
 @pytest.mark.parametrize("name", ["finetune", "sft_chat", "lora", "qlora_fp8"])
 def test_a_configuration_runs(

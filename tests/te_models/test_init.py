@@ -198,6 +198,7 @@ def test_what_is_written_trains(task: Any, tmp_path: Path, monkeypatch: pytest.M
     assert main(["train", str(file), *small, "--data.validation-fraction", "0.1"]) == 0
 
 
+@pytest.mark.sentinels("sft", "qlora")
 @pytest.mark.parametrize("task", ["pretrain", "sft", "lora", "qlora"])
 def test_a_run_takes_what_is_written_for_little_text(task: Any, model: Path, tmp_path: Path) -> None:
     """As many documents as there are: windows to train on, and full batches to validate with or none asked for."""

@@ -36,6 +36,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sentinels("fp32-none-plain-moe")
 @pytest.mark.parametrize(("dtype", "recipe", "quantized", "moe"), CASES)
 def test_the_loss_falls(tmp_path: Path, dtype: str, recipe: str, quantized: bool, moe: bool) -> None:
     """From a guess (the logarithm of the vocabulary) to well below the entropy of single bytes, on held-out text."""

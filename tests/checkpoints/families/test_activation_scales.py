@@ -46,6 +46,7 @@ def test_each_expert_s_scale_in_one_tensor(tmp_path: Path) -> None:
     assert len(set(tensors[GATE_UP].tolist())) == 3
 
 
+@pytest.mark.sentinels("shape3")
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (3, 1)])
 def test_fused_scales_come_back_and_go_to_each_expert(tmp_path: Path, shape: tuple[int, ...]) -> None:
     folder = fused(tmp_path)
@@ -132,6 +133,7 @@ def test_a_folder_holds_the_scales_of_the_largest_mixtures(tmp_path: Path) -> No
         folder.to_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_weight_gets_no_scales_that_it_did_not_have(tmp_path: Path, gone: bool) -> None:
     """Those of keys and values are beside two of three tensors that become one matrix (ModelOpt with an FP8 cache)."""
@@ -149,6 +151,7 @@ def test_a_weight_gets_no_scales_that_it_did_not_have(tmp_path: Path, gone: bool
     assert {n for n in stored(tmp_path / "fused") if n.endswith(("k_scale", "v_scale"))} == set(scales)
 
 
+@pytest.mark.slow
 def test_verify_compares_them(tmp_path: Path) -> None:
     source, _ = make(CASES["modelopt-fp8"], tmp_path)
     import_hf(source, tmp_path / "ours")

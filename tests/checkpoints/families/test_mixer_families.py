@@ -50,7 +50,7 @@ def test_bfloat16_is_as_near_as_rounding(family: str) -> None:
     assert (got - expected).abs().median() <= 2e-2 * expected.abs().max()
 
 
-@pytest.mark.sentinels("laguna", "mimo_v2_flash")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FIRST)
 def test_quantized_folders_in_both_layouts(tmp_path: Path, family: str) -> None:
     source = save(make(FIRST[family]), tmp_path / "hf")

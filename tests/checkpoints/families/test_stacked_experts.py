@@ -38,6 +38,7 @@ def test_scales_that_differ_are_refused(ours: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.slow
 def test_quantized_anew_they_have_one(ours: Path, tmp_path: Path) -> None:
     plan = export_hf(ours, tmp_path / "hf", format="modelopt-fp8", allow_requantize=True)
     found = stored(tmp_path / "hf")

@@ -95,6 +95,7 @@ def dequantized(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "parameter"),
     [("*.1.self_attn.k_proj.weight", "self_attention.linear_qkv"), ("*.experts.2.*", "experts.linear_fc1")],

@@ -63,7 +63,7 @@ def test_without_a_declaration_they_are_values(tmp_path: Path, case: str) -> Non
     assert all(torch.equal(t.to(torch.bfloat16), values[name]) for name, t in found.items())
 
 
-@pytest.mark.sentinels("fp8-latent")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FORMATS)
 def test_another_declaration_excludes_their_values(tmp_path: Path, case: str) -> None:
     source, values = folder(case, tmp_path)

@@ -48,6 +48,7 @@ def folder_with_a_copy(case: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.sentinels("gpt_neox-other-name")
 @pytest.mark.parametrize("case", COPIES)
 @torch.no_grad()
 def test_it_comes_back_whichever_way_the_model_goes(tmp_path: Path, case: str) -> None:

@@ -26,6 +26,7 @@ def saved(config: ModelConfig, folder: Path) -> GPTModel:
     return model
 
 
+@pytest.mark.sentinels("dense-torchtitan", "moe-torch_dist", "moe-transformers")
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_there_and_back(kind: str, system: str, tmp_path: Path) -> None:

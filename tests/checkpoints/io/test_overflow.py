@@ -27,6 +27,7 @@ def change(folder: Path, name: str, value: float) -> Path:
     return folder
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [999424.0, -65536.0])
 def test_a_number_beyond_float16_is_refused(hf_folder: HFFolder, tmp_path: Path, name: str, value: float) -> None:

@@ -36,6 +36,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("shape", [(1, 40), (127, 16), (300, 48), (513, 33)])
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_bands_are_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, int]) -> None:
@@ -93,7 +94,7 @@ def test_both_copies_are_made_of_values_that_are_read_once(monkeypatch: pytest.M
         assert whole == {} and rows_read == passes * shape[0], quantizer
 
 
-@pytest.mark.sentinels("mxfp8", "nvfp4", "block")
+@pytest.mark.sentinels("nvfp4")
 @pytest.mark.parametrize("name", NAMES)
 def test_folders_do_not_depend_on_the_bands(
     monkeypatch: pytest.MonkeyPatch, hf_folder: HFFolder, tmp_path: Path, name: str

@@ -78,6 +78,7 @@ def decoded(folder: Path) -> dict[str, torch.Tensor]:
     ).state_dict()
 
 
+@pytest.mark.sentinels("FP8_BLOCK-True", "NVFP4A16-True", "W4A16_ASYM-True")
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize(
     ("preset", "exact"),

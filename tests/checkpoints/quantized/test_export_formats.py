@@ -89,7 +89,7 @@ def test_regions_of_values_are_those_of_the_whole(quantizer: Quantizer, shape: t
         assert torch.equal(store.read("w", tuple(box)), whole[tuple(slice(*r) for r in box)]), box
 
 
-@pytest.mark.sentinels("qwen3_moe-ragged-per-gemm", "qwen3-grouped")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
 @pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_moe-ragged", "qwen3"])
 def test_what_mxfp8_took_over_from_fp8_blocks_goes_back(tmp_path: Path, model: str, layout: str) -> None:
@@ -198,6 +198,7 @@ def test_what_one_parameter_joins_is_quantized_as_one_matrix(
     assert len(set(found["decoder.layers.0.mlp.experts.linear_fc1.weight_scale_inv"].tolist())) == 3
 
 
+@pytest.mark.slow
 def test_mxfp4_comes_back_from_requantizing(tmp_path: Path) -> None:
     """The scales of a block may differ then, its values do not; a value of eight bits is rounded."""
     source, _ = make(CASES["mxfp4-pack-quantized"], tmp_path)
@@ -234,7 +235,7 @@ def test_experts_of_gpt_oss_are_requantized_in_their_own_layout(tmp_path: Path) 
             assert not known or error > 0
 
 
-@pytest.mark.sentinels("per-gemm-modelopt-nvfp4", "grouped-mxfp4-gpt-oss")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["fp8-moe", "mxfp4-gpt-oss", "modelopt-nvfp4", "modelopt-fp8"])
 @pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
 def test_exported_values_are_those_of_dequantizing_first(tmp_path: Path, case: str, layout: str) -> None:

@@ -94,7 +94,7 @@ def check(folder: Path, expected: torch.Tensor, rounding: float, form: str, auto
         assert (got - expected).abs().max() <= 1e-5 * expected.abs().max() + bound, way
 
 
-@pytest.mark.sentinels("llama-tied-nvfp4-pack-quantized", "llama-untied-float-quantized", "llama-tied-fp8")
+@pytest.mark.sentinels("llama-tied-nvfp4-pack-quantized", "llama-untied-float-quantized")
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("form", RECIPES)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -120,6 +120,7 @@ def test_models_with_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cas
     check(folder, expected, rounding, form, transformers.AutoModelForImageTextToText)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_modules_that_are_not_quantized_are_named(tmp_path: Path, tied: bool) -> None:
     """In every declaration: also in ModelOpt's, whose own exporter names the output layer of tied models."""

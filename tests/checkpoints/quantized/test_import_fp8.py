@@ -64,6 +64,7 @@ def test_logits_are_those_of_transformers_on_the_decoded_weights(tmp_path: Path,
         assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_moe-ragged"])
 def test_power_of_two_scales_also_fit_mxfp8(tmp_path: Path, model: str) -> None:
     source, reference = make(Case(model, fp8_block(pow2=True), POW2), tmp_path)
@@ -104,6 +105,7 @@ def test_scales_that_are_bytes_are_taken_over_and_come_back(tmp_path: Path, stor
     assert changed == {"decoder.layers.0.self_attention.linear_proj.weight"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
 def test_scales_that_do_not_keep_their_promise_are_taken_over(tmp_path: Path, layout: str) -> None:
     """As in DeepSeek-V3.1-Terminus: the declaration says ue8m0, and some scales are no powers of two."""

@@ -314,6 +314,7 @@ def test_the_exports_of_recipes_come_back(tmp_path: Path) -> None:
         assert all("_columnwise" in name for name in before.keys() - after.keys())
 
 
+@pytest.mark.sentinels("float-quantized-block-config.json")
 @pytest.mark.parametrize(("case", "file"), [("float-quantized-block", "config.json"), ("modelopt-nvfp4", SEPARATE)])
 def test_any_value_in_a_declaration_is_read_or_refused(tmp_path: Path, case: str, file: str) -> None:
     source, _ = make(CASES[case], tmp_path)

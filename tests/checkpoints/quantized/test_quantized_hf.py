@@ -47,21 +47,14 @@ def assert_values(folder: Path, reference: Path, case: str) -> None:
 
 
 @pytest.mark.sentinels(
-    "fp8-dense",
     "fp8-moe",
     "fp8-per-tensor",
-    "fp8-ue8m0",
     "mxfp4-gpt-oss",
     "modelopt-nvfp4-latent",
-    "modelopt-fp8-pb-wo",
     "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized",
     "mxfp8-quantized",
-    "pack-quantized-int4",
     "pack-quantized-int8-zeros",
-    "mixed-precision-quantized",
     "gptq",
-    "awq",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_import_and_export_restore_every_byte(tmp_path: Path, case: str) -> None:
@@ -110,7 +103,7 @@ def test_dequantized_weights_are_the_reference_s(tmp_path: Path, case: str) -> N
     assert stored(tmp_path / "plain").keys() == stored(reference).keys()
 
 
-@pytest.mark.sentinels("fp8-dense", "channel")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["fp8-dense", "modelopt-nvfp4", "channel"])
 def test_values_are_rounded_once(tmp_path: Path, case: str) -> None:
     """To the dtype that is asked for, not to that of the other weights before."""
@@ -128,7 +121,7 @@ def test_values_are_rounded_once(tmp_path: Path, case: str) -> None:
     assert torch.equal(stored(tmp_path / "half")[name], found[name].half())
 
 
-@pytest.mark.sentinels("dtype1-mxfp4-gpt-oss", "dtype0-channel")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["fp8-moe", "mxfp4-gpt-oss", "modelopt-nvfp4", "channel"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_of_values_is_loaded_on_request(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
@@ -183,6 +176,7 @@ def test_transformers_reads_what_the_export_writes(tmp_path: Path, case: str, mo
     assert_same_bits(found.state_dict(), expected.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["mxfp4-gpt-oss", "modelopt-nvfp4"])
 def test_columnwise_copies_come_from_the_values(tmp_path: Path, case: str) -> None:
     source, _ = make(CASES[case], tmp_path)
@@ -270,7 +264,7 @@ def test_scales_of_the_key_value_cache_come_back(tmp_path: Path, case: str) -> N
         save_file({n: t for n, t in stored(source).items() if n != name}, file, metadata={"format": "pt"})
 
 
-@pytest.mark.sentinels("True-modelopt-fp8", "False-modelopt-nvfp4")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["modelopt-fp8", "modelopt-nvfp4", "modelopt-nvfp4-latent"])
 @pytest.mark.parametrize("attention", [False, True])
 def test_modelopt_s_scales_of_the_cache_come_back(tmp_path: Path, case: str, attention: bool) -> None:

@@ -46,6 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "hf"
 
 
+@pytest.mark.sentinels("import", "upcycle", "mxfp8", "dequantize", "save")
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_folders_are_converted_in_main_memory(name: str, folders: Path, tmp_path: Path) -> None:
     CONVERSIONS[name](folders, tmp_path / "expected")

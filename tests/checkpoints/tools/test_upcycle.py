@@ -16,6 +16,7 @@ from tests.checkpoints.hf_cases import HFFolder, assert_same_bits, stored, trans
 CASES = {"llama": "mixtral", "mistral-window": "mixtral", "qwen3": "qwen3_moe", "qwen2-tied": None}
 
 
+@pytest.mark.sentinels("llama", "qwen2-tied")
 @pytest.mark.parametrize("case", CASES)
 def test_experts_are_copies_and_the_rest_is_unchanged(hf_folder: HFFolder, tmp_path: Path, case: str) -> None:
     source = hf_folder(case)

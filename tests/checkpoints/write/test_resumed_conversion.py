@@ -24,6 +24,7 @@ CHILD = Path(__file__).parents[1].joinpath("resume_child.py")
 SHARD_BYTES = 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, pytest.param(100, marks=pytest.mark.slow)])
 def test_sigkill_at_random_moments(hf_folder: HFFolder, tmp_path: Path, count: int) -> None:
     source = hf_folder("mixtral")
@@ -119,6 +120,7 @@ def test_finished_files_are_kept_and_counted(hf_folder: HFFolder, tmp_path: Path
     assert not working.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True])
 def test_finished_files_are_kept_whichever_digests_are_wanted(
     hf_folder: HFFolder, tmp_path: Path, told: list[str], whole: bool
@@ -169,6 +171,7 @@ def _other_config(source: Path) -> str:
     return json.dumps(json.loads((source / "config.json").read_text()) | {"rms_norm_eps": 1e-3})
 
 
+@pytest.mark.sentinels("other dtype", "changed source")
 @pytest.mark.parametrize("case", OTHER_JOBS)
 def test_another_job_starts_afresh(hf_folder: HFFolder, tmp_path: Path, told: list[str], case: str) -> None:
     source, out = hf_folder("mixtral"), tmp_path / "out"
@@ -298,7 +301,7 @@ def test_an_ordinary_run_says_nothing(hf_folder: HFFolder, tmp_path: Path, told:
     assert not notes(told)
 
 
-@pytest.mark.sentinels("1", "3")
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [1, 2, 3, 8])
 def test_the_bytes_do_not_depend_on_the_number_of_files_at_once(
     hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int

@@ -158,6 +158,7 @@ FLIPPED: dict[str, tuple[dict[str, Any], int, Convert]] = {
 }
 
 
+@pytest.mark.sentinels("experts-7", "converted-7", "transposed-7", "version 2-7")
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FLIPPED)
 def test_damage_anywhere_is_refused(tmp_path: Path, name: str, every: int) -> None:
@@ -178,6 +179,7 @@ def test_damage_anywhere_is_refused(tmp_path: Path, name: str, every: int) -> No
     convert(ours, out)
 
 
+@pytest.mark.sentinels("import-4")
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["export", "import"])
 def test_damage_before_an_interruption_is_refused_after_it(tmp_path: Path, name: str, every: int) -> None:
@@ -201,6 +203,7 @@ def test_damage_before_an_interruption_is_refused_after_it(tmp_path: Path, name:
     convert(ours, out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("computed", [False, True])
 def test_damage_before_an_interruption_is_refused_where_numbers_change(tmp_path: Path, computed: bool) -> None:
     """Such tensors have a check of their own, which a killed run does not end."""

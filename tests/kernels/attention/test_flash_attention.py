@@ -344,6 +344,7 @@ def test_documents_attend_by_it(queries: int, causal: bool, monkeypatch: pytest.
     torch.testing.assert_close(results[0][0], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("queries", "keys", "window"), [(200, 200, 50), (200, 200, 1), (100, 400, 77), (300, 300, 512)]
 )
@@ -368,6 +369,7 @@ def test_a_window_hides_keys_before_it(
         assert (found.transpose(1, 2) - exact).abs().max() <= near * exact.abs().max().clamp(min=1)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("softcap", (2.0, 50.0))
 @pytest.mark.parametrize("dtype", (BF16, F32))
 def test_scores_are_capped(instructions: str, dtype: torch.dtype, softcap: float) -> None:

@@ -72,6 +72,7 @@ def operands(formats: str, splits: list[int], tail: int, inner: int = 150) -> tu
     return left, quantized(normal(len(splits), 21, inner, seed=2), *FORMATS[formats][1])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("splits", "tail"), SPLITS, ids=str)
 @pytest.mark.parametrize("formats", FORMATS)

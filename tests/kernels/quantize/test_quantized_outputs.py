@@ -59,6 +59,7 @@ def test_equals_the_two_steps(output) -> None:
         check(got, by_two_steps(permute(x[0], order), output, scale))
 
 
+@pytest.mark.slow
 def test_the_compiler_sees_the_definition() -> None:
     """No opaque op: one graph of torch operators, which Inductor fuses."""
     seen: list[str] = []

@@ -95,6 +95,7 @@ def test_a_tensor_rounds_as_it_is_quantized(fp8_dtype: torch.dtype) -> None:
     assert_same(round_per_tensor(x, scale, fp8_dtype), quantize_per_tensor(x, scale, fp8_dtype).float())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("shape", [(64, 128), (1, 128), (33, 128), (64, 75), (2, 32, 64), (2, 5, 64), (0, 64)], ids=str)
 @pytest.mark.parametrize("kind", ["float32", "pow2", "e8m0"])
 @pytest.mark.parametrize("fp8_dtype", FORMATS)

@@ -47,6 +47,7 @@ def both(rule: Rule, tensors: Tensors, state: Tensor | None) -> tuple[list[Tenso
     return found[0], found[1]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     "tokens", [pytest.param(n, marks=() if n in (1, 17, 65) else pytest.mark.slow) for n in LENGTHS]
@@ -62,6 +63,7 @@ def test_chunks_are_the_definition(name: str, tokens: int, dtype: torch.dtype) -
     close(*both(rule, tensors, state), dtype, tokens)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("with_states", [False, True])
 @pytest.mark.parametrize("name", RULES)
 def test_packed_documents_are_rows(name: str, with_states: bool) -> None:

@@ -190,6 +190,7 @@ def test_an_exported_program_has_any_length() -> None:
         close([program(*some)], [layer(*some)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_other_lengths_compile_at_most_twice(trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for those with blocks, once for those without. trained: with the graphs of gradients."""

@@ -63,6 +63,7 @@ def test_the_gradient_of_their_values(name: str) -> None:
     assert torch.equal(quantized.grad, x.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_under_the_compiler(backend: str) -> None:
     torch._dynamo.reset()

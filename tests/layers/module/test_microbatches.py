@@ -93,7 +93,7 @@ def test_later_micro_batches_do_not_quantize_the_weight(monkeypatch: pytest.Monk
     assert counts[1] == 1 and counts[0] > 2, counts
 
 
-@pytest.mark.sentinels("linear-delayed")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])
 @pytest.mark.parametrize("kind", BUILD)
 def test_compiled_micro_batches_share_weights_quantized_before(kind: str, name: str) -> None:

@@ -68,6 +68,7 @@ def named_pair() -> nn.Sequential:
     return layers
 
 
+@pytest.mark.slow
 def test_a_compiled_model_follows_its_globs() -> None:
     torch._dynamo.reset()
     layers, counter = named_pair(), CompileCounter()

@@ -64,6 +64,7 @@ def test_usages_change_in_a_compiled_function(name: str, function: Callable[...,
         assert kept == QUANTIZERS[name]()  # the value is what it was
 
 
+@pytest.mark.slow
 def test_a_quantizer_that_was_told_before_the_call() -> None:
     torch.compiler.reset()
     quantizer = te.MXFP8Quantizer()

@@ -87,6 +87,7 @@ class Toy(nn.Module):
             return self.inner(y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "mxfp8" else pytest.mark.slow) for n in NAMES])
 def test_a_module_opens_its_own_region(name: str | None) -> None:
     torch.manual_seed(0)

@@ -423,7 +423,7 @@ def test_clipping_and_adamw_in_a_training_step(name: str, grouped: bool) -> None
     assert type(state["exp_avg"]) is type(state["exp_avg_sq"]) is torch.Tensor
 
 
-@pytest.mark.sentinels("mxfp8-False-aot_eager")
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("name", RECIPES)

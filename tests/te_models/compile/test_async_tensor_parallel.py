@@ -37,8 +37,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     return outcomes_on_ranks(module, results, only=selected(request, "case"), timeout=900)
 
 
+@pytest.mark.sentinels("refusals", "groups_are_enabled")
 @pytest.mark.costs(30)
-@pytest.mark.sentinels("refusals", "groups_are_enabled", "pair-bf16-batch")
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]

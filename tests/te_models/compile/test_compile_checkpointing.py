@@ -119,6 +119,7 @@ def test_operations_recompute_in_the_first_call_of_a_graph(name: str) -> None:
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["delayed", pytest.param("nvfp4", marks=pytest.mark.slow)])
 def test_an_eager_checkpoint_around_a_graph_is_refused(name: str) -> None:
     layer = Linear(64, 64)

@@ -45,6 +45,7 @@ def call(order: Any, recipe_values: dict[str, Any], backend: Any) -> float:
 
 
 # the last one has the others' parts
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "per_module" else pytest.mark.slow) for name in RECIPES]
 )

@@ -20,6 +20,7 @@ from tests.layers.matrix_recipes import (
     DEVICES,
     NAMES,
     Training,
+    attend_as_compiled,
     build_stored,
     compute_the_loss_as_compiled,
     fresh,
@@ -46,8 +47,9 @@ MATRIX = [
 
 
 @pytest.fixture(autouse=True)
-def loss_as_compiled(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def as_compiled(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     compute_the_loss_as_compiled(monkeypatch)
+    attend_as_compiled(monkeypatch)
 
 
 class Attention(nn.Module):

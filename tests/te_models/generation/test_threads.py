@@ -57,6 +57,7 @@ def noted_threads(model: GPTModel) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.sentinels("bf16", "mxfp8")
 @pytest.mark.parametrize(
     ("dtype", "recipe"),
     [

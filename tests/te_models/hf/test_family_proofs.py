@@ -31,11 +31,17 @@ def test_greedy_text(family: str) -> None:
     assert torch.equal(got[:, :length], expected)
 
 
-@pytest.mark.sentinels("cohere")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FIRST_CASES)
 def test_compiled_step_under_a_recipe(family: str) -> None:
-    """The same loss and gradients as without the compiler, in one graph. Of layers that are alike, one is compiled."""
+    """The same loss and gradients as without the compiler, in one graph. Of layers that are alike, one is compiled;
+    without dropout, of which a graph draws other masks."""
     config = GPTModel.from_hf(make(FIRST_CASES[family])).config
+    config = config.replace(
+        hidden_dropout=0.0,
+        embedding=config.embedding.replace(embedding_dropout=0.0),
+        attention=config.attention.replace(attention_dropout=0.0),
+    )
     alike = len(set(config.layer_types)) == 1 and (config.moe is None or config.moe.layers is None)
     ours = GPTModel(one_layer(config) if alike and config.layer_mixers is None else config)
     losses, gradients = [], []

@@ -27,6 +27,7 @@ def losses(model: torch.nn.Module, ids: torch.Tensor, name: str, steps: int, lr:
     return found
 
 
+@pytest.mark.sentinels("False-mxfp8", "True-delayed")
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_llama_trains_and_is_saved_as_before(tied: bool, name: str, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def state(model: TEModelForCausalLM) -> tuple[Tensor, Tensor]:
     return torch.stack(biases), torch.stack(counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_each_step_of_trainer_moves_the_biases_once(recompute: bool, tmp_path: Path) -> None:
     known = transformers.TrainingArguments.__dataclass_fields__

@@ -161,6 +161,7 @@ def test_a_loop_of_ones_own_goes_on_from_the_cache(case: str, tmp_path: Path) ->
     assert loaded.config.use_cache is False and loaded(prompt()).past_key_values is None
 
 
+@pytest.mark.sentinels("gemma3", "qwen3_moe")
 @pytest.mark.parametrize("case", ["llama", "gemma3", "gpt2", "qwen3_moe", "granite"])
 @torch.no_grad()
 def test_embeddings_in_place_of_tokens(case: str, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def padded(ids: torch.Tensor, pads: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-@pytest.mark.sentinels("llama", "gpt_oss")
+@pytest.mark.sentinels("gpt_oss")
 @pytest.mark.parametrize("case", FAMILIES)
 @torch.no_grad()
 def test_generate_gives_the_tokens_of_transformers(pair: Any, case: str) -> None:

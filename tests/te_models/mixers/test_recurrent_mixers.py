@@ -143,6 +143,7 @@ def test_documents_of_a_row_are_apart(name: str) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.sentinels("by_channel", "lightning", "mamba", "mamba2", "short_convolution", "in_shared_blocks")
 @every_mixer
 def test_a_rejected_draft_takes_the_states_back(name: str) -> None:
     model, ids = model_of(name), token_ids(1, 7)

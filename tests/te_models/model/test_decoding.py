@@ -163,6 +163,7 @@ def test_a_static_cache_that_is_full_takes_no_token() -> None:
         cache.step.position.add_(1)
 
 
+@pytest.mark.sentinels("window", "moe")
 @pytest.mark.parametrize("name", ["dense", "window", "latent", "moe"])
 def test_a_draft_changes_no_greedy_text(name: str) -> None:
     """Drafts of another model are rejected, of the model itself kept, and one that errs now and then is both."""

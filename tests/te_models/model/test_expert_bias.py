@@ -110,7 +110,7 @@ def test_recomputation_does_not_count(name: str | None) -> None:
     assert counts(model).sum() == 2 * expected.sum()
 
 
-@pytest.mark.sentinels("block-recomputed with padding")
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed with padding"])
 @pytest.mark.parametrize("mode", ["whole", "block"])

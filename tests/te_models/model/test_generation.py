@@ -38,6 +38,7 @@ def their_text(model, ids: torch.Tensor, new: int, mask: torch.Tensor | None = N
     )
 
 
+@pytest.mark.sentinels("llama-rope-llama3", "mistral-window", "mixtral")
 @pytest.mark.parametrize(
     "name", ["llama", "llama-rope-llama3", "mistral-window", "qwen2-window", "qwen3_moe", "mixtral"]
 )

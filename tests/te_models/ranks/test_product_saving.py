@@ -23,7 +23,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     )
 
 
-@pytest.mark.sentinels("tp2-ep2", "tp2-fsdp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, "memory"])
 def test_four_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok"] * RANKS

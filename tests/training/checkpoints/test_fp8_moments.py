@@ -24,8 +24,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     return outcomes_on_ranks(module, results, ranks=RANKS, only=selected(request, "case"), timeout=300)
 
 
+@pytest.mark.slow
 @pytest.mark.costs(40)
-@pytest.mark.sentinels("a few")
 @pytest.mark.parametrize("case", CASES)
 def test_four_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok"] * RANKS

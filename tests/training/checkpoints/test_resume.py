@@ -58,6 +58,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(folder, config)
 
 
+@pytest.mark.slow
 def test_two_runs_are_equal(reference: Reference) -> None:
     again = reference.run_of("again")
     train(again)

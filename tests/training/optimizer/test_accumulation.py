@@ -156,7 +156,7 @@ def test_ranks_average_in_float32(tmp_path: Path) -> None:
             assert moment.dtype == torch.float32 and (moments[name] - moment).norm() <= 1e-6 * moment.norm(), name
 
 
-@pytest.mark.sentinels("none")
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 def test_a_run_resumes_bitwise(tmp_path: Path, recipe: str) -> None:
     changes: dict[str, Any] = {

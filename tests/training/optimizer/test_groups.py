@@ -143,7 +143,7 @@ def run_of(tmp_path: Path, name: str, **changes: Any) -> TrainConfig:
     )
 
 
-@pytest.mark.sentinels("muon")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_run_resumes_bit_for_bit(kind: str, tmp_path: Path) -> None:
     changes = {"kind": kind, "freeze": ("embedding.*",), "lr_mult": ("*experts*=0.5",), "master_weights": True}

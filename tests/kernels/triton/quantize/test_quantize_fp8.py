@@ -161,6 +161,7 @@ def test_amax(shape, device) -> None:
         assert_bitwise(op.amax(x.to(device)), blocks.amax(x))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("block, kind", [*BLOCKS, ((128, 1), "pow2"), ((32, 1), "e8m0")], ids=str)
 def test_dequantize(block, kind, device) -> None:
     for shape in ((40, 140), (2, 33, 5)):

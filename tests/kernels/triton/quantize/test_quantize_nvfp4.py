@@ -162,6 +162,7 @@ def test_grouped_copies_are_those_of_the_groups(device) -> None:
         row_begin, slot = row_begin + count, slot + width
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dim", [-1, -2])
 def test_random_hadamard(shape, dim, device) -> None:
