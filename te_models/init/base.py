@@ -30,6 +30,7 @@ from ..training.data.documents import documents_of, matching_files, spans_of
 from ..training.data.encoder import load_encoder
 from ..training.data.errors import DataError
 from ..training.data.formats import Fields, RowError
+from ..training.data.pairs import FORMAT, has_pairs
 from ..training.data.streamed import is_stream
 from ..training.data.tokenize import check_ids
 from ..training.data.windows import rows_of
@@ -119,11 +120,12 @@ class Machine:
 @dataclass(frozen=True)
 class Amount:
     """How much text there is. ends: where each document ends, in tokens; whole: whether there is no more of it; packed:
-    whether windows are rows of whole documents."""
+    whether windows are rows of whole documents; pairs: whether they are pairs of documents."""
 
     ends: tuple[int, ...]
     whole: bool
     packed: bool
+    pairs: bool = False
 
     @property
     def tokens(self) -> int:
@@ -132,6 +134,9 @@ class Amount:
 
     def windows(self, length: int) -> int:
         """Return how many windows of a length there are, at least."""
+        if self.pairs:
+            counts = torch.diff(torch.tensor((0, *self.ends), device="cpu"))
+            return int((counts[: len(counts) // 2 * 2].view(-1, 2).amax(-1) <= length).sum())
         return len(rows_of(torch.tensor(self.ends, device="cpu"), length)) if self.packed else self.tokens // length
 
     def length(self, wanted: int) -> int:
@@ -184,13 +189,15 @@ def amount_of(data: DataConfig, enough: int, vocab_size: int) -> Amount | None:
     """
     if data.path is not None and Path(data.path).is_dir():
         dataset = TokenDataset.open(data.path)
-        ends = tuple(dataset.document_ends.tolist()) if data.pack_documents else (len(dataset),)
-        return Amount(ends, len(dataset) < enough, data.pack_documents)
+        pairs = has_pairs(dataset)
+        ends = tuple(dataset.document_ends.tolist()) if data.pack_documents or pairs else (len(dataset),)
+        return Amount(ends, len(dataset) < enough, data.pack_documents, pairs)
     files = matching_files(data.text)
     if any(is_stream(str(file)) for file in files):
         return None
     fields = data.documents.reading(data.text_field, data.messages_field)
     encoder = load_encoder(str(data.tokenizer), format=fields.format, options=data.documents)
+    pairs = fields.format == FORMAT
     skipped: list[str] | None = [] if data.skip_bad_rows else None
     ends = [0]
     for span in itertools.chain.from_iterable(spans_of(file, fields) for file in files):
@@ -201,8 +208,8 @@ def amount_of(data: DataConfig, enough: int, vocab_size: int) -> Amount | None:
                     check_ids(ids, document.where, vocab_size)
                     count += len(ids)
                     if ends[-1] + count >= enough:
-                        return Amount((*ends[1:], ends[-1] + count), False, data.pack_documents)
+                        return Amount((*ends[1:], ends[-1] + count), False, data.pack_documents, pairs)
                 ends.append(ends[-1] + count)
     if ends[-1] < 2:
         raise DataError(f"data.text has {plural(ends[-1], 'token')}; allowed: 2 or more, as the shortest window has")
-    return Amount(tuple(ends[1:]), True, data.pack_documents)
+    return Amount(tuple(ends[1:]), True, data.pack_documents, pairs)

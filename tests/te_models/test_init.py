@@ -190,7 +190,8 @@ def test_what_is_written_trains(task: Any, tmp_path: Path, monkeypatch: pytest.M
     GPTModel(tiny(vocab_size=300)).save_pretrained(tmp_path / "small")
     (tmp_path / "a.txt").write_text("some text. " * 3000)
     file = tmp_path / "run.toml"
-    task_data = {} if task == "sft" else {"data": ["a.txt"]}
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 40)
+    task_data = {} if task == "sft" else {"data": ["a.jsonl" if task == "dpo" else "a.txt"]}
     write_config(file, "small", task, tokenizer="bytes", machine=replace(LAPTOP, memory=2**33), **task_data)
     if task == "sft":
         file.write_text(file.read_text().replace('messages_field = "messages"', "").replace("chats.jsonl", "a.txt"))
@@ -198,12 +199,13 @@ def test_what_is_written_trains(task: Any, tmp_path: Path, monkeypatch: pytest.M
     assert main(["train", str(file), *small, "--data.validation-fraction", "0.1"]) == 0
 
 
-@pytest.mark.sentinels("sft", "qlora")
-@pytest.mark.parametrize("task", ["pretrain", "sft", "lora", "qlora"])
+@pytest.mark.sentinels("sft", "dpo")
+@pytest.mark.parametrize("task", ["pretrain", "sft", "lora", "qlora", "dpo"])
 def test_a_run_takes_what_is_written_for_little_text(task: Any, model: Path, tmp_path: Path) -> None:
     """As many documents as there are: windows to train on, and full batches to validate with or none asked for."""
     for count in (1, 3, 30, 300, 1500):
         row = {"prompt": "how are you", "completion": "well"} if task == "sft" else {"text": "the sun shines and birds"}
+        row = {"prompt": "how ", "chosen": "well", "rejected": "badly"} if task == "dpo" else row
         (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * count)
         shutil.rmtree(tmp_path / "data", ignore_errors=True)
         write_config(
@@ -216,7 +218,7 @@ def test_a_run_takes_what_is_written_for_little_text(task: Any, model: Path, tmp
             force=True,
         )
         config = load_config(file)
-        assert config.data.format == ("prompt_completion" if task == "sft" else None)
+        assert config.data.format == {"sft": "prompt_completion", "dpo": "preference_pairs"}.get(task)
         data = open_data(config, vocab_size=300, may_build=True)
         assert training_windows(config, data).parts
         windows = validation_windows(config, data)
