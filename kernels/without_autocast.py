@@ -1,4 +1,5 @@
-"""Arithmetic that `torch.amp.autocast` must leave alone: operands of a recipe, exact in the dtype that they have.
+"""What `torch.amp.autocast` asks of layers, and arithmetic that it must leave alone: operands of a recipe, exact in the
+dtype that they have.
 
 Autocast rounds operands of a product in float32 and in another 16-bit dtype to its own: forward, and in a compiled
 graph, where the region of the forward pass is still in force, backward, too. What a region says is which dtype a layer
@@ -12,6 +13,8 @@ import contextlib
 import torch
 from torch import Tensor
 
+from .torch_versions import constant_when_traced
+
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Return a context in which no `torch.amp.autocast` of the device of x is in force, if there is one that would
@@ -20,3 +23,29 @@ def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
     if not x.is_meta and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype:
         return torch.amp.autocast(device, enabled=False)
     return contextlib.nullcontext()
+
+
+@constant_when_traced  # torch guards its autocast itself; traced, each function named here would be one more guard
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype that an enabled `torch.amp.autocast` of this device asks for, or None."""
+    known = device_type != "meta"  # for which torch raises
+    return torch.get_autocast_dtype(device_type) if known and torch.is_autocast_enabled(device_type) else None
+
+
+def autocast_dtype_of(x: Tensor) -> torch.dtype | None:
+    """Return `autocast_dtype` of the device of x."""
+    return autocast_dtype(x.device.type)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype a GEMM on x runs in: an enabled `torch.amp.autocast`'s, else x's own. ValueError for
+    integers, to which the weights would be rounded."""
+    if not x.is_floating_point():
+        require_floating(x.dtype)
+    return autocast_dtype(x.device.type) or x.dtype
+
+
+def require_floating(dtype: torch.dtype) -> None:
+    """Raise ValueError for the dtype of an input that a GEMM cannot compute in."""
+    if not dtype.is_floating_point:
+        raise ValueError(f"the input has dtype {dtype}; allowed: a floating-point dtype")

@@ -83,8 +83,9 @@ def _words(hf: Mapping[str, Any]) -> list[str] | None:
         words = ["linear_attention", "moe", "full_attention", "mlp"]
     elif words is None and isinstance(pattern, str):
         words = [_LETTERS.get(letter, "") for letter in pattern]
-    known = isinstance(words, list) and all(isinstance(word, str) for word in words)
-    words = [_OLDER.get(word, word) for word in words] if known else None
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        return None
+    words = [_OLDER.get(word, word) for word in words]
     return words if words and set(words) <= set(_LETTERS.values()) else None
 
 

@@ -108,14 +108,6 @@ def _respelled(family: Family, original: dict[str, Any], values: dict[str, Any],
     return values
 
 
-def _still_says(family: Family, hf: dict[str, Any], config: ModelConfig) -> bool:
-    """Whether config.json is of this model, where its fields may contradict each other."""
-    try:
-        return _says(family, hf, config)
-    except CheckpointError:
-        return False
-
-
 def _older_rope(original: dict[str, Any], rope: Any) -> dict[str, Any]:
     """Return what transformers 4 would have in place of `rope_parameters`."""
     if not isinstance(rope, dict):

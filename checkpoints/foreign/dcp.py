@@ -19,7 +19,7 @@ from ..io.boxes import Box, Range, Shape, extents, intersect, tiles
 from ..io.dtypes import dtype_name, torch_dtype
 from ..io.errors import CheckpointError, quote
 from ..io.header import TensorInfo, byte_count
-from ..io.store import BoxStore
+from ..io.store import ComputedStore
 from ..io.weight_files import plain_file
 from .plain_pickle import MOST_BYTES, Global, Record, read_plain
 from .torch_file import DTYPES, TensorRef, TorchFile
@@ -53,7 +53,7 @@ class Chunk(NamedTuple):
     length: int
 
 
-class DCPStore(BoxStore):
+class DCPStore(ComputedStore):
     """The tensors of a checkpoint, closed by `close` or a with statement. tensors: dtype and shape of each; values:
     the names of what is no tensor, such as numbers of steps."""
 

@@ -25,7 +25,7 @@ from ..io.boxes import Box, Range, Shape, extents, full, intersect, slices
 from ..io.dtypes import torch_dtype
 from ..io.errors import CheckpointError
 from ..io.header import TensorInfo, byte_count
-from ..io.store import BoxStore, Store
+from ..io.store import ComputedStore, Store
 from ..plan.tensor_map import Namespace
 from .ranks import TABLES, RankPlace, Ranks, Split
 
@@ -68,7 +68,7 @@ class Span(NamedTuple):
     shape: Shape
 
 
-class SpanStore(BoxStore):
+class SpanStore(ComputedStore):
     """Tensors that are parts of vectors of another store."""
 
     def __init__(self, store: Store, spans: Mapping[str, Span]) -> None:
@@ -84,7 +84,7 @@ class SpanStore(BoxStore):
         return held.view(-1, *span.shape[1:])[slices((Range(0, end - begin, rows.step), *box[1:]))] if box else held[0]
 
 
-class TiledStore(BoxStore):
+class TiledStore(ComputedStore):
     """Tensors whose parts are stored flattened: [X / x, Y / y, x * y] of [X, Y]. names: to theirs in the store."""
 
     def __init__(self, store: Store, names: Mapping[str, str], shapes: Mapping[str, Shape]) -> None:

@@ -16,7 +16,7 @@ from ..io.boxes import Box, Shape
 from ..io.dtypes import dtype_name, torch_dtype
 from ..io.errors import CheckpointError, quote
 from ..io.header import TensorInfo, byte_count
-from ..io.store import BoxStore
+from ..io.store import ComputedStore
 from ..io.weight_files import plain_file
 from .ranks import TABLES, RankPlace, Ranks, Split
 from .torch_file import TensorRef, TorchFile
@@ -60,7 +60,7 @@ def newest_of(folder: Path) -> Path:
     return found
 
 
-class LegacyStore(BoxStore):
+class LegacyStore(ComputedStore):
     """The tensors of all ranks' files, by place and name. split: how many ranks there are of each kind. pickled: how
     many modules of Transformer Engine pickled a state."""
 

@@ -82,7 +82,7 @@ class _Machine:
     def run(self, data: bytes) -> Any:
         for opcode, argument, position in pickletools.genops(data):
             if opcode.name == "STOP":
-                if position + 1 != len(data):
+                if position is None or position + 1 != len(data):
                     raise ValueError("it goes on after its end")
                 break
             self.do(opcode.name, argument)

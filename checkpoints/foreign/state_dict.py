@@ -12,7 +12,7 @@ from ..io.boxes import Box
 from ..io.dtypes import dtype_name
 from ..io.errors import CheckpointError, quote
 from ..io.header import TensorInfo, byte_count
-from ..io.store import BoxStore, FileStore
+from ..io.store import ComputedStore, FileStore
 from ..io.weight_files import open_weights, plain_file
 from .legacy import KNOWN
 from .plain_pickle import Record
@@ -29,7 +29,7 @@ _BELOW = ("model", "state_dict", "module")
 """Under which of these a training script may have put the state dict."""
 
 
-class TorchFileStore(BoxStore):
+class TorchFileStore(ComputedStore):
     """The tensors of a state dict in a file of torch's."""
 
     def __init__(self, path: Path) -> None:

@@ -11,7 +11,7 @@ from te_models.lazy import later
 from ..io.boxes import Box
 from ..io.errors import CheckpointError
 from ..io.header import TensorInfo, byte_count
-from ..io.store import BoxStore, Store
+from ..io.store import ComputedStore, Store
 from ..plan.tensor_map import Stored
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight", "embed_tok
 
 
 @dataclass(frozen=True)
-class RenamedStore(BoxStore):
+class RenamedStore(ComputedStore):
     """names: as they are read -> as they are stored. tensors: as they are read."""
 
     store: Store

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..io.boxes import Box, Range, Shape, full
 from ..io.errors import CheckpointError, quote
 from ..io.header import TensorInfo, byte_count
-from ..io.store import FileStore
+from ..io.store import FilesSeen, FileStore
 from ..io.strict_json import parse_object
 from .format import MixedFormat, Part, WeightFormat, one_of
 
@@ -78,7 +78,7 @@ class _State:
                 raise CheckpointError(f"{quote(weight + suffix)} has {found} entries; expected: {wanted}")
 
 
-class _Values(FileStore):
+class _Values(FilesSeen):
     """Files of which some tensors are seen as the values that they stand for."""
 
     def __init__(self, files: FileStore, states: Mapping[str, _State]) -> None:
@@ -90,9 +90,6 @@ class _Values(FileStore):
         for name, (weight, state) in self._states.items():
             self.tensors[name] = TensorInfo("F32", state.shape, 0, byte_count("F32", state.shape))
             self.file_of[name] = files.file_of[weight]
-
-    def close(self) -> None:
-        self._files.close()
 
     def read(self, name: str, box: Box) -> Tensor:
         if name not in self._states:
@@ -122,11 +119,5 @@ class _Values(FileStore):
         own = self._files.view(f"{weight}.nested_absmax").float().flatten()[groups]
         return self._files.view(f"{weight}.nested_quant_map").float().flatten()[stored.long()] * own + state.offset
 
-    def view(self, name: str) -> Tensor:
-        return self.read(name, full(self.tensors[name].shape))
-
     def can_read_bytes(self, name: str) -> bool:
         return name not in self._states and self._files.can_read_bytes(name)
-
-    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
-        self._files.read_into(name, begin, buffer)

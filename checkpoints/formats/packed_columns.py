@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ..io.boxes import Box, Range, Shape, full
+from ..io.boxes import Box, Range, Shape
 from ..io.dtypes import torch_dtype
 from ..io.errors import CheckpointError
 from ..io.header import TensorInfo, byte_count
-from ..io.store import FileStore
+from ..io.store import FilesSeen, FileStore
 from ..plan.plan import Output
 from .format import MixedFormat, Packing, WeightFormat
 
@@ -66,7 +66,7 @@ def seen_by_rows(files: FileStore, declared: WeightFormat | MixedFormat) -> File
     return _Rows(files, seen, packing) if seen else files
 
 
-class _Rows(FileStore):
+class _Rows(FilesSeen):
     """Files of which some tensors are seen as rows: `seen` gives the file's name of each."""
 
     def __init__(self, files: FileStore, seen: Mapping[str, str], packing: Packing) -> None:
@@ -93,9 +93,6 @@ class _Rows(FileStore):
             return "U8", (second * p.per_word, first)
         return "I32", (second, first) if p.along_rows else (second * p.per_word, first // p.per_word)
 
-    def close(self) -> None:
-        self._files.close()
-
     def read(self, name: str, box: Box) -> Tensor:
         if name not in self._seen:
             return self._files.read(name, box)
@@ -117,14 +114,8 @@ class _Rows(FileStore):
         in_order = Packing(p.bits, tuple(range(p.per_word)), True)
         return pack(codes.contiguous(), in_order)
 
-    def view(self, name: str) -> Tensor:
-        return self.read(name, full(self.tensors[name].shape))
-
     def can_read_bytes(self, name: str) -> bool:
         return name not in self._seen and self._files.can_read_bytes(name)
-
-    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
-        self._files.read_into(name, begin, buffer)
 
 
 def column_name(weight: str, part: str) -> str:

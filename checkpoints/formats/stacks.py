@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..io.boxes import Box, Shape, full, slices
+from ..io.boxes import Box, Shape, slices
 from ..io.header import TensorInfo, byte_count
-from ..io.store import FileStore
+from ..io.store import FilesSeen, FileStore
 from ..plan.tensor_map import Namespace
 from .format import MixedFormat, Part, WeightFormat
 
@@ -52,7 +52,7 @@ def seen_upright(files: FileStore, high_precision: Namespace, declared: WeightFo
     return _Seen(files, seen) if seen else files
 
 
-class _Seen(FileStore):
+class _Seen(FilesSeen):
     """Files of which some tensors have another name and shape: `seen` gives the file's name and the shape, which is
     [E, out, in] for a stack that lies as [E, in, out], and [E] for one number."""
 
@@ -66,9 +66,6 @@ class _Seen(FileStore):
             self.tensors[name] = TensorInfo(dtype, shape, 0, byte_count(dtype, shape))
             self.file_of[name] = files.file_of[source]
 
-    def close(self) -> None:
-        self._files.close()
-
     def read(self, name: str, box: Box) -> Tensor:
         if name not in self._seen:
             return self._files.read(name, box)
@@ -78,11 +75,5 @@ class _Seen(FileStore):
         experts, rows, columns = box
         return self._files.read(source, (experts, columns, rows)).transpose(-1, -2)
 
-    def view(self, name: str) -> Tensor:
-        return self.read(name, full(self.tensors[name].shape))
-
     def can_read_bytes(self, name: str) -> bool:
         return name not in self._seen
-
-    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
-        self._files.read_into(name, begin, buffer)

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from te_models.lazy import later
 
@@ -51,14 +51,24 @@ class Store(Protocol):
         ...
 
 
-class BoxStore:
-    """What stores share whose tensors are read by regions alone, never as bytes."""
+class ComputedStore:
+    """Base of stores whose tensors are not byte ranges of files, or not all of them. A subclass has `tensors` and
+    `read`."""
+
+    tensors: Any
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        raise NotImplementedError
+
+    def view(self, name: str) -> torch.Tensor:
+        """Return the whole tensor; callers never write to it."""
+        return self.read(name, full(self.tensors[name].shape))
 
     def can_read_bytes(self, name: str) -> bool:
         return False
 
     def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
-        raise NotImplementedError(f"{name} is no byte range of a file")
+        raise NotImplementedError(f"{name} is not a byte range of a file")
 
 
 class Guard(Protocol):
@@ -227,6 +237,19 @@ class FileStore:
             self._guard.finish()
 
 
+class FilesSeen(FileStore):
+    """Base of what shows the tensors of files, `_files`, otherwise than they lie there. A subclass says whose bytes can
+    be read as they lie."""
+
+    _files: FileStore
+
+    def close(self) -> None:
+        self._files.close()
+
+    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
+        self._files.read_into(name, begin, buffer)
+
+
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors of a small safetensors file, read into memory, and the metadata of its header.
 
@@ -241,7 +264,7 @@ def _close_all(fds: dict[str, int]) -> None:
         os.close(fds.popitem()[1])
 
 
-class MemoryStore(BoxStore):
+class MemoryStore(ComputedStore):
     """Tensors in memory, on any device. Sharing storage is fine, writing to them meanwhile is not."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from te_models.lazy import later
 from ..io.boxes import Box
 from ..io.dtypes import dtype_name, joint_dtype, torch_dtype
 from ..io.header import TensorInfo, byte_count
-from ..io.store import BoxStore, Store
+from ..io.store import ComputedStore, Store
 from .param_shapes import ExpertLayout, expected_tensors
 from .quantized_format import SUFFIXES, quantizer_of, rebuild
 from .rank_shards import Cuts, Ranges, RankPart, cut_shape
@@ -29,7 +29,7 @@ else:
     torch = later("torch")
 
 
-class Parameters(BoxStore):
+class Parameters(ComputedStore):
     """The parameters of `store`, whose tensors are as `source` says, under their names in `layout`.
 
     formats: grouped-layout names of quantized parameters.
@@ -77,7 +77,7 @@ class Parameters(BoxStore):
         return out
 
     @cached_property
-    def tensors(self) -> dict[str, TensorInfo]:
+    def tensors(self) -> dict[str, TensorInfo]:  # type: ignore[override]
         """Dtype and shape of every stored entry, as of a `Store`."""
         found = {name: (dtype_name(self.dtype(name)), spec.shape) for name, spec in self._target.stored.items()}
         return {name: TensorInfo(dtype, shape, 0, byte_count(dtype, shape)) for name, (dtype, shape) in found.items()}

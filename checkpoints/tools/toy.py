@@ -97,7 +97,7 @@ def small_config(config: ModelConfig, chosen: Sequence[int], experts: int | None
         moe["moe_router_topk"] = min(experts, moe["moe_router_topk"])
     if moe is not None:
         moe["layers"] = [place for place, i in enumerate(chosen) if config.is_moe_layer(i)]
-    if config.moe is not None and config.moe.hash_layers:
+    if moe is not None and config.moe is not None and config.moe.hash_layers:
         if experts not in (None, config.moe.num_moe_experts):
             raise CheckpointError(f"experts is {experts}; allowed: None, because a table names experts by the token")
         moe["hash_layers"] = [place for place, i in enumerate(chosen) if i in config.moe.hash_layers]

@@ -3,41 +3,39 @@
 // For blocks of which nothing is special: moments are zero or normal numbers of E4M3 before the step, and normal ones
 // after it. The formula is that of `adamw_step.h`, the rounding that of `normal_code` in moments.h, with the same bits
 // in fewer instructions: what those two compare and add up is exact, so that it may be fused or added to the number.
-// The vectors are those of lanes.h.
+// The vectors are those of simd.h.
 
 #pragma once
 
 #include "adamw_step.h"
 
-#if defined(__AVX2__) && defined(__FMA__)
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 namespace te_models {
 
 constexpr int kVectors = int(kBlock) / kLanes;
 
-#if defined(__AVX512BW__)
-INLINE Words read_signed(const uint8_t* p) { return Words(_mm512_cvtepi8_epi32(__m128i(load<Bytes>(p)))); }
-INLINE Floats fma(Floats a, Floats b, Floats c) { return Floats(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c))); }
-INLINE Floats square_root(Floats x) { return Floats(_mm512_sqrt_ps(__m512(x))); }
+#if defined(WIDE)
+INLINE inline Words read_signed(const uint8_t* p) { return Words(_mm512_cvtepi8_epi32(__m128i(load<Bytes>(p)))); }
+INLINE inline Floats square_root(Floats x) { return Floats(_mm512_sqrt_ps(__m512(x))); }
 #else
-INLINE Words read_signed(const uint8_t* p) {
+INLINE inline Words read_signed(const uint8_t* p) {
   return Words(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
-INLINE Floats fma(Floats a, Floats b, Floats c) { return Floats(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c))); }
-INLINE Floats square_root(Floats x) { return Floats(_mm256_sqrt_ps(__m256(x))); }
+INLINE inline Floats square_root(Floats x) { return Floats(_mm256_sqrt_ps(__m256(x))); }
 #endif
 
 // The bits of the magnitudes between which those of a block lie.
 struct Magnitudes {
   Words least = all(kInfinity), largest = all(0u);
-  INLINE void add(Words x) { least = smaller(least, x), largest = larger(largest, x); }
-  INLINE Range range() const { return {~largest_of(~least), largest_of(largest)}; }
+  INLINE inline void add(Words x) { least = smaller(least, x), largest = larger(largest, x); }
+  INLINE inline Range range() const { return {~largest_of(~least), largest_of(largest)}; }
 };
 
 // `advance` of a vector of elements, whose moments are bytes: zeros or normal numbers, whose bits as those of a float32
 // are 2^-120 of their values. scale, second_scale: 2^120 of theirs.
 template <bool far>
-INLINE Floats advance(const Y* weight, const X* gradient, const uint8_t* first, const uint8_t* second, Floats scale,
-                      Floats second_scale, const Step& s, Floats* x, Floats* root) {
+INLINE inline Floats advance(const Y* weight, const X* gradient, const uint8_t* first, const uint8_t* second,
+                             Floats scale, Floats second_scale, const Step& s, Floats* x, Floats* root) {
   const Floats former = float_of(read_signed(first) << 20 & 0x87F00000) * scale;
   const Floats former_root = float_of(read_signed(second) << 20 & 0x07F00000) * second_scale;
   const Floats g = float_of(read_bits(gradient));
@@ -48,7 +46,7 @@ INLINE Floats advance(const Y* weight, const X* gradient, const uint8_t* first, 
 }
 
 // `normal_code` of first moments, times their scale. random: in the lower 16 bits.
-INLINE Words codes(Floats scaled, Words random) {
+INLINE inline Words codes(Floats scaled, Words random) {
   const Words u = bits_of(scaled), magnitude = smaller(u & 0x7FFFFFFF, all(0x43E00000u));
   // 2^20 - 1 less the random number in the bits that are rounded carries where these are larger; and - 960 above them
   const Words added = (~(random << 4) & 0x000FFFF0) | 0xC400000F;
@@ -56,7 +54,7 @@ INLINE Words codes(Floats scaled, Words random) {
 }
 
 // The same of roots. random: below 2^16.
-INLINE Words root_codes(Floats scaled, Words random) {
+INLINE inline Words root_codes(Floats scaled, Words random) {
   const Words magnitude = smaller(bits_of(scaled), all(0x43E00000u));
   const Words units = (magnitude & 0x007FFFFF) | 0x41000000;
   const Floats m = float_of(units), k = float_of(units & 0xFFF00000);
@@ -65,10 +63,10 @@ INLINE Words root_codes(Floats scaled, Words random) {
   return ((magnitude + 0xC4000000) >> 20) - Words(Integers(missing) >> 31);
 }
 
-INLINE Words mixed_with_higher(Words x, int bits) { return x ^ x >> bits; }
+INLINE inline Words mixed_with_higher(Words x, int bits) { return x ^ x >> bits; }
 
 // `mixed(mixed(x ^ k0) + k1)` but for the last step, from x ^ k0 ^ ((x ^ k0) >> 16).
-INLINE Words hashed(Words x, uint32_t k1) {
+INLINE inline Words hashed(Words x, uint32_t k1) {
   x = mixed_with_higher(x * 0x7FEB352Du, 15);
   x = mixed_with_higher(x * 0x846CA68Bu, 16);
   x = mixed_with_higher(mixed_with_higher(x + k1, 16) * 0x7FEB352Du, 15);

@@ -16,7 +16,7 @@
 
 namespace te_models {
 
-constexpr int kBroad = kWidth / 4;  // vectors of a product with four rows
+constexpr int kBroad = kLanes / 4;  // vectors of a product with four rows
 constexpr int64_t kParts = 16;      // of all key heads together, at least, where there are enough tiles
 
 struct Backward {
@@ -32,13 +32,13 @@ struct Backward {
 struct Scratch {
   Buffer queries, grads, queries_down, grads_down, probabilities, gradients, pairs, scores, dq;
   explicit Scratch(const Sizes& s)
-      : queries(buffer(kLanes * s.channels / kDeep)), grads(buffer(kLanes * s.values / kDeep)),
-        queries_down(buffer(kLanes * s.channels / kDeep)), grads_down(buffer(kLanes * s.values / kDeep)),
-        probabilities(buffer(kLanes * kKeys)), gradients(buffer(kLanes * kKeys)), pairs(buffer(kLanes * kKeys)),
-        scores(buffer(kLanes * kKeys)), dq(buffer(kLanes * s.channels)) {}
+      : queries(buffer(kTileLanes * s.channels / kDeep)), grads(buffer(kTileLanes * s.values / kDeep)),
+        queries_down(buffer(kTileLanes * s.channels / kDeep)), grads_down(buffer(kTileLanes * s.values / kDeep)),
+        probabilities(buffer(kTileLanes * kKeys)), gradients(buffer(kTileLanes * kKeys)),
+        pairs(buffer(kTileLanes * kKeys)), scores(buffer(kTileLanes * kKeys)), dq(buffer(kTileLanes * s.channels)) {}
 };
 
-// The rows of a tile's queries -> panels of columns [values / kWidth][lanes / kDeep][kWidth].
+// The rows of a tile's queries -> panels of columns [values / kLanes][lanes / kDeep][kLanes].
 inline void pack_tile_down(const X* data, const Strides& strides, const Sizes& s, int64_t batch, int64_t group,
                            const Tile& tile, int64_t lanes, int64_t values, float* to) {
   static const X nothing[256] = {};
@@ -50,27 +50,27 @@ inline void pack_tile_down(const X* data, const Strides& strides, const Sizes& s
   }
 }
 
-// sums [rows][values] += rows [rows][lanes / kDeep] of units times panels of columns [values / kWidth][lanes / kDeep]
+// sums [rows][values] += rows [rows][lanes / kDeep] of units times panels of columns [values / kLanes][lanes / kDeep]
 template <int broad>
 INLINE inline void add_columns(const float* weights, int64_t deep, const float* panels, int64_t rows, int64_t values,
                                int64_t from, float* sums) {
   for (int64_t r = 0; r < rows; r += 4) {
-    V s[4][broad];
+    Floats s[4][broad];
     float* const place = sums + r * values + from;
     for (int i = 0; i < 4; ++i)
-      for (int v = 0; v < broad; ++v) s[i][v] = load(place + i * values + v * kWidth);
-    multiply(weights + r * deep, deep, 1, panels + from * deep, deep * kWidth, kWidth, deep, s);
+      for (int v = 0; v < broad; ++v) s[i][v] = load(place + i * values + v * kLanes);
+    multiply(weights + r * deep, deep, 1, panels + from * deep, deep * kLanes, kLanes, deep, s);
     for (int i = 0; i < 4; ++i)
-      for (int v = 0; v < broad; ++v) store(place + i * values + v * kWidth, s[i][v]);
+      for (int v = 0; v < broad; ++v) store(place + i * values + v * kLanes, s[i][v]);
   }
 }
 
 inline void add_all_columns(const float* weights, int64_t deep, const float* panels, int64_t rows, int64_t values,
                             float* sums) {
   int64_t from = 0;
-  for (; from + kBroad * kWidth <= values; from += kBroad * kWidth)
+  for (; from + kBroad * kLanes <= values; from += kBroad * kLanes)
     add_columns<kBroad>(weights, deep, panels, rows, values, from, sums);
-  for (; from < values; from += kWidth) add_columns<1>(weights, deep, panels, rows, values, from, sums);
+  for (; from < values; from += kLanes) add_columns<1>(weights, deep, panels, rows, values, from, sums);
 }
 
 // What a tile gives to the gradients of the keys and values of its head, dk [keys][channels] and dv [keys][values], and
@@ -79,7 +79,7 @@ template <int vectors>
 void differentiate(const Backward& b, int64_t batch, int64_t group, const Tile& tile, const float* keys,
                    const float* keys_down, const float* values, int64_t all_deep, Scratch& t, float* dk, float* dv) {
   const Sizes& s = b.s;
-  constexpr int64_t lanes = vectors * kWidth;
+  constexpr int64_t lanes = vectors * kLanes;
   const int64_t of_channels = s.channels / kDeep, of_values = s.values / kDeep;
   pack_tile(b.q, b.q_at, s, batch, group, tile, s.channels, t.queries.get());
   pack_tile(b.grad, b.grad_at, s, batch, group, tile, s.values, t.grads.get());
@@ -92,47 +92,47 @@ void differentiate(const Backward& b, int64_t batch, int64_t group, const Tile& 
     sums[i] = -kLog2E * *row_of(b.logsumexp, b.sum_at, s, batch, group, tile.begin + i);
     const X* const grad = row_of(b.grad, b.grad_at, s, batch, group, tile.begin + i);
     const X* const out = row_of(b.out, b.out_at, s, batch, group, tile.begin + i);
-    V total = zero();
-    for (int64_t c = 0; c < s.values; c += kWidth) total = fma(widened(grad + c), widened(out + c), total);
+    Floats total = zero();
+    for (int64_t c = 0; c < s.values; c += kLanes) total = fma(widened(grad + c), widened(out + c), total);
     deltas[i] = sum(total);
   }
-  V base[vectors], delta[vectors], ones[vectors];
+  Floats base[vectors], delta[vectors], ones[vectors];
   for (int v = 0; v < vectors; ++v)
-    base[v] = load(sums + v * kWidth), delta[v] = load(deltas + v * kWidth), ones[v] = all(1.0f);
-  const V scale = all(b.scale.of_power);
+    base[v] = load(sums + v * kLanes), delta[v] = load(deltas + v * kLanes), ones[v] = all(1.0f);
+  const Floats scale = all(b.scale.of_power);
   const bool capped = b.scale.of_cap != 0.0f;
   for (int64_t begin = tile.first; begin < tile.end; begin += kKeys) {
     const int64_t rows = up_to(std::min(kKeys, tile.end - begin), kTall);
-    V largest[vectors];
+    Floats largest[vectors];
     for (int v = 0; v < vectors; ++v) largest[v] = zero();
     scores_of<vectors>(tile, t.queries.get(), keys, begin, rows, of_channels, b.scale.of_cap, t.scores.get(), largest);
     for (int64_t r = 0; r < rows; r += kTall) {
-      V dp[kTall][vectors];
+      Floats dp[kTall][vectors];
       for (int i = 0; i < kTall; ++i)
         for (int v = 0; v < vectors; ++v) dp[i][v] = zero();
       const int64_t key = begin + r;
-      multiply(values + key / kWidth * (of_values * kWidth) + key % kWidth, 1, kWidth, t.grads.get(),
-               of_values * kWidth, kWidth, of_values, dp);
+      multiply(values + key / kLanes * (of_values * kLanes) + key % kLanes, 1, kLanes, t.grads.get(),
+               of_values * kLanes, kLanes, of_values, dp);
 #pragma GCC unroll 8
       for (int i = 0; i < kTall; i += kDeep)
         for (int v = 0; v < vectors; ++v) {
-          V ds[2];
+          Floats ds[2];
 #pragma GCC unroll 2
           for (int n = 0; n < kDeep; ++n) {
             const int64_t place = (r + i + n) * vectors + v;
-            const V score = load(t.scores.get() + place * kWidth), p = exp2(fma(score, scale, base[v]));
+            const Floats score = load(t.scores.get() + place * kLanes), p = exp2(fma(score, scale, base[v]));
             ds[n] = mul(p, sub(dp[i + n][v], delta[v]));
             if (capped) {  // of a masked one, minus infinity, it is zero as its probability is
-              const V ratio = larger(all(-1.0f), score);
+              const Floats ratio = larger(all(-1.0f), score);
               ds[n] = mul(ds[n], sub(all(1.0f), mul(ratio, ratio)));
             }
-            store_values(t.probabilities.get() + place * (kWidth / kDeep), p);
-            store_values(t.gradients.get() + place * (kWidth / kDeep), ds[n]);
+            store_values(t.probabilities.get() + place * (kLanes / kDeep), p);
+            store_values(t.gradients.get() + place * (kLanes / kDeep), ds[n]);
           }
-          if constexpr (kPairs) store(t.pairs.get() + ((r + i) / 2 * vectors + v) * kWidth, paired(ds[0], ds[1]));
+          if constexpr (kPairs) store(t.pairs.get() + ((r + i) / 2 * vectors + v) * kLanes, paired(ds[0], ds[1]));
         }
     }
-    add_rows<vectors>(keys_down + begin / kDeep * kWidth, all_deep, kPairs ? t.pairs.get() : t.gradients.get(),
+    add_rows<vectors>(keys_down + begin / kDeep * kLanes, all_deep, kPairs ? t.pairs.get() : t.gradients.get(),
                       rows / kDeep, s.channels, ones, begin == tile.first, t.dq.get());
     add_all_columns(t.probabilities.get(), lanes / kDeep, t.grads_down.get(), rows, s.values, dv + begin * s.values);
     add_all_columns(t.gradients.get(), lanes / kDeep, t.queries_down.get(), rows, s.channels, dk + begin * s.channels);
@@ -149,8 +149,8 @@ void differentiate(const Backward& b, int64_t batch, int64_t group, const Tile& 
 // Row `key` of a gradient: the parts [parts][keys][values], each `apart` from the next one, in their order.
 inline void write_row(const float* sums, int64_t parts, int64_t apart, int64_t key, int64_t values, float scale,
                       X* to) {
-  for (int64_t c = 0; c < values; c += kWidth) {
-    V total = load(sums + key * values + c);
+  for (int64_t c = 0; c < values; c += kLanes) {
+    Floats total = load(sums + key * values + c);
     for (int64_t p = 1; p < parts; ++p) total = add(total, load(sums + p * apart + key * values + c));
     write(to + c, mul(total, all(scale)));
   }
@@ -158,10 +158,10 @@ inline void write_row(const float* sums, int64_t parts, int64_t apart, int64_t k
 
 void backward(const Backward& b, int threads) {
   const Sizes& s = b.s;
-  const int64_t panels = (s.keys + kWidth - 1) / kWidth, padded = panels * kWidth, deep = padded / kDeep;
+  const int64_t panels = (s.keys + kLanes - 1) / kLanes, padded = panels * kLanes, deep = padded / kDeep;
   const int64_t of_keys = padded * (s.channels / kDeep), of_values = padded * (s.values / kDeep);
   const int64_t of_head = 2 * of_keys + of_values, apart = padded * (s.channels + s.values);
-  const int64_t tiles = (s.rows() + kLanes - 1) / kLanes, pairs = s.batch * s.groups;
+  const int64_t tiles = (s.rows() + kTileLanes - 1) / kTileLanes, pairs = s.batch * s.groups;
   const int64_t parts = std::max<int64_t>(1, std::min((kParts + pairs - 1) / pairs, tiles / 4));
   const int64_t together = std::min<int64_t>((threads + parts - 1) / parts, pairs);
   const Buffer packed = buffer(together * of_head), sums = buffer(together * parts * apart);
@@ -187,7 +187,7 @@ void backward(const Backward& b, int threads) {
         float* const dk = sums.get() + i * apart;
         std::fill(dk, dk + apart, 0.0f);
         for (int64_t n = i % parts; n < tiles; n += parts) {
-          const Tile tile(s, n * kLanes, std::min<int64_t>(kLanes, s.rows() - n * kLanes));
+          const Tile tile(s, n * kTileLanes, std::min<int64_t>(kTileLanes, s.rows() - n * kTileLanes));
           by_vectors(tile.count, [&](auto vectors) {
             differentiate<decltype(vectors)::value>(b, pair / s.groups, pair % s.groups, tile, keys, keys + of_keys,
                                                     keys + 2 * of_keys, deep, scratch, dk, dk + padded * s.channels);

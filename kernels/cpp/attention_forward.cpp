@@ -23,15 +23,15 @@ void attend(const Forward& f, int64_t batch, int64_t group, const Tile& tile, co
   const Sizes& s = f.s;
   const int64_t deep = s.channels / kDeep;
   pack_tile(f.q, f.q_at, s, batch, group, tile, s.channels, queries);
-  V top[vectors], total[vectors];
+  Floats top[vectors], total[vectors];
   for (int v = 0; v < vectors; ++v) top[v] = all(-kInfinity), total[v] = zero();
   for (int64_t begin = tile.first; begin < tile.end; begin += kKeys) {
     const int64_t rows = up_to(std::min(kKeys, tile.end - begin), kTall);
-    V largest[vectors], factor[vectors], base[vectors];
+    Floats largest[vectors], factor[vectors], base[vectors];
     for (int v = 0; v < vectors; ++v) largest[v] = all(-kInfinity);
     scores_of<vectors>(tile, queries, keys, begin, rows, deep, f.scale.of_cap, scores, largest);
     for (int v = 0; v < vectors; ++v) {
-      const V next = larger(top[v], mul(largest[v], all(f.scale.of_power)));
+      const Floats next = larger(top[v], mul(largest[v], all(f.scale.of_power)));
       base[v] = where_at_most(next, all(-kInfinity), zero(), next);  // nothing but minus infinity: all powers are zero
       factor[v] = exp2(sub(top[v], base[v]));
       base[v] = sub(zero(), base[v]);
@@ -40,19 +40,19 @@ void attend(const Forward& f, int64_t batch, int64_t group, const Tile& tile, co
     }
     for (int64_t r = 0; r < rows; r += kDeep)
       for (int v = 0; v < vectors; ++v) {
-        V p[kDeep];
+        Floats p[kDeep];
         for (int i = 0; i < kDeep; ++i) {
-          p[i] = exp2(fma(load(scores + ((r + i) * vectors + v) * kWidth), all(f.scale.of_power), base[v]));
+          p[i] = exp2(fma(load(scores + ((r + i) * vectors + v) * kLanes), all(f.scale.of_power), base[v]));
           total[v] = add(total[v], p[i]);
         }
-        store(probabilities + (r / kDeep * vectors + v) * kWidth, kDeep == 2 ? paired(p[0], p[kDeep - 1]) : p[0]);
+        store(probabilities + (r / kDeep * vectors + v) * kLanes, kDeep == 2 ? paired(p[0], p[kDeep - 1]) : p[0]);
       }
-    add_rows<vectors>(values + begin / kDeep * kWidth, all_deep, probabilities, rows / kDeep, s.values, factor,
+    add_rows<vectors>(values + begin / kDeep * kLanes, all_deep, probabilities, rows / kDeep, s.values, factor,
                       begin == tile.first, results);
   }
-  float tops[kLanes], totals[kLanes];
-  for (int v = 0; v < vectors; ++v) store(tops + v * kWidth, top[v]), store(totals + v * kWidth, total[v]);
-  X* rows[kLanes];
+  float tops[kTileLanes], totals[kTileLanes];
+  for (int v = 0; v < vectors; ++v) store(tops + v * kLanes, top[v]), store(totals + v * kLanes, total[v]);
+  X* rows[kTileLanes];
   for (int64_t i = 0; i < tile.count; ++i) {
     rows[i] = row_of(f.out, f.out_at, s, batch, group, tile.begin + i);
     *row_of(f.logsumexp, f.sum_at, s, batch, group, tile.begin + i) = tops[i] * kLn2 + std::log(totals[i]);
@@ -63,17 +63,17 @@ void attend(const Forward& f, int64_t batch, int64_t group, const Tile& tile, co
 
 void forward(const Forward& f, int threads) {
   const Sizes& s = f.s;
-  const int64_t panels = (s.keys + kWidth - 1) / kWidth, deep = panels * kWidth / kDeep;
-  const int64_t of_keys = panels * kWidth * (s.channels / kDeep), of_values = deep * s.values;
+  const int64_t panels = (s.keys + kLanes - 1) / kLanes, deep = panels * kLanes / kDeep;
+  const int64_t of_keys = panels * kLanes * (s.channels / kDeep), of_values = deep * s.values;
   const int64_t pairs = s.batch * s.groups, together = std::min<int64_t>(threads, pairs);
-  const int64_t tiles = (s.rows() + kLanes - 1) / kLanes;
+  const int64_t tiles = (s.rows() + kTileLanes - 1) / kTileLanes;
   const Buffer packed = buffer(together * (of_keys + of_values));
   for (int64_t first = 0; first < pairs; first += together) {  // key heads, as many as there are threads
     const int64_t some = std::min(together, pairs - first);
 #pragma omp parallel num_threads(threads)
     {
-      const Buffer queries = buffer(kLanes * (s.channels / kDeep)), results = buffer(kLanes * s.values);
-      const Buffer scores = buffer(kLanes * kKeys), probabilities = buffer(kLanes * (kKeys / kDeep));
+      const Buffer queries = buffer(kTileLanes * (s.channels / kDeep)), results = buffer(kTileLanes * s.values);
+      const Buffer scores = buffer(kTileLanes * kKeys), probabilities = buffer(kTileLanes * (kKeys / kDeep));
 #pragma omp for
       for (int64_t i = 0; i < some * panels; ++i) {
         const int64_t pair = first + i / panels, batch = pair / s.groups, group = pair % s.groups;
@@ -85,8 +85,8 @@ void forward(const Forward& f, int threads) {
       }
 #pragma omp for schedule(dynamic)
       for (int64_t i = 0; i < some * tiles; ++i) {
-        const int64_t own = i % some, begin = (tiles - 1 - i / some) * kLanes;  // those with most keys come first
-        const int64_t pair = first + own, count = std::min<int64_t>(kLanes, s.rows() - begin);
+        const int64_t own = i % some, begin = (tiles - 1 - i / some) * kTileLanes;  // those with most keys come first
+        const int64_t pair = first + own, count = std::min<int64_t>(kTileLanes, s.rows() - begin);
         const Tile tile(s, begin, count);
         const float* const keys = packed.get() + own * (of_keys + of_values);
         by_vectors(count, [&](auto vectors) {

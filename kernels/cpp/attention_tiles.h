@@ -14,8 +14,8 @@
 namespace te_models {
 
 constexpr int kVectors = 3;               // of a tile
-constexpr int kTall = kWidth / 2;         // rows of a product whose sums are in registers, with three vectors each
-constexpr int kLanes = kVectors * kWidth;
+constexpr int kTall = kLanes / 2;         // rows of a product whose sums are in registers, with three vectors each
+constexpr int kTileLanes = kVectors * kLanes;
 constexpr int64_t kKeys = 128;            // of a block: a tile's scores with all of them are there at one time
 
 inline int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -28,55 +28,55 @@ inline Buffer buffer(int64_t units) {
   return Buffer(static_cast<float*>(std::aligned_alloc(64, up_to(std::max<int64_t>(units, 1) * 4, 64))));
 }
 
-// Rows of at most a vector's lanes -> a panel [values / kDeep][kWidth]: row i in lane i, units of neighbours in a row.
+// Rows of at most a vector's lanes -> a panel [values / kDeep][kLanes]: row i in lane i, units of neighbours in a row.
 inline void pack_across(const X* const* rows, int count, int64_t values, float* to) {
   const int64_t deep = values / kDeep;
-  for (int64_t at = 0; at < deep; at += kWidth) {
-    const int64_t some = std::min<int64_t>(kWidth, deep - at);
-    V r[kWidth];
-    for (int i = 0; i < kWidth; ++i) r[i] = i < count ? units(rows[i] + at * kDeep, some) : zero();
+  for (int64_t at = 0; at < deep; at += kLanes) {
+    const int64_t some = std::min<int64_t>(kLanes, deep - at);
+    Floats r[kLanes];
+    for (int i = 0; i < kLanes; ++i) r[i] = i < count ? units(rows[i] + at * kDeep, some) : zero();
     transpose(r);
-    for (int64_t i = 0; i < some; ++i) store(to + (at + i) * kWidth, r[i]);
+    for (int64_t i = 0; i < some; ++i) store(to + (at + i) * kLanes, r[i]);
   }
 }
 
-// One row, or two that are neighbours in a sum -> row `at` of each panel [deep][kWidth] of their columns.
+// One row, or two that are neighbours in a sum -> row `at` of each panel [deep][kLanes] of their columns.
 inline void pack_down(const X* row, const X* next, int64_t values, int64_t deep, int64_t at, float* to) {
-  for (int64_t c = 0; c < values; c += kWidth) store(to + c * deep + at * kWidth, columns(row + c, next + c));
+  for (int64_t c = 0; c < values; c += kLanes) store(to + c * deep + at * kLanes, columns(row + c, next + c));
 }
 
 // sums[r][v] += the sum over d of a[r * a_row + d * a_step] times the vector at b[v * b_vector + d * b_step]
 template <int rows, int vectors>
 INLINE inline void multiply(const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_vector,
-                            int64_t b_step, int64_t deep, V (&sums)[rows][vectors]) {
+                            int64_t b_step, int64_t deep, Floats (&sums)[rows][vectors]) {
   for (int64_t d = 0; d < deep; ++d, a += a_step, b += b_step) {
-    V x[vectors];
+    Floats x[vectors];
 #pragma GCC unroll 8
     for (int v = 0; v < vectors; ++v) x[v] = load(b + v * b_vector);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
-      const V y = all(a[r * a_row]);
+      const Floats y = all(a[r * a_row]);
 #pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) sums[r][v] = dot(y, x[v], sums[r][v]);
     }
   }
 }
 
-// results [values][vectors * kWidth] = them times `factor`, or zero at first, plus the sum over keys of their rows, in
-// panels of `all_deep` units, times weights [keys / kDeep][vectors * kWidth]
+// results [values][vectors * kLanes] = them times `factor`, or zero at first, plus the sum over keys of their rows, in
+// panels of `all_deep` units, times weights [keys / kDeep][vectors * kLanes]
 template <int vectors>
 INLINE inline void add_rows(const float* keys, int64_t all_deep, const float* weights, int64_t deep, int64_t count,
-                            const V (&factor)[vectors], bool first, float* results) {
+                            const Floats (&factor)[vectors], bool first, float* results) {
   for (int64_t c = 0; c < count; c += kTall) {
-    V sums[kTall][vectors];
-    float* const place = results + c * vectors * kWidth;
+    Floats sums[kTall][vectors];
+    float* const place = results + c * vectors * kLanes;
     for (int i = 0; i < kTall; ++i)
       for (int v = 0; v < vectors; ++v)
-        sums[i][v] = first ? zero() : mul(load(place + (i * vectors + v) * kWidth), factor[v]);
-    const float* const panel = keys + c / kWidth * (all_deep * kWidth) + c % kWidth;
-    multiply(panel, 1, kWidth, weights, kWidth, vectors * kWidth, deep, sums);
+        sums[i][v] = first ? zero() : mul(load(place + (i * vectors + v) * kLanes), factor[v]);
+    const float* const panel = keys + c / kLanes * (all_deep * kLanes) + c % kLanes;
+    multiply(panel, 1, kLanes, weights, kLanes, vectors * kLanes, deep, sums);
     for (int i = 0; i < kTall; ++i)
-      for (int v = 0; v < vectors; ++v) store(place + (i * vectors + v) * kWidth, sums[i][v]);
+      for (int v = 0; v < vectors; ++v) store(place + (i * vectors + v) * kLanes, sums[i][v]);
   }
 }
 
@@ -107,18 +107,18 @@ struct Tile {
   int64_t begin, count;
   int64_t first, end;            // the keys that some query sees, from a whole panel on
   int64_t all_from, all_before;  // the keys that all queries see
-  float from[kLanes], to[kLanes];  // of each query the first key and the last one
+  float from[kTileLanes], to[kTileLanes];  // of each query the first key and the last one
   Tile(const Sizes& s, int64_t first_row, int64_t rows) : begin(first_row), count(rows) {
-    for (int64_t i = 0; i < kLanes; ++i) {
+    for (int64_t i = 0; i < kTileLanes; ++i) {
       const int64_t position = (begin + std::min(i, count - 1)) / s.shared();
       const int64_t last = s.causal ? s.keys - s.queries + position : s.keys - 1;
       to[i] = float(last);
       from[i] = float(s.window ? std::max<int64_t>(0, last - s.window + 1) : 0);
     }
-    first = int64_t(from[0]) / kWidth * kWidth;
-    all_from = int64_t(from[kLanes - 1]);
+    first = int64_t(from[0]) / kLanes * kLanes;
+    all_from = int64_t(from[kTileLanes - 1]);
     all_before = int64_t(to[0]) + 1;
-    end = int64_t(to[kLanes - 1]) + 1;
+    end = int64_t(to[kTileLanes - 1]) + 1;
   }
 };
 
@@ -128,81 +128,81 @@ inline T* row_of(T* data, const Strides& strides, const Sizes& s, int64_t batch,
   return data + batch * strides.batch + position * strides.position + head * strides.head;
 }
 
-// The rows of a tile's queries -> panels [kVectors][values / kDeep][kWidth].
+// The rows of a tile's queries -> panels [kVectors][values / kDeep][kLanes].
 inline void pack_tile(const X* data, const Strides& strides, const Sizes& s, int64_t batch, int64_t group,
                       const Tile& tile, int64_t values, float* to) {
-  for (int64_t first = 0; first < tile.count; first += kWidth) {
-    const X* rows[kWidth];
-    const int count = int(std::min<int64_t>(kWidth, tile.count - first));
+  for (int64_t first = 0; first < tile.count; first += kLanes) {
+    const X* rows[kLanes];
+    const int count = int(std::min<int64_t>(kLanes, tile.count - first));
     for (int i = 0; i < count; ++i) rows[i] = row_of(data, strides, s, batch, group, tile.begin + first + i);
     pack_across(rows, count, values, to + first * (values / kDeep));
   }
 }
 
-// A tile's results [values][vectors * kWidth] times a factor of each query -> `count` rows [values].
+// A tile's results [values][vectors * kLanes] times a factor of each query -> `count` rows [values].
 inline void unpack_tile(const float* results, X* const* rows, int64_t count, int64_t values, int vectors,
                         const float* factors) {
-  for (int64_t first = 0; first < count; first += kWidth)
-    for (int64_t c = 0; c < values; c += kWidth) {
-      V r[kWidth];
-      for (int i = 0; i < kWidth; ++i) r[i] = load(results + (c + i) * vectors * kWidth + first);
+  for (int64_t first = 0; first < count; first += kLanes)
+    for (int64_t c = 0; c < values; c += kLanes) {
+      Floats r[kLanes];
+      for (int i = 0; i < kLanes; ++i) r[i] = load(results + (c + i) * vectors * kLanes + first);
       transpose(r);
-      for (int i = 0; i < kWidth && first + i < count; ++i)
+      for (int i = 0; i < kLanes && first + i < count; ++i)
         write(rows[first + i] + c, mul(r[i], all(factors[first + i])));
     }
 }
 
-// Keys, or values, of one panel -> [kWidth keys across], for the sums over channels.
+// Keys, or values, of one panel -> [kLanes keys across], for the sums over channels.
 inline void pack_keys_across(const X* head, int64_t stride, int64_t keys, int64_t panel, int64_t values, float* to) {
-  const X* rows[kWidth];
-  const int count = int(std::min<int64_t>(kWidth, keys - panel * kWidth));
-  for (int i = 0; i < count; ++i) rows[i] = head + (panel * kWidth + i) * stride;
-  pack_across(rows, count, values, to + panel * kWidth * (values / kDeep));
+  const X* rows[kLanes];
+  const int count = int(std::min<int64_t>(kLanes, keys - panel * kLanes));
+  for (int i = 0; i < count; ++i) rows[i] = head + (panel * kLanes + i) * stride;
+  pack_across(rows, count, values, to + panel * kLanes * (values / kDeep));
 }
 
 // The same keys -> their places in panels of columns, for the sums over keys. deep: units of all keys.
 inline void pack_keys_down(const X* head, int64_t stride, int64_t keys, int64_t panel, int64_t values, int64_t deep,
                            float* to) {
   static const X nothing[256] = {};
-  for (int64_t i = panel * kWidth; i < (panel + 1) * kWidth; i += kDeep)
+  for (int64_t i = panel * kLanes; i < (panel + 1) * kLanes; i += kDeep)
     pack_down(i < keys ? head + i * stride : nothing, i + 1 < keys ? head + (i + 1) * stride : nothing, values, deep,
               i / kDeep, to);
 }
 
-// Scores of a tile with `rows` keys from `begin` on -> scores [rows][vectors * kWidth], and each query's largest. cap:
+// Scores of a tile with `rows` keys from `begin` on -> scores [rows][vectors * kLanes], and each query's largest. cap:
 // not 0 where they become tanh(score * cap / (2 log2(e))).
 template <int vectors>
 INLINE inline void scores_of(const Tile& tile, const float* queries, const float* keys, int64_t begin, int64_t rows,
-                             int64_t deep, float cap, float* scores, V (&largest)[vectors]) {
+                             int64_t deep, float cap, float* scores, Floats (&largest)[vectors]) {
   for (int64_t r = 0; r < rows; r += kTall) {
-    V sums[kTall][vectors];
+    Floats sums[kTall][vectors];
     for (int i = 0; i < kTall; ++i)
       for (int v = 0; v < vectors; ++v) sums[i][v] = zero();
     const int64_t key = begin + r;
-    const float* const panel = keys + key / kWidth * (deep * kWidth) + key % kWidth;
-    multiply(panel, 1, kWidth, queries, deep * kWidth, kWidth, deep, sums);
+    const float* const panel = keys + key / kLanes * (deep * kLanes) + key % kLanes;
+    multiply(panel, 1, kLanes, queries, deep * kLanes, kLanes, deep, sums);
     if (cap != 0.0f)
       for (int i = 0; i < kTall; ++i)
         for (int v = 0; v < vectors; ++v) sums[i][v] = tanh_of(mul(sums[i][v], all(cap)));
     if (key + kTall > tile.all_before || key < tile.all_from)
       for (int i = 0; i < kTall; ++i)
         for (int v = 0; v < vectors; ++v) {
-          const V own = all(float(key + i)), not_behind = load(tile.to + v * kWidth);
+          const Floats own = all(float(key + i)), not_behind = load(tile.to + v * kLanes);
           sums[i][v] = where_at_most(own, not_behind, sums[i][v], all(-kInfinity));
-          sums[i][v] = where_at_most(load(tile.from + v * kWidth), own, sums[i][v], all(-kInfinity));
+          sums[i][v] = where_at_most(load(tile.from + v * kLanes), own, sums[i][v], all(-kInfinity));
         }
     for (int i = 0; i < kTall; ++i)
       for (int v = 0; v < vectors; ++v) {
         largest[v] = larger(largest[v], sums[i][v]);
-        store(scores + ((r + i) * vectors + v) * kWidth, sums[i][v]);
+        store(scores + ((r + i) * vectors + v) * kLanes, sums[i][v]);
       }
   }
 }
 
 template <class F>
 INLINE inline void by_vectors(int64_t lanes, const F& f) {
-  if (lanes <= kWidth) f(std::integral_constant<int, 1>{});
-  else if (lanes <= 2 * kWidth) f(std::integral_constant<int, 2>{});
+  if (lanes <= kLanes) f(std::integral_constant<int, 1>{});
+  else if (lanes <= 2 * kLanes) f(std::integral_constant<int, 2>{});
   else f(std::integral_constant<int, 3>{});
 }
 

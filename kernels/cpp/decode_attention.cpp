@@ -5,7 +5,7 @@
 // of them at a time, in float32; sums are float32, over the lanes of a vector, then over these, and rounded once. X is
 // the dtype of queries, keys, values and the result.
 
-#include "vectors.h"
+#include "simd.h"
 
 namespace te_models {
 
@@ -46,12 +46,12 @@ inline void score(const X* key, int64_t step, int64_t count, const float* q, con
     const X* const k = key + l * step;
     soon_all(k + kAhead * step, s.D);
     for (int64_t h = 0; h < s.shared; ++h) {
-      V a = zero(), b = zero();
+      Floats a = zero(), b = zero();
       const float* const own = q + h * s.D;
       int64_t d = 0;
-      for (; d + 2 * kWidth <= s.D; d += 2 * kWidth) {
+      for (; d + 2 * kLanes <= s.D; d += 2 * kLanes) {
         a = fma(widened(k + d), load(own + d), a);
-        b = fma(widened(k + d + kWidth), load(own + d + kWidth), b);
+        b = fma(widened(k + d + kLanes), load(own + d + kLanes), b);
       }
       if (d < s.D) a = fma(widened(k + d), load(own + d), a);
       scores[h * kKeys + l] = sum(add(a, b)) * s.scale;
@@ -63,11 +63,11 @@ inline void score(const X* key, int64_t step, int64_t count, const float* q, con
 template <int together>
 INLINE inline void add_some(const X* v, int64_t step, const float* weights, const Sizes& s, float* out) {
   for (int64_t h = 0; h < s.shared; ++h) {
-    V weight[together];
+    Floats weight[together];
     for (int i = 0; i < together; ++i) weight[i] = all(weights[h * kKeys + i]);
-    for (int64_t d = 0; d < s.Dv; d += kWidth) {
+    for (int64_t d = 0; d < s.Dv; d += kLanes) {
       float* const to = out + h * s.Dv + d;
-      V sum = load(to);
+      Floats sum = load(to);
       for (int i = 0; i < together; ++i) sum = fma(widened(v + i * step + d), weight[i], sum);
       store(to, sum);
     }

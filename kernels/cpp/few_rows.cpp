@@ -30,13 +30,13 @@ extern "C" void te_few_rows(const X* x, const X* bias, X* out, int64_t M, int64_
     for (int64_t n = 0; n < N; n += kRows) {
       if (M == 1) {  // decoded in registers
         const float* const from = wide.data();
-        V acc[kRows];
+        Floats acc[kRows];
         for (int r = 0; r < kRows; ++r) acc[r] = zero();
-        rows.decode(w, n, N, [&](int64_t k, auto r, V v) INLINE { acc[r] = fma(v, load(from + k), acc[r]); });
+        rows.decode(w, n, N, [&](int64_t k, auto r, Floats v) INLINE { acc[r] = fma(v, load(from + k), acc[r]); });
         for (int r = 0; r < kRows; ++r) found[r] = sum(acc[r]);
       } else {
         float* const to = decoded.data();
-        rows.decode(w, n, N, [&](int64_t k, auto r, V v) INLINE { store(to + r * padded + k, v); });
+        rows.decode(w, n, N, [&](int64_t k, auto r, Floats v) INLINE { store(to + r * padded + k, v); });
         for (int64_t m = 0; m < M; m += 4) {
           const auto run = M - m == 1 ? several<1> : M - m == 2 ? several<2> : M - m == 3 ? several<3> : several<4>;
           run(to, wide.data() + m * padded, padded, found.data() + m * kRows);

@@ -2,27 +2,27 @@
 
 #pragma once
 
-#include "vectors.h"
+#include "bytes.h"
 
 namespace te_models {
 
 constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
 
-// Formats of a byte decode kWidth values to 1/kFactor of them.
+// Formats of a byte decode kLanes values to 1/kFactor of them.
 struct E4M3 {
   static constexpr bool packed = false;
   static constexpr float kFactor = 256.0f;  // E4M3 in float16's places: the exponent's bias is 7 and not 15
   // the mask clears the sign's copy in the uppermost bit of the exponent
-  static V decode(const uint8_t* p) { return halves(masked(up(bytes(p), 7), short(0xBFFF))); }
-  static void decode(const uint8_t* p, V* to) { both_halves(masked(up(twice_bytes(p), 7), short(0xBFFF)), to); }
+  static Floats decode(const uint8_t* p) { return halves(masked(up(bytes(p), 7), short(0xBFFF))); }
+  static void decode(const uint8_t* p, Floats* to) { both_halves(masked(up(twice_bytes(p), 7), short(0xBFFF)), to); }
   static constexpr uint8_t kSpecial = 0x7F;  // the bits of NaN
   static float special(float) { return kNone; }
 };
 struct E5M2 {
   static constexpr bool packed = false;
   static constexpr float kFactor = 1.0f;
-  static V decode(const uint8_t* p) { return halves(up(bytes(p), 8)); }
-  static void decode(const uint8_t* p, V* to) { both_halves(up(twice_bytes(p), 8), to); }
+  static Floats decode(const uint8_t* p) { return halves(up(bytes(p), 8)); }
+  static void decode(const uint8_t* p, Floats* to) { both_halves(up(twice_bytes(p), 8), to); }
   static constexpr uint8_t kSpecial = 0x7C;  // of infinity and NaN, which float16 has
   static float special(float decoded) { return decoded; }
 };
@@ -51,23 +51,23 @@ enum Mode { kExact, kRounded, kCareful };
 
 // p: the bytes that w was decoded from
 template <Mode mode>
-INLINE inline V weight_of(const uint8_t* p, V w, float scale, V s, V larger) {
+INLINE inline Floats weight_of(const uint8_t* p, Floats w, float scale, Floats s, Floats larger) {
   if constexpr (mode == kCareful) {
-    float lanes[kWidth];
+    float lanes[kLanes];
     store(lanes, w);
-    for (int i = 0; i < kWidth; ++i) {
+    for (int i = 0; i < kLanes; ++i) {
       const float value = ((p[i] & W::kSpecial) == W::kSpecial ? W::special(lanes[i]) : lanes[i] * W::kFactor) * scale;
       lanes[i] = X::rounds ? BFloat16::read(BFloat16::write(value)) : value;
     }
     return load(lanes);
   }
   if constexpr (mode == kExact || !X::rounds) return mul(w, s);
-  const V m = mul(w, larger);  // 2^16 of the value: what is left of m - (m - v) are the eight bits of a bfloat16
+  const Floats m = mul(w, larger);  // 2^16 of the value: what is left of m - (m - v) are the eight bits of a bfloat16
   return sub(m, sub(m, mul(w, s)));
 }
 
 inline bool any_special(const uint8_t* p, int64_t size) {
-  Bytes largest = no_bytes();  // magnitudes: NaN, and infinity, have the largest
+  Register largest = no_bytes();  // magnitudes: NaN, and infinity, have the largest
   int64_t i = 0;
   for (; i + kBytes <= size; i += kBytes) largest = larger_magnitudes(largest, p + i);
   uint8_t last[kBytes] = {};
@@ -91,10 +91,8 @@ inline Mode read_scales(const Weight& w, int64_t row, int64_t blocks, float* to)
         to[b] = float_of(byte << 23);
       }
     };
-    if (across == 1)
-      read_all(std::integral_constant<int64_t, 1>{});
-    else
-      read_all(across);
+    if (across == 1) read_all(std::integral_constant<int64_t, 1>{});
+    else read_all(across);
     if (low > 27 && high < 227) return kExact;
     for (int64_t b = 0; b < blocks; ++b) {
       const uint32_t byte = p[b * across];
@@ -119,40 +117,38 @@ struct Rows {
 
   template <Mode mode, class Use>
   INLINE void run(const Weight& w, const uint8_t* const* row, const float* const* of_row, const Use& use) {
-    const int64_t K = w.K, full = K / kWidth * kWidth, L = w.block_columns;
+    const int64_t K = w.K, full = K / kLanes * kLanes, L = w.block_columns;
     for (int64_t begin = 0, b = 0; begin < full; begin += L, ++b) {
-      V s[kRows], larger[kRows];
+      Floats s[kRows], larger[kRows];
       each_row([&](auto r) INLINE {
         s[r] = all(of_row[r][b] * W::kFactor);
         larger[r] = all(of_row[r][b] * W::kFactor * 0x1p16f);
       });
       const int64_t end = std::min(begin + L, full);
-      const auto use_one = [&](int64_t k, auto r, V v) INLINE {
-        use(k, r, weight_of<mode>(row[r] + k, v, of_row[r][b], s[r], larger[r]));
-      };
+      const auto use_one = [&](int64_t k, auto r, Floats v)
+                               INLINE { use(k, r, weight_of<mode>(row[r] + k, v, of_row[r][b], s[r], larger[r])); };
       const auto use_two = [&](int64_t k) INLINE {
         each_row([&](auto r) INLINE {
-          V two[2];
+          Floats two[2];
           W::decode(row[r] + k, two);
           use_one(k, r, two[0]);
-          use_one(k + kWidth, r, two[1]);
+          use_one(k + kLanes, r, two[1]);
         });
       };
-      const auto read_ahead = [&](int64_t k) INLINE {
-        each_row([&](auto r) INLINE { soon(row[r] + k + kRows * w.stride); });
-      };
+      const auto read_ahead = [&](int64_t k)
+                                  INLINE { each_row([&](auto r) INLINE { soon(row[r] + k + kRows * w.stride); }); };
       int64_t k = begin;
       if (end - begin == kSmall) {  // a loop would cost as much as what it does: MXFP8's blocks
         read_ahead(k);
 #pragma GCC unroll 4
-        for (int i = 0; i < kSmall; i += 2 * kWidth) use_two(begin + i);
+        for (int i = 0; i < kSmall; i += 2 * kLanes) use_two(begin + i);
         continue;
       }
-      for (; k + 2 * kWidth <= end; k += 2 * kWidth) {
+      for (; k + 2 * kLanes <= end; k += 2 * kLanes) {
         read_ahead(k);
         use_two(k);
       }
-      for (; k < end; k += kWidth) each_row([&](auto r) INLINE { use_one(k, r, W::decode(row[r] + k)); });
+      for (; k < end; k += kLanes) each_row([&](auto r) INLINE { use_one(k, r, W::decode(row[r] + k)); });
     }
     if (full == K) return;
     each_row([&](auto r) INLINE {
@@ -233,13 +229,13 @@ struct Rows {
       row[r] = w.data + at * w.stride;
       scale[r] = static_cast<const uint8_t*>(w.scale) + at * w.down;
     }
-    constexpr int vectors = 16 / kWidth;
+    constexpr int vectors = 16 / kLanes;
     const auto use_block = [&](int64_t b, auto r, const uint8_t* codes) INLINE {
       soon(row[r] + b * 8 + kRows * w.stride);
-      V some[vectors];
+      Floats some[vectors];
       e2m1(codes, table + scale[r][b * w.across] * 16, some);
       use(b * 16, r, some[0]);
-      if constexpr (vectors == 2) use(b * 16 + kWidth, r, some[1]);
+      if constexpr (vectors == 2) use(b * 16 + kLanes, r, some[1]);
     };
     for (int64_t b = 0; b < K / 16; ++b) each_row([&](auto r) INLINE { use_block(b, r, row[r] + b * 8); });
     if (K % 16 == 0) return;
@@ -256,14 +252,14 @@ inline Rows rows_of(const Tables& tables) { return {tables.table}; }
 // `count` rows of x by decoded rows of the weight -> out [count, kRows].
 template <int count>
 void several(const float* decoded, const float* x, int64_t padded, float* out) {
-  V acc[count][kRows];
+  Floats acc[count][kRows];
   for (int m = 0; m < count; ++m)
     for (int r = 0; r < kRows; ++r) acc[m][r] = zero();
-  for (int64_t k = 0; k < padded; k += kWidth) {
-    V w[kRows];
+  for (int64_t k = 0; k < padded; k += kLanes) {
+    Floats w[kRows];
     for (int r = 0; r < kRows; ++r) w[r] = load(decoded + r * padded + k);
     for (int m = 0; m < count; ++m) {
-      const V v = load(x + m * padded + k);
+      const Floats v = load(x + m * padded + k);
       for (int r = 0; r < kRows; ++r) acc[m][r] = fma(w[r], v, acc[m][r]);
     }
   }

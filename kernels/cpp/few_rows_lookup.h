@@ -29,7 +29,7 @@ static const float* values_of_bytes() {  // not inline: the loader would take on
     uint8_t codes[16] = {};
     for (int byte = 0; byte < 128; ++byte) {
       codes[0] = uint8_t(byte);
-      float lanes[kWidth];
+      float lanes[kLanes];
       store(lanes, W::decode(codes));
       values[byte] = (byte & W::kSpecial) == W::kSpecial ? W::special(lanes[0]) : lanes[0] * W::kFactor;
     }
@@ -41,7 +41,7 @@ static const float* values_of_bytes() {  // not inline: the loader would take on
 inline void fill(Table& table, float scale) {
   const float* const values = values_of_bytes();
   for (int i = 0; i < 128; i += 16) {
-    const __m512i found = bfloat16_bits(mul(load(values + i), all(scale)));
+    const __m512i found = __m512i(bfloat16_bits(mul(load(values + i), all(scale))));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(table.low + i), _mm512_cvtepi32_epi8(found));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(table.high + i), _mm512_cvtepi32_epi8(_mm512_srli_epi32(found, 8)));
   }
@@ -90,7 +90,7 @@ struct RowScales {
     from += 16, count -= 16;
   }
   // of the next 64 columns, for the lanes of their sums
-  INLINE V take() {
+  INLINE Floats take() {
     const __m512i found = _mm512_permutexvar_epi32(place, some);
     place = _mm512_add_epi32(place, _mm512_set1_epi32(2));
     return _mm512_castsi512_ps(found);
@@ -101,18 +101,18 @@ struct RowScales {
 template <int count, bool scaled>
 INLINE inline void by_table(const uint8_t* row, int64_t K, const Table* tables, int64_t columns, const uint8_t* scale,
                             const uint16_t* x, int64_t padded, float* out) {
-  V acc[count][2];
+  Floats acc[count][2];
   for (auto& some : acc) some[0] = some[1] = zero();
   RowScales scales{scale, (K + 31) / 32, no_bytes(), no_bytes()};
   const auto add_chunk = [&](const Lookup& lookup, int64_t k, __m512i bytes) INLINE {
     __m512bh w[2];
     lookup(bytes, w);
-    const V factor = scaled ? scales.take() : zero();
+    const Floats factor = scaled ? scales.take() : zero();
 #pragma GCC unroll 4
     for (int m = 0; m < count; ++m) {
       const uint16_t* const from = x + m * padded + k;
       if constexpr (scaled) {
-        const V sum = _mm512_dpbf16_ps(_mm512_dpbf16_ps(zero(), w[0], pairs_of(from)), w[1], pairs_of(from + 32));
+        const Floats sum = _mm512_dpbf16_ps(_mm512_dpbf16_ps(zero(), w[0], pairs_of(from)), w[1], pairs_of(from + 32));
         acc[m][0] = fma(sum, factor, acc[m][0]);
       } else {
         acc[m][0] = _mm512_dpbf16_ps(acc[m][0], w[0], pairs_of(from));

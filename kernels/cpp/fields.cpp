@@ -41,7 +41,7 @@ inline void decode_row(const uint8_t* from, const float* scales, Y* to, int64_t 
 
 // Round a vector of finite numbers and write their codes; worst: the bits of the largest |decoded - x|.
 template <bool measured>
-INLINE void write_e4m3(const X* from, uint8_t* to, Floats scale, Floats inverse, Words* worst) {
+INLINE inline void write_e4m3(const X* from, uint8_t* to, Floats scale, Floats inverse, Words* worst) {
   const Words u = read_bits(from), magnitude = u & 0x7FFFFFFF;
   const Rounded<te_models::E4M3> rounded(float_of(magnitude) * scale);
   write_bytes(to, rounded.code | (u >> 24 & 0x80));
@@ -49,7 +49,7 @@ INLINE void write_e4m3(const X* from, uint8_t* to, Floats scale, Floats inverse,
 }
 
 template <bool measured>
-INLINE void write_e4m3(X from, uint8_t* to, float scale, float inverse, uint32_t* worst) {
+INLINE inline void write_e4m3(X from, uint8_t* to, float scale, float inverse, uint32_t* worst) {
   const float v = X::read(from), rounded = rounded_fp8<false>(v * scale);
   *to = uint8_t(e4m3_byte(rounded));
   if (measured) *worst = std::max(*worst, distance(rounded * inverse, v));
@@ -135,7 +135,7 @@ int quantize_scaled(const X* x, uint8_t* data, int64_t size, float scale, float 
 // Round a vector of finite numbers and write their codes, two to a byte. decode: what decoding multiplies with, after
 // the block's scale.
 template <bool measured>
-INLINE void write_e2m1(const X* from, uint8_t* to, Floats factor, Floats scale, Floats decode, Words* worst) {
+INLINE inline void write_e2m1(const X* from, uint8_t* to, Floats factor, Floats scale, Floats decode, Words* worst) {
   const Words u = read_bits(from), magnitude = u & 0x7FFFFFFF;
   const Rounded<E2M1> rounded(float_of(magnitude) * factor);
   write_pairs(to, rounded.code | (u >> 28 & 8));

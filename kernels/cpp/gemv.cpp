@@ -5,7 +5,7 @@
 // first, at half that speed or less. Every sum runs over the lanes of four vectors in turn, then over these: it does
 // not depend on how many rows there are. Sums are float32 and rounded once.
 
-#include "vectors.h"
+#include "simd.h"
 
 namespace te_models {
 
@@ -18,19 +18,19 @@ INLINE inline void ahead(const X* w) {
   for (int64_t i = 0; i < size; i += 64) soon(reinterpret_cast<const char*>(w) + kAhead + i);
 }
 
-#if defined(__AVX512BW__) && !defined(NARROW)
+#if defined(WIDE)
 constexpr bool kHalves = false;
 #else
 constexpr bool kHalves = X::rounds;
 // Two bfloat16 lie in each lane of what is read: the lower is shifted up, the upper masked, where spreading eight over
 // a vector takes three times as long. Sums of even and of odd columns are put side by side at the end, so that every
 // sum runs in the same order.
-INLINE inline V evens(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
-INLINE inline V odds(__m256i x) {
+INLINE inline Floats evens(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+INLINE inline Floats odds(__m256i x) {
   return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(int(0xFFFF0000))));
 }
-INLINE inline void side_by_side(V& a, V& b) {
-  const V low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+INLINE inline void side_by_side(Floats& a, Floats& b) {
+  const Floats low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
   a = _mm256_permute2f128_ps(low, high, 0x20);
   b = _mm256_permute2f128_ps(low, high, 0x31);
 }
@@ -39,52 +39,52 @@ INLINE inline void side_by_side(V& a, V& b) {
 // `count` rows of x, each of `padded` floats as `copy_row` puts them, by a row of the weight -> out [count].
 template <int count>
 INLINE inline void by_row(const float* x, int64_t padded, const X* w, int64_t K, float* out) {
-  V acc[count][kSums];
+  Floats acc[count][kSums];
   for (int m = 0; m < count; ++m)
     for (int i = 0; i < kSums; ++i) acc[m][i] = zero();
   int64_t k = 0;
-  for (; k + kSums * kWidth <= K; k += kSums * kWidth) {
-    ahead<kSums * kWidth * sizeof(X)>(w + k);
-    V some[kSums];
-#if !defined(__AVX512BW__) || defined(NARROW)
+  for (; k + kSums * kLanes <= K; k += kSums * kLanes) {
+    ahead<kSums * kLanes * sizeof(X)>(w + k);
+    Floats some[kSums];
+#if !defined(WIDE)
     if constexpr (kHalves)
       for (int i = 0; i < kSums; i += 2) {
-        const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + k + i * kWidth));
+        const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + k + i * kLanes));
         some[i] = evens(pairs);
         some[i + 1] = odds(pairs);
       }
     else
 #endif
-      for (int i = 0; i < kSums; ++i) some[i] = widened(w + k + i * kWidth);
+      for (int i = 0; i < kSums; ++i) some[i] = widened(w + k + i * kLanes);
     for (int m = 0; m < count; ++m)
-      for (int i = 0; i < kSums; ++i) acc[m][i] = fma(load(x + m * padded + k + i * kWidth), some[i], acc[m][i]);
+      for (int i = 0; i < kSums; ++i) acc[m][i] = fma(load(x + m * padded + k + i * kLanes), some[i], acc[m][i]);
   }
-#if !defined(__AVX512BW__) || defined(NARROW)
+#if !defined(WIDE)
   if constexpr (kHalves)
     for (int m = 0; m < count; ++m)
       for (int i = 0; i < kSums; i += 2) side_by_side(acc[m][i], acc[m][i + 1]);
 #endif
-  for (; k < K; k += kWidth) {
-    X last[kWidth] = {};
+  for (; k < K; k += kLanes) {
+    X last[kLanes] = {};
     const X* from = w + k;
-    if (K - k < kWidth) {  // past the end there may be no memory
+    if (K - k < kLanes) {  // past the end there may be no memory
       std::memcpy(last, from, (K - k) * sizeof(X));
       from = last;
     }
-    const V one = widened(from);
+    const Floats one = widened(from);
     for (int m = 0; m < count; ++m) acc[m][0] = fma(load(x + m * padded + k), one, acc[m][0]);
   }
   for (int m = 0; m < count; ++m) out[m] = sum(add(add(acc[m][0], acc[m][1]), add(acc[m][2], acc[m][3])));
 }
 
-#if defined(__AVX512BF16__) && !defined(NARROW)
+#if defined(__AVX512BF16__) && defined(WIDE)
 constexpr bool kPairs = X::rounds;
 constexpr int kTogether = kPairs ? 8 : kRows;  // rows of x that share what is read of the weight
 
 // The same of bfloat16, whose products of pairs are added up by one instruction: x, as it is, in rows of `padded`.
 template <int count>
 INLINE inline void by_row(const X* x, int64_t padded, const X* w, int64_t K, float* out) {
-  constexpr int width = 2 * kWidth;
+  constexpr int width = 2 * kLanes;
   __m512 acc[count][2];
   for (auto& some : acc) some[0] = some[1] = zero();
   const auto pairs = [](const X* p) INLINE { return __m512bh(_mm512_loadu_si512(p)); };
@@ -111,15 +111,15 @@ constexpr int kTogether = kRows;
 #endif
 
 using Row = std::conditional_t<kPairs, X, float>;  // of x, as it is multiplied
-constexpr int64_t kPadding = kPairs ? 2 * kWidth : kWidth;
+constexpr int64_t kPadding = kPairs ? 2 * kLanes : kLanes;
 
 inline void copy_row(const X* from, int64_t K, X* to) { std::memcpy(to, from, K * sizeof(X)); }
 inline void copy_row(const X* from, int64_t K, float* to) {
   int64_t k = 0;
   if (kHalves)  // even columns of a pair of vectors, then odd ones
-    for (; k + kSums * kWidth <= K; k += kSums * kWidth)
-      for (int64_t i = 0; i < kSums * kWidth; ++i)
-        to[k + i] = X::read(from[k + i / (2 * kWidth) * 2 * kWidth + i % kWidth * 2 + i / kWidth % 2]);
+    for (; k + kSums * kLanes <= K; k += kSums * kLanes)
+      for (int64_t i = 0; i < kSums * kLanes; ++i)
+        to[k + i] = X::read(from[k + i / (2 * kLanes) * 2 * kLanes + i % kLanes * 2 + i / kLanes % 2]);
 #pragma omp simd
   for (int64_t i = k; i < K; ++i) to[i] = X::read(from[i]);
 }

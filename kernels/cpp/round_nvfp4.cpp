@@ -23,7 +23,7 @@ inline float rounded_e2m1(float v, uint32_t random) {
 }
 
 struct Drawn {
-  INLINE Floats operator()(Floats magnitude, const uint32_t* random) const {
+  INLINE inline Floats operator()(Floats magnitude, const uint32_t* random) const {
     return drawn<E2M1>(magnitude, load<Words>(random));
   }
 };
@@ -32,14 +32,14 @@ struct Drawn {
 struct Philox {
   int64_t seed, step, stream;
   static constexpr int64_t kVectors = 4;  // enough at once that no multiplication waits for another
-  static constexpr int64_t kCounters = kVectors * kPairs, kWords = 4 * kCounters;
+  static constexpr int64_t kCounters = kVectors * kHalfLanes, kWords = 4 * kCounters;
 
   // The words of kCounters counters, one after another.
-  INLINE void operator()(const uint32_t* counters, uint32_t* words) const {
-    typedef uint32_t Counters __attribute__((vector_size(4 * kPairs)));
+  INLINE inline void operator()(const uint32_t* counters, uint32_t* words) const {
+    typedef uint32_t Counters __attribute__((vector_size(4 * kHalfLanes)));
     Pairs c0[kVectors], c1[kVectors], c2[kVectors], c3[kVectors];  // of which the lower words count
     for (int64_t v = 0; v < kVectors; ++v) {
-      c0[v] = __builtin_convertvector(load<Counters>(counters + v * kPairs), Pairs);
+      c0[v] = __builtin_convertvector(load<Counters>(counters + v * kHalfLanes), Pairs);
       c1[v] = Pairs{} + uint32_t(stream);
       c2[v] = Pairs{} + uint32_t(uint64_t(step));
       c3[v] = Pairs{} + uint32_t(uint64_t(step) >> 32);
@@ -58,12 +58,12 @@ struct Philox {
       k1 += 0xBB67AE85u;
     }
     for (int64_t v = 0; v < kVectors; ++v) {
-      uint64_t first[kPairs], second[kPairs];
+      uint64_t first[kHalfLanes], second[kHalfLanes];
       store(first, (c0[v] & 0xFFFFFFFF) | c1[v] << 32);
       store(second, (c2[v] & 0xFFFFFFFF) | c3[v] << 32);
-      for (int64_t i = 0; i < kPairs; ++i) {
-        std::memcpy(words + 4 * (v * kPairs + i), first + i, 8);
-        std::memcpy(words + 4 * (v * kPairs + i) + 2, second + i, 8);
+      for (int64_t i = 0; i < kHalfLanes; ++i) {
+        std::memcpy(words + 4 * (v * kHalfLanes + i), first + i, 8);
+        std::memcpy(words + 4 * (v * kHalfLanes + i) + 2, second + i, 8);
       }
     }
   }

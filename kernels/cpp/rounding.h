@@ -4,9 +4,57 @@
 
 #pragma once
 
-#include "lanes.h"
+#include "simd.h"
 
 namespace te_models {
+
+// A format of floating-point numbers: bits of its mantissa, exponent of its smallest normal number, largest number.
+template <int mantissa, int least, int largest>
+struct Format {
+  static constexpr int kMantissa = mantissa;
+  static constexpr uint32_t kLeast = uint32_t(127 + least) << 23;
+  static constexpr float kLargest = float(largest);
+  // 1.5 times a power of two, adding which rounds a number of this exponent, in float32, to nearest even
+  static constexpr uint32_t kAbove = (uint32_t(23 - mantissa) << 23) | 0x00400000;
+  INLINE static Words exponent(Words magnitude) { return larger(magnitude & 0x7F800000, all(kLeast)); }
+  INLINE static Words limited(Floats magnitude) {
+    return smaller(bits_of(magnitude), all(te_models::bits_of(kLargest)));
+  }
+};
+using E4M3 = Format<3, -6, 448>;
+using E5M2 = Format<2, -14, 57344>;
+using E2M1 = Format<1, 0, 6>;
+
+// Magnitudes as a format has them: the number, and its code. No NaN; an infinity is the largest number.
+template <class F>
+struct Rounded {
+  Floats value;
+  Words code;
+  INLINE explicit Rounded(Floats magnitude) {
+    const Words m = F::limited(magnitude), e = F::exponent(m), above = e + F::kAbove;
+    const Floats sum = float_of(m) + float_of(above);
+    value = sum - float_of(above);
+    // quanta, of which a normal number has 2^mantissa or more, and the exponent's steps above the smallest
+    constexpr int shift = 23 - F::kMantissa;
+    code = (bits_of(sum) - above) + (e >> shift) - (F::kLeast >> shift);
+  }
+};
+
+// stochastically: up where a random number, its upper 24 bits, is below the part of a quantum that is left
+template <class F>
+INLINE inline Floats drawn(Floats magnitude, Words random) {
+  const Words m = F::limited(magnitude), e = F::exponent(m);
+  constexpr uint32_t mantissa = uint32_t(F::kMantissa) << 23;
+  const Floats quanta = float_of(m) * float_of((254u << 23) + mantissa - e);
+  const Floats below = __builtin_convertvector(__builtin_convertvector(quanta, Integers), Floats);
+  const Floats uniform = __builtin_convertvector(Integers(random >> 8), Floats) * 0x1p-24f;
+  const Words up = Words(uniform < quanta - below) & te_models::bits_of(1.0f);
+  return (below + float_of(up)) * float_of(e - mantissa);
+}
+
+INLINE inline Floats with_sign(Floats magnitude, Words sign) {
+  return float_of(bits_of(magnitude) | (sign & 0x80000000));
+}
 
 constexpr float kLargest = std::numeric_limits<float>::max();
 

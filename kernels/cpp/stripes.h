@@ -15,7 +15,7 @@ namespace te_models {
 // What rounds finite magnitudes in vectors; random: of stochastic rounding, a word for each.
 template <class F>
 struct Nearest {
-  INLINE Floats operator()(Floats magnitude, const uint32_t*) const { return Rounded<F>(magnitude).value; }
+  INLINE inline Floats operator()(Floats magnitude, const uint32_t*) const { return Rounded<F>(magnitude).value; }
 };
 
 struct NoRandomWords {

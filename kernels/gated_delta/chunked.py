@@ -11,6 +11,8 @@ N chunks, B batch, Hk heads of q and k, R heads of v that share one, C tokens of
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,8 @@ def gated_delta_rule(
     """
     dtype, (batch, tokens, heads, V), (key_heads, K) = wide(q), v.shape, k.shape[2:]
     marks, shared = marks_of(starts, q.device), heads // key_heads
-    marks = Marks(*(x if x is None or x.dim() == 2 else x.unsqueeze(2) for x in marks))  # a dimension for R
+    more: list[Any] = [x if x is None or x.dim() == 2 else x.unsqueeze(2) for x in marks]  # a dimension for R
+    marks = Marks(*more)
     if g.dim() == 4 and shared > 1:
         q, k = (x.repeat_interleave(shared, 2) for x in (q, k))
         key_heads, shared = heads, 1

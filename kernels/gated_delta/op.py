@@ -38,16 +38,15 @@ def gated_delta_rule(
     """
     _check(q, k, v, g, beta)
     check_documents(cu_seqlens, documents, v.shape[0], initial_state, (*v.shape[2:3], k.shape[3], v.shape[3]))
-    scale = k.shape[3] ** -0.5 if scale is None else scale
+    factor: float = k.shape[3] ** -0.5 if scale is None else scale
     if v.shape[1] == 0 or (v.shape[1] == 1 and cu_seqlens is None):
-        return reference.gated_delta_rule(q, k, v, g, beta, scale, initial_state)
+        return reference.gated_delta_rule(q, k, v, g, beta, factor, initial_state)
     if library.serves(v, g):
-        return library.gated_delta_rule(q, k, v, g, beta, scale, initial_state, cu_seqlens, documents)
+        return library.gated_delta_rule(q, k, v, g, beta, factor, initial_state, cu_seqlens, documents)
     if cu_seqlens is None:
-        operands = (scale, initial_state, starts_of(documents))
-        out, states = chunked.gated_delta_rule(q, k, v, g, beta, *operands)
+        out, states = chunked.gated_delta_rule(q, k, v, g, beta, factor, initial_state, starts_of(documents))
         return out.to(v.dtype), states[-1]
-    return _of_documents(q, k, v, g, beta, scale, initial_state, cu_seqlens)
+    return _of_documents(q, k, v, g, beta, factor, initial_state, cu_seqlens)
 
 
 def _of_documents(
@@ -68,7 +67,8 @@ def _of_documents(
         leads += [still if g.dim() == 3 else still[..., None].expand(*ones.shape, k.shape[3]), ones]
 
     def rule(*parts: Tensor) -> tuple[Tensor, Tensor]:
-        return chunked.gated_delta_rule(*parts[:5], scale, None, parts[5])
+        q, k, v, g, beta, starts = parts
+        return chunked.gated_delta_rule(q, k, v, g, beta, scale, None, starts)
 
     out, states = of_documents(rule, (q, k, v, g, beta), leads, cu_seqlens, wide(q))
     return out.to(v.dtype), states

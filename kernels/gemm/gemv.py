@@ -50,12 +50,12 @@ def _function(dtype: torch.dtype, name: str = "te_rows", narrow: bool = False) -
 
 @constant_when_traced
 def has_instructions() -> bool:
-    """Whether this CPU runs the C++ of `vectors.h`."""
+    """Whether this CPU runs the C++ of `simd.h` that multiplies."""
     return sys.platform == "linux" and torch.cpu._is_avx2_supported()
 
 
 def without_instructions() -> str:
-    """Say why this CPU does not run the C++ of `vectors.h`, or ""."""
+    """Say why this CPU does not run the C++ of `simd.h` that multiplies, or ""."""
     return "" if has_instructions() else "it is for x86 CPUs with AVX2, on Linux"
 
 

@@ -73,7 +73,8 @@ def linear_attention(
         leads.append(leads[2].new_zeros(leads[2].shape[:3]))
 
     def rule(*parts: Tensor) -> tuple[Tensor, Tensor]:
-        return chunked.linear_attention(*parts[:4], scale, None, parts[4])
+        q, k, v, g, starts = parts
+        return chunked.linear_attention(q, k, v, g, scale, None, starts)
 
     out, states = of_documents(rule, (q, k, v, g), leads, cu_seqlens, wide(v))
     return out.to(v.dtype), states

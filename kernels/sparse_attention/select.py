@@ -5,6 +5,8 @@ B batch, S queries, L keys, K keys of a query, H index heads, I channels of an i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,8 @@ def block_scores(block: Block, q: Tensor, k: Tensor, weights: Tensor) -> tuple[T
 
 
 def _choice(q: Tensor, k: Tensor, topk: int) -> Output:
-    return Output((*q.shape[:2], torch.sym_min(topk, k.shape[1])), torch.int32, q.device)
+    keys: Any = torch.sym_min(topk, k.shape[1])
+    return Output((*q.shape[:2], keys), torch.int32, q.device)
 
 
 @operation("select_keys", _choice)

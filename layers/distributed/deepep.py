@@ -26,9 +26,9 @@ from torch import Tensor
 
 from te_models.extras import MissingExtraError
 from te_models.kernels.permute import Permutation, sort_by_expert, unpermute
+from te_models.kernels.without_autocast import compute_dtype
 
 from ..collectives import all_to_all, resolve_group
-from ..functional.gemm_operand import compute_dtype
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 """Where deep_ep works, and what it sends and adds up."""

@@ -30,10 +30,11 @@ from ..tensor.storage import QuantizedStorage
 from .double_backward import first_derivative
 from .gemm_operand import (
     GemmOperand,
+    OperandsOn,
     accumulate_gemm_,
     dequantized,
     in_cpu_graph,
-    quantized_gemms,
+    operands_on,
     quantized_operand,
     run_gemm,
     stored_operand,
@@ -89,8 +90,9 @@ def dense_fprop(
     x_quantizer: AnyQuantizer = quantizers.input
     if state.scale is not None:
         x_quantizer = with_state(quantizers.input, state.scale, state.amax, "input", index)
+    on = operands_on(x.device)
     left, saved, tensors = quantize_and_save(
-        x_quantizer, x, dtype, quantizers.backward_override, options.save_original_input, needs[1]
+        x_quantizer, x, dtype, quantizers.backward_override, options.save_original_input, needs[1], on
     )
     if state.statistics is not None:
         of_gemm = state.statistics[(index or 0) % state.statistics.shape[0]]
@@ -98,7 +100,7 @@ def dense_fprop(
             record_statistics(of_gemm[0], x_quantizer, x)
         if not isinstance(stored, QuantizedTensor):
             record_statistics(of_gemm[1], with_state(quantizers.weight, state.scale, None, "weight", index), stored)
-    right, fields = fprop_weight(stored, quantizers, dtype, state, needs[0], index)
+    right, fields = fprop_weight(stored, quantizers, dtype, state, needs[0], index, on)
     saved = replace(saved, weight_names=tuple(fields)) if fields else saved
     return run_gemm(left, right, dtype, bias), saved, (*tensors, *fields.values())
 
@@ -110,6 +112,7 @@ def fprop_weight(
     state: QuantizerState,
     needs_dgrad: bool,
     index: int | None,
+    on: OperandsOn,
 ) -> tuple[GemmOperand, Fields]:
     """Return a weight [..., N, K] as an operand of fprop and what `dgrad_weight` may read of it, see
     `quantize_weight`."""
@@ -122,11 +125,11 @@ def fprop_weight(
     quantizer: AnyQuantizer = quantizers.weight
     if state.scale is not None:
         quantizer = with_state(quantizers.weight, state.scale, state.amax, "weight", index)
-    if not quantized_gemms(stored.device):  # where dgrad makes its own operand, see `quantize_weight`
+    if on != "quantized":  # where dgrad makes its own operand, see `quantize_weight`
         return quantizer.operand(stored, "rowwise", operand_dtype(stored.device, dtype)), {}
     if quantizers.backward_override:
         return quantized_operand(quantizer, stored, "rowwise", dtype), {}
-    return quantize_weight(quantizer, stored, dtype, needs_dgrad)
+    return quantize_weight(quantizer, stored, dtype, needs_dgrad, on)
 
 
 def dgrad_weight(
@@ -169,7 +172,7 @@ def dense_gradients(
         if state.grad_statistics is not None:
             into = state.grad_statistics[(index or 0) % state.grad_statistics.shape[0]]
             record_statistics(into, unrecorded(quantizer), dy, key)
-    of_dy = shared_gradient_operands(quantizer, dy, dtype, key) if all(needs) else {}
+    of_dy = shared_gradient_operands(quantizer, dy, dtype, key, saved.on) if all(needs) else {}
     dx = dw = None
     if needs[0]:
         right = _dgrad_operand(weight, cached, weight_fields, quantizers, dtype, state, index)

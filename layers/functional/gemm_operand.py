@@ -28,33 +28,10 @@ from te_models.kernels.gemm import (
 )
 from te_models.kernels.gemm.backends import record_mixed_product
 from te_models.kernels.gemm.cpu import operand_dtype
-from te_models.kernels.torch_versions import constant_when_traced
 
 from ..quantizer import Fields, Quantizer, Usage
 from ..quantizer.state import AnyQuantizer
 from ..tensor.quantized_tensor import QuantizedTensor
-
-
-@constant_when_traced  # torch guards its autocast itself; traced, each function named here would be one more guard
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype that an enabled `torch.amp.autocast` of this device asks for, or None."""
-    known = device_type != "meta"  # for which torch raises
-    return torch.get_autocast_dtype(device_type) if known and torch.is_autocast_enabled(device_type) else None
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype a GEMM on x runs in: an enabled `torch.amp.autocast`'s, else x's own. ValueError for
-    integers, to which the weights would be rounded."""
-    if not x.is_floating_point():
-        require_floating(x.dtype)
-    return autocast_dtype(x.device.type) or x.dtype
-
-
-def require_floating(dtype: torch.dtype) -> None:
-    """Raise ValueError for the dtype of an input that a GEMM cannot compute in."""
-    if not dtype.is_floating_point:
-        raise ValueError(f"the input has dtype {dtype}; allowed: a floating-point dtype")
-
 
 GemmOperand = Operand | ScaledOperand
 _DEQUANTIZING_DEVICES = ("cpu",)
@@ -65,7 +42,10 @@ def quantized_gemms(device: torch.device) -> bool:
     return device.type not in _DEQUANTIZING_DEVICES
 
 
-def operands_on(device: torch.device) -> Literal["quantized", "dequantized", "traced"]:
+OperandsOn = Literal["quantized", "dequantized", "traced"]
+
+
+def operands_on(device: torch.device) -> OperandsOn:
     """Return what GEMMs on this device take: the quantized numbers themselves, or what they dequantize to, which the
     compiler may trace."""
     if device.type not in _DEQUANTIZING_DEVICES:

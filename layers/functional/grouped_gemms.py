@@ -47,6 +47,7 @@ from .gemm_operand import (
     both_dequantized,
     dequantized,
     in_cpu_graph,
+    operands_on,
     quantized_gemms,
     quantized_operand,
     stored_operand,
@@ -101,14 +102,14 @@ def grouped_fprop(
     if quantizers is HIGH_PRECISION and isinstance(weights[0], QuantizedTensor):  # as in `fprop_weight`
         weights = (plain_weights(weights, dtype),)
     if cached is None and not isinstance(weights[0], QuantizedTensor):
-        weight, fields = fprop_weight(stacked(weights), quantizers, dtype, state, needs[0], None)
+        weight, fields = fprop_weight(stacked(weights), quantizers, dtype, state, needs[0], None, operands_on(x.device))
     else:
         if isinstance(weights[0], QuantizedTensor):
             check_operands(weights[0], quantizers, needs[0])
         weight = _weights_operand(weights, cached, quantizers.weight, "rowwise", dtype, state.scale, state.amax)
     saving = (quantizers.backward_override, options.save_original_input, needs[1])
     if aligned:
-        operand, saved, tensors = quantize_and_save(x_quantizer, x, dtype, *saving)
+        operand, saved, tensors = quantize_and_save(x_quantizer, x, dtype, *saving, operands_on(x.device))
         left = RowsOperand(operand, None)
     else:
         assert isinstance(x, Tensor), "fields alone are of aligned rows"
@@ -147,7 +148,7 @@ def grouped_gradients(
     align = row_alignment(quantizers, dy.device)
     of_dy: dict[Usage, RowsOperand] = {}
     if aligned:
-        shared = shared_gradient_operands(quantizer, dy, dtype, key) if all(needs) else {}
+        shared = shared_gradient_operands(quantizer, dy, dtype, key, saved.on) if all(needs) else {}
         of_dy = {usage: RowsOperand(operand, None) for usage, operand in shared.items()}
     elif quantized_gemms(dy.device) or (quantizer.symmetric and in_cpu_graph(dy.device)):
         # equal copies side by side are one copy in a graph

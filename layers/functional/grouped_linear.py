@@ -13,6 +13,7 @@ from torch import Tensor
 from te_models.kernels.grouped_gemm import stored_grouped_gemm
 from te_models.kernels.permute import Permutation, permute, unpermute
 from te_models.kernels.torch_versions import own_result
+from te_models.kernels.without_autocast import compute_dtype
 
 from ..quantizer.delayed import update_amax_
 from ..quantizer.group_offsets import GroupOffsets
@@ -20,7 +21,7 @@ from ..quantizer.state import QuantizerState
 from ..recipe.base import GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
 from .dense_gemms import GemmConfig, GemmOptions
-from .gemm_operand import compute_dtype, stored_for_few_rows
+from .gemm_operand import stored_for_few_rows
 from .grouped_gemms import (
     bias_rows_gradient,
     grouped_fprop,

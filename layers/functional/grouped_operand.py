@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from te_models.kernels.asserted import host_reads
 from te_models.kernels.backend import Backend
-from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import Operand
 from te_models.kernels.permute import Permutation, permute_quantized
 from te_models.kernels.quantize import cpu_fields
@@ -221,8 +221,9 @@ def rows_or_values(
     if not isinstance(x, GroupedRows):
         return x.to(dtype)
     x.require_matrix("be the input of a grouped layer")
-    readable = m_splits.device.type == "cpu" and not compiling()
-    if m_splits.shape != x.m_splits.shape or (readable and not torch.equal(m_splits.to(x.m_splits.dtype), x.m_splits)):
+    if m_splits.shape != x.m_splits.shape or (
+        host_reads(m_splits) and not torch.equal(m_splits.to(x.m_splits.dtype), x.m_splits)
+    ):
         raise ValueError("m_splits are not those that the rows were quantized under; pass x.m_splits")
     if quantizers is None or quantizers.backward_override is not None or active().calibrating or active().statistics:
         return x.dequantize(dtype)

@@ -19,6 +19,7 @@ from te_models.kernels.gemm import few_rows
 from te_models.kernels.gemm.dense import linear as dense
 from te_models.kernels.norm import Norm
 from te_models.kernels.torch_versions import fix_width, own_result
+from te_models.kernels.without_autocast import autocast_dtype_of, compute_dtype
 
 from ..quantizer.delayed import update_amax_
 from ..quantizer.state import QuantizerState
@@ -26,7 +27,7 @@ from ..recipe.base import HIGH_PRECISION, GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
 from .dense_gemms import GemmConfig, GemmOptions, bias_gradient, dense_fprop, dense_gradients
 from .fused_quantize import Prologue, fused_output, fused_storage, input_quantizer
-from .gemm_operand import autocast_dtype, compute_dtype, quantized_gemms, stored_for_few_rows
+from .gemm_operand import quantized_gemms, stored_for_few_rows
 
 
 class GemmCall(NamedTuple):
@@ -114,7 +115,7 @@ def _fused_dtype(x: Tensor, weight: Tensor, call: GemmCall | None, prologue: Pro
     dtype = prologue.dtype(x)
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
     quantizer = input_quantizer(call.config, call.state, needs_wgrad, x.device)
-    fused = fused_output(quantizer, dtype, autocast_dtype(x.device.type) or dtype)
+    fused = fused_output(quantizer, dtype, autocast_dtype_of(x) or dtype)
     return None if fused is None else dtype
 
 

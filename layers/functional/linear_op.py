@@ -15,6 +15,7 @@ from torch import Tensor
 from te_models.kernels.custom_op import Alias, Output, differentiable, like, operation
 from te_models.kernels.gemm.dense import linear as dense
 from te_models.kernels.gemm.dense import multiply
+from te_models.kernels.without_autocast import compute_dtype
 from te_models.suggestions import shown
 
 from ..dynamo.custom_op import QuantizedResult, quantized_like
@@ -25,7 +26,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import QuantizedStorage
 from .dense_gemms import GemmConfig, GemmOptions, bias_gradient, dense_fprop, dense_gradients, plain_weight
 from .fused_quantize import Prologue
-from .gemm_operand import compute_dtype
+from .gemm_operand import operands_on
 from .linear import GemmCall, calibrate, stored_linear
 from .saved_input import SavedInput
 from .wgrad import WeightGradient
@@ -176,10 +177,11 @@ def _as_torch(
 def _as_saved(saved: Tensor | QuantizedStorage | None, quantizers: GemmQuantizers) -> tuple[SavedInput, list[Tensor]]:
     if saved is None:
         return SavedInput("nothing"), []
+    on = operands_on(saved.device)
     if isinstance(saved, Tensor):
-        return SavedInput("original" if quantizers.backward_override is None else "plain"), [saved]
+        return SavedInput("original" if quantizers.backward_override is None else "plain", on=on), [saved]
     form = "fields" if quantizers.backward_override is None else "dequantized"
-    return SavedInput(form, saved.quantizer.field_names(), tuple(saved.shape)), list(saved.fields.values())
+    return SavedInput(form, saved.quantizer.field_names(), tuple(saved.shape), on=on), list(saved.fields.values())
 
 
 _function = differentiable(linear_layer_forward, linear_layer_backward, gradients=("x", "weight", "bias"))

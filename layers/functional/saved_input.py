@@ -20,8 +20,7 @@ from ..recipe.base import BackwardOverride
 from ..tensor.storage import QuantizedStorage
 from .gemm_operand import (
     GemmOperand,
-    operands_on,
-    quantized_gemms,
+    OperandsOn,
     quantized_operand,
     stored_operand,
     transposed,
@@ -35,13 +34,14 @@ class SavedInput:
     form: "nothing"; "original" is the input itself, quantized for wgrad in the backward pass; "fields" are quantized
     fields; "plain" is the unquantized input, used as it is; "dequantized" are fields of fprop's operand, used
     dequantized. names: of the fields; shape: of the input. weight_names: of the weight's fields, which come last among
-    the tensors; none where dgrad quantizes the weight by itself.
+    the tensors; none where dgrad quantizes the weight by itself. on: of `operands_on`, what the GEMMs take.
     """
 
     form: Literal["nothing", "original", "fields", "plain", "dequantized"]
     names: tuple[str, ...] = ()
     shape: tuple[int, ...] = ()
     weight_names: tuple[str, ...] = ()
+    on: OperandsOn = "dequantized"
 
     def parts(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Fields]:
         """Return what is saved of the input, and the fields of the weight."""
@@ -71,16 +71,17 @@ def quantize_and_save(
     override: BackwardOverride | None,
     save_original_input: bool,
     needs_wgrad: bool,
+    on: OperandsOn,
 ) -> tuple[GemmOperand, SavedInput, tuple[Tensor, ...]]:
     """Quantize x: [T, K] for fprop and return (its operand, how to read what is saved, what is saved).
 
-    dtype: of the GEMMs and of x. x may come quantized, by this quantizer's value: then its fields are what is saved.
+    dtype: of the GEMMs and of x; on: of `operands_on`. x may come quantized, by this quantizer's value: then its fields
+    are what is saved.
 
     The quantized copy is saved, a quarter or half of x's memory. In a CPU graph, formats without operations for that
     (`operand_and_fields_in_graph`) save x, and the backward pass rounds it again.
     """
     left: GemmOperand
-    operands = None
     usage: Usage = "columnwise" if override is None else "rowwise"
     if isinstance(x, QuantizedStorage):
         fields, symmetric = x.fields, x.quantizer.symmetric
@@ -88,17 +89,17 @@ def quantize_and_save(
     elif not needs_wgrad:
         return quantized_operand(quantizer, x, "rowwise", dtype), NOTHING_SAVED, ()
     elif override == "high_precision":
-        return quantized_operand(quantizer, x, "rowwise", dtype), SavedInput("plain"), (x,)
-    elif override is None and ((operands := operands_on(x.device)) == "traced" or save_original_input):
+        return quantized_operand(quantizer, x, "rowwise", dtype), SavedInput("plain", on=on), (x,)
+    elif override is None and (on == "traced" or save_original_input):
         usage = "rowwise" if quantizer.symmetric else usage
         stored = None if save_original_input else quantizer.operand_and_fields_in_graph(x, dtype, usage)
         if stored is None:
-            return quantized_operand(quantizer, x, "rowwise", dtype), SavedInput("original"), (x,)
+            return quantized_operand(quantizer, x, "rowwise", dtype), SavedInput("original", on=on), (x,)
         left, fields = stored
-        return left, SavedInput("fields", tuple(fields), tuple(x.shape)), tuple(fields.values())
+        return left, SavedInput("fields", tuple(fields), tuple(x.shape), on=on), tuple(fields.values())
     else:
         symmetric = quantizer.symmetric
-        if (operands or operands_on(x.device)) == "quantized":
+        if on == "quantized":
             fields = quantizer.quantize_fields(x)
             left = stored_operand(value_of(quantizer), fields, "rowwise", dtype, x.shape)
         else:
@@ -108,11 +109,11 @@ def quantize_and_save(
         return left, NOTHING_SAVED, ()
     saved = fields_of_usage(fields, "rowwise" if symmetric else usage)
     form = "fields" if override is None else "dequantized"
-    return left, SavedInput(form, tuple(saved), tuple(x.shape)), tuple(saved.values())
+    return left, SavedInput(form, tuple(saved), tuple(x.shape), on=on), tuple(saved.values())
 
 
 def quantize_weight(
-    quantizer: AnyQuantizer, weight: Tensor, dtype: torch.dtype, needs_dgrad: bool
+    quantizer: AnyQuantizer, weight: Tensor, dtype: torch.dtype, needs_dgrad: bool, on: OperandsOn
 ) -> tuple[GemmOperand, Fields]:
     """Quantize a plain weight [..., N, K] for fprop and return (its operand, the fields that dgrad will read).
 
@@ -121,7 +122,7 @@ def quantize_weight(
     but the rounding, and nothing is saved; nor of a quantizer that was asked for one copy, or that keeps values as they
     are.
     """
-    if not (needs_dgrad and quantized_gemms(weight.device)):
+    if not needs_dgrad or on != "quantized":
         return quantized_operand(quantizer, weight, "rowwise", dtype), {}
     value = value_of(quantizer)
     both = value.symmetric or (value.rowwise and value.columnwise)
@@ -142,11 +143,11 @@ USAGES: tuple[Usage, ...] = ("rowwise", "columnwise")
 
 
 def shared_gradient_operands(
-    quantizer: AnyQuantizer, dy: Tensor, dtype: torch.dtype, key: Tensor | None
+    quantizer: AnyQuantizer, dy: Tensor, dtype: torch.dtype, key: Tensor | None, on: OperandsOn
 ) -> dict[Usage, GemmOperand]:
     """Quantize dy: [T, N] for both GEMMs that need it, on an accelerator in one pass, or where both have the same
     numbers; none where each GEMM quantizes dy as it comes to it, so that one copy is in memory at a time."""
-    if quantized_gemms(dy.device):
+    if on == "quantized":
         fields = quantizer.quantize_fields(dy, key)
         return {usage: stored_operand(value_of(quantizer), fields, usage, dtype, dy.shape) for usage in USAGES}
     if quantizer.symmetric:

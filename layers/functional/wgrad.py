@@ -81,7 +81,7 @@ def _into_main_grad(weight: Tensor, later: list[Callable[[], None]] | None, over
     if main_grad.shape != weight.shape:
         raise ValueError(f"weight.main_grad has shape {tuple(main_grad.shape)}; expected {tuple(weight.shape)}")
     announced: Any = weight if hasattr(weight, "grad_added_to_main_grad") else None
-    if announced is not None and torch.compiler.is_compiling():  # a graph's backward pass sets no attributes
+    if announced is not None and compiling():  # a graph's backward pass sets no attributes
         announced.grad_added_to_main_grad = True
     overwrite = overwrite or bool(getattr(weight, "overwrite_main_grad", False))
     return WeightGradient(main_grad, overwrite, later, announced=announced)
@@ -130,7 +130,7 @@ def _announced(
     for g, one in enumerate(() if wgrad is None else wgrad.each()):
         if one.announced is None:
             continue
-        if not torch.compiler.is_compiling():
+        if not compiling():
             one.announced.grad_added_to_main_grad = True
         found[g] = torch.zeros(weights[g].shape, dtype=weights[g].dtype, device=weights[g].device)
     return tuple(found)

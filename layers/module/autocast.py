@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch import Tensor
 
 from te_models.kernels.compiling import compiling
@@ -80,7 +81,7 @@ class autocast(Region):
         s = state()
         group, touched = s.amax_reduction_group, s.touched
         if s.depth == 0:
-            group, touched = self._group, [] if compiling() else None
+            group, touched = self._group, [] if torch.compiler.is_compiling() and compiling() else None
         elif self._group is not None and self._group is not group:
             raise ValueError(
                 "amax_reduction_group is not the outermost autocast region's, at whose exit all scales are "

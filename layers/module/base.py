@@ -265,7 +265,7 @@ class GemmModule(QuantizedModule):
         """Return what the functions of a GEMM need of this module for one call: what the recipe in force means for it,
         its live state and what it caches; None for plain high precision. gemm_index: of the GEMM with these weights,
         None where one call is of all GEMMs."""
-        now, traced = state(), compiling()
+        now, traced = state(), torch.compiler.is_compiling() and compiling()
         first = now.first_microbatch if is_first_microbatch is None else is_first_microbatch
         cached = None if first is None else self.cached_weight(weights, first, gemm_index)
         quantizers = self._quantizers(now, traced)

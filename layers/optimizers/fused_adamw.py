@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.kernels.asserted import host_reads
 from te_models.kernels.quantize import cpu_moments
 
 from ..tensor.fsdp import local_part
@@ -132,7 +133,7 @@ class FusedAdamW(MasterWeightOptimizer):
         if not one_pass.has_the_bits():
             return False
         if noop is not None:
-            if noop.device.type != "cpu":
+            if not host_reads(noop):
                 return False  # the host does not wait for it
             if noop:
                 return True

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_models.kernels.compiling import compiling
 from te_models.kernels.quantize import cpu_moments, hash_key, hashed_bits, scale_from_amax
 from te_models.suggestions import shown
 
@@ -241,7 +240,7 @@ def _compiled_encode() -> Callable[..., tuple[Tensor, ...]]:
     by_shape = compiled_by_shape(_encode)
 
     def encode(first: Tensor, second: Tensor, key: Tensor, step: Tensor, begin: Tensor) -> tuple[Tensor, ...]:
-        if not compiling() and cpu_moments.available(first, second):
+        if cpu_moments.available(first, second):
             found = cpu_moments.encode_moments(first, second, key, step, begin)
             if found is not None:
                 return found
@@ -252,7 +251,7 @@ def _compiled_encode() -> Callable[..., tuple[Tensor, ...]]:
 
 def _written(first: Tensor, second: Tensor, draw: tuple[Tensor, ...], stored: list[Tensor]) -> bool:
     """Round both moments to where they are stored, if one pass in C++ can; whether that is done."""
-    if compiling() or not cpu_moments.available(first, second, *stored):
+    if not cpu_moments.available(first, second, *stored):
         return False
     if len(stored) == 2:
         return cpu_moments.round_moments(first, second, *draw, out=stored)
@@ -266,7 +265,7 @@ def _compiled_decode() -> Callable[..., tuple[Tensor, Tensor]]:
     by_shape = compiled_by_shape(_decode)
 
     def decode(*stored_and_shape: Any) -> tuple[Tensor, Tensor]:
-        if not compiling() and cpu_moments.available(*stored_and_shape[:-1]):
+        if cpu_moments.available(*stored_and_shape[:-1]):
             found = cpu_moments.decode_moments(*stored_and_shape)
             if found is not None:
                 return found

@@ -91,13 +91,14 @@ class _BlockwiseQuantizer(FP8Quantizer):
     def operand_and_fields(
         self, x: Tensor, dtype: torch.dtype, usage: Usage, key: Tensor | None = None
     ) -> tuple[Operand, Fields]:
-        found = self._in_one_pass(x, usage, measured=False)
-        if found is not None:
-            return self.operand(x, "rowwise", dtype, key), self._fields(found[:2], (usage,))
-        if len(self._usages) == 1:
-            return super().operand_and_fields(x, dtype, usage, key)
         block: tuple[int, int] = self.block  # type: ignore[assignment]  # blocks are what this format has
         kind, exact_dtype = self.scale_kind, self.gemm_dtype(dtype)
+        if self.fp8_dtype is torch.float8_e4m3fn:
+            found = cpu_fields.encode_blocks(x, self._block_of(usage), block, kind, self._epsilon, exact_dtype)
+            if found is not None:
+                return Operand(found[0], None), self._fields(found[1:], (usage,))
+        if len(self._usages) == 1:
+            return super().operand_and_fields(x, dtype, usage, key)
         values, parts = q.quantize_and_round(
             x, block, self.fp8_dtype, kind, exact_dtype, epsilon=self._epsilon, both=True
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
-from te_models.kernels.asserted import asserted
+from te_models.kernels.asserted import asserted, host_reads
 from te_models.kernels.compiling import compiling
 
 
@@ -27,7 +27,7 @@ def check_values(m_splits: Tensor, rows: int) -> None:
             (m_splits >= 0).all() & (m_splits.sum() <= rows),
             "m_splits are wrong; allowed: numbers from 0 on that add up to at most the number of rows",
         )
-    elif type(m_splits) is Tensor and m_splits.device.type == "cpu":
+    elif type(m_splits) is Tensor and host_reads(m_splits):
         splits = m_splits.tolist()
         if min(splits) < 0 or sum(splits) > rows:
             allowed = f"numbers from 0 on that add up to at most {rows}, the number of rows"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch import Tensor
 
 from te_models.kernels.compiling import compiling
@@ -94,14 +95,16 @@ class Region:
         entry = Entry(s, {name: getattr(s, name) for name in values})
         for name, value in values.items():
             setattr(s, name, value)
-        if not compiling():  # in a graph, regions nest as its code does; and it would be guarded on the list
+        if not (
+            torch.compiler.is_compiling() and compiling()
+        ):  # in a graph, regions nest as its code does; and it would be guarded on the list
             entry.listed = True
             s.entered.append(entry)
         self._entries.append(entry)
 
     def _last_entry(self) -> Entry:
         """Return this thread's last entry, or the last of any where this thread has none, and forget it."""
-        if not compiling():
+        if not (torch.compiler.is_compiling() and compiling()):
             for entry in reversed(self._entries.copy()):  # other threads enter and leave meanwhile: no index holds
                 if entry.of is state():
                     self._entries.remove(entry)

@@ -112,7 +112,7 @@ def from_flat(
     if first_dims is not None:
         specs = {n: s if s.dim() else s.expand(num_tensors) for n, s in specs.items()}
     fields = {name: _field(name, spec, found, quantizer, first_dims is not None) for name, spec in specs.items()}
-    amaxes = {
+    amaxes: Any = {
         u: found[f"{u}_amax"] for u in ("rowwise", "columnwise") if f"{u}_amax" in found and f"{u}_amax" not in fields
     }
     return Grouped(fields, quantizer, logical, dtype, first_dims, amaxes)

@@ -60,8 +60,9 @@ class GroupedTensorStorage(QuantizedStorage):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         if "num_tensors" in named:
-            arguments, named = from_flat(*arguments, **named), {}
-        self._adopt_members(*arguments, **named)
+            self._adopt_members(*from_flat(*arguments, **named))  # type: ignore[arg-type]
+        else:
+            self._adopt_members(*arguments, **named)
 
     def _adopt_members(
         self,

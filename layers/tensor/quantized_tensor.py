@@ -37,7 +37,7 @@ _CONVERTS_MODULES: ContextVar[bool] = ContextVar("converts_modules", default=Fal
 
 def converts_modules() -> bool:
     """Whether a conversion to another dtype converts a module, whose weights stay quantized."""
-    return not torch.compiler.is_compiling() and _CONVERTS_MODULES.get()
+    return not compiling() and _CONVERTS_MODULES.get()
 
 
 @contextmanager
@@ -78,7 +78,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         device = next(iter(fields.values())).device
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         self._adopt(fields, quantizer, self.shape if matrix_shape is None else matrix_shape)
-        if not torch.compiler.is_compiling():  # who passes by the dispatch would read and write a null pointer
+        if not compiling():  # who passes by the dispatch would read and write a null pointer
             torch._C._set_throw_on_mutable_data_ptr(self)
         return self
 

@@ -44,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
 def _parts(found: list[Listed]) -> list[str | Table]:
     if len(found) == 1:
         return _details(found[0])
-    rows = [("name", "family", "parameters", "active", "context", "serve bf16", "nvfp4", "LoRA bf16", "train bf16")]
+    rows: list[tuple[str, ...]] = [
+        ("name", "family", "parameters", "active", "context", "serve bf16", "nvfp4", "LoRA bf16", "train bf16")
+    ]
     for one in found:
         sizes = (one.serve["bf16"], one.serve["nvfp4"], one.fine_tune["bf16"], one.train["bf16"])
         active = "" if one.active_parameters == one.parameters else _count(one.active_parameters)
@@ -67,7 +69,7 @@ def _details(one: Listed) -> list[str | Table]:
         ("forms and formats of files", ", ".join(one.formats)),
         *([("not published, so assumed", ", ".join(entry.assumed))] if entry.assumed else ()),
     ]
-    rows = [("format or recipe", "serve", "LoRA, rank 16", "train")]
+    rows: list[tuple[str, ...]] = [("format or recipe", "serve", "LoRA, rank 16", "train")]
     for name in one.serve:
         rows.append((name, *(format_size(uses[name]) for uses in (one.serve, one.fine_tune, one.train))))
     cache = f"keys, values and states of 1,024 positions: {format_size(one.cache_bytes)}"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_models.layers.functional.gemm_operand import compute_dtype
+from te_models.kernels.without_autocast import compute_dtype
 
 from ..eval_mode import in_eval_mode
 from ..model import GPTModel, KVCache, StaticKVCache

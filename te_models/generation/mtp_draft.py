@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from te_models.layers.functional.gemm_operand import compute_dtype
+from te_models.kernels.without_autocast import compute_dtype
 
 from ..model import GPTModel, KVCache
 from ..model.mtp import MultiTokenPredictionLayer

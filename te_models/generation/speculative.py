@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from te_models.layers.functional.gemm_operand import compute_dtype
+from te_models.kernels.without_autocast import compute_dtype
 
 from ..eval_mode import in_eval_mode
 from ..model import GPTModel, KVCache

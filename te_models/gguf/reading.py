@@ -17,7 +17,7 @@ import torch
 from te_models.checkpoints.families import FAMILIES
 from te_models.checkpoints.folder.provenance import source_of
 from te_models.checkpoints.folder.te_plan import plan_te_folder
-from te_models.checkpoints.io.boxes import Box, Range, Shape, full, slices
+from te_models.checkpoints.io.boxes import Box, Range, Shape, slices
 from te_models.checkpoints.io.dtypes import as_torch_dtype
 from te_models.checkpoints.io.errors import CheckpointError
 from te_models.checkpoints.io.header import TensorInfo, byte_count
@@ -159,9 +159,6 @@ class GGUFStore(FileStore):
         if place.heads:
             values = _halves(values, (end - begin) // size)
         return values[slices((Range(rows.start - begin, rows.stop - begin, rows.step), columns))]
-
-    def view(self, name: str) -> torch.Tensor:
-        return self.read(name, full(self.tensors[name].shape))
 
     def can_read_bytes(self, name: str) -> bool:
         return False

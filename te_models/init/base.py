@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,7 +164,7 @@ class Amount:
         return part if int(windows * part) >= size else part + 0.01
 
 
-def format_of(data: list[str]) -> str:
+def format_of(data: Sequence[str]) -> str:
     """Return the format of the first row of the first JSON lines among files, "text" where there are none."""
     for file in (file for file in matching_files(data) if file.suffix in (".jsonl", ".ndjson")):
         try:

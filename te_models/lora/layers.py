@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from te_models.kernels.grouped_gemm import grouped_gemm
 from te_models.kernels.permute import Permutation, permute
+from te_models.kernels.without_autocast import compute_dtype
 from te_models.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, QuantizedTensor
-from te_models.layers.functional.gemm_operand import compute_dtype
 from te_models.layers.module.base import QuantizedModule
 
 from ..model.moe import MoELayer

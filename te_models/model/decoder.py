@@ -20,7 +20,7 @@ from ..config import ModelConfig, RopeConfig, TemperatureConfig, has_compressed_
 from .build import Build, make_norm
 from .cache import Memory
 from .hyper_connection import HyperConnection
-from .layer import LayerResult, TransformerLayer
+from .layer import TransformerLayer
 from .mixers import KeysValues, Selection, TokenInputs
 from .moe import MoELayer, RouterOutput
 from .residual import LaneProjections
@@ -180,7 +180,7 @@ class Decoder(nn.Module):
         recompute: bool,
         choice: Tensor | None = None,
         embedded: Tensor | None = None,
-    ) -> LayerResult:
+    ) -> tuple[Tensor, RouterOutput | None] | tuple[Tensor, RouterOutput | None, Selection]:
         """Call a layer as number `number` of this decoder is called, which may be another one than that. choice: of
         the last sparse attention before it. embedded: the embeddings, where layers share blocks."""
         table, documents = self.rotary_of_layer[number], inputs.documents
@@ -208,11 +208,14 @@ class Decoder(nn.Module):
             inputs.tokens,
             *(() if used is None else (used,)),
         )
-        if len(found) == 2 or isinstance(found[2], Selection):
+        if len(found) == 2:
             return found
+        y, decided, passed = found
+        if isinstance(passed, Selection):
+            return y, decided, passed
         assert shared is not None, "the layer has later ones that read its keys and values"
-        shared[number] = found[2]
-        return found[0], found[1]
+        shared[number] = passed
+        return y, decided
 
     def forward(
         self,
@@ -244,12 +247,12 @@ class Decoder(nn.Module):
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         routed: list[RouterOutput] = []
         choice: Tensor | None = None
-        embedded = None if self.shared_blocks is None else x
+        first = None if self.shared_blocks is None else x
         for i, layer in enumerate(cast(list[TransformerLayer], self.layers)):
             if states is not None:
                 states.append(x)
             x, decided, *selections = self.run_layer(
-                layer, i, x, inputs, recompute=recompute, choice=choice, embedded=embedded
+                layer, i, x, inputs, recompute=recompute, choice=choice, embedded=first
             )
             for selection in selections:
                 choice = selection.choice

@@ -5,7 +5,7 @@ B batch, S sequence, H hidden.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,9 +16,9 @@ from te_models.layers.recipe.activation_checkpoint import checkpointed
 
 from ..config import DeepNormConfig, ModelConfig
 from .build import Build, check_supported, make_norm
-from .cache import LayerMemory, PairMemory
+from .cache import LayerMemory
 from .hyper_connection import HyperConnection
-from .mixers import KeysValues, Mixer, MixerInputs, Selection, TokenInputs, attention_class, recurrent_class
+from .mixers import KeysValues, MixerInputs, Selection, TokenInputs, attention_class, recurrent_class
 from .mlp import MLP
 from .moe import MoELayer, RouterOutput
 from .residual import AlternatingUpdates, Laurel, LayerScalar, PerLayerEmbedding
@@ -125,7 +125,17 @@ class TransformerLayer(nn.Module):
         only them for the backward pass and compute the rest again there (activation checkpointing); here, not around
         the call, so that it is part of a graph of one layer. batch_size: B, where x and the result are this rank's part
         of the tokens, [B S / ranks, H]. shared: the block that the layer uses, and the embeddings."""
-        arguments = (x, rotary, hidden_keys, token_mask, cache, query_scale, batch_size, documents, keys_values)
+        arguments: tuple[Any, ...] = (
+            x,
+            rotary,
+            hidden_keys,
+            token_mask,
+            cache,
+            query_scale,
+            batch_size,
+            documents,
+            keys_values,
+        )
         arguments = (*arguments, choice, tokens)
         if self.shared_use is not None:
             arguments = (*arguments, shared)
@@ -167,7 +177,8 @@ class TransformerLayer(nn.Module):
             connection = self.self_attention_hyper_connection
             inner, mixing = (x, None) if connection is None else connection.read(x)
             if self.shared_use is not None and shared is not None:
-                memory, cache = (None, None) if cache is None else cast(PairMemory, cache)
+                both: Any = (None, None) if cache is None else cache  # of a pair of memories
+                memory, cache = both
                 inner = inner + self.shared_use(shared[0], x, shared[1], inputs, memory)
             normed = inner if self.input_layernorm is None else self._normed(self.input_layernorm, inner)
             attended, passed = self._mixed(normed, inputs, cache)
@@ -222,8 +233,8 @@ class TransformerLayer(nn.Module):
         """x: [B, S, H], normed where the mixers do not norm it themselves. Return their sum, and what attention passes
         on to later layers."""
         if self.self_attention is None:
-            return cast(Mixer, self.mixer)(x, inputs, cache), None
-        memories = (cache, None) if self.mixer is None else (None, None) if cache is None else cast(PairMemory, cache)
+            return cast(nn.Module, self.mixer)(x, inputs, cache), None
+        memories: Any = (cache, None) if self.mixer is None else (None, None) if cache is None else cache
         y, passed = self.self_attention(x, inputs, memories[0]), None
         if isinstance(y, tuple):
             y, passed = y

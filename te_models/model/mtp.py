@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from te_models.kernels.cross_entropy import IGNORE_INDEX
 from te_models.kernels.gemm import linear
-from te_models.kernels.without_autocast import without_autocast
+from te_models.kernels.without_autocast import compute_dtype, without_autocast
 from te_models.layers.distributed.context_parallel import ContextShard, gather_positions, own_positions
 from te_models.layers.distributed.sequence_parallel import gather_tokens_of_ranks, norm_own_tokens, own_tokens
 from te_models.layers.distributed.tensor_parallel import with_summed_gradient
-from te_models.layers.functional.gemm_operand import compute_dtype
 
 from ..config import ModelConfig
 from .build import Build, init_method, make_norm

@@ -20,6 +20,7 @@ from te_models.kernels.cross_entropy import (
     output_logits,
     shift_labels,
 )
+from te_models.kernels.without_autocast import compute_dtype
 from te_models.layers.collectives import all_reduce
 from te_models.layers.distributed.context_parallel import (
     ContextShard,
@@ -29,7 +30,6 @@ from te_models.layers.distributed.context_parallel import (
 )
 from te_models.layers.distributed.tensor_parallel import TensorParallelModule
 from te_models.layers.distributed.vocab_parallel import gather_logits, vocab_parallel_linear_cross_entropy
-from te_models.layers.functional.gemm_operand import compute_dtype
 from te_models.layers.functional.wgrad import main_grad_of
 
 from ..config import ModelConfig

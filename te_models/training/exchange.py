@@ -7,10 +7,9 @@ Both sides hold the same numbers by parameter: the weight in float32, `exp_avg`,
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from te_models.checkpoints.io.boxes import Box, extents
 from te_models.checkpoints.io.dtypes import dtype_name
 from te_models.checkpoints.io.header import TensorInfo, byte_count
 from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes
-from te_models.checkpoints.io.store import BoxStore, FileStore, JoinedStore, Store
+from te_models.checkpoints.io.store import ComputedStore, FileStore, JoinedStore, Store
 from te_models.checkpoints.io.weight_files import open_weights, plain_file
 from te_models.checkpoints.plan.plan import Output, make_plan
 from te_models.checkpoints.plan.stream import read_rows
@@ -116,7 +115,7 @@ def import_run(
             outputs.append(Output(entry, dtype_name(value.dtype), tuple(value.shape), compute=compute))
         target = checkpoint_dir(Path(config.output_dir), step)
         data = config.data
-        values = {"version": SHARDED_VERSION, "step": step, "world_size": 1, "data_ranks": 1}
+        values: dict[str, Any] = {"version": SHARDED_VERSION, "step": step, "world_size": 1, "data_ranks": 1}
         values["position"] = step * data.micro_batch_size * data.gradient_accumulation
         values["data_digest"] = open_data(config, vocab_size=shapes_of.vocab_size, may_build=True).checked_digest()
         values |= {"config": config.to_dict(), "model_config": shapes_of.to_dict()}
@@ -158,18 +157,14 @@ def _named(tensors: Mapping[str, TensorInfo], at: str) -> dict[str, TensorInfo]:
 _NONE = TensorInfo("", (1,), 0, 0)
 
 
-@dataclass(frozen=True)
-class PartsStore(BoxStore):
+class PartsStore(ComputedStore):
     """The tensors of a sharded checkpoint as a store."""
 
-    reader: PartReader
-    index: Index
-
-    @cached_property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return {
+    def __init__(self, reader: PartReader, index: Index) -> None:
+        self.reader, self.index = reader, index
+        self.tensors = {
             name: TensorInfo(dtype_name(s.dtype), s.shape, 0, byte_count(dtype_name(s.dtype), s.shape))
-            for name, s in self.index.tensors.items()
+            for name, s in index.tensors.items()
         }
 
     def read(self, name: str, box: Box) -> Tensor:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from te_models.kernels.backend import using_backend
+
 from ..eval_mode import in_eval_mode
 from ..memory import return_freed_memory
 from ..model import GPTModel
@@ -75,6 +77,8 @@ def train(config: TrainConfig) -> TrainResult:
             torch.cuda.set_device(ranks.local_rank)
         ranks = opened.enter_context(ranks.monitored(timeout))
         opened.enter_context(_deterministic(config.deterministic))
+        if config.backend != "auto":  # else what the process or its environment says
+            opened.enter_context(using_backend(config.backend))
         return _run(config, device, ranks, signals, opened)
 
 

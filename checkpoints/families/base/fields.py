@@ -213,9 +213,11 @@ class Renamed:
         found = {}
         for name in self.entry.names:
             other = self.others.get(name)
-            if other in hf and name in hf and hf[name] != hf[other]:
+            if other is None or other not in hf:
+                continue
+            if name in hf and hf[name] != hf[other]:
                 raise CheckpointError(f"config.json has {name} = {hf[name]} and {other} = {hf[other]}")
-            found |= {name: hf[other]} if other in hf else {}
+            found[name] = hf[other]
         return self.entry.read({**hf, **found})
 
     def write(self, config: ModelConfig) -> Values:

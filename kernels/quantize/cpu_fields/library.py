@@ -63,6 +63,15 @@ FIELDS = Compiled(
 """Its key is the dtype of the values."""
 
 
+def _load_both(dtype: torch.dtype, rounded: torch.dtype) -> None:
+    FIELDS.load(dtype)
+    shared.ROUND_FP8.load(dtype, rounded)
+
+
+ENCODE = Compiled("quantizing a matrix and rounding it", _load_both, shared.DTYPES)
+"""Its key is the dtype of the values and that of the rounded ones."""
+
+
 def chosen(x: Tensor, dtype: torch.dtype | None = None) -> Backend:
     """Return what quantizes a matrix x [R, C], which the library reads as it lies, or where x is stored data, decodes
     it to `dtype`. OPERATION: one of `op`."""
@@ -88,6 +97,25 @@ def quantize_blocks(
     `measured`; None for a NaN, and for what the library does not take."""
     if choose(FIELDS, x) is not Backend.COMPILED or _BLOCKS.misfit_on_cpu(x, block, scale_kind):
         return None
+    return _quantize_blocks(x, block, scale_kind, epsilon, measured)
+
+
+def encode_blocks(
+    x: Tensor, block: tuple[int, int], rounded: tuple[int, int], scale_kind: str, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return x [R, C] as blocks of the shape `rounded` hold it, in `dtype`, and data and scales of `quantize_blocks`:
+    what one GEMM multiplies, and what is stored for another. None as there."""
+    if choose(ENCODE, x, x.dtype, dtype) is not Backend.COMPILED or _BLOCKS.misfit_on_cpu(x, block, scale_kind):
+        return None
+    found = _quantize_blocks(x, block, scale_kind, epsilon, False)
+    if found is None:
+        return None
+    return shared.round_fp8(x, rounded, torch.float8_e4m3fn, scale_kind, dtype, epsilon), *found[:2]
+
+
+def _quantize_blocks(
+    x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: float, measured: bool
+) -> Measured | None:
     rows, columns = x.shape
     data = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device="cpu")
     grid = -(-rows // block[0]), -(-columns // block[1])

@@ -56,7 +56,7 @@ def store_blocks(x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: fl
 @operation("read_blocks", lambda data, dtype: like(data, dtype=dtype), takes=_STORED, cpu_only=True)
 def read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return `dequantize_blockwise` of E4M3 data [R, C]. scales: as a grid, or as one line."""
-    scales = scales.view(blocks.grid(*data.shape, block)) if scales.dim() == 1 else scales
+    scales = scales.view(blocks.grid(data.shape[0], data.shape[1], block)) if scales.dim() == 1 else scales
     if choose(library.FIELDS, data, dtype) is Backend.COMPILED:
         return library.decode_blocks(data, scales, block, dtype)
     return reference.dequantize_blockwise(data, scales, block, dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import cpp_library
 from ...backend import Backend, Compiled, choose, has_library
+from ...compiling import compiling
 from ...custom_op import Takes, apart, takes
 from ...threads import threads_for
 from ..cpu_graph import library as shared
@@ -85,8 +86,8 @@ def updates(weight: Tensor, gradient: Tensor, moments: Sequence[Tensor]) -> bool
 
 
 def available(*tensors: Tensor) -> bool:
-    """Whether these are contiguous tensors on CPU, and there is a library."""
-    return all(t.device.type == "cpu" and t.is_contiguous() for t in tensors) and has_library(MOMENTS)
+    """Whether these are contiguous tensors on CPU, in eager code, and there is a library."""
+    return not compiling() and all(t.is_cpu and t.is_contiguous() for t in tensors) and has_library(MOMENTS)
 
 
 def encode_moments(

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_models.kernels.without_autocast import autocast_dtype, require_floating
+
 from ...functional.dense_gemms import GemmConfig
-from ...functional.gemm_operand import autocast_dtype, require_floating
 from ...functional.grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, stacked
 from ...functional.linear import largest
 from ...functional.wgrad import main_grads

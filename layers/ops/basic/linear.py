@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_models.kernels.without_autocast import autocast_dtype, require_floating
+
 from ...distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelModule, split_group
 from ...functional.dense_gemms import GemmConfig, dense_fprop, dense_gradients, scaled_values
 from ...functional.fused_quantize import input_quantizer, readable_as_input
-from ...functional.gemm_operand import autocast_dtype, require_floating
 from ...functional.linear import largest
 from ...functional.saved_input import SavedInput
 from ...module.base import GemmModule, QuantizedModule
@@ -171,7 +172,8 @@ class BasicLinear(TensorParallelModule, GemmModule, BasicOperation):
 
     def op_forward_save_ctx(self, ctx: OperationContext, x: Input, computed: Computed, call: OperationCall) -> None:
         (weight,), (cached, main_grad, _, *tensors) = call.parameters, call.tensors
-        state, notes, saved = QuantizerState(*tensors), computed.notes, computed.saved
+        state, notes = QuantizerState(*tensors), computed.notes
+        saved: tuple[Any, ...] = computed.saved
         very = notes.saved.form in _INPUT_ITSELF and isinstance(x, Tensor) and x.dtype == notes.dtype
         if very and not self._gathers():
             saved = (x, *saved[1:])  # the very input, not a matrix made of it: it has second derivatives

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from te_models.layers.functional.gemm_operand import autocast_dtype
+from te_models.kernels.without_autocast import autocast_dtype
 
 from ...config import ModelConfig
 from .states import PairMemory, StateMemory

@@ -7,6 +7,7 @@ Dv value channels.
 from __future__ import annotations
 
 import functools
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -253,12 +254,12 @@ class SelfAttention(nn.Module):
         return t if rotary is None else apply_rope(t, *rotary, self.rope_style)
 
 
-def norm_each_head(t: Tensor, norm: nn.Module) -> Tensor:
+def norm_each_head(t: Tensor, norm: Any) -> Tensor:
     """Normalise each head of t, [..., heads, D], with weights of its own. norm: an RMSNorm, or a LayerNorm without
     bias, of heads * D weights; its epsilon, order of casts and weights count."""
     wide = t.float()
     wide = rms_norm(wide, None, norm.eps) if isinstance(norm, RMSNorm) else layer_norm(wide, None, None, norm.eps)
-    weight = norm.weight.unflatten(0, (-1, t.shape[-1]))
+    weight = cast(Tensor, norm.weight).unflatten(0, (-1, t.shape[-1]))
     if norm.zero_centered_gamma:
         weight = weight.float() + 1
     if norm.cast_order == "weight_first":

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from te_models.kernels.gemm import linear
 from te_models.kernels.short_convolution import short_convolution
-from te_models.kernels.without_autocast import without_autocast
+from te_models.kernels.without_autocast import compute_dtype, without_autocast
 from te_models.layers.distributed.context_parallel import ContextShard
 from te_models.layers.distributed.sequence_parallel import SequenceShard, gather_tokens_of_ranks
-from te_models.layers.functional.gemm_operand import compute_dtype
 
 from ...config import ModelConfig
 from ..build import Build, init_method

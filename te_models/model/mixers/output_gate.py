@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.kernels.gemm import linear
-from te_models.kernels.without_autocast import without_autocast
+from te_models.kernels.without_autocast import compute_dtype, without_autocast
 from te_models.layers.distributed.sequence_parallel import gather_tokens_of_ranks
 from te_models.layers.distributed.tensor_parallel import TensorParallelModule
-from te_models.layers.functional.gemm_operand import compute_dtype
 
 from ...config import AttentionConfig, ModelConfig
 from ..build import Build, init_method

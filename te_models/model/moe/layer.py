@@ -9,7 +9,7 @@ to step without a host synchronisation and without recompiling. Where experts ar
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -108,9 +108,9 @@ class MoELayer(nn.Module):
     def _beside(self, x: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """The shared expert and the others, each between norms of its own. x: [B, S, H], not normed."""
         assert self.shared_experts is not None, "the configuration has been checked"
-        y, counts = self._expert_sums(self.pre_experts_layernorm(x).flatten(0, -2), weights, indices)
-        shared = self.post_shared_layernorm(self.shared_experts(self.pre_shared_layernorm(x)))
-        return shared + self.post_experts_layernorm(y.view(x.shape)), counts
+        pre_shared, post_shared, pre_experts, post_experts = (cast(nn.Module, getattr(self, name)) for name in NORMS)
+        y, counts = self._expert_sums(pre_experts(x).flatten(0, -2), weights, indices)
+        return post_shared(self.shared_experts(pre_shared(x))) + post_experts(y.view(x.shape)), counts
 
     def _expert_sums(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """tokens: [T, H]; weights, indices: [T, K] -> (each token's weighted sum of its experts' results [T, H], how

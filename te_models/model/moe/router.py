@@ -19,9 +19,8 @@ from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import linear
 from te_models.kernels.norm import rms_norm
 from te_models.kernels.torch_versions import exporting
-from te_models.kernels.without_autocast import without_autocast
+from te_models.kernels.without_autocast import compute_dtype, without_autocast
 from te_models.layers.collectives import all_reduce, group_of_all
-from te_models.layers.functional.gemm_operand import compute_dtype
 from te_models.layers.recipe.activation_checkpoint import recomputing
 
 from ...config import ModelConfig

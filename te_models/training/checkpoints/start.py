@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.io.manifest import MANIFEST
@@ -41,6 +40,7 @@ from .files import latest_checkpoint, list_checkpoints
 from .recipes import live_state, saved_recipe_state
 
 if TYPE_CHECKING:
+    from ...model import GPTModel
     from ..data.dataset import TokenDataset
     from ..run_data import RunData
 
@@ -169,7 +169,7 @@ def set_newer_aside(checkpoint: Path, step: int, output_dir: Path) -> list[Path]
     return renamed
 
 
-def restore_generators(start: TrainingState, ranks: Ranks, model: nn.Module, dims: ParallelDims | None = None) -> None:
+def restore_generators(start: TrainingState, ranks: Ranks, model: GPTModel, dims: ParallelDims | None = None) -> None:
     """Restore this rank's random states and its recipes' live state. A rank that the checkpoint does not know keeps its
     own random states.
 

@@ -40,6 +40,9 @@ class TrainConfig(ConfigPart):
     """Seed of initial weights, data order and random numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes a GPU where there is one."""
+    backend: Literal["auto", "definition", "compiled"] = "auto"
+    """What computes the operations that have C++ or Triton kernels of this package: auto takes these where they can be
+    had (or what TE_MODELS_BACKEND says), definition plain torch, compiled is an error where C++ is missing."""
     compile: bool = True
     """Whether the model and its loss are compiled."""
     compile_mode: Literal["whole", "block"] = "whole"
