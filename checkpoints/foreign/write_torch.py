@@ -53,7 +53,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, _Tensor):
             return NotImplemented
         shape = value.storage.output.shape
-        strides = torch.empty(shape, device="meta").stride()
+        strides = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
         arguments = value.storage, 0, tuple(shape), tuple(strides), False, OrderedDict()
         dtype = torch_dtype(value.storage.output.dtype)
         if str(dtype).removeprefix("torch.") in _KINDS:

@@ -8,7 +8,6 @@ and comes back with it.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -51,12 +50,3 @@ def read_awq(config: Mapping[str, Any]) -> WeightFormat:
     one_of({"version": version.lower() if isinstance(version, str) else version}, "version", ("gemm",), "gemm")
     one_of(config, "zero_point", (True,), True)
     return _columns("awq", 4, max(0, group), AWQ)
-
-
-def with_unquantized(config: Mapping[str, Any], unquantized: list[str]) -> dict[str, Any]:
-    """Return a declaration of a model of which linear modules are not quantized that were: as GPTQ's and AWQ's readers
-    leave modules out, by patterns and by names."""
-    if config.get("quant_method") == "awq":
-        return {**config, "modules_to_not_convert": unquantized}
-    known = config.get("dynamic") or {}
-    return {**config, "dynamic": {**known, **{f"-:^{re.escape(name)}$": {} for name in unquantized}}}

@@ -20,19 +20,18 @@ from ..folder.checkpoint import Checkpoint
 from ..formats import (
     Declaration,
     WeightFormat,
-    columns,
     format_named,
     hf_config_of,
     modelopt,
     parse,
     representing_format,
 )
-from ..formats.amended import with_unquantized
+from ..formats.declaration import with_unquantized
 from ..formats.details import activation_scales
 from ..formats.format import MixedFormat
 from ..formats.fp8 import FLOAT_BLOCKS, POW2_BLOCKS
 from ..formats.namespace import FieldNamespace, field_namespace, upright
-from ..formats.separate import IN_CONFIG, TEXT
+from ..formats.separate import IN_CONFIG
 from ..formats.stacks import stacks
 from ..io.errors import CheckpointError
 from ..io.store import Store
@@ -166,17 +165,14 @@ def plan_quantized_export(
     else:
         plan = undeclared_passthrough_as_values(plan, ckpt.files, passthrough, ckpt.source, dtype)
         others_named = [*_unquantized_modules(high_precision, set(formats), tied), *passthrough_modules(plan)]
-        if amended and original is not None:
+        packed = isinstance(declared, WeightFormat) and declared.packing is not None
+        if original is not None and (amended or packed):
             config, separate = with_unquantized(original, others_named)
         else:
-            if isinstance(declared, WeightFormat) and declared.packing is not None and original is not None:
-                old = original.config or {}
-                said, separate = columns.with_unquantized(old.get(TEXT, old)[IN_CONFIG], others_named), None
-            else:
-                said, separate = hf_config_of(declared, others_named, formats)
-                if declared == modelopt.FP8:
-                    plan = replace(plan, notes=(*plan.notes, modelopt.UNCALIBRATED))
+            said, separate = hf_config_of(declared, others_named, formats)
             config = None if said is None else {IN_CONFIG: said}
+            if declared == modelopt.FP8:
+                plan = replace(plan, notes=(*plan.notes, modelopt.UNCALIBRATED))
     return QuantizedExport(plan, Plan(tuple(high_precision_outputs)), moved.store, declared, config, separate)
 
 

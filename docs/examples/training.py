@@ -128,3 +128,9 @@ from te_models.training import ParallelConfig
 
 table = ParallelConfig(data_parallel_shard_size=-1, expert_model_parallel_size=4)
 print(ParallelDims.of(table.to_dict(), ranks=8))
+
+# %% PosttrainingConfig
+from te_models.training import PosttrainingConfig
+
+pairs = PosttrainingConfig(method="dpo", beta=0.1)
+print(pairs.loss_type)

@@ -153,7 +153,7 @@ def _replaced(model: GPTModel, namespace: Namespace, adapted: list[str]) -> dict
     for stored, own in links.items():
         if stored.rpartition(".")[0] not in saved:
             continue
-        tensor = torch.empty(0)
+        tensor = torch.empty(0, dtype=torch.float32, device="cpu")
         for link in own:
             source = base[link.name]
             source = source.dequantize() if isinstance(source, QuantizedTensor) else source

@@ -84,7 +84,7 @@ def moved(
     """Return the adapter of a target weight, whose shape is [..., out, in], from those of the weights that its rows are
     in; None where it has none. shared: which columns of a source's B have numbers at all."""
     *experts, rows, columns = shape
-    used = torch.zeros(tuple(experts), dtype=torch.int64)
+    used = torch.zeros(tuple(experts), dtype=torch.int64, device="cpu")
     placed: list[tuple[Rows, int, Tensor, Tensor]] = []
     scalings = {sources[move.source].scaling for move in moves}
     scaling = scalings.pop() if len(scalings) == 1 else 1.0

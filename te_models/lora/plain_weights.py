@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_models.layers.functional.gemm_operand import compute_dtype
+from te_models.kernels.without_autocast import compute_dtype
 
 from ..model.embedding import Table
 from ..model.mixers.convolved import Columns, Rows

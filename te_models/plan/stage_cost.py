@@ -162,7 +162,7 @@ class _Replayed:
     def __init__(self, stage: Stage, cost: StageCost, shape: tuple[int, int], recorder: Recorder) -> None:
         self.stage, self.cost, self.shape, self.recorder = stage, cost, shape, recorder
         self.seen = 0
-        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
+        self.anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
 
     def __call__(self, *inputs: Tensor, **_: Any) -> Any:
         self.seen += 1
@@ -178,7 +178,7 @@ class _CostOnly(torch.autograd.Function):
         of.recorder.add(cost.forward.held, cost.forward.peak, cost.forward.traffic)
         if not of.stage.model.post_process:
             return _between(of.stage, of.shape)
-        of.stage.losses.append(torch.zeros(4, device="cpu"))
+        of.stage.losses.append(torch.zeros(4, dtype=torch.float32, device="cpu"))
         return (torch.zeros((), dtype=torch.float32, device="cpu"),)
 
     @staticmethod

@@ -7,6 +7,7 @@ Both sides hold the same numbers by parameter: the weight in float32, `exp_avg`,
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial

@@ -41,13 +41,14 @@ class Pairs(Windows):
         if usable < total and not self.skip_long:
             raise DataError(
                 f"{self.dataset.path} has {plural(total - usable, 'pair')} of {total} with more than "
-                f"{self.sequence_length} tokens in an answer (the longest has {int(self._lengths.max())}); allowed: a "
-                "longer data.sequence_length, or data.skip_bad_rows = true, which passes over them"
+                f"{plural(self.sequence_length, 'token')} in an answer (the longest has {int(self._lengths.max())}); "
+                "allowed: a longer data.sequence_length, or data.skip_bad_rows = true, which passes over them"
             )
         if len(self) == 0:
             raise DataError(
-                f"{self.dataset.path} has {plural(usable, 'pair')} of at most {self.sequence_length} tokens: not one "
-                f"{self.split} window with validation_fraction = {self.validation_fraction}"
+                f"{self.dataset.path} has {plural(usable, 'pair')} of at most "
+                f"{plural(self.sequence_length, 'token')}: not one {self.split} window "
+                f"with validation_fraction = {self.validation_fraction}"
             )
 
     @cached_property

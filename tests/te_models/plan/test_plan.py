@@ -29,12 +29,12 @@ from tests.covering import selected
 from tests.fork_server import run_python
 from tests.ranks import run_on_ranks
 from tests.te_models.configs import VARIANTS, token_ids
-from tests.te_models.plan_ranks import LAYOUTS, STAGES
+from tests.te_models.plan.plan_ranks import LAYOUTS, STAGES
 from tests.training.processes import as_toml
 from tests.training.runs import tiny_model, tiny_run
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
-MODULE = "tests.te_models.plan_ranks"
+MODULE = "tests.te_models.plan.plan_ranks"
 
 
 @pytest.fixture(scope="module")

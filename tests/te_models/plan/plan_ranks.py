@@ -1,4 +1,4 @@
-"""What each process of test_plan does: `python -m tests.te_models.plan_ranks RESULTS real|fake|fake1 LAYOUTS`,
+"""What each process of test_plan does: `python -m tests.te_models.plan.plan_ranks RESULTS real|fake|fake1 LAYOUTS`,
 on two ranks, or as the first or second of two that do not exist."""
 
 from __future__ import annotations
