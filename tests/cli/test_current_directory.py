@@ -113,6 +113,7 @@ def test_every_verb_is_tested() -> None:
     assert set(VERBS) == set(verbs_of(build_parser()).choices)
 
 
+@pytest.mark.slow
 def test_children_of_the_verbs(stranger: Path) -> None:
     """Of those that start processes, one that reads a tokenizer: as `python -m te_models` runs, in a process that has
     imported torch already."""

@@ -74,6 +74,7 @@ def test_experts_of_an_unbalanced_router_share_the_tokens(tmp_path: Path) -> Non
     assert balanced.loss == pytest.approx(plain.loss, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_run_continues_with_its_biases(tmp_path: Path) -> None:
     evaluation = EvaluationConfig(every=1, batches=1)
     config = run_of(tmp_path, "run", 0.01, evaluation=evaluation)

@@ -153,6 +153,7 @@ def test_packed_sequences_are_those_of_the_mask(kind: str) -> None:
     assert both[0][:17].abs().sum(-1).min() > 0 and not both[0][17:].any()
 
 
+@pytest.mark.slow
 def test_one_graph_serves_every_boundary() -> None:
     torch.manual_seed(0)
     model = GPTModel(tiny_model(layers=1), dtype=torch.float32)

@@ -127,6 +127,7 @@ def test_a_recipe_computes_with_the_numbers_it_made(name: str, outer: str) -> No
     assert torch.equal(got, expected)
 
 
+@pytest.mark.slow
 def test_a_region_of_delayed_scaling_inside_is_one_graph() -> None:
     """The first call has no history to read and the others have one; layers that ran elsewhere get none of it."""
     graphs()

@@ -153,7 +153,7 @@ def test_tensors_are_quantized_with_a_key(way: str, format: str) -> None:
             make(quantizer, x, wrong)
 
 
-@pytest.mark.sentinels("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_graph_quantizes_with_a_key(grouped: bool) -> None:
     """The key is data: another one compiles nothing."""

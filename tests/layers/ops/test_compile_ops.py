@@ -82,6 +82,7 @@ def test_inductor_computes_the_same_group(name: str | None) -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_quantized_inputs_and_outputs_of_graphs() -> None:
     front, back = ops.Sequential(ops.SiLU(), ops.Quantize()), ops.Sequential(ops.Linear(96, 48))
     compiled = [torch.compile(m, fullgraph=True, backend="aot_eager") for m in (front, back)]

@@ -104,6 +104,7 @@ def test_a_toy_of_random_weights(name: str, tmp_path: Path, capsys: pytest.Captu
     assert "did you mean 'qwen3-30b-a3b'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_every_model_has_a_toy() -> None:
     """... of a size at which a test runs it, mimo_v2_flash's wide experts aside."""
     large = {}

@@ -199,7 +199,7 @@ def texts_mask(length: int) -> Tensor:
     return text[:, :, None] == text[:, None, :]
 
 
-@pytest.mark.sentinels("padding")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "masks",
     [[padding_mask(n) for n in (0, 3, 8)], [texts_mask(n) for n in (9, 4, 2)]],

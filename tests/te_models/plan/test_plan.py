@@ -234,6 +234,7 @@ def test_layouts_are_planned_by_utilization_and_refused_ones_come_last(tmp_path:
     assert [plan.mfu for plan in plans] == sorted((plan.mfu for plan in plans), reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_a_pipeline_waits_while_it_fills_and_empties(tmp_path: Path) -> None:
     """Its plan is of the first rank, with its embedding and two micro-batches in flight, or of the last."""

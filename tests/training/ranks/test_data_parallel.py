@@ -138,6 +138,7 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=3))
     train_on_ranks(run, tmp_path, before=setup, after="dist.destroy_process_group()\n")
 
 
+@pytest.mark.slow
 def test_the_command_line_reports_once(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, steps=1)
     values = [config.output_dir, config.data.path, config.data.text[0]]

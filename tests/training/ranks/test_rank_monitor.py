@@ -46,6 +46,7 @@ def test_a_pipeline_stage_that_is_gone_ends_the_others(tmp_path: Path) -> None:
     assert "rank 1 stopped answering" in stderr(tmp_path, 0).read_text()
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
     config = endless(tmp_path)
     with training(config, tmp_path, ranks=2) as processes:
