@@ -110,8 +110,6 @@ inline Mode read_scales(const Weight& w, int64_t row, int64_t blocks, float* to)
   return w.kind == kPow2 ? kExact : kRounded;
 }
 
-constexpr int kSmall = 32;  // columns of a block that is decoded at once
-
 struct Rows {
   std::vector<float> scale;
 
@@ -127,27 +125,15 @@ struct Rows {
       const int64_t end = std::min(begin + L, full);
       const auto use_one = [&](int64_t k, auto r, Floats v)
                                INLINE { use(k, r, weight_of<mode>(row[r] + k, v, of_row[r][b], s[r], larger[r])); };
-      const auto use_two = [&](int64_t k) INLINE {
+      int64_t k = begin;
+      for (; k + 2 * kLanes <= end; k += 2 * kLanes)
         each_row([&](auto r) INLINE {
+          soon(row[r] + k + kRows * w.stride);
           Floats two[2];
           W::decode(row[r] + k, two);
           use_one(k, r, two[0]);
           use_one(k + kLanes, r, two[1]);
         });
-      };
-      const auto read_ahead = [&](int64_t k)
-                                  INLINE { each_row([&](auto r) INLINE { soon(row[r] + k + kRows * w.stride); }); };
-      int64_t k = begin;
-      if (end - begin == kSmall) {  // a loop would cost as much as what it does: MXFP8's blocks
-        read_ahead(k);
-#pragma GCC unroll 4
-        for (int i = 0; i < kSmall; i += 2 * kLanes) use_two(begin + i);
-        continue;
-      }
-      for (; k + 2 * kLanes <= end; k += 2 * kLanes) {
-        read_ahead(k);
-        use_two(k);
-      }
       for (; k < end; k += kLanes) each_row([&](auto r) INLINE { use_one(k, r, W::decode(row[r] + k)); });
     }
     if (full == K) return;

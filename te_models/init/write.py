@@ -132,7 +132,7 @@ def first_config(
     largest = WINDOWS if amount is None else amount.micro_batch(longest, WINDOWS)
     sizes = fitting(planned, longest, trained, machine.device, machine.memory, largest=largest)
     why = f"the text has {plural(amount.tokens, 'token')}" if amount is not None and longest < length else ""
-    _add_sizes(tables, sizes, longest, base, machine, bool(trained), why)
+    _add_sizes(tables, sizes, longest, base, machine, bool(trained), 2 if task == "dpo" else 1, why)
     _add_validation(tables, sizes, amount)
     return _heading(task, base, path, output) + tables.text(), sizes, base
 
@@ -198,9 +198,10 @@ def _add_precision(tables: Tables, task: Task, recipe: str, base: Base, machine:
 
 
 def _add_sizes(
-    tables: Tables, sizes: Sizes, length: int, base: Base, machine: Machine, moments: bool, shorter: str
+    tables: Tables, sizes: Sizes, length: int, base: Base, machine: Machine, moments: bool, rows: int, shorter: str
 ) -> None:
-    """Add what memory decided. shorter: why windows are no longer than `length`, where it is for another reason."""
+    """Add what memory decided. rows: of a window. shorter: why windows are no longer than `length`, where it is for
+    another reason."""
     data, positions = sizes.values()["data"], base.config.max_position_embeddings
     budget = f"{format_size(sizes.memory)} planned of {format_size(machine.memory)} for this run"
     if sizes.sequence_length < length:
@@ -213,7 +214,7 @@ def _add_sizes(
         why = f"the model has {plural(positions, 'position')}; longer windows take more memory and time"
     tables.add("data", "sequence_length", sizes.sequence_length, why)
     tables.add("data", "micro_batch_size", sizes.micro_batch_size, budget)
-    tokens = WINDOWS * sizes.sequence_length
+    tokens = WINDOWS * sizes.sequence_length * rows
     tables.add("data", "gradient_accumulation", data["gradient_accumulation"], f"{plural(tokens, 'token')} make a step")
     why = "layers run again: their activations do not fit" if sizes.checkpointing else "all activations fit"
     tables.add("model", "activation_checkpointing", sizes.checkpointing, why)

@@ -23,7 +23,7 @@ from te_models.kernels.cross_entropy import IGNORE_INDEX
 from te_models.layers import microbatch
 
 from ..compile.cache import backend_for
-from ..compile.compile_model import with_room
+from ..compile.compile_model import Mode, compile_model, with_room
 from ..eval_mode import in_eval_mode
 from ..lora.model import without_adapters
 from ..model import GPTModel
@@ -101,10 +101,16 @@ class DPO(Objective):
 
 
 def reference_of(
-    model: GPTModel, copy: GPTModel | None, config: PosttrainingConfig, *, compiled: bool
+    model: GPTModel,
+    copy: GPTModel | None,
+    config: PosttrainingConfig,
+    *,
+    compiled: bool,
+    mode: Mode = "whole",
 ) -> Callable[[Batch], Tensor]:
     """Return what computes the log-probabilities of the reference: of the starting weights in `copy`, or, where that is
-    None, of `model` without its adapters."""
+    None, of `model` without its adapters. compiled, mode: as for `make_loss_function`, which compiles the layers of
+    `model` with the mode "block"."""
     reference = model if copy is None else copy
     mean = config.loss_type == "ipo"
 
@@ -112,7 +118,9 @@ def reference_of(
         return row_log_probs(reference, input_ids, labels, mean=mean)[0]
 
     function: Any = log_probs
-    if compiled:
+    if compiled and mode == "block" and copy is not None:
+        compile_model(copy, "block", dynamic=False)
+    elif compiled and mode == "whole":
         function = with_room(torch.compile(log_probs, fullgraph=True, dynamic=False, backend=backend_for(reference)))
 
     def run(batch: Batch) -> Tensor:

@@ -225,7 +225,8 @@ def objective_of(config: TrainConfig, model: GPTModel, device: str, layout: Layo
     if not config.lora.rank:
         copy = build_model(config, device, None, None, layout).requires_grad_(False)
         set_loss_options(copy, config.model)
-    return DPO(config.posttraining, reference_of(model, copy, config.posttraining, compiled=config.compile))
+    compiled = {"compiled": config.compile, "mode": config.compile_mode}
+    return DPO(config.posttraining, reference_of(model, copy, config.posttraining, **compiled))
 
 
 def group_of_writers(ranks: Ranks, config: TrainConfig) -> dist.ProcessGroup | None:

@@ -168,6 +168,9 @@ def test_the_verb_says_what_it_wrote_and_what_it_refuses(
     assert main([*words, "--task", "pretrain"]) == 0
     assert "of 512.0 MiB on CPU; train it: te-models train pretrain.toml" in capsys.readouterr().out
     assert main(["train", "pretrain.toml", "--dry-run"]) == 0
+    Path("pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 40)
+    assert main([*words, "--task", "dpo", "--data", "pairs.jsonl"]) == 0
+    assert 'format = "preference_pairs"' in Path("dpo.toml").read_text()
     assert main([*words, "--task", "pretrain", "--json", "--force"]) == 0
     written = capsys.readouterr().out
     assert json.loads(written[written.rindex('{\n  "output"') :])["config"]["data"]["tokenizer"] == "bytes"
@@ -190,7 +193,7 @@ def test_what_is_written_trains(task: Any, tmp_path: Path, monkeypatch: pytest.M
     GPTModel(tiny(vocab_size=300)).save_pretrained(tmp_path / "small")
     (tmp_path / "a.txt").write_text("some text. " * 3000)
     file = tmp_path / "run.toml"
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 40)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 200)
     task_data = {} if task == "sft" else {"data": ["a.jsonl" if task == "dpo" else "a.txt"]}
     write_config(file, "small", task, tokenizer="bytes", machine=replace(LAPTOP, memory=2**33), **task_data)
     if task == "sft":

@@ -154,9 +154,11 @@ def test_a_run_learns_the_pairs_and_resumes_bit_for_bit(tmp_path: Path, lora: Lo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["whole", "block"])
 @pytest.mark.parametrize("lora", [LoRAConfig(), LoRAConfig(rank=4)], ids=["copy", "adapters"])
-def test_a_compiled_run_computes_the_same(tmp_path: Path, lora: LoRAConfig) -> None:
-    runs = [dpo_run(tmp_path, str(compiled), lora=lora, compile=compiled, steps=3) for compiled in (False, True)]
+def test_a_compiled_run_computes_the_same(tmp_path: Path, lora: LoRAConfig, mode: str) -> None:
+    options = {"lora": lora, "compile_mode": mode, "steps": 3}
+    runs = [dpo_run(tmp_path, str(compiled), compile=compiled, **options) for compiled in (False, True)]
     for run in runs:
         train(run)
     eager, compiled = (read_metrics(Path(run.output_dir) / "metrics.jsonl") for run in runs)

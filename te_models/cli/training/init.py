@@ -17,7 +17,7 @@ decided by the memory and the kind of the device, and a comment behind each says
 planned and checked as `te-models train` checks it before it is written. Of MODEL only the
 configuration is read: a folder, a hub id, ORGANISATION/NAME, or a name that `te-models models`
 lists."""
-TASKS = ("pretrain", "sft", "lora", "qlora")
+TASKS = ("pretrain", "sft", "lora", "qlora", "dpo")
 
 
 def add(verbs: Verbs) -> None:

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from te_models import GPTModel
-from te_models.checkpoints import FAMILIES, export_hf, families
+from te_models.checkpoints import FAMILIES, expected_tensors, export_hf, families
 from te_models.checkpoints.families import Family
+from te_models.checkpoints.plan import param_shapes
 from te_models.config import AttentionConfig, MLPConfig, ModelConfig
 from te_models.layers import MXFP8BlockScaling, Recipe
+from te_models.memory import ask_for_large_pages
+from te_models.model import build
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -68,3 +71,33 @@ def test_every_family_is_in_the_file_that_is_imported_for_it() -> None:
         if isinstance(value, Family) and not name.startswith("_")
     }
     assert of_files - {"glm5_next_text"} == {*FAMILIES}  # it is inside glm5_next alone
+
+
+def test_what_is_asked_of_a_configuration_is_answered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    checked, named = build.unsupported, param_shapes._tensors
+    monkeypatch.setattr(build, "unsupported", lambda config: asked.append("checked") or checked(config))
+    monkeypatch.setattr(param_shapes, "_tensors", lambda config: asked.append("named") or named(config))
+    several = CONFIG.replace(num_layers=3)
+    GPTModel(several, device="meta")
+    first, second = expected_tensors(several), expected_tensors(several)
+    assert asked == ["checked", "named"]
+    assert first == second and first is not second, "callers may change what they get"
+    GPTModel(CONFIG, device="meta")
+    assert asked == ["checked", "named", "checked"]
+
+
+def test_large_weights_get_large_pages_and_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = CONFIG.replace(vocab_size=2**15, hidden_size=128)
+    model = GPTModel(large, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    asked: list[int] = []
+
+    def ask(address: int, nbytes: int) -> None:
+        asked.append(nbytes)
+        ask_for_large_pages(address, nbytes)
+
+    monkeypatch.setattr(build, "ask_for_large_pages", ask)
+    read = GPTModel.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    assert max(asked) == 2**15 * 128 * 2
+    assert all(torch.equal(a, b) for a, b in zip(read.parameters(), model.parameters(), strict=True))
