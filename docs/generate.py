@@ -157,6 +157,7 @@ WHERE = (
         "layers grouped_fprop",
         "layers quantize_weight",
     ),
+    ("Which quantizer does an operand get, with which live tensors?", "layers Scaling"),
     ("Where is the input saved for the weight gradient?", "layers quantize_and_save"),
     ("Where is a number format defined?", "kernels quantize_blockwise", "kernels quantize_nvfp4"),
     ("Which GEMM implementation runs, and why?", "kernels/gemm choose", "kernels choose_scaled"),

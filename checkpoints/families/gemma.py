@@ -10,7 +10,7 @@ from te_models.config import ModelConfig
 
 from .base.common import ACTIVATIONS, ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Choice, Fixed, Values, read_typed
+from .base.fields import Choice, Entry, Fixed, Values, read_typed
 from .base.rope import Rope
 
 GEMMA_COMMON = (
@@ -21,6 +21,20 @@ GEMMA_COMMON = (
 )
 
 _TANH = "gelu_pytorch_tanh"
+
+
+def gemma_fields(*, max_positions: int, kv_heads: int = 4, without: tuple[str, ...] = ()) -> tuple[Entry, ...]:
+    """Return the fields of decoders that all families from gemma2 on have."""
+    return decoder_fields(
+        max_positions=max_positions,
+        pad=0,
+        kv_heads=kv_heads,
+        head_dim=256,
+        tied=True,
+        activation=_TANH,
+        activation_name="hidden_activation",
+        without=without,
+    )
 
 
 @dataclass(frozen=True)

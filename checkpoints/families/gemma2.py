@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Converted, Fixed, Nullable
 from .base.layer_fields import LayerPattern
 from .base.names import SANDWICH, Names
 from .base.rope import Rope
-from .gemma import GEMMA_COMMON
+from .gemma import GEMMA_COMMON, gemma_fields
 
 GEMMA2_COMMON = (
     *GEMMA_COMMON,
@@ -22,15 +21,7 @@ GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     fields=(
-        *decoder_fields(
-            max_positions=8192,
-            pad=0,
-            kv_heads=4,
-            head_dim=256,
-            tied=True,
-            activation="gelu_pytorch_tanh",
-            activation_name="hidden_activation",
-        ),
+        *gemma_fields(max_positions=8192),
         *GEMMA2_COMMON,
         LayerPattern(window=4096, period=2),
         Nullable("attn_logit_softcapping", "attention.softcap", 50.0),

@@ -3,28 +3,20 @@
 
 from __future__ import annotations
 
-from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Fixed, Nullable, Only
 from .base.layer_fields import LayerPattern
 from .base.names import SANDWICH, Names
 from .base.rope import RopePerLayerType
 from .base.text_part import TextPart, with_images
+from .gemma import gemma_fields
 from .gemma2 import GEMMA2_COMMON
 
 GEMMA3_TEXT = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     fields=(
-        *decoder_fields(
-            max_positions=131072,
-            pad=0,
-            kv_heads=4,
-            head_dim=256,
-            tied=True,
-            activation="gelu_pytorch_tanh",
-            activation_name="hidden_activation",
-        ),
+        *gemma_fields(max_positions=131072),
         *GEMMA2_COMMON,
         Fixed("attention.qk_layernorm", "head"),
         LayerPattern(window=4096, period=6, pattern=True),

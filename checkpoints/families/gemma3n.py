@@ -13,7 +13,6 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.additions import PerLayerEmbeddingSizes, shared_layers, shared_sources
 from .base.attentions import Nested, read_list
-from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import REQUIRED, Field, Nullable, Values, read_typed, shorten_value
 from .base.layer_fields import LayerPattern
@@ -21,6 +20,7 @@ from .base.names import SANDWICH, Names
 from .base.rope import RopePerLayerType
 from .base.text_part import TextPart, with_images
 from .base.unused import Unused
+from .gemma import gemma_fields
 from .gemma4 import GEMMA_FIXED, with_sight_and_hearing
 
 _SPARSE_LAYERS, _SPARSITY = 10, 0.95
@@ -81,16 +81,7 @@ GEMMA3N_TEXT = Family(
     model_type="gemma3n_text",
     architecture="Gemma3nForCausalLM",
     fields=(
-        *decoder_fields(
-            max_positions=32768,
-            pad=0,
-            kv_heads=2,
-            head_dim=256,
-            tied=True,
-            activation="gelu_pytorch_tanh",
-            activation_name="hidden_activation",
-            without=("intermediate_size",),
-        ),
+        *gemma_fields(max_positions=32768, kv_heads=2, without=("intermediate_size",)),
         *GEMMA_FIXED,
         GatesPerLayer(),
         LayerPattern(window=512, period=5),

@@ -13,7 +13,7 @@ from te_models.config import AttentionConfig, ModelConfig
 from ..io.errors import CheckpointError
 from .base.additions import PerLayerEmbeddingSizes, shared_layers, shared_sources
 from .base.attentions import Nested, mixers
-from .base.common import ATTENTION_BIAS, decoder_fields
+from .base.common import ATTENTION_BIAS
 from .base.family import Family
 from .base.fields import REQUIRED, Fixed, Nullable, Values, read_typed, shorten_value
 from .base.layer_fields import LayerPattern
@@ -21,6 +21,7 @@ from .base.names import SANDWICH, Fused, Names, per_expert
 from .base.rope import RopePerLayerType
 from .base.text_part import TextPart, with_images
 from .base.unused import Unused
+from .gemma import gemma_fields
 
 GEMMA_FIXED = (
     Fixed("norm.cast_order", "weight_first"),
@@ -158,15 +159,7 @@ GEMMA4_TEXT = Family(
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
     fields=(
-        *decoder_fields(
-            max_positions=131072,
-            pad=0,
-            kv_heads=4,
-            head_dim=256,
-            tied=True,
-            activation="gelu_pytorch_tanh",
-            activation_name="hidden_activation",
-        ),
+        *gemma_fields(max_positions=131072),
         *GEMMA_FIXED,
         Fixed("layer_scalar", True),
         LastLayerFull(window=512, period=6),

@@ -12,7 +12,6 @@ Live state (scales, amaxes, main gradients) comes in as tensors and is written i
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +20,9 @@ from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand
 from te_models.kernels.gemm.cpu import operand_dtype
 
-from ..quantizer import Fields, Quantizer, Usage
-from ..quantizer.identity import UNQUANTIZED
-from ..quantizer.state import AnyQuantizer, QuantizerState, unrecorded, value_of, with_gradient_state, with_state
-from ..recipe.base import HIGH_PRECISION, GemmQuantizers
+from ..quantizer import Fields, Usage
+from ..quantizer.state import value_of
+from ..recipe.base import HIGH_PRECISION
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import QuantizedStorage
 from .double_backward import first_derivative
@@ -44,30 +42,11 @@ from .saved_input import (
     SavedInput,
     quantize_and_save,
     quantize_weight,
-    record_statistics,
     shared_gradient_operands,
 )
+from .scaling import Scaling
 from .weight_format import check_format, check_operands
-from .wgrad import WeightGradient, run_wgrad
-
-
-class GemmOptions(NamedTuple):
-    """How a module wants its gradients: see `Linear`."""
-
-    save_original_input: bool = False
-    wgrad: WeightGradient | None = None
-
-
-DEFAULT_OPTIONS = GemmOptions()
-
-
-class GemmConfig(NamedTuple):
-    """The constants of a layer's GEMMs. index: of its GEMM among the module's, the column of the state that is its own;
-    None: all of them, as of a grouped layer."""
-
-    quantizers: GemmQuantizers
-    options: GemmOptions = DEFAULT_OPTIONS
-    index: int | None = 0
+from .wgrad import run_wgrad
 
 
 def dense_fprop(
@@ -75,8 +54,7 @@ def dense_fprop(
     weight: Tensor,
     bias: Tensor | None,
     cached: QuantizedTensor | None,
-    state: QuantizerState,
-    config: GemmConfig,
+    scaling: Scaling,
     dtype: torch.dtype,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor, SavedInput, tuple[Tensor, ...]]:
@@ -85,66 +63,50 @@ def dense_fprop(
     x: [T, K] in `dtype`, or already quantized by the input quantizer; weight: [N, K] plain or quantized; cached: the
     weight quantized in an earlier micro-batch; needs: whether the gradients of x and of the weight will be wanted.
     """
-    quantizers, options, index = config
+    quantizers, options, _ = scaling.config
     stored = weight if cached is None else cached
-    x_quantizer: AnyQuantizer = quantizers.input
-    if state.scale is not None:
-        x_quantizer = with_state(quantizers.input, state.scale, state.amax, "input", index)
     on = operands_on(x.device)
     left, saved, tensors = quantize_and_save(
-        x_quantizer, x, dtype, quantizers.backward_override, options.save_original_input, needs[1], on
+        scaling.for_input(records=True),
+        x,
+        dtype,
+        quantizers.backward_override,
+        options.save_original_input,
+        needs[1],
+        on,
     )
-    if state.statistics is not None:
-        of_gemm = state.statistics[(index or 0) % state.statistics.shape[0]]
-        if isinstance(x, Tensor):  # statistics describe the values before quantization
-            record_statistics(of_gemm[0], x_quantizer, x)
-        if not isinstance(stored, QuantizedTensor):
-            record_statistics(of_gemm[1], with_state(quantizers.weight, state.scale, None, "weight", index), stored)
-    right, fields = fprop_weight(stored, quantizers, dtype, state, needs[0], index, on)
+    if scaling.state.statistics is not None:
+        scaling.record_statistics(x, None if isinstance(stored, QuantizedTensor) else lambda: stored)
+    right, fields = fprop_weight(stored, scaling, dtype, needs[0], on)
     saved = replace(saved, weight_names=tuple(fields)) if fields else saved
     return run_gemm(left, right, dtype, bias), saved, (*tensors, *fields.values())
 
 
 def fprop_weight(
-    stored: Tensor,
-    quantizers: GemmQuantizers,
-    dtype: torch.dtype,
-    state: QuantizerState,
-    needs_dgrad: bool,
-    index: int | None,
-    on: OperandsOn,
+    stored: Tensor, scaling: Scaling, dtype: torch.dtype, needs_dgrad: bool, on: OperandsOn
 ) -> tuple[GemmOperand, Fields]:
     """Return a weight [..., N, K] as an operand of fprop and what `dgrad_weight` may read of it, see
     `quantize_weight`."""
+    quantizers = scaling.config.quantizers
     if isinstance(stored, QuantizedTensor):
         if quantizers is HIGH_PRECISION:  # no recipe is in force that it has to fit
             stored = stored.dequantize(dtype)
         else:
             check_operands(stored, quantizers, needs_dgrad)
-            return weight_operand(stored, quantizers.weight, "rowwise", dtype, state.scale, state.amax, index), {}
-    quantizer: AnyQuantizer = quantizers.weight
-    if state.scale is not None:
-        quantizer = with_state(quantizers.weight, state.scale, state.amax, "weight", index)
+            return weight_operand(stored, scaling, "rowwise", dtype), {}
+    quantizer = scaling.for_weight(records=True)
     if on != "quantized":  # where dgrad makes its own operand, see `quantize_weight`
         return quantizer.operand(stored, "rowwise", operand_dtype(stored.device, dtype)), {}
     if quantizers.backward_override:
         return quantized_operand(quantizer, stored, "rowwise", dtype), {}
-    return quantize_weight(quantizer, stored, dtype, needs_dgrad, on)
+    return quantize_weight(quantizer, stored, dtype, needs_dgrad)
 
 
-def dgrad_weight(
-    stored: Tensor,
-    fields: Fields,
-    quantizers: GemmQuantizers,
-    dtype: torch.dtype,
-    state: QuantizerState,
-    index: int | None,
-) -> GemmOperand:
+def dgrad_weight(stored: Tensor, fields: Fields, scaling: Scaling, dtype: torch.dtype) -> GemmOperand:
     """Return a weight as an operand of dgrad: the fields that fprop saved, or quantized now."""
     if not fields:
-        return weight_operand(stored, quantizers.weight, "columnwise", dtype, state.scale, None, index)
-    value = value_of(with_state(quantizers.weight, state.scale, None, "weight", index))
-    return stored_operand(value, fields, "columnwise", dtype, stored.shape)
+        return weight_operand(stored, scaling, "columnwise", dtype)
+    return stored_operand(value_of(scaling.for_weight()), fields, "columnwise", dtype, stored.shape)
 
 
 def dense_gradients(
@@ -152,8 +114,7 @@ def dense_gradients(
     weight: Tensor,
     cached: QuantizedTensor | None,
     main_grad: Tensor | None,
-    state: QuantizerState,
-    config: GemmConfig,
+    scaling: Scaling,
     saved: SavedInput,
     tensors: list[Tensor],
     dtype: torch.dtype,
@@ -163,26 +124,21 @@ def dense_gradients(
 
     dy: [T, N]; main_grad: where the options want the weight gradient; saved, tensors: from `dense_fprop`.
     """
-    quantizers, options, index = config
-    override, scale, key = quantizers.backward_override, state.scale, state.key
+    quantizers, options, _ = scaling.config
+    override, key = quantizers.backward_override, scaling.state.key
     of_x, weight_fields = saved.parts(tensors)
-    quantizer: AnyQuantizer = UNQUANTIZED
-    if not override:
-        quantizer = with_gradient_state(quantizers.grad_output, state, lambda: _amax(dy.detach()), index)
-        if state.grad_statistics is not None:
-            into = state.grad_statistics[(index or 0) % state.grad_statistics.shape[0]]
-            record_statistics(into, unrecorded(quantizer), dy, key)
+    quantizer = scaling.for_gradient(dy, _amax)
     of_dy = shared_gradient_operands(quantizer, dy, dtype, key, saved.on) if all(needs) else {}
     dx = dw = None
     if needs[0]:
-        right = _dgrad_operand(weight, cached, weight_fields, quantizers, dtype, state, index)
+        right = _dgrad_operand(weight, cached, weight_fields, scaling, dtype)
         # the copy of dy ends with the call, before wgrad makes its own
         dx = run_gemm(
             of_dy["rowwise"] if of_dy else quantized_operand(quantizer, dy, "rowwise", dtype, key), right, dtype
         )
     if needs[1]:
         left = of_dy["columnwise"] if of_dy else quantized_operand(quantizer, dy, "columnwise", dtype, key)
-        right = saved.operand(with_state(quantizers.input, scale, None, "input", index), of_x, dtype)
+        right = saved.operand(scaling.for_input(), of_x, dtype)
         wgrad = options.wgrad
 
         def compute() -> tuple[Tensor | None]:
@@ -203,18 +159,17 @@ def _dgrad_operand(
     weight: Tensor,
     cached: QuantizedTensor | None,
     fields: Fields,
-    quantizers: GemmQuantizers,
+    scaling: Scaling,
     dtype: torch.dtype,
-    state: QuantizerState,
-    index: int | None,
 ) -> GemmOperand:
     """Return the weight as the right operand of dgrad, as the recipe's backward override says."""
     stored = weight if cached is None else cached
-    if quantizers.backward_override is None:
-        return dgrad_weight(stored, fields, quantizers, dtype, state, index)
-    if quantizers.backward_override == "high_precision":
+    override = scaling.config.quantizers.backward_override
+    if override is None:
+        return dgrad_weight(stored, fields, scaling, dtype)
+    if override == "high_precision":
         return transposed(Operand(plain_weight(weight, dtype), None), "columnwise")
-    rowwise = weight_operand(stored, quantizers.weight, "rowwise", dtype, state.scale, None, index)
+    rowwise = weight_operand(stored, scaling, "rowwise", dtype)
     return transposed(Operand(scaled_values(dequantized(rowwise, dtype), dtype), None), "columnwise")
 
 
@@ -223,28 +178,20 @@ def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
     return dy.reshape(-1, dy.shape[-1]).float().sum(0).to(dtype)
 
 
-def weight_operand(
-    weight: Tensor,
-    quantizer: Quantizer,
-    usage: Usage,
-    dtype: torch.dtype,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    index: int | None = None,
-) -> GemmOperand:
+def weight_operand(weight: Tensor, scaling: Scaling, usage: Usage, dtype: torch.dtype) -> GemmOperand:
     """Return a weight as an operand of a GEMM: a stored one exactly as it is, a high-precision one quantized now.
 
     Raises ValueError where the stored format is not the recipe's.
     """
     if not isinstance(weight, QuantizedTensor):
-        live = with_state(quantizer, scale, amax, "weight", index)
+        live = scaling.for_weight()
         if usage == "columnwise" and live.symmetric and in_cpu_graph(weight.device):
             # fprop's numbers, rounded again: as a stack of one, or the graph would store fprop's in 16 bits for dgrad
             again = live.operand(weight[None], usage, dtype)
             left = again.scale if again.scale is None or again.scale.dim() < weight.dim() - 1 else again.scale[0]
             return transposed(Operand(again.values[0], left), usage)
         return quantized_operand(live, weight, usage, dtype)
-    check_format(weight, quantizer)
+    check_format(weight, scaling.config.quantizers.weight)
     weight.require_matrix("be the operand of a GEMM")
     return stored_operand(weight.quantizer, weight.fields, usage, dtype, weight.matrix_shape)
 

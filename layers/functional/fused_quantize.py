@@ -25,14 +25,14 @@ from te_models.kernels.norm import Norm
 from te_models.kernels.quantize import QuantizedOutput
 
 from ..quantizer import Quantizer
-from ..quantizer.state import AnyQuantizer, QuantizerState, value_of, with_state
+from ..quantizer.state import AnyQuantizer, value_of
 from ..recipe.base import GemmQuantizers
 from ..recipe.context import state as active
 from ..tensor.formats import TENSOR_CLASSES
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import STORAGE_CLASSES, QuantizedStorage
-from .dense_gemms import GemmConfig
 from .gemm_operand import in_cpu_graph
+from .scaling import Scaling
 
 
 class Prologue(NamedTuple):
@@ -71,18 +71,16 @@ class Prologue(NamedTuple):
         return self.function.backward(dy, x)[0], None, None
 
 
-def input_quantizer(
-    config: GemmConfig, state: QuantizerState, needs_wgrad: bool, device: torch.device
-) -> AnyQuantizer | None:
+def input_quantizer(scaling: Scaling, needs_wgrad: bool, device: torch.device) -> AnyQuantizer | None:
     """Return the quantizer that may quantize a GEMM's input in its place; None where the input is wanted as it is: for
     an unquantized backward pass, for statistics, or in a CPU graph, where a GEMM takes dequantized values."""
-    quantizers, options, index = config
+    (quantizers, options, _), state = scaling
     override = quantizers.backward_override
     if override == "high_precision" or state.statistics is not None or active().calibrating or in_cpu_graph(device):
         return None
     if needs_wgrad and options.save_original_input and override is None:
         return None
-    quantizer = with_state(quantizers.input, state.scale, state.amax, "input", index)
+    quantizer = scaling.for_input(records=True)
     columnwise = needs_wgrad and override is None
     if quantizer is not quantizers.input or (quantizers.input.rowwise and quantizers.input.columnwise == columnwise):
         return quantizer

@@ -26,15 +26,12 @@ from te_models.kernels.grouped_gemm import (
 from te_models.kernels.grouped_gemm.scaled import dequantized_wgrad
 from te_models.kernels.without_autocast import without_autocast
 
-from ..quantizer import Fields, Quantizer, Usage
+from ..quantizer import Fields, Usage
 from ..quantizer.group_offsets import GroupOffsets
-from ..quantizer.identity import UNQUANTIZED
-from ..quantizer.state import AnyQuantizer, QuantizerState, unrecorded, with_gradient_state, with_state
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import QuantizedStorage
 from .dense_gemms import (
-    GemmConfig,
     dgrad_weight,
     fprop_weight,
     plain_weight,
@@ -58,9 +55,9 @@ from .saved_input import (
     USAGES,
     SavedInput,
     quantize_and_save,
-    record_statistics,
     shared_gradient_operands,
 )
+from .scaling import Scaling
 from .weight_format import check_format, check_operands
 from .wgrad import WeightGradient, run_wgrad
 
@@ -76,8 +73,7 @@ def grouped_fprop(
     weights: tuple[Tensor, ...],
     cached: QuantizedTensor | None,
     offsets: GroupOffsets,
-    state: QuantizerState,
-    config: GemmConfig,
+    scaling: Scaling,
     dtype: torch.dtype,
     needs: tuple[bool, bool],
     aligned: bool = False,
@@ -89,24 +85,21 @@ def grouped_fprop(
     x and of the weights will be wanted; aligned: whether the groups are aligned (`grouped_operand`); such rows may come
     quantized.
     """
-    quantizers, options, _ = config
-    x_quantizer = with_state(quantizers.input, state.scale, state.amax, "input")
-    if state.statistics is not None:
+    quantizers, options, _ = scaling.config
+    stored = cached is not None or isinstance(weights[0], QuantizedTensor)
+    if scaling.state.statistics is not None:
         assert isinstance(x, Tensor), "statistics describe the values before quantization"
-        unrecorded = with_state(quantizers.input, state.scale, None, "input")
-        record_statistics(state.statistics[0, 0], unrecorded, x, offsets=offsets)
-        if cached is None and not isinstance(weights[0], QuantizedTensor):
-            unrecorded = with_state(quantizers.weight, state.scale, None, "weight")
-            record_statistics(state.statistics[0, 1], unrecorded, stacked(weights))
+        scaling.record_statistics(x, None if stored else lambda: stacked(weights), offsets)
+    x_quantizer = scaling.for_input(records=True)
     fields: Fields = {}
     if quantizers is HIGH_PRECISION and isinstance(weights[0], QuantizedTensor):  # as in `fprop_weight`
         weights = (plain_weights(weights, dtype),)
     if cached is None and not isinstance(weights[0], QuantizedTensor):
-        weight, fields = fprop_weight(stacked(weights), quantizers, dtype, state, needs[0], None, operands_on(x.device))
+        weight, fields = fprop_weight(stacked(weights), scaling, dtype, needs[0], operands_on(x.device))
     else:
         if isinstance(weights[0], QuantizedTensor):
             check_operands(weights[0], quantizers, needs[0])
-        weight = _weights_operand(weights, cached, quantizers.weight, "rowwise", dtype, state.scale, state.amax)
+        weight = _weights_operand(weights, cached, scaling, "rowwise", dtype)
     saving = (quantizers.backward_override, options.save_original_input, needs[1])
     if aligned:
         operand, saved, tensors = quantize_and_save(x_quantizer, x, dtype, *saving, operands_on(x.device))
@@ -125,8 +118,7 @@ def grouped_gradients(
     cached: QuantizedTensor | None,
     main_grads: tuple[Tensor, ...],
     offsets: GroupOffsets,
-    state: QuantizerState,
-    config: GemmConfig,
+    scaling: Scaling,
     saved: SavedInput,
     tensors: list[Tensor],
     dtype: torch.dtype,
@@ -137,14 +129,10 @@ def grouped_gradients(
 
     dy: [T, N]; main_grads: one per weight, where the options want them; saved, tensors: from `grouped_fprop`.
     """
-    quantizers, options, _ = config
-    override, scale, key = quantizers.backward_override, state.scale, state.key
+    quantizers, options, _ = scaling.config
+    override, key = quantizers.backward_override, scaling.state.key
     of_x, fields = saved.parts(tensors)
-    quantizer: AnyQuantizer = UNQUANTIZED
-    if not override:
-        quantizer = with_gradient_state(quantizers.grad_output, state, lambda: offsets.amax(dy.detach()))
-        if state.grad_statistics is not None:
-            record_statistics(state.grad_statistics[0], unrecorded(quantizer), dy, key, offsets)
+    quantizer = scaling.for_gradient(dy, offsets.amax, offsets)
     align = row_alignment(quantizers, dy.device)
     of_dy: dict[Usage, RowsOperand] = {}
     if aligned:
@@ -168,17 +156,17 @@ def grouped_gradients(
         if override == "high_precision":
             weight = transposed(Operand(plain_weights(weights, dtype), None), "columnwise")
         elif override == "dequantized":
-            rowwise = _weights_operand(weights, cached, quantizers.weight, "rowwise", dtype, scale, None)
+            rowwise = _weights_operand(weights, cached, scaling, "rowwise", dtype)
             weight = transposed(Operand(scaled_values(dequantized(rowwise, dtype), dtype), None), "columnwise")
         elif fields:
-            weight = dgrad_weight(stacked(weights), fields, quantizers, dtype, state, None)
+            weight = dgrad_weight(stacked(weights), fields, scaling, dtype)
         else:
-            weight = _weights_operand(weights, cached, quantizers.weight, "columnwise", dtype, scale, None)
+            weight = _weights_operand(weights, cached, scaling, "columnwise", dtype)
         dx = _rows_gemm(rows_of_dy("rowwise"), weight, "columnwise", offsets, dtype)
     dw: tuple[Tensor | None, ...] = (None,) * len(weights)
     if needs[1]:
         left, padding = rows_of_dy("columnwise")
-        x_quantizer = with_state(quantizers.input, scale, None, "input")
+        x_quantizer = scaling.for_input()
         if aligned:
             right = saved.operand(x_quantizer, of_x, dtype)
         else:
@@ -211,18 +199,16 @@ def bias_rows_gradient(dy: Tensor, m_splits: Tensor) -> Tensor:
 def _weights_operand(
     weights: tuple[Tensor, ...],
     cached: QuantizedTensor | None,
-    quantizer: Quantizer,
+    scaling: Scaling,
     usage: Usage,
     dtype: torch.dtype,
-    scale: Tensor | None,
-    amax: Tensor | None,
 ) -> GemmOperand:
     """Return the weights as one operand, [G, N, K] or [G, K, N], stored ones exactly as they are."""
     weight = weights[0] if cached is None else cached
     if weight.dim() == 3 or not isinstance(weight, QuantizedTensor):
         one = weight if weight.dim() == 3 else torch.stack(weights)
-        return weight_operand(one, quantizer, usage, dtype, scale, amax)
-    check_format(weight, quantizer)
+        return weight_operand(one, scaling, usage, dtype)
+    check_format(weight, scaling.config.quantizers.weight)
     names = weight.quantizer.field_names()
     with without_autocast(weight.fields[names[0]]):  # torch.amp.autocast refuses to stack eight-bit numbers
         fields = {name: torch.stack([w.fields[name] for w in weights]) for name in names}  # type: ignore[attr-defined]

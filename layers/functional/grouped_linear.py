@@ -20,7 +20,6 @@ from ..quantizer.group_offsets import GroupOffsets
 from ..quantizer.state import QuantizerState
 from ..recipe.base import GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
-from .dense_gemms import GemmConfig, GemmOptions
 from .gemm_operand import stored_for_few_rows
 from .grouped_gemms import (
     bias_rows_gradient,
@@ -33,6 +32,7 @@ from .grouped_gemms import (
 )
 from .grouped_operand import is_aligned, permuted, rows_or_values
 from .linear import GemmCall, largest
+from .scaling import GemmConfig, GemmOptions, Scaling
 from .wgrad import main_grads
 
 
@@ -181,11 +181,11 @@ class _GroupedLinear(torch.autograd.Function):
         a, tensors = _Arguments(*arguments[:fixed]), arguments[fixed:]
         weights = tensors[: a.count]
         state = QuantizerState(a.scale, a.amax, a.gradient, a.statistics, a.grad_statistics, a.key)
-        config = GemmConfig(a.quantizers, a.options, a.index)
+        scaling = Scaling(GemmConfig(a.quantizers, a.options, a.index), state)
         offsets, order = GroupOffsets(a.m_splits, a.ends, a.group), _permutation(a)
         x = a.x if order is None else permuted(a.x, order, a.quantizers, a.dtype)
         needs = (a.needs_x, a.needs_weights)
-        y, ctx.saved, left = grouped_fprop(x, weights, a.cached, offsets, state, config, a.dtype, needs, a.aligned)
+        y, ctx.saved, left = grouped_fprop(x, weights, a.cached, offsets, scaling, a.dtype, needs, a.aligned)
         saved = _Saved(a.slot_of_row, a.row_of_slot, a.padding_rows, *offsets.tensors(), a.cached, a.scale, a.key)
         ctx.save_for_backward(*saved, *weights, *left)
         # not saved, as in `_DenseLinear`
@@ -202,14 +202,14 @@ class _GroupedLinear(torch.autograd.Function):
         fixed, begin = len(_Saved._fields), len(_Arguments._fields)
         s, rest = _Saved(*tensors[:fixed]), tensors[fixed:]
         needs = (ctx.needs_input_grad[0], any(ctx.needs_input_grad[begin : begin + ctx.count]))
+        config = GemmConfig(*ctx.config)
         dx, dw = grouped_gradients(
             dy,
             tuple(rest[: ctx.count]),
             s.cached,
             ctx.main_grads,
             GroupOffsets(s.m_splits, s.ends, s.group),
-            QuantizerState(s.scale, None, ctx.gradient, None, ctx.grad_statistics, s.key, ctx.gradient_log),
-            GemmConfig(*ctx.config),
+            Scaling.of_backward(config, s.scale, s.key, ctx.gradient, ctx.gradient_log, ctx.grad_statistics),
             ctx.saved,
             list(rest[ctx.count :]),
             ctx.dtype,

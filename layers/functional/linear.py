@@ -25,9 +25,10 @@ from ..quantizer.delayed import update_amax_
 from ..quantizer.state import QuantizerState
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
-from .dense_gemms import GemmConfig, GemmOptions, bias_gradient, dense_fprop, dense_gradients
+from .dense_gemms import bias_gradient, dense_fprop, dense_gradients
 from .fused_quantize import Prologue, fused_output, fused_storage, input_quantizer
 from .gemm_operand import quantized_gemms, stored_for_few_rows
+from .scaling import GemmConfig, GemmOptions, Scaling
 
 
 class GemmCall(NamedTuple):
@@ -114,7 +115,7 @@ def _fused_dtype(x: Tensor, weight: Tensor, call: GemmCall | None, prologue: Pro
         return None
     dtype = prologue.dtype(x)
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
-    quantizer = input_quantizer(call.config, call.state, needs_wgrad, x.device)
+    quantizer = input_quantizer(Scaling(call.config, call.state), needs_wgrad, x.device)
     fused = fused_output(quantizer, dtype, autocast_dtype_of(x) or dtype)
     return None if fused is None else dtype
 
@@ -175,17 +176,17 @@ class _DenseLinear(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         a = _Arguments(*arguments)
         state = QuantizerState(a.scale, a.amax, a.gradient, a.statistics, a.grad_statistics, a.key)
-        config = GemmConfig(a.quantizers, a.options, a.index)
+        scaling = Scaling(GemmConfig(a.quantizers, a.options, a.index), state)
         x, statistics = a.x, ()
         if a.function is not None:
-            quantizer = input_quantizer(config, state, a.needs_weight, x.device)
+            quantizer = input_quantizer(scaling, a.needs_weight, x.device)
             output = fused_output(quantizer, a.dtype, a.dtype)
             assert quantizer is not None and output is not None, "the caller has asked"
             prologue = Prologue(a.function, a.norm_weight, a.norm_bias)
             fields, statistics, ctx.shape = prologue.run_quantized(x, *output)
             x = fused_storage(quantizer, fields, ctx.shape, a.dtype)
         needs = a.needs_x, a.needs_weight
-        y, ctx.saved, tensors = dense_fprop(x, a.weight, a.bias, a.cached, state, config, a.dtype, needs)
+        y, ctx.saved, tensors = dense_fprop(x, a.weight, a.bias, a.cached, scaling, a.dtype, needs)
         input_of_prologue = None if a.function is None else a.x
         if isinstance(a.function, Activation):
             input_of_prologue = a.function.stored(a.x)
@@ -208,10 +209,10 @@ class _DenseLinear(torch.autograd.Function):
         rest = list(tensors[count + ctx.statistics :])
         needs = _Arguments(*ctx.needs_input_grad)
         needs_x = needs.x or needs.norm_weight or needs.norm_bias
-        state = QuantizerState(s.scale, None, ctx.gradient, None, ctx.grad_statistics, s.key, ctx.gradient_log)
         config = GemmConfig(*ctx.config)
+        scaling = Scaling.of_backward(config, s.scale, s.key, ctx.gradient, ctx.gradient_log, ctx.grad_statistics)
         dx, dw = dense_gradients(
-            dy, s.weight, s.cached, ctx.main_grad, state, config, ctx.saved, rest, ctx.dtype, (needs_x, needs.weight)
+            dy, s.weight, s.cached, ctx.main_grad, scaling, ctx.saved, rest, ctx.dtype, (needs_x, needs.weight)
         )
         of_norm: tuple[Tensor | None, Tensor | None] = (None, None)
         if ctx.function is not None and dx is not None:

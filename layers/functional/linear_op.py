@@ -24,11 +24,12 @@ from ..quantizer.state import NO_STATE, QuantizerState
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import QuantizedStorage
-from .dense_gemms import GemmConfig, GemmOptions, bias_gradient, dense_fprop, dense_gradients, plain_weight
+from .dense_gemms import bias_gradient, dense_fprop, dense_gradients, plain_weight
 from .fused_quantize import Prologue
 from .gemm_operand import operands_on
 from .linear import GemmCall, calibrate, stored_linear
 from .saved_input import SavedInput
+from .scaling import GemmConfig, GemmOptions, Scaling
 from .wgrad import WeightGradient
 
 Boundary = Literal["kernel", "layer"]
@@ -96,7 +97,7 @@ def linear_layer_forward(
     quantizers = _own(quantizers)
     live = QuantizerState(scale, amax, None, statistics)
     config = GemmConfig(quantizers, GemmOptions(save_original_input or quantizers is HIGH_PRECISION), gemm)
-    y, _, tensors = dense_fprop(x, weight, bias, cached, live, config, x.dtype, (False, needs[1]))
+    y, _, tensors = dense_fprop(x, weight, bias, cached, Scaling(config, live), x.dtype, (False, needs[1]))
     described = _saved(x, quantizers, save_original_input, needs)
     if isinstance(described, QuantizedResult):
         return Forward(y, described.make(tensors))
@@ -147,13 +148,13 @@ def linear_layer_backward(
         if torch_gradients:
             return _as_torch(dy, saved, weight, bias_dtype, needs)
         live_gradient = gradient if gradient_log is None else gradient_scale
-        live = QuantizerState(scale, None, live_gradient, None, grad_statistics, key, gradient_log)
         wgrad = None if main_grad is None else WeightGradient(main_grad, overwrite)
         quantizers = _own(quantizers)
         config = GemmConfig(quantizers, GemmOptions(wgrad=wgrad), gemm)
+        scaling = Scaling.of_backward(config, scale, key, live_gradient, gradient_log, grad_statistics)
         form, tensors = _as_saved(saved, quantizers)
         dx, dw = dense_gradients(
-            dy.contiguous(), weight, cached, main_grad, live, config, form, tensors, dy.dtype, (needs[0], needs[1])
+            dy.contiguous(), weight, cached, main_grad, scaling, form, tensors, dy.dtype, (needs[0], needs[1])
         )
         db = bias_gradient(dy, bias_dtype) if needs[2] and bias_dtype is not None else None
         return dx, dw, db

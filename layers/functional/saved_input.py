@@ -1,4 +1,4 @@
-"""What fprop saves of its input for wgrad, and the statistics of what it quantized."""
+"""What fprop saves of its input for wgrad."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from te_models.kernels.gemm import Operand
 from te_models.kernels.gemm.cpu import operand_dtype
 
 from ..quantizer import Fields, Usage
-from ..quantizer.delayed import STATISTICS
-from ..quantizer.group_offsets import GroupOffsets
 from ..quantizer.state import AnyQuantizer, value_of
 from ..recipe.base import BackwardOverride
 from ..tensor.storage import QuantizedStorage
@@ -107,22 +105,24 @@ def quantize_and_save(
             left, fields = quantizer.operand_and_fields(x, operand_dtype(x.device, dtype), usage)
     if not needs_wgrad:
         return left, NOTHING_SAVED, ()
-    saved = fields_of_usage(fields, "rowwise" if symmetric else usage)
+    usage = "rowwise" if symmetric else usage
+    saved = {name: field for name, field in fields.items() if name.startswith(usage)}
     form = "fields" if override is None else "dequantized"
     return left, SavedInput(form, tuple(saved), tuple(x.shape), on=on), tuple(saved.values())
 
 
 def quantize_weight(
-    quantizer: AnyQuantizer, weight: Tensor, dtype: torch.dtype, needs_dgrad: bool, on: OperandsOn
+    quantizer: AnyQuantizer, weight: Tensor, dtype: torch.dtype, needs_dgrad: bool
 ) -> tuple[GemmOperand, Fields]:
-    """Quantize a plain weight [..., N, K] for fprop and return (its operand, the fields that dgrad will read).
+    """Quantize a plain weight [..., N, K] for fprop, on an accelerator, and return (its operand, the fields that dgrad
+    will read).
 
-    On an accelerator both copies are made in one pass over the weight, where two would read it twice; a format whose
-    transpose has the same numbers has one copy for both. On CPU dgrad makes its own operand, which costs nothing there
-    but the rounding, and nothing is saved; nor of a quantizer that was asked for one copy, or that keeps values as they
+    Both copies are made in one pass over the weight, where two would read it twice; a format whose
+    transpose has the same numbers has one copy for both. (On CPU dgrad makes its own operand, which costs nothing there
+    but the rounding.) Nothing is saved of a quantizer that was asked for one copy, or that keeps values as they
     are.
     """
-    if not needs_dgrad or on != "quantized":
+    if not needs_dgrad:
         return quantized_operand(quantizer, weight, "rowwise", dtype), {}
     value = value_of(quantizer)
     both = value.symmetric or (value.rowwise and value.columnwise)
@@ -155,17 +155,3 @@ def shared_gradient_operands(
         assert isinstance(operand, Operand)
         return {usage: transposed(operand, usage) for usage in USAGES}
     return {}
-
-
-def record_statistics(
-    into: Tensor,
-    quantizer: AnyQuantizer,
-    x: Tensor,
-    key: Tensor | None = None,
-    offsets: GroupOffsets | None = None,
-) -> None:
-    """Write the statistics of quantizing x into `into` [5]. offsets: the groups of x, each of which is quantized by
-    itself; without them x is a matrix, or a stack of matrices."""
-    x = x.detach()
-    found = quantizer.statistics(x, key) if offsets is None else quantizer.rows_statistics(x, offsets, key)
-    into.copy_(torch.stack([found[name].float() for name in STATISTICS]))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from te_models.kernels.compiling import compiling
 from te_models.kernels.torch_versions import exporting
 
-from ..functional.dense_gemms import DEFAULT_OPTIONS, GemmConfig, GemmOptions
 from ..functional.linear import GemmCall
+from ..functional.scaling import DEFAULT_OPTIONS, GemmConfig, GemmOptions
 from ..functional.wgrad import weight_gradient
 from ..quantizer.delayed import ROLES, update_amax_
 from ..quantizer.state import NO_STATE, QuantizerState

@@ -94,7 +94,8 @@ class _BlockwiseQuantizer(FP8Quantizer):
         block: tuple[int, int] = self.block  # type: ignore[assignment]  # blocks are what this format has
         kind, exact_dtype = self.scale_kind, self.gemm_dtype(dtype)
         if self.fp8_dtype is torch.float8_e4m3fn:
-            found = cpu_fields.encode_blocks(x, self._block_of(usage), block, kind, self._epsilon, exact_dtype)
+            stored: tuple[int, int] = block if usage == "rowwise" else self._columnwise_block  # type: ignore[assignment]
+            found = cpu_fields.encode_blocks(x, stored, block, kind, self._epsilon, exact_dtype)
             if found is not None:
                 return Operand(found[0], None), self._fields(found[1:], (usage,))
         if len(self._usages) == 1:

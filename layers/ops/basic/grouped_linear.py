@@ -9,9 +9,9 @@ from torch import Tensor
 
 from te_models.kernels.without_autocast import autocast_dtype, require_floating
 
-from ...functional.dense_gemms import GemmConfig
 from ...functional.grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, stacked
 from ...functional.linear import largest
+from ...functional.scaling import GemmConfig, Scaling
 from ...functional.wgrad import main_grads
 from ...module.grouped_linear import GroupedLinear as GroupedLinearModule
 from ...quantizer.delayed import update_amax_
@@ -81,9 +81,9 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
         matrix = x.to(constants.dtype or x.dtype)
         if recorded is not None:
             update_amax_(recorded, rows.amax(matrix))
-        state = QuantizerState(*tensors[:_STATE])
+        scaling = Scaling(constants.config, QuantizerState(*tensors[:_STATE]))
         needs = (call.needs.input, any(call.needs.parameters[: constants.weights]))
-        y, saved, tensors = grouped_fprop(matrix, weights, cached, rows, state, constants.config, matrix.dtype, needs)
+        y, saved, tensors = grouped_fprop(matrix, weights, cached, rows, scaling, matrix.dtype, needs)
         if biases:
             bias = biases[0] if biases[0].dim() == 2 else torch.stack(biases)
             y = y + (_scaled_rows(rows, bias, *call.extra_inputs[1:]).to(y.dtype))
@@ -115,8 +115,7 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
             cached,
             tuple(into),
             rows,
-            QuantizerState(scale, None, gradient, None, grad_statistics, key, gradient_log),
-            constants.config,
+            Scaling.of_backward(constants.config, scale, key, gradient, gradient_log, grad_statistics),
             saved,
             rest,
             dtype,

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from te_models.kernels.without_autocast import autocast_dtype, require_floating
 
 from ...distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelModule, split_group
-from ...functional.dense_gemms import GemmConfig, dense_fprop, dense_gradients, scaled_values
+from ...functional.dense_gemms import dense_fprop, dense_gradients, scaled_values
 from ...functional.fused_quantize import input_quantizer, readable_as_input
 from ...functional.linear import largest
 from ...functional.saved_input import SavedInput
+from ...functional.scaling import GemmConfig, Scaling
 from ...module.base import GemmModule, QuantizedModule
 from ...module.primary_weights import default_init_method, empty_parameter, store_weights_as_asked
 from ...quantizer import Quantizer
@@ -134,7 +135,9 @@ class BasicLinear(TensorParallelModule, GemmModule, BasicOperation):
         if self._gathers():
             return None
         (weight,), (_, _, _, *tensors) = call.parameters, call.tensors
-        return input_quantizer(call.constants.config, QuantizerState(*tensors), call.needs.parameters[0], weight.device)
+        return input_quantizer(
+            Scaling(call.constants.config, QuantizerState(*tensors)), call.needs.parameters[0], weight.device
+        )
 
     def op_forward_compute(self, x: Input, call: OperationCall) -> Computed:
         return self.compute_with_bias(x, None, call)
@@ -157,7 +160,8 @@ class BasicLinear(TensorParallelModule, GemmModule, BasicOperation):
             rows = x.to(dtype).reshape(-1, x.shape[-1])
             if recorded is not None:
                 update_amax_(recorded, largest(rows))
-        y, saved, tensors = dense_fprop(rows, weight, bias, cached, QuantizerState(*state), config, dtype, needs)
+        scaling = Scaling(config, QuantizerState(*state))
+        y, saved, tensors = dense_fprop(rows, weight, bias, cached, scaling, dtype, needs)
         notes = LinearNotes(config, saved, dtype, x.dtype, x.shape)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return Computed(self.summed(y, None) if self._sums() else y, tensors, notes=notes)
@@ -186,7 +190,7 @@ class BasicLinear(TensorParallelModule, GemmModule, BasicOperation):
         tensors = list(rest)  # which torch 2.11 traces as a tuple
         main_grad, gradient, gradient_log, grad_statistics = ctx.live
         notes: LinearNotes = ctx.constants
-        state = QuantizerState(scale, None, gradient, None, grad_statistics, key, gradient_log)
+        scaling = Scaling.of_backward(notes.config, scale, key, gradient, gradient_log, grad_statistics)
         if notes.saved.form in _INPUT_ITSELF:
             tensors[0] = tensors[0].reshape(-1, tensors[0].shape[-1])
         if self._sums():
@@ -197,8 +201,7 @@ class BasicLinear(TensorParallelModule, GemmModule, BasicOperation):
             weight,
             cached,
             main_grad,
-            state,
-            notes.config,
+            scaling,
             notes.saved,
             tensors,
             notes.dtype,
