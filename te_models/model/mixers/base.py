@@ -5,13 +5,12 @@ B batch, S sequence, L keys (cached ones included), H hidden.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from te_models.layers.distributed.context_parallel import ContextShard
 
-from ...config import ConfigError
 from ..rotary import Rotary
 
 KeysValues = tuple[Tensor, Tensor]
@@ -83,24 +82,10 @@ class RecurrentMixer(nn.Module):
     change no state, and documents begin with a state of zeros.
     """
 
-    shares_sequences: ClassVar[bool] = True
-    """Whether ranks that share sequences hand states on to each other."""
-
     def __init__(self) -> None:
         super().__init__()
-        self._shard: ContextShard | None = None
-
-    @property
-    def context_shard(self) -> ContextShard | None:
+        self.context_shard: ContextShard | None = None
         """The ranks that share sequences; None: each has whole ones."""
-        return self._shard
-
-    @context_shard.setter
-    def context_shard(self, shard: ContextShard | None) -> None:
-        if shard is not None and not self.shares_sequences:
-            kind = type(self).__name__.lower()
-            raise ConfigError(f"mixers: a model with mixers of the kind {kind!r} cannot share sequences over ranks")
-        self._shard = shard
 
     def forward(self, x: Tensor, inputs: MixerInputs, cache: Any = None) -> Tensor:
         """As `Mixer`."""

@@ -18,6 +18,7 @@ from ...config import LightningConfig, ModelConfig
 from ..build import Build, make_input_linear, make_output_linear
 from ..constants import ConstantModule
 from .base import MixerInputs, RecurrentMixer
+from .shared_sequence import shared_linear_attention
 
 
 class Slopes(ConstantModule):
@@ -37,8 +38,6 @@ class Slopes(ConstantModule):
 
 class Lightning(RecurrentMixer):
     """q, k and v, each with SiLU; a state that forgets by a fixed decay; a norm over all heads, and a sigmoid gate."""
-
-    shares_sequences = False
 
     def __init__(self, config: ModelConfig, mixer: LightningConfig, layer: int, build: Build) -> None:
         super().__init__()
@@ -66,7 +65,10 @@ class Lightning(RecurrentMixer):
             mask = inputs.token_mask[..., None]
             mixed, g = mixed * mask.to(mixed.dtype), g * mask
         q, k, v = (part.unflatten(-1, (-1, self.mixer.head_dim)) for part in mixed.chunk(3, -1))
-        y, state = linear_attention(q, k, v, g, initial_state=state, documents=inputs.documents)
+        if self.context_shard is None:
+            y, state = linear_attention(q, k, v, g, initial_state=state, documents=inputs.documents)
+        else:
+            y = shared_linear_attention(q, k, v, g, inputs.documents, self.context_shard)
         if cache is not None:
             cache.write(state)
         y = self._normed(y.flatten(2)) * gate.sigmoid()

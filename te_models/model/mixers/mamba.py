@@ -17,6 +17,7 @@ from ...config import MambaConfig, ModelConfig
 from ..build import Build, make_input_linear, make_output_linear
 from .base import MixerInputs, RecurrentMixer
 from .convolved import Columns, Rows, convolved, silu_gated, softplus, start_convolution, start_rows, start_steps
+from .shared_sequence import shared_selective_scan
 
 
 class Mamba(RecurrentMixer):
@@ -24,8 +25,6 @@ class Mamba(RecurrentMixer):
 
     `selection` and `step` are in high precision under every recipe.
     """
-
-    shares_sequences = False
 
     def __init__(self, config: ModelConfig, mixer: MambaConfig, layer: int, build: Build) -> None:
         super().__init__()
@@ -69,7 +68,11 @@ class Mamba(RecurrentMixer):
         dt = softplus(self.step(latent).float() + self.dt_bias.float())
         dt = dt if mask is None else dt * mask
         A = -self.A_log.float().exp()
-        y, state = selective_scan(value, dt, A, B, C, self.D.float(), initial_state=state, documents=inputs.documents)
+        D, documents = self.D.float(), inputs.documents
+        if self.context_shard is None:
+            y, state = selective_scan(value, dt, A, B, C, D, initial_state=state, documents=documents)
+        else:
+            y = shared_selective_scan(value, dt, A, B, C, D, documents, self.context_shard)
         if cache is not None:
             cache.write(state, taps)
         y = silu_gated(y, gate)

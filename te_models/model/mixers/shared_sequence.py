@@ -14,8 +14,9 @@ from torch import Tensor
 
 from te_models.kernels.chunks import starts_of, wide
 from te_models.kernels.gated_delta import gated_delta_rule
+from te_models.kernels.linear_attention import linear_attention
 from te_models.kernels.short_convolution import short_convolution
-from te_models.kernels.state_space import state_space_scan
+from te_models.kernels.state_space import selective_scan, state_space_scan
 from te_models.layers.distributed.context_parallel import ContextShard, gather_positions, own_positions
 
 
@@ -88,14 +89,53 @@ def shared_state_space_scan(
     rows = [rows_of_chunks(t) for t in (x.to(dtype), dt, B.to(dtype), C.to(dtype))]
     own = own_documents(documents, shard)
     y, state = state_space_scan(rows[0], rows[1], A, rows[2], rows[3], D, documents=own)
-    passed = (rows[1] * A).cumsum(1).exp()
-    starts = starts_of(own)
-    if starts is not None:
-        passed = torch.where((starts.cumsum(1) == 0)[..., None], passed, 0)
-    before = entering_states(passed[:, -1], state, lambda a, s: a[..., None, None] * s, documents, shard)
-    each = rows[3].repeat_interleave(x.shape[2] // C.shape[2], 2)
-    y = y + torch.einsum("rchn,rhpn->rchp", each, before) * passed[..., None]
+    y = y + _of_entering_states(rows[3], rows[1] * A, state.mT, documents, own, shard)
     return tokens_of_chunks(y).to(x.dtype)
+
+
+def shared_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, documents: Tensor | None, shard: ContextShard
+) -> Tensor:
+    """As `linear_attention` of whole sequences, of this rank's tokens [B, 2 C, ...]. documents: of whole sequences."""
+    dtype = wide(v)
+    q, k, rows, g = (rows_of_chunks(x.to(dtype)) for x in (q, k, v, g))
+    own = own_documents(documents, shard)
+    y, state = linear_attention(q, k, rows, g, documents=own)
+    return tokens_of_chunks(y + _of_entering_states(q, g, state, documents, own, shard)).to(v.dtype)
+
+
+def shared_selective_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, documents: Tensor | None, shard: ContextShard
+) -> Tensor:
+    """As `selective_scan` of whole sequences, of this rank's tokens [B, 2 C, ...]. documents: of whole sequences."""
+    dtype = wide(x)
+    value, dt, B, C = (rows_of_chunks(t.to(dtype)) for t in (x, dt, B, C))
+    own = own_documents(documents, shard)
+    y, state = selective_scan(value, dt, A, B, C, D, documents=own)
+    passed = _passed(dt[..., None] * A, own)
+    before = entering_states(passed[:, -1], state, torch.mul, documents, shard)
+    y = y + (passed * before[:, None] * C[:, :, None]).sum(-1)
+    return tokens_of_chunks(y).to(x.dtype)
+
+
+def _of_entering_states(
+    q: Tensor, g: Tensor, state: Tensor, documents: Tensor | None, own: Tensor | None, shard: ContextShard
+) -> Tensor:
+    """Return what queries read of the states before their rows, [R, C, H, V]. q: [R, C, Hk, K]; g: logs of the decays,
+    [R, C, H]; state: [R, H, K, V], behind a row whose first state is zero. own: documents of the rows."""
+    passed = _passed(g, own)
+    before = entering_states(passed[:, -1], state, lambda a, s: a[..., None, None] * s, documents, shard)
+    each = q.repeat_interleave(g.shape[2] // q.shape[2], 2)
+    return torch.einsum("rchk,rhkv->rchv", each, before) * passed[..., None]
+
+
+def _passed(g: Tensor, own: Tensor | None) -> Tensor:
+    """Return what is left of the state before a row behind each of its tokens, [R, C, ...], by the logs of the decays;
+    nothing where a document has begun since. own: documents of the rows."""
+    passed, starts = g.cumsum(1).exp(), starts_of(own)
+    if starts is None:
+        return passed
+    return torch.where((starts.cumsum(1) == 0).view(*g.shape[:2], *[1] * (g.dim() - 2)), passed, 0)
 
 
 def shared_convolution(

@@ -29,13 +29,13 @@ from tests.ranks import outcomes_on_ranks
 from tests.te_models.configs import token_ids
 from tests.te_models.mixers.models import MIXERS, MODELS, close, model_of
 
-ALONE = ("mamba", "mamba_normed", "lightning", "with_deep_norm")
-"""Models whose mixers refuse sequences that ranks share: see test_recurrent_mixers."""
 SHARING = [
-    *(name for name in MIXERS if name not in ALONE),
+    *MIXERS,
     "delta rule",
     "delta rule by channel",
     "scan",
+    "lightning attention",
+    "selective scan",
     "convolution",
 ]
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -183,7 +183,7 @@ def sharing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
-@pytest.mark.sentinels("2-mamba2", "2-delta rule", "2-convolution")
+@pytest.mark.sentinels("2-mamba2", "2-delta rule", "2-selective scan")
 @pytest.mark.parametrize("shared", SHARING)
 def test_sequences_that_ranks_share(shared: str, sharing: list[dict[str, str]]) -> None:
     assert [outcome[shared] for outcome in sharing] == ["ok"] * len(sharing)
