@@ -1,27 +1,33 @@
 // A product of a few rows by a quantized weight: x86 with AVX2, twice as wide with AVX-512.
 //
-// FORMAT is the format of the weight (E4M3, E5M2, E2M1), X the dtype of the rows and of the result. A weight is
-// decoded in registers, in the order of operations of its `dequantize`, so to the same bits; for several rows, some
+// FORMAT is the format of the weight (E4M3, E5M2, E2M1, INT4, INT8), X the dtype of the rows and of the result. A weight
+// is decoded in registers, in the order of operations of its `dequantize`, so to the same bits; for several rows, some
 // rows of the weight lie decoded in the first-level cache. Every sum runs over the lanes of one vector, then over
 // these: it does not depend on how many rows there are.
 
 #include "few_rows_decode.h"
 #include "few_rows_lookup.h"
+#ifdef OF_INTEGERS
+#include "few_rows_integers.h"
+#else
+constexpr int64_t kStep = 16;
+inline int64_t place_of(int64_t k) { return k; }
+#endif
 
 using namespace te_models;
 
-// x [M, K] contiguous, bias [N] or null, out [M, N], amax: NVFP4's, or null
+// x [M, K] contiguous, bias [N] or null, out [M, N], amax: NVFP4's, the zero points of integers, or null
 extern "C" void te_few_rows(const X* x, const X* bias, X* out, int64_t M, int64_t N, int64_t K, const uint8_t* data,
                             int64_t stride, const void* scale, int64_t down, int64_t across, int64_t block_rows,
                             int64_t block_columns, int kind, const float* amax, int threads) {
   const Weight w{data, stride, scale, down, across, block_rows, block_columns, K, kind};
   if (kLooksUp && looked_up(x, bias, out, M, N, w, threads)) return;
   const Tables tables(w, amax);
-  const int64_t padded = (K + 15) / 16 * 16;
+  const int64_t padded = (K + kStep - 1) / kStep * kStep;
   std::vector<float> wide(M * padded);
   for (int64_t m = 0; m < M; ++m)
 #pragma omp simd
-    for (int64_t k = 0; k < K; ++k) wide[m * padded + k] = X::read(x[m * K + k]);
+    for (int64_t k = 0; k < K; ++k) wide[m * padded + place_of(k)] = X::read(x[m * K + k]);
 #pragma omp parallel num_threads(threads)
   {
     Rows rows = rows_of(tables);
@@ -53,16 +59,16 @@ extern "C" void te_few_rows(const X* x, const X* bias, X* out, int64_t M, int64_
 }
 
 // The same for rows of several matrices. groups: of each, which matrix it is, its first row in x, and how many rows it
-// has; *_member: bytes, of amax floats, from matrix to matrix.
+// has; *_member: bytes from matrix to matrix.
 extern "C" void te_few_rows_of_groups(const X* x, X* out, const int64_t* groups, int64_t count, int64_t N, int64_t K,
                                       const uint8_t* data, int64_t data_member, int64_t stride, const uint8_t* scale,
                                       int64_t scale_member, int64_t down, int64_t across, int64_t block_rows,
-                                      int64_t block_columns, int kind, const float* amax, int64_t amax_member,
+                                      int64_t block_columns, int kind, const uint8_t* amax, int64_t amax_member,
                                       int threads) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t g = groups[3 * i], first = groups[3 * i + 1], rows = groups[3 * i + 2];
     te_few_rows(x + first * K, nullptr, out + first * N, rows, N, K, data + g * data_member, stride,
                 scale + g * scale_member, down, across, block_rows, block_columns, kind,
-                amax == nullptr ? nullptr : amax + g * amax_member, threads);
+                amax == nullptr ? nullptr : reinterpret_cast<const float*>(amax + g * amax_member), threads);
   }
 }

@@ -30,6 +30,13 @@ struct E2M1 {
   static constexpr bool packed = true;  // two values of a byte
 };
 
+struct INT4 {
+  static constexpr int bits = 4;
+};
+struct INT8 {
+  static constexpr int bits = 8;
+};
+
 using W = FORMAT;
 
 enum Kind { kPerTensor, kFloat32, kPow2, kE8m0, kNvfp4 };
@@ -169,7 +176,7 @@ struct Tables {
   Tables(const Weight&, const float*) {}
 };
 inline Rows rows_of(const Tables&) { return {}; }
-#else
+#elif !defined(OF_INTEGERS)
 // What decoding NVFP4 multiplies with.
 inline float global_decode(float amax) {
   const float encode = 2688.0f / amax;

@@ -13,7 +13,7 @@ from ..backend import definitions_only
 from ..gemm import native
 from ..gemm.backends import Choice, Hardware, first_possible, hardware
 from ..gemm.choice import against_formats
-from ..gemm.few_rows import reason_against_format
+from ..gemm.few_rows import IntegerOperand, reason_against_format
 from ..gemm.operand import ScaledOperand
 
 
@@ -36,7 +36,7 @@ def choose_scaled(
     return first_possible(operation, tuple(backends), fallback=hw.type != "cpu" and not empty)
 
 
-def choose_stored(x: Tensor, weight: ScaledOperand) -> Choice:
+def choose_stored(x: Tensor, weight: ScaledOperand | IntegerOperand) -> Choice:
     """Choose for plain rows by a stored weight, from formats, hardware, and the size of a matrix alone."""
     return first_possible("stored_grouped_gemm", (("few_rows", reason_against_format(x, weight)),), fallback=False)
 

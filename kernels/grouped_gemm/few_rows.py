@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ..compiling import compiling
 from ..custom_op import Output, direct, flatten, like, operation, takes
-from ..gemm.few_rows import FEW, as_stored, dequantize, differentiates, library
+from ..gemm.few_rows import FEW, IntegerOperand, as_stored, dequantize, differentiates, library
 from ..gemm.operand import ScaledOperand
 from .choice import choose_stored
 from .reference import multiply, split_bounds
 
 
-def _result(x: Tensor, weight: ScaledOperand) -> Output:
+def _result(x: Tensor, weight: ScaledOperand | IntegerOperand) -> Output:
     return like(x, (x.shape[0], weight.outer))
 
 
@@ -33,7 +33,19 @@ def _stored_grouped_gemm(x: Tensor, weight: ScaledOperand, m_splits: Tensor) -> 
     return _multiplied(x, weight, m_splits, FEW if as_stored(choose_stored(x, weight), x, weight) else 0)
 
 
-def _multiplied(x: Tensor, weight: ScaledOperand, m_splits: Tensor, most: int) -> Tensor:
+_TAKES_INTEGERS = takes(
+    "x: T [R, K]; weight.data: uint8 [G, N, _]; weight.scale_inv: any [G, N, _]; weight.zero_point: uint8 [G, N, _]?;"
+    "m_splits: int8|int16|int32|int64|uint8 [G]; weight.inner == K; weight.fits()",
+    T=(torch.bfloat16, torch.float16, torch.float32),
+)
+
+
+@operation("stored_integer_grouped_gemm", _result, takes=_TAKES_INTEGERS, cpu_only=True)
+def _stored_integer_grouped_gemm(x: Tensor, weight: IntegerOperand, m_splits: Tensor) -> Tensor:
+    return _multiplied(x, weight, m_splits, FEW if as_stored(choose_stored(x, weight), x, weight) else 0)
+
+
+def _multiplied(x: Tensor, weight: ScaledOperand | IntegerOperand, m_splits: Tensor, most: int) -> Tensor:
     """Return the product, of groups of at most so many rows by the stored matrix, of others by what it dequantizes
     to."""
     x = x.contiguous()
@@ -50,19 +62,21 @@ def _multiplied(x: Tensor, weight: ScaledOperand, m_splits: Tensor, most: int) -
     return out
 
 
-_call = direct(_stored_grouped_gemm)
+_call, _call_integers = direct(_stored_grouped_gemm), direct(_stored_integer_grouped_gemm)
 
 
-def stored_grouped_gemm(x: Tensor, weight: ScaledOperand, m_splits: Tensor) -> Tensor:
+def stored_grouped_gemm(x: Tensor, weight: ScaledOperand | IntegerOperand, m_splits: Tensor) -> Tensor:
     """Return `x[g] @ weight[g]^T` of each group of rows in x's dtype, [T, N], where no gradient is wanted.
 
     x: [T, K], bfloat16 or float32; weight: [G, N, K]; m_splits: [G] integer. Rows past the last group are zero. Each
     value of the weight is what `dequantize` to x's dtype gives, and at most one matrix is dequantized at a time. Sums
     are float32. Raises ValueError where the splits exceed the rows, or shapes do not fit.
     """
+    integers = isinstance(weight, IntegerOperand)
+    call = _call_integers if integers else _call
     if torch.compiler.is_compiling() and compiling():
-        return _call(x, *flatten(weight), m_splits)
-    if _TAKES.misfit_on_cpu(x, weight, m_splits):
+        return call(x, *flatten(weight), m_splits)
+    if (_TAKES_INTEGERS if integers else _TAKES).misfit_on_cpu(x, weight, m_splits):
         groups, inner = weight.data.shape[0], weight.inner
         if x.dim() != 2 or x.shape[1] != inner or m_splits.shape != (groups,):
             raise ValueError(
@@ -72,4 +86,4 @@ def stored_grouped_gemm(x: Tensor, weight: ScaledOperand, m_splits: Tensor) -> T
         return _multiplied(x, weight, m_splits, 0)
     if differentiates(x, weight.data, weight.scale_inv):
         return _multiplied(x, weight, m_splits, 0)
-    return _call(x, *flatten(weight), m_splits)
+    return call(x, *flatten(weight), m_splits)

@@ -29,7 +29,7 @@ from te_models.kernels.gemm import (
 from te_models.kernels.gemm.backends import record_mixed_product
 from te_models.kernels.gemm.cpu import operand_dtype
 
-from ..quantizer import Fields, Quantizer, Usage
+from ..quantizer import Fields, IntQuantizer, Quantizer, Usage
 from ..quantizer.state import AnyQuantizer
 from ..tensor.quantized_tensor import QuantizedTensor
 
@@ -94,16 +94,20 @@ def stored_operand(
     return emulating(quantizer, quantizer.operand_of_fields(fields, usage, dtype, shape), usage)
 
 
-def stored_for_few_rows(x: Tensor, weight: QuantizedTensor) -> ScaledOperand | None:
+def stored_for_few_rows(x: Tensor, weight: QuantizedTensor) -> ScaledOperand | few_rows.IntegerOperand | None:
     """Return a stored weight [N, K], or grouped [G, N, K], as numbers that a CPU multiplies the rows x [..., K] by in
     high precision, see `few_rows`; None where what it dequantizes to is multiplied."""
     groups = weight.shape[0] if weight.dim() == 3 else 1
-    if not few_rows.serves(x, weight, groups) or weight.shape != weight.matrix_shape:
+    if not few_rows.serves(x, weight, groups):
         return None
     quantizer = weight.quantizer
-    if not quantizer.symmetric and "rowwise" not in quantizer.stored_usages():
+    operand: ScaledOperand | few_rows.IntegerOperand | None
+    if isinstance(quantizer, IntQuantizer):  # scales of rows: a stack is one matrix of all rows
+        operand = quantizer.integer_operand(weight.fields, weight.shape)
+    elif weight.shape != weight.matrix_shape or not (quantizer.symmetric or "rowwise" in quantizer.stored_usages()):
         return None
-    operand = quantizer.scaled_operand_of_fields(weight.fields, "rowwise", weight.matrix_shape)
+    else:
+        operand = quantizer.scaled_operand_of_fields(weight.fields, "rowwise", weight.matrix_shape)
     return operand if operand is not None and operand.inner == x.shape[-1] else None
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels import quantize as q
+from te_models.kernels.gemm.few_rows import IntegerOperand
 from te_models.kernels.quantize.integers.reference import (
     dequantize_integers,
     pack_nibbles,
@@ -18,7 +19,7 @@ from te_models.kernels.quantize.integers.reference import (
 )
 from te_models.suggestions import shown
 
-from .base import Parts, Quantizer, Usage
+from .base import Fields, Parts, Quantizer, Usage
 from .value import derived, value_class
 
 WHOLE_ROW = 2**62
@@ -90,6 +91,13 @@ class IntQuantizer(Quantizer):
                 raise ValueError("packed fields do not tell their matrix's shape; pass shape, [..., rows, columns]")
             data = unpack_nibbles(data, shape[-1])
         return dequantize_integers(data, scale, zero, self.BITS, self.block[1], dtype)
+
+    def integer_operand(self, fields: Fields, shape: Sequence[int]) -> IntegerOperand:
+        """Return stored fields of matrices [..., R, C] as a CPU multiplies few rows by them."""
+        names, columns = ("data", "scale_inv", "zero_point") if self.zero_points else ("data", "scale_inv"), shape[-1]
+        parts = [fields[f"rowwise_{name}"].view(*shape[:-1], -1) for name in names]
+        data, scale, zero = parts if self.zero_points else (*parts, None)
+        return IntegerOperand(data, scale, zero, columns, self.BITS, min(self.group_size or WHOLE_ROW, max(1, columns)))
 
     def statistics(
         self, x: Tensor, key: Tensor | None = None, amax: Tensor | None = None, count: Tensor | None = None

@@ -162,6 +162,9 @@ def _exact_plan(folder: Path, store: HeaderStore, found: Certificate) -> tuple[P
         raise CheckpointError("this is a te_models folder, which needs no import")
     if ckpt.quantized is not None:
         found.format, found.inexact = ckpt.quantized.format.name, dict(ckpt.quantized.found.inexact)
+        unordered = store.first_out_of_order()
+        if unordered is not None:
+            raise CheckpointError(f"{unordered}: groups are not runs of columns, which no form of ours has")
     return plan_import(ckpt), ckpt
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,28 +27,41 @@ _ONE = {"F32": b"\0\0\x80?", "F16": b"\0<", "BF16": b"\x80?", "F8_E8M0": b"\x7f"
 
 
 class HeaderStore(FileStore):
-    """The tensors that headers describe. What is read of one is `read_part` of its file; without it, a 1 repeated."""
+    """The tensors that headers describe. What is read of one is `read_part` of its file; without `scales`, a 1 repeated
+    where it is a number, and read where it describes others (bitsandbytes' `quant_state`)."""
 
     def __init__(
         self,
         headers: Mapping[str, Header],
         weight_map: Mapping[str, str] | None,
-        read_part: Callable[[str, int, int], bytes] | None = None,
+        read_part: Callable[[str, int, int], bytes],
+        scales: bool = False,
     ) -> None:
         super().__init__({})
         self._hold(headers, weight_map)
-        self._read_part = read_part
+        self._read_part, self._scales = read_part, scales
 
     def read_unchecked(self, name: str, begin: int, buffer: memoryview) -> None:
         info, file, buffer = self.tensors[name], self.file_of[name], buffer.cast("B")
-        if self._read_part is not None:
+        if self._scales or ".quant_state." in name:
             start = self._data_start[file] + info.start + begin
             buffer[:] = self._read_part(file, start, start + len(buffer))
             return
-        one = None if ".quant_state." in name else _ONE.get(info.dtype)
+        one = _ONE.get(info.dtype)
         if one is None:
             raise UnreadError(f"{name!r} is no scale, and has to be read to say more: --scales reads such tensors")
         buffer[:] = one * (len(buffer) // len(one))
+
+    def first_out_of_order(self) -> str | None:
+        """Return the first tensor that gives columns to groups if these are not runs of columns. It alone is read: a
+        tool orders all weights by importance, or none."""
+        name = next((name for name in self.tensors if name.endswith("g_idx")), None)
+        if name is None:
+            return None
+        info, file = self.tensors[name], self.file_of[name]
+        start = self._data_start[file] + info.start
+        groups = array("q" if info.dtype == "I64" else "i", self._read_part(file, start, start + info.nbytes)).tolist()
+        return None if groups == sorted(groups) else name
 
 
 def small_files(source: Source, folder: Path) -> None:
@@ -88,7 +102,7 @@ def read_headers(
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             raise
-    store = HeaderStore(headers, weight_map, source.read if scales else None)
+    store = HeaderStore(headers, weight_map, source.read, scales)
     if weight_map is not None:
         check_index(store, weight_map)
     return store

@@ -29,6 +29,7 @@ from te_models.checkpoints.tools.conversion import Conversion, Options, PathLike
 
 from ..extras import require
 from .architectures import Place, hf_config, places
+from .tokenizer import split_as_named
 
 _PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F64": "F64"}
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -219,7 +220,7 @@ def import_gguf(
     store = GGUFStore(path)
     with tempfile.TemporaryDirectory(prefix="gguf-") as scratch:
         folder = Path(scratch)
-        note = None if options.get("dry_run") else save_tokenizer(path, folder)
+        note = None if options.get("dry_run") else save_tokenizer(path, folder, store.fields)
         (folder / "config.json").write_text(json.dumps(store.config, indent=2) + "\n", encoding="utf-8")
         with Conversion(folder, dst, {**options, "verify": False}, files=store) as conversion:
             ckpt = conversion.ckpt
@@ -230,8 +231,9 @@ def import_gguf(
             return conversion.write_te_folder(plan, layout, source_of(ckpt))
 
 
-def save_tokenizer(path: Path, folder: Path) -> str | None:
-    """Write the files of a GGUF file's tokenizer, which transformers converts; return why it is left out, if it is."""
+def save_tokenizer(path: Path, folder: Path, fields: Mapping[str, Any]) -> str | None:
+    """Write the files of a GGUF file's tokenizer, which transformers converts; return why it is left out, if it is, or
+    what may be wrong about it. fields: the file's key-value pairs."""
     try:
         transformers = require("transformers", "hf", feature="the tokenizer")
     except ImportError as error:
@@ -240,5 +242,8 @@ def save_tokenizer(path: Path, folder: Path) -> str | None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     except Exception as error:
         return f"the tokenizer was left out, since transformers does not convert it: {str(error)[:160]}"
+    note = None
+    if fields.get("tokenizer.ggml.model") == "gpt2":
+        note = split_as_named(tokenizer, str(fields.get("tokenizer.ggml.pre", "default")))
     tokenizer.save_pretrained(folder)
-    return None
+    return note

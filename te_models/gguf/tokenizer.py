@@ -14,6 +14,8 @@ from typing import Any
 from te_models.checkpoints.io.errors import CheckpointError
 from te_models.checkpoints.io.strict_json import read_object
 
+from ..extras import require
+
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _QWEN2 = (
@@ -63,6 +65,10 @@ def tokenizer_values(folder: Path, config: Mapping[str, Any], arch: str) -> tupl
         found["tokenizer.ggml.scores"] = [ranks.get(token, -1e6) for token in tokens]
         found["tokenizer.ggml.add_space_prefix"] = _adds_space(values)
         found["tokenizer.ggml.pre"] = "default"
+        if not {*ranks} >= _made_of_two(vocab):
+            notes.append(
+                "llama.cpp merges any two pieces that are one together, and this tokenizer does not; check its tokens"
+            )
     else:
         found["tokenizer.ggml.merges"] = merges
         found["tokenizer.ggml.pre"] = _pre(values, notes)
@@ -73,6 +79,12 @@ def tokenizer_values(folder: Path, config: Mapping[str, Any], arch: str) -> tupl
             found[f"tokenizer.ggml.{name}_token_id"] = number
     found |= _settings(folder)
     return found, notes
+
+
+def _made_of_two(vocab: Mapping[str, int]) -> set[str]:
+    """Return the pieces that two others are together, bytes aside."""
+    names = {name for name in vocab if not (len(name) == 6 and name.startswith("<0x"))}
+    return {name for name in names if any(name[:i] in names and name[i:] in names for i in range(1, len(name)))}
 
 
 def _kind(name: str, added: Mapping[str, Any], model: Mapping[str, Any], *, pieces: bool) -> int:
@@ -108,6 +120,25 @@ def _pre(values: Mapping[str, Any], notes: list[str]) -> str:
         return "gpt-2"
     notes.append("llama.cpp has no name here for how this tokenizer splits text; the file says gpt-2, check its tokens")
     return "gpt-2"
+
+
+def split_as_named(tokenizer: Any, name: str) -> str | None:
+    """Have a byte-level tokenizer of transformers split text as llama.cpp's name says: transformers splits as gpt-2
+    does, whatever the name. Return a note where the name is not known here."""
+    steps = require("tokenizers.pre_tokenizers", "hf", feature="the tokenizer")
+    patterns = {known: pattern for pattern, known in _PATTERNS.items()}
+    if name == "smollm":
+        first = steps.Digits(individual_digits=True)
+    elif name in patterns and name != "gpt-2":
+        first = steps.Split(require("tokenizers", "hf").Regex(patterns[name]), "isolated")
+    else:
+        first = None
+    whole = first is None or name == "smollm"  # byte levels split as gpt-2 does, unless told otherwise
+    bytes_ = steps.ByteLevel(add_prefix_space=False, use_regex=whole)
+    tokenizer.backend_tokenizer.pre_tokenizer = bytes_ if first is None else steps.Sequence([first, bytes_])
+    if first is None and name not in ("gpt-2", "default"):
+        return f"this tokenizer splits text as {name!r} says, which is not known here; gpt-2's way is taken, check it"
+    return None
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,14 @@ from ...quantize.cpu_graph import library as shared
 from ...threads import threads_for
 from ..gemv import without_instructions
 from ..operand import ScaledOperand
+from .integers import SCALE_DTYPES, IntegerOperand
 
 DTYPES = shared.DTYPES
 _FORMATS = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2", torch.uint8: "E2M1"}
+_INTEGERS = ("INT4", "INT8")
 _KINDS = ("per_tensor", "float32", "pow2", "e8m0", "nvfp4")
+Format = torch.dtype | str
+"""A weight's stored dtype, or one of _INTEGERS."""
 _P, _N, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _ARGUMENTS = {
     "te_few_rows": (_P, _P, _P, _N, _N, _N, _P, _N, _P, _N, _N, _N, _N, _INT, _P, _INT),
@@ -29,12 +33,12 @@ _ARGUMENTS = {
 
 
 @functools.cache
-def _function(format: torch.dtype, dtype: torch.dtype, without: str = "", name: str = "te_few_rows") -> Any:
-    """Return a function for a weight's stored dtype and the dtype of the rows. without: "LOOKUP" decodes where this CPU
-    could look values up, "WIDE" has AVX2 alone."""
-    defined = {"INPUT": shared.NAMES[dtype], "FORMAT": _FORMATS[format]}
+def _function(format: Format, dtype: torch.dtype, without: str = "", name: str = "te_few_rows") -> Any:
+    """Return a function for a weight's format and the dtype of the rows. without: "LOOKUP" decodes where this CPU could
+    look values up, "WIDE" has AVX2 alone."""
+    defined = {"INPUT": shared.NAMES[dtype], "FORMAT": format if isinstance(format, str) else _FORMATS[format]}
     if format is not torch.uint8:
-        defined["OF_BYTES"] = ""
+        defined["OF_INTEGERS" if isinstance(format, str) else "OF_BYTES"] = ""
     if without:
         defined[{"LOOKUP": "DECODED", "WIDE": "NARROW"}[without]] = ""
     return cpp_library.function("few_rows.cpp", defined, name, _ARGUMENTS[name])
@@ -43,13 +47,33 @@ def _function(format: torch.dtype, dtype: torch.dtype, without: str = "", name: 
 STORED = Compiled(
     "a product with a stored weight",
     lambda format, dtype: _function(format, dtype),
-    (*_FORMATS, *DTYPES),
+    (*_FORMATS, *_INTEGERS, *DTYPES),
     against=without_instructions,
 )
-"""Its key is the weight's stored dtype and that of the rows."""
+"""Its key is the weight's format and the dtype of the rows."""
 
 
-def linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:
+def format_of(weight: ScaledOperand | IntegerOperand) -> Format:
+    """Return what a library is compiled for."""
+    return f"INT{weight.bits}" if isinstance(weight, IntegerOperand) else weight.data.dtype
+
+
+class _Fields(NamedTuple):
+    """What a library takes of a weight. whole: a matrix's own numbers beside its scales."""
+
+    block: tuple[int, int]
+    kind: int
+    whole: Tensor | None
+
+
+def _fields(weight: ScaledOperand | IntegerOperand) -> _Fields:
+    inner = max(weight.inner, 1)
+    if isinstance(weight, IntegerOperand):
+        return _Fields((1, min(weight.group, inner)), SCALE_DTYPES.index(weight.scale_inv.dtype), weight.zero_point)
+    return _Fields(weight.block or (weight.outer, inner), _KINDS.index(weight.kind), weight.amax)
+
+
+def linear(x: Tensor, weight: ScaledOperand | IntegerOperand, bias: Tensor | None) -> Tensor:
     """Return `x @ weight^T + bias` in x's dtype, summed in float32. x: [M, K] in one of DTYPES; weight: [N, K] with
     contiguous rows; bias: [N] of x's dtype, or None."""
     x = x.contiguous()
@@ -58,9 +82,9 @@ def linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:
     out = x.new_empty(rows, data.shape[0])
     if out.numel() == 0:
         return out
-    block, strides = weight.block or (data.shape[0], max(inner, 1)), scale.stride() if scale.dim() == 2 else (0, 0)
+    fields, strides = _fields(weight), scale.stride() if scale.dim() == 2 else (0, 0)
     bias = None if bias is None else bias.contiguous()
-    _function(data.dtype, x.dtype)(
+    _function(format_of(weight), x.dtype)(
         x.data_ptr(),
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
@@ -71,20 +95,22 @@ def linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:
         data.stride(0),
         scale.data_ptr(),
         *strides,
-        *block,
-        _KINDS.index(weight.kind),
-        None if weight.amax is None else weight.amax.data_ptr(),
+        *fields.block,
+        fields.kind,
+        None if fields.whole is None else fields.whole.data_ptr(),
         threads_for(data.numel() * (0.3 + 0.1 * rows)),
     )
     return out
 
 
-def grouped(x: Tensor, weight: ScaledOperand, groups: Sequence[tuple[int, int, int]], out: Tensor) -> None:
+def grouped(
+    x: Tensor, weight: ScaledOperand | IntegerOperand, groups: Sequence[tuple[int, int, int]], out: Tensor
+) -> None:
     """Write `x[first : first + count] @ weight[g]^T` to the same rows of `out` for each (g, first, count) of `groups`,
     as `linear` would. x: [T, K] in one of DTYPES; weight: [G, N, K]; out: [T, N] of x's dtype; x and out contiguous."""
-    data, scale, amax = weight.data, weight.scale_inv, weight.amax
-    block = weight.block or (weight.outer, max(weight.inner, 1))
-    _function(data.dtype, x.dtype, name="te_few_rows_of_groups")(
+    data, scale, fields = weight.data, weight.scale_inv, _fields(weight)
+    whole = fields.whole
+    _function(format_of(weight), x.dtype, name="te_few_rows_of_groups")(
         x.data_ptr(),
         out.data_ptr(),
         (_N * (3 * len(groups)))(*itertools.chain.from_iterable(groups)),
@@ -97,9 +123,9 @@ def grouped(x: Tensor, weight: ScaledOperand, groups: Sequence[tuple[int, int, i
         scale.data_ptr(),
         0 if scale.numel() == 1 else scale.stride(0) * scale.element_size(),  # one may be of all matrices
         *(scale.stride()[1:] if scale.dim() == 3 else (0, 0)),
-        *block,
-        _KINDS.index(weight.kind),
-        None if amax is None else amax.data_ptr(),
-        0 if amax is None or amax.numel() == 1 else amax.stride(0),
+        *fields.block,
+        fields.kind,
+        None if whole is None else whole.data_ptr(),
+        0 if whole is None or whole.numel() == 1 else whole.stride(0) * whole.element_size(),
         threads_for(weight.outer * weight.inner * min(len(groups), x.shape[0]) * 0.4),
     )

@@ -20,19 +20,20 @@ from ..dense import linear as dense
 from ..gemv import LEAST, without_instructions
 from ..operand import ScaledOperand
 from . import library
+from .integers import IntegerOperand
 
 FEW = 16
 """The most rows that are multiplied with the weight as it is stored."""
 
 
-def reason_against(x: Tensor, weight: ScaledOperand) -> str | None:
+def reason_against(x: Tensor, weight: ScaledOperand | IntegerOperand) -> str | None:
     """Return why the weight has to be dequantized for x: [M, K], None where it is multiplied as it is stored."""
     if x.device.type == "cpu" and x.shape[0] > FEW:
         return f"it is for at most {FEW} rows, these are {x.shape[0]}"
     return reason_against_format(x, weight)
 
 
-def reason_against_format(x: Tensor, weight: ScaledOperand) -> str | None:
+def reason_against_format(x: Tensor, weight: ScaledOperand | IntegerOperand) -> str | None:
     """As `reason_against`, for any number of rows. weight: [..., N, K]."""
     if x.device.type != "cpu":
         return f"it is for a CPU, this is {x.device.type}"
@@ -42,6 +43,8 @@ def reason_against_format(x: Tensor, weight: ScaledOperand) -> str | None:
         return f"it is for weights of at least {LEAST} elements, this has {weight.outer * weight.inner}"
     if weight.data.stride(-1) != 1:
         return "the rows of the weight are not contiguous"
+    if isinstance(weight, IntegerOperand):
+        return weight.reason_against() or without_instructions() or None
     if weight.block is not None and weight.block[1] % 16:
         return f"it is for blocks of whole 16 columns, not of {weight.block}"
     return without_instructions() or None
@@ -63,20 +66,20 @@ def serves(x: Tensor, weight: Tensor, groups: int = 1) -> bool:
     return few and not derived
 
 
-def choose_stored(x: Tensor, weight: ScaledOperand) -> Choice:
+def choose_stored(x: Tensor, weight: ScaledOperand | IntegerOperand) -> Choice:
     """Choose from shapes, formats and hardware alone; without a compiler the weight is dequantized all the same."""
     return first_possible("stored_linear", (("few_rows", reason_against(x, weight)),), fallback=False)
 
 
-def as_stored(choice: Choice, x: Tensor, weight: ScaledOperand) -> bool:
+def as_stored(choice: Choice, x: Tensor, weight: ScaledOperand | IntegerOperand) -> bool:
     """Count a choice, and return whether the weight is multiplied as it is stored: only where a library is there."""
-    if choice.backend == "few_rows" and not has_library(library.STORED, weight.data.dtype, x.dtype):
+    if choice.backend == "few_rows" and not has_library(library.STORED, library.format_of(weight), x.dtype):
         choice = Choice(choice.operation, EMULATION, (("few_rows", "no library could be compiled"),))
     record(choice, strict=False)
     return choice.backend == "few_rows"
 
 
-def _result(x: Tensor, weight: ScaledOperand) -> Output:
+def _result(x: Tensor, weight: ScaledOperand | IntegerOperand) -> Output:
     return like(x, (x.shape[0], weight.outer))
 
 
@@ -87,19 +90,35 @@ _TAKES = takes(
 )
 
 
+_TAKES_INTEGERS = takes(
+    "x: T [M, K]; weight.data: uint8 [N, _]; weight.scale_inv: any [N, _]; weight.zero_point: uint8 [N, _]?;"
+    "bias: T [N]?; weight.inner == K; weight.fits()",
+    T=(torch.bfloat16, torch.float16, torch.float32),
+)
+
+
 @operation("stored_linear", _result, takes=_TAKES, cpu_only=True)
 def _stored_linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:
+    return _product(x, weight, bias)
+
+
+@operation("stored_integer_linear", _result, takes=_TAKES_INTEGERS, cpu_only=True)
+def _stored_integer_linear(x: Tensor, weight: IntegerOperand, bias: Tensor | None) -> Tensor:
+    return _product(x, weight, bias)
+
+
+def _product(x: Tensor, weight: ScaledOperand | IntegerOperand, bias: Tensor | None) -> Tensor:
     if as_stored(choose_stored(x, weight), x, weight):
         return library.linear(x, weight, bias)
     return _definition(x, weight, bias)
 
 
-def _definition(x: Tensor, weight: ScaledOperand, bias: Tensor | None) -> Tensor:
+def _definition(x: Tensor, weight: ScaledOperand | IntegerOperand, bias: Tensor | None) -> Tensor:
     with without_autocast(x):
         return dense(x, dequantize(weight, x.dtype), bias)
 
 
-_call = direct(_stored_linear)
+_call, _call_integers = direct(_stored_linear), direct(_stored_integer_linear)
 
 
 def differentiates(*tensors: Tensor | None) -> bool:
@@ -109,22 +128,26 @@ def differentiates(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def linear(x: Tensor, weight: ScaledOperand, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: ScaledOperand | IntegerOperand, bias: Tensor | None = None) -> Tensor:
     """Return `x @ weight^T + bias` in x's dtype, where no gradient is wanted. x: [M, K]; bias: [N] of x's dtype.
 
     Each value of the weight is what `dequantize` to x's dtype gives, and no copy of more than four of its rows is made
     where `reason_against` has none. Sums are float32.
     """
+    integers = isinstance(weight, IntegerOperand)
+    fields = _TAKES_INTEGERS if integers else _TAKES
     if torch.compiler.is_compiling() and compiling():
-        other = _TAKES.misfit(x, weight, bias)
+        other = fields.misfit(x, weight, bias)
     else:
-        other = _TAKES.misfit_on_cpu(x, weight, bias) or differentiates(x, weight.data, weight.scale_inv, bias)
+        other = fields.misfit_on_cpu(x, weight, bias) or differentiates(x, weight.data, weight.scale_inv, bias)
     if other:
         return _definition(x, weight, bias)
-    return _call(x, *flatten(weight), bias)
+    return (_call_integers if integers else _call)(x, *flatten(weight), bias)
 
 
-def dequantize(weight: ScaledOperand, dtype: torch.dtype) -> Tensor:
+def dequantize(weight: ScaledOperand | IntegerOperand, dtype: torch.dtype) -> Tensor:
     """Return a weight's values in `dtype`, computed in float32 and rounded once."""
+    if isinstance(weight, IntegerOperand):
+        return weight.dequantize(dtype)
     found = weight.dequantized(torch.float32)
     return (found.values if found.scale is None else found.values * found.scale).to(dtype)

@@ -17,12 +17,13 @@ ROWS = [BF16, F32]
 VECTORS = [*ROWS, BF16 | NARROW, F32 | NARROW]
 PAIRS = [{"INPUT": x, "RESULT": y} for x in ("BFloat16", "Float32") for y in ("BFloat16", "Float32")]
 BYTES = [x | {"FORMAT": name, "OF_BYTES": ""} for x in VECTORS for name in ("E4M3", "E5M2")]
+INTEGERS = [x | {"FORMAT": name, "OF_INTEGERS": ""} for x in VECTORS for name in ("INT4", "INT8")]
 LIBRARIES = {
     "adamw.cpp": PAIRS,
     "attention_backward.cpp": [*VECTORS, BF16 | {"FLOATS": ""}],
     "attention_forward.cpp": [*VECTORS, BF16 | {"FLOATS": ""}],
     "decode_attention.cpp": VECTORS,
-    "few_rows.cpp": [*BYTES, BYTES[0] | {"DECODED": ""}, *(x | {"FORMAT": "E2M1"} for x in VECTORS)],
+    "few_rows.cpp": [*BYTES, BYTES[0] | {"DECODED": ""}, *(x | {"FORMAT": "E2M1"} for x in VECTORS), *INTEGERS],
     "fields.cpp": PAIRS[::3],
     "gemv.cpp": VECTORS,
     "moments.cpp": PAIRS[3:],

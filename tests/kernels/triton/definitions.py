@@ -256,6 +256,7 @@ def definitions() -> dict[str, Definition]:
 
 
 CPU_ONLY = {
+    *("stored_integer_linear", "stored_integer_grouped_gemm"),
     *("gemv", "stored_linear", "stored_grouped_gemm", "flash_attention_fwd", "flash_attention_bwd"),
     *("packed_attention_fwd", "packed_attention_bwd", "round_blockwise", "round_current", "round_per_tensor"),
     *("random_hadamard_rows", "matrix_amax", "raised_amax", "round_nvfp4", "round_current_nvfp4", "store_blocks"),

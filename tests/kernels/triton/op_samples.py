@@ -20,6 +20,7 @@ from te_models.kernels.flash_attention import ATTENTION, BACKWARD
 from te_models.kernels.gemm import ScaledOperand
 from te_models.kernels.permute import reference as permutation_of
 from te_models.kernels.quantize import quantize_nvfp4
+from te_models.layers.quantizer import Int4Quantizer
 from tests.kernels.gemm import scaled_cases
 from tests.kernels.triton import op_inputs
 from tests.kernels.triton.quantize.quantize_cases import E4M3, E5M2, ordinary
@@ -194,6 +195,12 @@ def gemms(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         yield "stored_linear", (x, *flatten(weight), bias)
         grouped = scaled_cases.quantized(normal(2, 5, 64, seed=2), *of_weight)
         yield "stored_grouped_gemm", (x, *flatten(grouped), torch.tensor([2, 0]))
+    for zeros, dtype in itertools.product((False, True), (F32, BF16)):
+        x, form = normal(3, 64, seed=1, dtype=dtype), Int4Quantizer(zero_points=zeros)
+        one, several = (form.quantize(normal(*shape, 64, seed=2)) for shape in ((5,), (2, 5)))
+        fields = [flatten(form.integer_operand(w.fields, w.matrix_shape)) for w in (one, several)]
+        yield "stored_integer_linear", (x, *fields[0], normal(5, seed=6, dtype=dtype) if zeros else None)
+        yield "stored_integer_grouped_gemm", (x, *fields[1], torch.tensor([2, 0]))
     for dtype, with_bias in itertools.product((F32, BF16), (True, False)):
         x, w = (normal(n, 24, seed=n, dtype=dtype) for n in (3, 5))
         yield "gemv", (x, w, normal(5, seed=6, dtype=dtype) if with_bias else None)
