@@ -476,7 +476,14 @@ def test_every_schedule_continues_every_other(kind: str, precision: str, tmp_pat
     after = [Case(kind, precision, a, start=b) for a in schedules for b in schedules if a != b]
     runs.on_ranks([*start, *after], 2, timeout=1800)
     for case in after:
-        assert_continues_as(case, runs)
+        others = [schedule for schedule in (case.layout, case.start) if schedule != "pp2 LoopedBFS"]
+        if precision == "fp32" and len(others) == 1:  # it adds the gradients of micro-batches in another order
+            (whole,) = case.before()
+            for found, right in zip(runs.curve(case), runs.curve(whole)[2:], strict=True):
+                assert found["loss"] == pytest.approx(right["loss"], rel=1e-5), case.name
+                assert found["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-4), case.name
+        else:
+            assert_continues_as(case, runs)
 
 
 @pytest.mark.slow
