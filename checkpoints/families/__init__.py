@@ -12,15 +12,19 @@ from te_models.suggestions import did_you_mean
 
 from ..io.errors import CheckpointError
 from .afmoe import AFMOE
+from .apertus import APERTUS
 from .arcee import ARCEE
 from .axk1 import AXK1
 from .bailing_hybrid import BAILING_HYBRID
 from .bamba import BAMBA
 from .base.family import Family
+from .bloom import BLOOM
 from .codegen import CODEGEN
 from .cohere import COHERE
 from .cohere2 import COHERE2
+from .cohere2_moe import COHERE2_MOE
 from .cwm import CWM
+from .dbrx import DBRX
 from .deepseek_v2 import DEEPSEEK_V2
 from .deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from .deepseek_v4 import DEEPSEEK_V4
@@ -30,6 +34,7 @@ from .ernie4_5 import ERNIE4_5
 from .ernie4_5_moe import ERNIE4_5_MOE
 from .exaone4 import EXAONE4
 from .exaone_moe import EXAONE_MOE
+from .falcon import FALCON
 from .falcon_h1 import FALCON_H1
 from .flex_olmo import FLEX_OLMO
 from .flint import FLINT
@@ -69,6 +74,7 @@ from .kolibri1 import KOLIBRI1
 from .laguna import LAGUNA
 from .lfm2 import LFM2
 from .lfm2_moe import LFM2_MOE
+from .lfm3 import LFM3
 from .llama import LLAMA
 from .llama4 import LLAMA4, LLAMA4_TEXT
 from .mamba import FALCON_MAMBA, MAMBA
@@ -85,6 +91,8 @@ from .mistral import MISTRAL
 from .mistral3 import MISTRAL3
 from .mistral4 import MISTRAL4
 from .mixtral import MIXTRAL
+from .mpt import MPT
+from .nanochat import NANOCHAT
 from .nemotron import NEMOTRON
 from .nemotron_h import NEMOTRON_H
 from .olmo import OLMO
@@ -92,6 +100,7 @@ from .olmo2 import OLMO2
 from .olmo3 import OLMO3
 from .olmo_hybrid import OLMO_HYBRID
 from .olmoe import OLMOE
+from .opt import OPT
 from .persimmon import PERSIMMON
 from .phi import PHI
 from .phi3 import PHI3
@@ -110,6 +119,7 @@ from .solar_open import SOLAR_OPEN
 from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
 from .vaultgemma import VAULTGEMMA
+from .xglm import XGLM
 from .youtu import YOUTU
 from .zamba2 import ZAMBA2
 
@@ -213,6 +223,16 @@ _KNOWN = (
     CODEGEN,
     GPT_NEO,
     GPT_BIGCODE,
+    NANOCHAT,
+    OPT,
+    XGLM,
+    BLOOM,
+    MPT,
+    FALCON,
+    DBRX,
+    APERTUS,
+    COHERE2_MOE,
+    LFM3,
     QWEN3_5,
     QWEN3_5_MOE,
     GEMMA3,
