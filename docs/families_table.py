@@ -45,13 +45,16 @@ def config_of(family: Any) -> Any:
 def refused(family: Any) -> list[str]:
     """Return the fields of config.json of which a family supports one value alone."""
     from te_models.checkpoints.families.base.fields import Only
+    from te_models.checkpoints.families.base.nested import Within
 
-    return [f"`{entry.hf}` but {entry.value!r}" for entry in family.fields if isinstance(entry, Only)]
+    entries = [e for entry in family.fields for e in (entry.entries if isinstance(entry, Within) else (entry,))]
+    return [f"`{entry.hf}` but {entry.value!r}" for entry in entries if isinstance(entry, Only)]
 
 
 def table() -> str:
-    """The families as a Markdown table, and one of the fields that they refuse."""
+    """The families as a Markdown table, those of fields that they refuse, and what is missing."""
     from te_models.checkpoints import FAMILIES
+    from te_models.checkpoints.families.missing import MISSING
     from te_models.config import mixer_words
 
     rows = ["| model type | mixers | MLPs | forms of files |", "|---|---|---|---|"]
@@ -64,5 +67,10 @@ def table() -> str:
         rows.append(f"| `{name}` | {mixers} | {mlps} | {forms} |")
     rows += ["", "| model type | refused |", "|---|---|"]
     all_refused = {name: refused(family) for name, family in sorted(FAMILIES.items())}
-    rows += [f"| `{name}` | {', '.join(fields)} |" for name, fields in all_refused.items() if fields]
+    for name, fields in all_refused.items():
+        rows += [f"| `{name}` | {', '.join(fields[i : i + 6])} |" for i in range(0, len(fields), 6)]  # short lines
+    rows += ["", "| model types that are not supported | what their layers need |", "|---|---|"]
+    rows += [
+        f"| {', '.join(f'`{kind}`' for kind in kinds.split())} | {element} |" for element, kinds in MISSING.items()
+    ]
     return "\n".join(rows)

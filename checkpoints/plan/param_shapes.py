@@ -24,6 +24,10 @@ from ..io.errors import CheckpointError, shorten
 ExpertLayout = Literal["grouped", "per-gemm"]
 
 
+XIELU_NUMBERS: dict[str, Shape] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+"""What the activation of an MLP learns, and what it stores beside that."""
+
+
 def check_layout(layout: str) -> ExpertLayout:
     """Return `layout` if it is one; raise CheckpointError naming the choices otherwise."""
     if layout != "grouped" and layout != "per-gemm":
@@ -89,7 +93,9 @@ def _tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     H, V, emb = config.hidden_size, config.vocab_size, config.embedding
     yield "embedding.word_embeddings.weight", (V, H)
     if emb.position_embedding_type == "learned_absolute":
-        yield "embedding.position_embeddings.weight", (config.max_position_embeddings, H)
+        yield "embedding.position_embeddings.weight", (config.max_position_embeddings + emb.position_offset, H)
+    if emb.layernorm:
+        yield from _norm(config, "embedding.layernorm.", "")
     for i in range(config.num_layers):
         yield from _layer(config, i, f"decoder.layers.{i}.")
     for b in range(0 if config.shared_blocks is None else config.shared_blocks.num_blocks):
@@ -317,6 +323,8 @@ def _dense(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]:
     yield f"{p}mlp.linear_fc1.weight", (rows, H)
     if m.bias:
         yield f"{p}mlp.linear_fc1.bias", (rows,)
+    if m.activation == "xielu":
+        yield from ((f"{p}mlp.xielu.{name}", shape) for name, shape in XIELU_NUMBERS.items())
     yield f"{p}mlp.linear_fc2.weight", (H, config.ffn_hidden_size(i))
     if m.bias:
         yield f"{p}mlp.linear_fc2.bias", (H,)

@@ -22,60 +22,60 @@ inline float rounded(float value) { return X::read(X::write(value)); }
 
 // (code - zero) * scale, rounded to X: of scales far from the ends of float32, 2^16 of a value less what is more than
 // that leaves the eight bits of a bfloat16
-INLINE inline V values_of(V difference, V scale) {
-  const V v = mul(difference, scale);
+INLINE inline Floats values_of(Floats difference, Floats scale) {
+  const Floats v = mul(difference, scale);
   if constexpr (!X::rounds) return v;
-  const V larger = mul(v, all(0x1p16f));
+  const Floats larger = mul(v, all(0x1p16f));
   return sub(larger, sub(larger, v));
 }
 
-inline V steps_from(float first) {
+inline Floats steps_from(float first) {
   alignas(64) static const float from_zero[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return add(load(from_zero), all(first));
 }
 
-#if defined(__AVX512BW__) && !defined(NARROW)
+#if defined(WIDE)
 using Codes = __m512i;
 INLINE inline Codes wide_bytes(const uint8_t* p) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-INLINE inline V floats(Codes c) { return _mm512_cvtepi32_ps(c); }
+INLINE inline Floats floats(Codes c) { return _mm512_cvtepi32_ps(c); }
 // What the 16 codes of a group stand for, those below `zero` negative.
 struct Group {
-  V table;
-  INLINE void fill(V from_zero, V, V scale) { table = values_of(from_zero, scale); }
+  Floats table;
+  INLINE void fill(Floats from_zero, Floats, Floats scale) { table = values_of(from_zero, scale); }
   INLINE void fill_carefully(const float* values) { table = load(values); }
-  INLINE V even(Codes pairs) const { return _mm512_permutexvar_ps(pairs, table); }
-  INLINE V odd(Codes pairs) const { return _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), table); }
+  INLINE Floats even(Codes pairs) const { return _mm512_permutexvar_ps(pairs, table); }
+  INLINE Floats odd(Codes pairs) const { return _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), table); }
 };
 #else
 using Codes = __m256i;
 INLINE inline Codes wide_bytes(const uint8_t* p) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
-INLINE inline V floats(Codes c) { return _mm256_cvtepi32_ps(c); }
+INLINE inline Floats floats(Codes c) { return _mm256_cvtepi32_ps(c); }
 struct Group {
-  V low, high;  // of codes below 8, and of others
-  INLINE void fill(V from_zero, V from_eight, V scale) {
+  Floats low, high;  // of codes below 8, and of others
+  INLINE void fill(Floats from_zero, Floats from_eight, Floats scale) {
     low = values_of(from_zero, scale);
     high = values_of(from_eight, scale);
   }
   INLINE void fill_carefully(const float* values) { low = load(values), high = load(values + 8); }
-  INLINE V found(Codes codes, Codes in_sign) const {
-    const V a = _mm256_permutevar8x32_ps(low, codes), b = _mm256_permutevar8x32_ps(high, codes);
+  INLINE Floats found(Codes codes, Codes in_sign) const {
+    const Floats a = _mm256_permutevar8x32_ps(low, codes), b = _mm256_permutevar8x32_ps(high, codes);
     return _mm256_blendv_ps(a, b, _mm256_castsi256_ps(in_sign));
   }
-  INLINE V even(Codes pairs) const { return found(pairs, _mm256_slli_epi32(pairs, 28)); }
-  INLINE V odd(Codes pairs) const { return found(_mm256_srli_epi32(pairs, 4), _mm256_slli_epi32(pairs, 24)); }
+  INLINE Floats even(Codes pairs) const { return found(pairs, _mm256_slli_epi32(pairs, 28)); }
+  INLINE Floats odd(Codes pairs) const { return found(_mm256_srli_epi32(pairs, 4), _mm256_slli_epi32(pairs, 24)); }
 };
 #endif
 
-// Columns of a step, and where column k of a row lies among those that are multiplied: of kWidth bytes first the even
+// Columns of a step, and where column k of a row lies among those that are multiplied: of kLanes bytes first the even
 // codes.
-constexpr int64_t kStep = W::bits == 4 ? 2 * kWidth : kWidth;
+constexpr int64_t kStep = W::bits == 4 ? 2 * kLanes : kLanes;
 inline int64_t place_of(int64_t k) {
   const int64_t within = k % kStep;
-  return W::bits == 8 ? k : k - within + within % 2 * kWidth + within / 2;
+  return W::bits == 8 ? k : k - within + within % 2 * kLanes + within / 2;
 }
 
 struct Rows {
@@ -113,10 +113,10 @@ struct Rows {
     return read_scales(blocks, scales, [scales](int64_t b) { return scales[b]; });
   }
 
-  static V first_of(V v, int64_t count) {
-    float lanes[kWidth];
+  static Floats first_of(Floats v, int64_t count) {
+    float lanes[kLanes];
     store(lanes, v);
-    for (int64_t i = count; i < kWidth; ++i) lanes[i] = 0;
+    for (int64_t i = count; i < kLanes; ++i) lanes[i] = 0;
     return load(lanes);
   }
 
@@ -124,10 +124,10 @@ struct Rows {
   INLINE void run(const Weight& w, const uint8_t* const* row, int64_t blocks, const Use& use) {
     constexpr float middle = 1 << (W::bits - 1);
     const int64_t K = w.K, L = w.block_columns;
-    const V below = steps_from(-middle), above = steps_from(8 - middle);
+    const Floats below = steps_from(-middle), above = steps_from(8 - middle);
     for (int64_t b = 0; b < blocks; ++b) {
       Group group[kRows];
-      V s[kRows], z[kRows];
+      Floats s[kRows], z[kRows];
       each_row([&](auto r) INLINE {
         const float one = scale[r * blocks + b], none = zeroed ? zero[r * blocks + b] : middle;
         s[r] = all(one);
@@ -137,7 +137,7 @@ struct Rows {
           for (int i = 0; i < 16; ++i) values[i] = rounded((float(i) - none) * one);
           group[r].fill_carefully(values);
         } else if constexpr (W::bits == 4) {
-          const V from_zero = zeroed ? sub(steps_from(0), z[r]) : below;
+          const Floats from_zero = zeroed ? sub(steps_from(0), z[r]) : below;
           group[r].fill(from_zero, zeroed ? add(from_zero, all(8)) : above, s[r]);
         }
       });
@@ -146,12 +146,12 @@ struct Rows {
         const Codes codes = wide_bytes(p);
         if constexpr (W::bits == 4 && careful) {
           use(k, r, first_of(group[r].even(codes), (left + 1) / 2));
-          use(k + kWidth, r, first_of(group[r].odd(codes), left / 2));
+          use(k + kLanes, r, first_of(group[r].odd(codes), left / 2));
         } else if constexpr (W::bits == 4) {
           use(k, r, group[r].even(codes));
-          use(k + kWidth, r, group[r].odd(codes));
+          use(k + kLanes, r, group[r].odd(codes));
         } else if constexpr (careful) {
-          float lanes[kWidth];
+          float lanes[kLanes];
           store(lanes, sub(floats(codes), z[r]));
           for (float& lane : lanes) lane = rounded(lane * scale[r * blocks + b]);
           use(k, r, first_of(load(lanes), left));
@@ -169,7 +169,7 @@ struct Rows {
         });
       if (k < end)  // of the last group alone
         each_row([&](auto r) INLINE {
-          uint8_t last[kWidth] = {};
+          uint8_t last[kLanes] = {};
           std::memcpy(last, row[r] + k * W::bits / 8, ((end - k) * W::bits + 7) / 8);
           values(k, r, last, end - k);
         });

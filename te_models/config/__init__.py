@@ -9,6 +9,7 @@ A leaf: it imports nothing else of the project, so every folder may read it.
 """
 
 from .describe import mixer_words
+from .embedding import EmbeddingConfig, NormConfig
 from .mixers import (
     KINDS,
     AttentionConfig,
@@ -24,7 +25,7 @@ from .mixers import (
     TemperatureConfig,
 )
 from .mlp import MLPConfig, MoEConfig, RouterConfig
-from .model import EmbeddingConfig, LayerType, ModelConfig, NormConfig
+from .model import LayerType, ModelConfig
 from .part import ConfigError, ConfigPart, check
 from .residual import (
     AlternatingUpdatesConfig,

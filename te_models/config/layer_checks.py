@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 def check_layers(config: ModelConfig) -> None:
     """Raise ConfigError for layers whose parts do not fit each other."""
     _check_blocks(config)
+    _check_positions(config)
     for layer, source in enumerate(config.kv_source_layers or ()):
         _check_source(config, layer, source)
     _check_indexers(config)
     _check_shared_blocks(config)
     _check_residuals(config)
+    learned = config.mlp.activation == "xielu" and (config.moe or config.shared_blocks or config.activation_sparsity)
+    check(not learned, "mlp.activation", "xielu", "another one with moe, shared_blocks or activation_sparsity")
     check_additions(config)
     check_compressed(config)
 
@@ -33,6 +36,22 @@ def _check_blocks(config: ModelConfig) -> None:
     )
     for block in (config.block, *blocks):
         check(block in apart, "layer_blocks", block, ", ".join(map(repr, apart)))
+
+
+def _check_positions(config: ModelConfig) -> None:
+    """Check that layers can have the position encoding that the embedding names."""
+    embedding, mtp = config.embedding, config.mtp_num_layers
+    plain = embedding.position_embedding_type in ("rope", "none") and not embedding.layernorm
+    allowed = "0 with embedding.layernorm, or positions that are learned, computed or ALiBi's"
+    check(plain or not mtp, "mtp_num_layers", mtp, allowed)
+    if embedding.position_embedding_type != "alibi":
+        return
+    for layer in range(config.num_layers):
+        attention, where = config.attention_of(layer), "embedding.position_embedding_type"
+        special = attention is not None and any((attention.mla, attention.indexer, attention.compressed))
+        check(not special, where, "alibi", f"another one with mla, indexer or compressed, as in layer {layer}")
+        kind = config.layer_type(layer)
+        check(attention is None or kind == "full", where, "alibi", f"another one with layer_types {kind!r}")
 
 
 def _check_source(config: ModelConfig, layer: int, source: int) -> None:

@@ -19,8 +19,8 @@ class MLPConfig(ConfigPart):
 
     ffn_hidden_size: int
     """Channels between the two linear layers."""
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu"] = "silu"
-    """Activation function."""
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu", "xielu"] = "silu"
+    """Activation function; xielu has learned numbers in each layer (arXiv 2411.13010)."""
     gated: bool = True
     """Whether the activation of a gate multiplies the up projection: act(gate) * up."""
     bias: bool = False
@@ -43,6 +43,8 @@ class MLPConfig(ConfigPart):
         check(
             self.gated or self.gate_multiplier == 1.0, "mlp.gate_multiplier", self.gate_multiplier, "1 without a gate"
         )
+        learned = self.activation == "xielu" and (self.gated or self.clamp is not None)
+        check(not learned, "mlp.activation", self.activation, "another one with gated or clamp")
         check(self.clamp is None or self.clamp > 0, "mlp.clamp", self.clamp, "a positive number or null")
 
 
@@ -144,7 +146,10 @@ class MoEConfig(ConfigPart):
     """Whether the shared expert and the others have norms before and after them each, and the router reads what comes
     before these norms (Gemma 4: experts beside an MLP)."""
 
-    _LATER: ClassVar[frozenset[str]] = frozenset({"post_layernorm", "own_norms", "hash_layers"})
+    output_multiplier: float = 1.0
+    """Factor of the sum of the experts' results, the shared one's included."""
+
+    _LATER: ClassVar[frozenset[str]] = frozenset({"post_layernorm", "own_norms", "hash_layers", "output_multiplier"})
 
     def _validate(self) -> None:
         experts = self.num_moe_experts
@@ -168,6 +173,8 @@ class MoEConfig(ConfigPart):
         check(
             own or not self.own_norms, "moe.own_norms", self.own_norms, "false without a shared expert without a gate"
         )
+        plain = self.output_multiplier == 1.0 or not self.own_norms
+        check(plain, "moe.output_multiplier", self.output_multiplier, "1 with own_norms")
         groups = self.router.num_groups
         check(
             groups is None or experts % groups == 0,

@@ -1,4 +1,4 @@
-"""The whole model: how its parts fit together, its norms and its embedding."""
+"""The whole model: how its parts fit together."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
+from .embedding import EmbeddingConfig, NormConfig
 from .layer_checks import check_layers
 from .mixers import AttentionConfig, MixerConfig
 from .mlp import MLPConfig, MoEConfig
@@ -27,63 +28,6 @@ MAX_MTP_LAYERS = 16
 MAX_LAYERS = 2_000
 """Far more than any model has: the kinds of all layers are a tuple, and a checkpoint has tensors of every layer, which
 are counted before anything else looks at them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormConfig(ConfigPart):
-    """Normalisation of the residual stream.
-
-    cast_order decides bf16 bits: "weight_last" is `w * x_hat.to(dtype)`, "weight_first" `(w * x_hat).to(dtype)` in
-    float32.
-    """
-
-    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
-    """Kind of norm."""
-    layernorm_epsilon: float = 1e-5
-    """Added to the variance or the mean square."""
-    layernorm_zero_centered_gamma: bool = False
-    """Whether the stored weight is the factor minus 1."""
-    cast_order: Literal["weight_last", "weight_first"] = "weight_last"
-    """Whether a low-precision result is rounded before the weight multiplies it (weight_last) or after."""
-    has_weight: bool = True
-    """Whether the norm has a weight."""
-    bias: bool = False
-    """Whether a LayerNorm has a bias."""
-
-    def _validate(self) -> None:
-        check(self.layernorm_epsilon > 0, "norm.layernorm_epsilon", self.layernorm_epsilon, "a positive number")
-        check(not (self.bias and self.normalization == "RMSNorm"), "norm.bias", self.bias, "false with RMSNorm")
-        check(self.has_weight or not self.bias, "norm.bias", self.bias, "false when norm.has_weight is false")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmbeddingConfig(ConfigPart):
-    """Token embedding and output layer."""
-
-    share_embeddings_and_output_weights: bool = False
-    """Whether the output layer uses the weight of the token embedding."""
-    position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
-    """How positions enter: rotary embedding, a learned vector for each position, or not at all."""
-    multiplier: float | Literal["sqrt_hidden_in_weight_dtype"] = 1.0
-    """Factor of the embeddings; sqrt_hidden_in_weight_dtype is sqrt(hidden_size), rounded to the weight's dtype."""
-    logits_multiplier: float = 1.0
-    """Factor of the logits."""
-    logits_softcap: float | None = None
-    """Bound of the tanh soft cap of the logits; unset means none."""
-    output_bias: bool = False
-    """Whether the output layer has a bias."""
-    embedding_dropout: float | None = None
-    """Probability with which embeddings are dropped in training; unset means hidden_dropout, as in Megatron-Core."""
-    padding_idx: int | None = None
-    """Token whose embedding gets no gradient from the input, as of torch's and transformers' embeddings; unset means
-    none."""
-
-    _LATER: ClassVar[frozenset[str]] = frozenset({"embedding_dropout", "padding_idx"})
-
-    def _validate(self) -> None:
-        cap, p = self.logits_softcap, self.embedding_dropout
-        check(cap is None or cap > 0, "embedding.logits_softcap", cap, "a positive number or null")
-        check(p is None or 0 <= p < 1, "embedding.embedding_dropout", p, "0 <= p < 1, or null")
 
 
 _NO_ATTENTION = AttentionConfig(num_attention_heads=1, kv_channels=1 << 40)
@@ -224,8 +168,6 @@ class ModelConfig(ConfigPart):
         check(
             0 <= self.mtp_num_layers <= MAX_MTP_LAYERS, "mtp_num_layers", self.mtp_num_layers, f"0 to {MAX_MTP_LAYERS}"
         )
-        learned = self.mtp_num_layers > 0 and self.embedding.position_embedding_type == "learned_absolute"
-        check(not learned, "mtp_num_layers", self.mtp_num_layers, "0 with learned positions")
         check(self.mtp_loss_scaling_factor > 0, "mtp_loss_scaling_factor", self.mtp_loss_scaling_factor, "above 0")
         if self.moe is not None:
             layers = self.moe.layers or ()

@@ -18,8 +18,8 @@ from ..model.embedding import Table
 from ..model.mixers.convolved import Columns, Rows
 from ..model.mixers.output_gate import HeadGate
 from ..model.mixers.sparse_attention import HeadWeights
+from ..model.moe import Router
 from ..model.output import OutputLayer
-from ..model.router import Router
 from .adapter import Adapter
 from .layers import FIRST, plus
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from te_models.kernels.compiling import compiling
 from te_models.kernels.embedding import embedding
-from te_models.layers.distributed.sequence_parallel import own_tokens
+from te_models.layers.distributed.sequence_parallel import norm_own_tokens, own_tokens
 from te_models.layers.distributed.tensor_parallel import TensorParallelModule
 from te_models.layers.distributed.vocab_parallel import vocab_parallel_embedding
 from te_models.layers.functional.wgrad import main_grad_of
 from te_models.layers.tensor.fsdp import sharded
 
 from ..config import ModelConfig, reads_tokens
-from .build import Build, WordsOfRank, init_method
+from .build import Build, WordsOfRank, init_method, make_norm
 
 if TYPE_CHECKING:
     from .gpt import GPTModel
@@ -86,7 +86,8 @@ class Table(TensorParallelModule):
 
 
 class Embedding(nn.Module):
-    """`word_embeddings[input_ids] * multiplier + position_embeddings[position_ids]`."""
+    """`word_embeddings[input_ids] * multiplier + position_embeddings[position_ids]`, and its norm where the family
+    has one; positions may be computed in place of learned."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -96,7 +97,9 @@ class Embedding(nn.Module):
         self.word_embeddings = Table(config.vocab_size, config, build, config.embedding.padding_idx)
         self.position_embeddings = None
         if config.embedding.position_embedding_type == "learned_absolute":
-            self.position_embeddings = Table(config.max_position_embeddings, config, build.whole)
+            rows = config.max_position_embeddings + config.embedding.position_offset
+            self.position_embeddings = Table(rows, config, build.whole)
+        self.layernorm = make_norm(config.norm, config.hidden_size, build) if config.embedding.layernorm else None
 
     def forward(self, input_ids: Tensor | None, position_ids: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
         """input_ids: [B, S], position_ids: [B or 1, S] -> [B, S, H] in the weight's dtype. inputs_embeds: [B, S, H], in
@@ -117,10 +120,11 @@ class Embedding(nn.Module):
             x = x * torch.full((), math.sqrt(x.shape[-1]), dtype=x.dtype, device=x.device)
         elif multiplier != 1.0:
             x = x * multiplier
-        if self.position_embeddings is not None:
-            self._check_positions(position_ids, self.position_embeddings.weight.shape[0])
+        if self.config.position_embedding_type in ("learned_absolute", "sinusoidal"):
             batch = (input_ids if inputs_embeds is None else inputs_embeds).shape[0]  # type: ignore[union-attr]
-            x = x + self._own_tokens(self.position_embeddings(position_ids), batch)
+            x = x + self._own_tokens(self._positions(position_ids, x), batch)
+        if self.layernorm is not None:
+            x = norm_own_tokens(self.layernorm, x, self.sequence_shard)
         return F.dropout(x, self.embedding_dropout, self.training) if self.embedding_dropout > 0 else x
 
     def _own_tokens(self, x: Tensor, batch: int) -> Tensor:
@@ -129,6 +133,13 @@ class Embedding(nn.Module):
             return x
         return own_tokens(x.expand(batch, -1, -1).flatten(0, 1), self.sequence_shard)
 
+    def _positions(self, position_ids: Tensor, x: Tensor) -> Tensor:
+        """position_ids: [B or 1, S] -> the vectors of positions, [B or 1, S, H], in the dtype of x."""
+        if self.position_embeddings is None:
+            return sinusoids(position_ids + self.config.position_offset, x.shape[-1]).to(x.dtype)
+        self._check_positions(position_ids, self.position_embeddings.weight.shape[0] - self.config.position_offset)
+        return self.position_embeddings(position_ids + self.config.position_offset)
+
     def _check_positions(self, position_ids: Tensor, learned: int) -> None:
         readable = type(position_ids) is Tensor and position_ids.device.type == "cpu" and position_ids.numel() > 0
         if readable and not compiling() and int(position_ids.max()) >= learned:
@@ -136,6 +147,15 @@ class Embedding(nn.Module):
                 f"a token is at position {int(position_ids.max())}; allowed: up to {learned - 1}, because the model "
                 f"has learned {learned} positions"
             )
+
+
+def sinusoids(positions: Tensor, channels: int) -> Tensor:
+    """positions: [...] -> the sines, then the cosines, of `channels // 2` frequencies from 1 down to 1/10000, float32
+    [..., channels] (arXiv 1706.03762, section 3.5, in the order of fairseq and tensor2tensor)."""
+    half = channels // 2
+    number = torch.arange(half, dtype=torch.float32, device=positions.device)
+    angles = positions.float()[..., None] * torch.exp(number * (-math.log(10000) / (half - 1)))
+    return F.pad(torch.cat([angles.sin(), angles.cos()], dim=-1), (0, channels % 2))
 
 
 def resize_words(

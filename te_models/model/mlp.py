@@ -21,6 +21,7 @@ from te_models.layers.functional.gemm_operand import quantized_gemms
 
 from ..config import MLPConfig, ModelConfig
 from .build import Build, init_method, make_input_linear, make_output_linear
+from .xielu import XIELU
 
 
 def activation_of(mlp: MLPConfig) -> Activation:
@@ -76,7 +77,8 @@ class MLP(nn.Module):
         rows = (ffn_hidden_size,) * (2 if config.mlp.gated else 1)
         self.linear_fc1 = make_input_linear(config, rows, bias, build, normed=normed)
         self.linear_fc2 = make_output_linear(config, ffn_hidden_size, bias, build)
-        self._activation = activation_of(config.mlp)
+        self.xielu = XIELU(build) if config.mlp.activation == "xielu" else None
+        self._activation = None if self.xielu is not None else activation_of(config.mlp)
         self.gate_multiplier, self.output_multiplier = config.mlp.gate_multiplier, config.mlp.output_multiplier
 
     def forward(self, x: Tensor, adapted: Tensor | None = None) -> Tensor:
@@ -88,7 +90,10 @@ class MLP(nn.Module):
             hidden = torch.cat((gate * self.gate_multiplier, up), -1)
         if self.deviations is not None:
             hidden = sparse_gates(hidden, self.deviations)
-        y = output_projection(self.linear_fc2, self._activation, hidden)
+        if self._activation is not None:
+            y = output_projection(self.linear_fc2, self._activation, hidden)
+        elif self.xielu is not None:
+            y = self.linear_fc2(self.xielu(hidden))
         return y if self.output_multiplier == 1.0 else y * self.output_multiplier
 
 

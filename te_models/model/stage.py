@@ -59,9 +59,11 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
     needed = {"embedding"} if first or (last and embeds_twice(model.config)) else set()
     needed |= {"output_layer", "mtp"} if last else set()
     stage = _copy_without(model, {"embedding", "output_layer", "mtp"} - needed)
-    if not first and stage.embedding is not None and stage.embedding.position_embeddings is not None:
-        # positions are added by the first stage, which updates theirs alone
-        stage.embedding = _copy_without(stage.embedding, {"position_embeddings"})
+    if not first and stage.embedding is not None:
+        # positions are added by the first stage, which updates theirs alone, as is the norm
+        ends = {"position_embeddings", "layernorm"}
+        there = {name for name in ends if getattr(stage.embedding, name) is not None}
+        stage.embedding = _copy_without(stage.embedding, there) if there else stage.embedding
     object.__setattr__(stage, "whole", model.whole or model)  # no submodule
     stage.pre_process, stage.post_process = first, last
     decoder = _copy_without(model.decoder, set() if last else {"final_layernorm", "final_hyper_connection"})

@@ -14,7 +14,7 @@ from te_models.config import AttentionConfig, ModelConfig
 
 from ...io.errors import CheckpointError
 from ...plan.layout_ops import At, Concat, Deinterleaved, Folded, Layout, Rows, Stack, Transpose, Unsqueezed
-from ...plan.param_shapes import expected_tensors, head_sizes
+from ...plan.param_shapes import XIELU_NUMBERS, expected_tensors, head_sizes
 from .additions import layer_additions, model_additions
 from .compressed import CompressedNames
 from .indexer import indexer_weights
@@ -122,13 +122,15 @@ class Names:
         form: what this kind of file is called; "published" is what transformers writes.
         loadable: whether transformers loads such files.
         norms: before attention, after it, before the MLP, after it; None where the family has none. recurrent_norms: in
-            layers without attention, where these are others.
+            layers without attention, where these are others; parallel_norms: where attention and MLP have one each
+            and lie side by side.
         qkv, fc1, shared_fc1: the projections that ours holds one after the other; one name: fused in that order.
         qk_norms: of q and of k; with `{h}`, the number of a head, one for each.
         gate: the projection of attention's output gate. gate_in_q: the projection of q holds, head by head, the rows
             of q and those of the gate.
-        heads_in_turn: the fused projection holds q, k and v of the first head, then of the second, and so on, where
-            every head has keys of its own.
+        heads_in_turn: the fused projection holds the queries, key and value of the first head of keys, then of the
+            second, and so on.
+        halves_swapped: each head of q and k has its second half first, as where the rotation turns the other way.
         qkv_blocks: the fused projection lies in so many blocks, each with q, v and k, in this order, of its heads.
         transposed: linear weights are stored [in, out].
         selection_bias: the bias that only selects experts; None: the family has none.
@@ -146,13 +148,16 @@ class Names:
     loadable: bool = True
     embedding: str = "model.embed_tokens"
     positions: str = "model.embed_positions"
+    embedding_norm: str = "model.embed_norm"
     final_norm: str = "model.norm"
     output: str = "lm_head"
     layer: str = "model.layers.{i}"
     norms: Norms = PRE
+    parallel_norms: Norms | None = None
     recurrent_norms: Norms | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     heads_in_turn: bool = False
+    halves_swapped: bool = False
     qkv_blocks: int | None = None
     transposed: bool = False
     qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
@@ -188,6 +193,8 @@ class Names:
         yield "embedding.word_embeddings.weight", At(f"{self.embedding}.weight")
         if embedding.position_embedding_type == "learned_absolute":
             yield "embedding.position_embeddings.weight", At(f"{self.positions}.weight")
+        if embedding.layernorm:
+            yield from _norm(config, "embedding.layernorm.", self.embedding_norm)
         for i in range(config.num_layers):
             yield from self._layer(config, i, f"{self.layer.format(i=i)}.", f"decoder.layers.{i}.")
         for first, ours in self._shared_blocks(config):
@@ -326,6 +333,7 @@ class Names:
             (mlp and (after or post_moe), "post_mlp_layernorm."),
         )
         norms = self.norms if attention is not None or self.recurrent_norms is None else self.recurrent_norms
+        norms = self.parallel_norms or norms if config.block == "parallel" else norms
         for (there, place), name in zip(places, norms):
             if name is not None and there:
                 yield from _norm(config, ours + place, at + name)
@@ -347,10 +355,19 @@ class Names:
                 yield f"{ours}linear_qkv.{kind}", Concat(*rows[0], *others, *rows[1])
                 continue
             layout = self._joined(names, kind, sizes)
-            if self.heads_in_turn and groups == heads:
-                name, total = f"{at}{self.qkv[0]}.{kind}", sum(sizes)
-                order = [3 * head + part for part in range(3) for head in range(heads)]
+            if self.heads_in_turn and groups > 1:
+                name, total, each = f"{at}{self.qkv[0]}.{kind}", sum(sizes), heads // groups
+                order = [head // each * (each + 2) + head % each for head in range(heads)]
+                order += [group * (each + 2) + each + part for part in (0, 1) for group in range(groups)]
                 layout = Concat(*((Rows(name, place * size, total), size) for place in order))
+            if self.halves_swapped:
+                half = [
+                    (Rows(f"{name}.{kind}", head * size + begin, rows), size // 2)
+                    for name, rows in zip(names[:2], sizes)
+                    for head in range(rows // size)
+                    for begin in (size // 2, 0)
+                ]
+                layout = Concat(*half, (At(f"{names[2]}.{kind}"), sizes[2]))
             if self.qkv_blocks is not None:
                 name, total, part = f"{at}{self.qkv[0]}.{kind}", sum(sizes), heads * size // self.qkv_blocks
                 order = [3 * block + place for place in (0, 2, 1) for block in range(self.qkv_blocks)]
@@ -378,6 +395,8 @@ class Names:
         fc1 = [at + name for name in self.fc1]
         yield from self._linear(f"{ours}linear_fc1", fc1, (config.ffn_hidden_size(i),) * len(fc1), m.bias)
         yield from self._linear(f"{ours}linear_fc2", [at + self.fc2], (config.hidden_size,), m.bias)
+        for name in XIELU_NUMBERS if m.activation == "xielu" else ():
+            yield f"{ours}xielu.{name}", At(f"{at}mlp.act_fn.{name}")
 
     def _moe(self, config: ModelConfig, i: int, at: str, ours: str) -> Weights:
         moe = config.moe

@@ -24,6 +24,7 @@ from ...config import AttentionConfig, ModelConfig
 from ..build import Build, make_core_attention, make_input_linear, make_norm, make_output_linear
 from ..cache import LayerMemory
 from ..rotary import Rotary
+from .alibi import AlibiHeads
 from .base import KeysValues, MixerInputs, Selection
 from .output_gate import HeadGate, gated
 from .sparse_attention import Indexer
@@ -80,6 +81,8 @@ class SelfAttention(nn.Module):
         self.core_attention = make_core_attention(
             config, a, layer, self.num_heads, self.head_dim, self.num_groups, build
         )
+        alibi = config.embedding.position_embedding_type == "alibi"
+        self.alibi = AlibiHeads.of_rank(all_heads, build) if alibi else None
         self.head_gate = HeadGate(config, all_heads, build) if a.has_head_gate else None
         self.linear_proj = make_output_linear(config, all_heads * self.v_head_dim, a.add_output_bias, build)
         self.indexer = None if a.indexer is None else Indexer(config, a.indexer, config.hidden_size, build.whole)
@@ -139,7 +142,8 @@ class SelfAttention(nn.Module):
         slots = None if cache is None else cache.hidden_slots()
         first = 0 if cache is None else cache.length + q.shape[1] - k.shape[1]
         if slots is not None:
-            return self.core_attention(q, k, v, slots, attn_mask_type="arbitrary", window_size=(-1, -1))
+            biased = self._biased(k)
+            return self.core_attention(q, k, v, slots, attn_mask_type="arbitrary", window_size=(-1, -1), **biased)
         if self.context_shard is None:
             return self._attention(q, k, v, hidden_keys, first)
         return attention_of_chunks(self._attention, q, k, v, hidden_keys, self.context_shard)
@@ -175,6 +179,10 @@ class SelfAttention(nn.Module):
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, hidden_keys: Tensor | None, first: int = 0) -> Tensor:
         """first: the position of the first key; hidden_keys is of those before it, too."""
+        if self.alibi is not None:
+            return self.core_attention(
+                q, k, v, None if hidden_keys is None else hidden_keys[..., first:], **self._biased(k)
+            )
         size, end = self.chunk_size, first + k.shape[1]
         if size is None or (end <= size and not exporting()):
             hidden_keys = None if hidden_keys is None else hidden_keys[..., first:]
@@ -187,9 +195,16 @@ class SelfAttention(nn.Module):
             hidden_keys = other_chunks(q.shape[1], k.shape[1], size, hidden_keys, q.device, first)
         return attention_of(self.core_attention, q, k, v, hidden_keys)
 
+    def _biased(self, k: Tensor) -> dict[str, Any]:
+        """Return the arguments of `core_attention` for biases by the distance. k: [B, L, G, D]."""
+        if self.alibi is None:
+            return {}
+        bias = self.alibi.biases(k.shape[1], k.device)
+        return {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
+
     def packs(self, device: torch.device) -> bool:
         """Whether the layer attends within documents without a mask: of a chunk, each is another document."""
-        return packs(self.core_attention, device)
+        return self.alibi is None and packs(self.core_attention, device)
 
     def _queries_and_keys(self, qkv: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         if self.norm_kind in ("none", "l2"):

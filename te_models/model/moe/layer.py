@@ -103,6 +103,7 @@ class MoELayer(nn.Module):
             y = y.view(x.shape)
             if self.shared_experts is not None:
                 y = y + self.shared_experts(x)
+            y = y if self.moe.output_multiplier == 1.0 else y * self.moe.output_multiplier
         return y, self._router_output(logits, indices, counts, token_mask, x.shape[0])
 
     def _beside(self, x: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,12 @@ FIELDS = {
     "phi3": ("attention_dropout", "resid_pdrop", None),
     "seed_oss": ("attention_dropout", "residual_dropout", None),
     "starcoder2": ("attention_dropout", "residual_dropout", "embedding_dropout"),
+    "opt": ("attention_dropout", "dropout", None),
+    "xglm": ("attention_dropout", "dropout", "dropout"),
+    "bloom": ("attention_dropout", "hidden_dropout", None),
+    "falcon": (None, None, None),
+    "mpt": (None, None, None),
+    "dbrx": (None, "resid_pdrop", None),
     "ernie4_5": (None, None, None),
     "lfm2": (None, None, None),
     "lfm2_moe": (None, None, None),
@@ -39,13 +45,18 @@ FIELDS = {
 }
 """Family -> the fields that drop attention weights, outputs of sublayers, embeddings; others have the first only."""
 ALL = ("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "residual_dropout")
-ALL += ("resid_dropout", "embed_dropout")
+ALL += ("resid_dropout", "embed_dropout", "dropout")
 WINDOWS = ("sliding_window", "attention_chunk_size")
 """Longer than the tokens here: we compute short ones in blocks, which draw their numbers by themselves."""
 WITHOUT = ("deepseek_v32", "glm_moe_dsa")
 """Families whose sparse attention has no dropout."""
-OF_MLPS_ALONE = ("stablelm", "persimmon")
-"""Families whose `hidden_dropout` is of the MLP's output alone, and refused."""
+REFUSED = {
+    "stablelm": ("hidden_dropout",),  # of the MLP's output alone, as in persimmon
+    "persimmon": ("hidden_dropout",),
+    "falcon": ("hidden_dropout", "attention_dropout"),  # of the sum of both; of weights only with ALiBi
+    "mpt": ("resid_pdrop",),  # which transformers does not read
+}
+"""Family -> fields that it refuses but for 0."""
 Masks = list[tuple[float, tuple[int, ...]]]
 
 
@@ -57,11 +68,11 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Masks]:
     def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         if p == 0 or not training:
             return x
-        shape = tuple(x.shape)
+        shape = (math.prod(x.shape[:-1]), x.shape[-1])  # opt and xglm join the first dimensions
         number = found.count((p, shape))
         found.append((p, shape))
         generator = torch.Generator().manual_seed(1000 * number + math.prod(shape))
-        return x * (torch.rand(shape, generator=generator) >= p) / (1 - p)
+        return x * (torch.rand(x.shape, generator=generator) >= p) / (1 - p)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: Any = None, **options: Any) -> Any:
         p = options.get("dropout_p", 0.0)
@@ -71,7 +82,8 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Masks]:
         scores = q @ k.mT * (options.get("scale") or q.shape[-1] ** -0.5)
         if options.get("is_causal"):
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        scores = scores if attn_mask is None else scores.masked_fill(~attn_mask, -math.inf)
+        if attn_mask is not None:
+            scores = scores + attn_mask if attn_mask.is_floating_point() else scores.masked_fill(~attn_mask, -math.inf)
         return dropout(scores.softmax(-1), p) @ v
 
     plain: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
@@ -84,7 +96,7 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Masks]:
 def mechanism(case: str) -> object:
     """What is dropped where, and by fields of which names: the same for most families."""
     family = CASES[case][0]
-    return FIELDS.get(family), family in OF_MLPS_ALONE
+    return FIELDS.get(family), REFUSED.get(family)
 
 
 def with_dropout(case: str, **values: float) -> transformers.PreTrainedModel:
@@ -105,8 +117,7 @@ def test_masks_are_where_transformers_has_them(case: str, monkeypatch: pytest.Mo
     """With another probability for every field that any family has: the same places, and the same logits."""
     family = CASES[case][0]
     values = {name: 0.1 + 0.05 * i for i, name in enumerate((*ALL, "embedding_dropout"))}
-    if family in OF_MLPS_ALONE:
-        values["hidden_dropout"] = 0.0
+    values |= dict.fromkeys(REFUSED.get(family, ()), 0.0)
     theirs = with_dropout(case, **values)
     ours = GPTModel.from_hf(theirs).train()
     attention, hidden, embedding = FIELDS.get(family, ("attention_dropout", None, None))

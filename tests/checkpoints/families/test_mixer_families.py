@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from te_models import GPTModel, generate
 from te_models.checkpoints import FAMILIES, CheckpointError, export_hf, import_hf, inspect, quantize, relayout
 from te_models.checkpoints.families import family_of
+from te_models.checkpoints.families.missing import MISSING
 from te_models.layers import Float8CurrentScaling, autocast
 from tests.checkpoints.families.test_families import save, tokens
 from tests.checkpoints.family_cases import SIZES, make
@@ -193,6 +194,14 @@ def test_rotary_dim_of_the_published_minimax(tmp_path: Path, monkeypatch: pytest
     theirs.model.rotary_emb = m2.MiniMaxM2RotaryEmbedding(config)
     expected = theirs(tokens(41)).logits
     assert (ours(tokens(41)).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_types_that_lack_an_element_are_no_families() -> None:
+    """... and the error for one of them says which."""
+    assert not {kind for kinds in MISSING.values() for kind in kinds.split()} & set(FAMILIES)
+    for kind in ("recurrent_gemma", "inkling2_text", "phi4_multimodal"):
+        with pytest.raises(CheckpointError, match="its layers need an element that te_models lacks"):
+            family_of(kind)
 
 
 def test_decay_tables_of_another_block_size_come_back(tmp_path: Path) -> None:

@@ -87,9 +87,9 @@ def test_every_family_can_write_its_models_and_read_them_again() -> None:
         assert found.family.read_config(found.family.write_config(config)) == config, found.name
 
 
-WITHOUT = {"granitemoeshared", "glm5_next"}
+WITHOUT = {"granitemoeshared", "glm5_next", "cohere2_moe"}
 """Families without a model here: the one that was published is a test model, whose configuration no document prints;
-and no count of parameters was."""
+and of two no count of parameters was."""
 
 
 def test_every_family_has_a_model() -> None:

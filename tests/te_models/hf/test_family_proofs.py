@@ -33,7 +33,7 @@ def test_greedy_text(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FIRST_CASES)
-def test_compiled_step_under_a_recipe(family: str) -> None:
+def test_compiled_step_under_a_recipe(fresh_compiler: None, family: str) -> None:
     """The same loss and gradients as without the compiler, in one graph. Of layers that are alike, one is compiled;
     without dropout, of which a graph draws other masks."""
     config = GPTModel.from_hf(make(FIRST_CASES[family])).config

@@ -1,0 +1,78 @@
+"""Entries of a configuration within a configuration, and of flags that must agree with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from ...io.errors import CheckpointError
+from .fields import REQUIRED, Entry, Values, get_path, read_typed, shorten_value
+
+
+@dataclass(frozen=True)
+class Within:
+    """`hf`, an object of fields of its own, which `entries` read; absent or null, they have their defaults."""
+
+    hf: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.hf,)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        values = hf.get(self.hf)
+        values = {} if values is None else values
+        if not isinstance(values, dict):
+            raise CheckpointError(f"config.json has {self.hf} = {shorten_value(values)}, which is not an object")
+        return {path: value for entry in self.entries for path, value in entry.read(values).items()}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {self.hf: {name: value for entry in self.entries for name, value in entry.write(config).items()}}
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A field that another entry reads, which this one writes where it is not zero."""
+
+    hf: str
+    path: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.hf,)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        return {}
+
+    def write(self, config: ModelConfig) -> Values:
+        value = get_path(config, self.path)
+        return {self.hf: value} if value else {}
+
+
+@dataclass(frozen=True)
+class TimesHidden:
+    """The MLP's width, `hf`, which is so many times the hidden size where it is null or absent; hf None: there is no
+    field, and the width is always that. hidden: the names of hidden_size."""
+
+    hf: str | None
+    hidden: tuple[str, ...] = ("hidden_size",)
+    times: int = 4
+    default_hidden: int = REQUIRED
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return () if self.hf is None else (self.hf,)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        size = None if self.hf is None else read_typed(hf, self.hf, int, None)
+        if size is None:
+            name = next((name for name in self.hidden if name in hf), self.hidden[0])
+            size = self.times * read_typed(hf, name, int, self.default_hidden)
+        return {"mlp.ffn_hidden_size": size}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {} if self.hf is None else {self.hf: config.mlp.ffn_hidden_size}

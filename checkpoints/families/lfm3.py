@@ -1,0 +1,115 @@
+"""lfm3: lfm2's convolutions over more tokens, windows in some layers of attention, a gate of each head, and norms
+behind mixers and MLPs, too (LFM3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from .base.attentions import Nested
+from .base.common import ATTENTION_BIAS, decoder_fields
+from .base.family import Family
+from .base.fields import Fixed, Values, read_typed
+from .base.recurrent import MixerField, RecurrentLayers
+from .base.rope import RopePerLayerType
+from .lfm2 import FORM
+
+
+@dataclass(frozen=True)
+class WindowedLayers(RecurrentLayers):
+    """`layer_types`, "sliding_attention" among them, and the window, `sliding_window`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*super().names, "sliding_window")
+
+    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+        kinds = ["sliding" if kind == "sliding_attention" else "full" for kind in self._words(hf, nested["num_layers"])]
+        window = None if hf.get("sliding_window", 256) is None else read_typed(hf, "sliding_window", int, 256)
+        attention = nested["attention"] | ({"window_size": window} if "sliding" in kinds else {})
+        return {"layer_types": kinds, "attention": attention} | super().read(hf, nested)
+
+    def write(self, config: ModelConfig) -> Values:
+        values, window = super().write(config), config.attention.window_size
+        windowed = [config.layer_type(i) == "sliding" for i in range(config.num_layers)]
+        kinds = ["sliding_attention" if w else kind for w, kind in zip(windowed, values["layer_types"], strict=True)]
+        return values | {"layer_types": kinds} | ({} if window is None else {"sliding_window": window})
+
+
+@dataclass(frozen=True)
+class SandwichNorms:
+    """`use_sandwich_norm`: norms behind mixers and MLPs as before them, or those before alone."""
+
+    names: tuple[str, ...] = ("use_sandwich_norm",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        return {"block": "sandwich" if read_typed(hf, "use_sandwich_norm", bool, True) else "pre"}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"use_sandwich_norm": config.block == "sandwich"}
+
+
+@dataclass(frozen=True)
+class HeadGates:
+    """`use_attention_gate`: a gate of each head, the sigmoid of a projection of the input."""
+
+    names: tuple[str, ...] = ("use_attention_gate",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        gated = read_typed(hf, "use_attention_gate", bool, True)
+        return {"attention.output_gate": gated, "attention.output_gate_by": "head" if gated else "channel"}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"use_attention_gate": config.attention.output_gate}
+
+
+def _pattern(hf: Mapping[str, Any], layers: int) -> list[str]:
+    """Of four layers one has a window, but for the first, and one sees everything."""
+    words = ("sliding_attention", "conv", "full_attention", "conv")
+    return [words[i % 4] if i else "conv" for i in range(layers)]
+
+
+_FORM = replace(
+    FORM,
+    norms=("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
+    qk_norms=("self_attn.q_norm", "self_attn.k_norm"),
+    proj="self_attn.o_proj",
+)
+
+LFM3 = Family(
+    model_type="lfm3",
+    architecture="Lfm3ForCausalLM",
+    fields=(
+        *decoder_fields(
+            max_positions=128_000,
+            norm_eps=1e-5,
+            norm_name="norm_eps",
+            kv_heads=4,
+            head_dim=128,
+            tied=True,
+            pad=124_893,
+            without=("hidden_act",),
+        ),
+        ATTENTION_BIAS,
+        Fixed("attention.qk_layernorm", "head"),
+        HeadGates(),
+        SandwichNorms(),
+        RopePerLayerType(theta=1e6, sliding_theta=1e4, older=False, proportional=0.5),
+    ),
+    mixers=WindowedLayers(
+        kind="short_convolution",
+        parts=(
+            MixerField("conv_L_cache", "conv_kernel_size", int, 7),
+            MixerField("conv_bias", "use_bias", bool, False),
+        ),
+        word=("conv",),
+        attention=("full_attention", "sliding_attention"),
+        pattern=_pattern,
+        hidden_as="channels",
+    ),
+    names=_FORM,
+    other_names=(replace(_FORM, form="in-memory", gate="self_attn.g_proj"),),
+)

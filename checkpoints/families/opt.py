@@ -1,0 +1,103 @@
+"""opt: learned positions behind two unused rows, LayerNorm, ReLU without gate, biases (arXiv 2205.01068). Not the 350m
+model, whose norms come after each sum and whose embeddings are narrower than its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from ..io.errors import CheckpointError
+from .base.common import Dropouts, decoder_fields, layer_norm
+from .base.family import Family
+from .base.fields import Field, Fixed, Only, Spread, Values, read_typed
+from .base.names import Names
+from .gpt_neox import SameHeadDim
+
+
+@dataclass(frozen=True)
+class EmbeddingWidth:
+    """`word_embed_proj_dim`: null, or hidden_size; with another one, projections lie between embedding and layers."""
+
+    names: tuple[str, ...] = ("word_embed_proj_dim",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        width, hidden = read_typed(hf, "word_embed_proj_dim", int, None), read_typed(hf, "hidden_size", int, 768)
+        if width not in (None, hidden):
+            raise CheckpointError(
+                f"config.json has word_embed_proj_dim = {width}; supported: null or {hidden}, hidden_size"
+            )
+        return {}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"word_embed_proj_dim": config.hidden_size}
+
+
+@dataclass(frozen=True)
+class AffineNorms:
+    """`layer_norm_elementwise_affine`: whether norms have a weight and a bias."""
+
+    names: tuple[str, ...] = ("layer_norm_elementwise_affine",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        affine = read_typed(hf, "layer_norm_elementwise_affine", bool, True)
+        return {"norm.has_weight": affine, "norm.bias": affine}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"layer_norm_elementwise_affine": config.norm.has_weight}
+
+
+_ELSEWHERE = ("head_dim", "num_key_value_heads", "rms_norm_eps", "intermediate_size", "initializer_range")
+_FORM = Names(
+    embedding="model.decoder.embed_tokens",
+    positions="model.decoder.embed_positions",
+    final_norm="model.decoder.final_layer_norm",
+    layer="model.decoder.layers.{i}",
+    norms=("self_attn_layer_norm", None, "final_layer_norm", None),
+    proj="self_attn.out_proj",
+    fc1=("fc1",),
+    fc2="fc2",
+)
+
+OPT = Family(
+    model_type="opt",
+    architecture="OPTForCausalLM",
+    fields=(
+        *decoder_fields(
+            max_positions=2048,
+            activation="relu",
+            activation_name="activation_function",
+            tied=True,
+            pad=1,
+            without=_ELSEWHERE,
+        ),
+        Field("ffn_dim", "mlp.ffn_hidden_size", int, 3072),
+        Field("init_std", "init_method_std", float, 0.02),
+        SameHeadDim(),
+        *layer_norm(bias=True),
+        AffineNorms(),
+        Fixed("norm.layernorm_epsilon", 1e-5),
+        Fixed("mlp.gated", False),
+        Spread("enable_bias", ("mlp.bias", "attention.add_qkv_bias", "attention.add_output_bias"), True),
+        Fixed("embedding.position_embedding_type", "learned_absolute"),
+        Fixed("embedding.position_offset", 2),
+        EmbeddingWidth(),
+        Only("do_layer_norm_before", True),
+        Only("_remove_final_layer_norm", False),
+        Only("layerdrop", 0.0),
+        Dropouts("dropout", None, 0.1),
+    ),
+    names=_FORM,
+    other_names=(
+        replace(
+            _FORM,
+            form="without-prefix",
+            embedding="decoder.embed_tokens",
+            positions="decoder.embed_positions",
+            final_norm="decoder.final_layer_norm",
+            layer="decoder.layers.{i}",
+        ),
+    ),
+)

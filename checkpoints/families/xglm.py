@@ -1,0 +1,72 @@
+"""xglm: computed positions, the first of which is number 2; LayerNorm, GELU without gate, biases (arXiv 2112.10668)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.config import ModelConfig
+
+from ..io.errors import CheckpointError
+from .base.common import ACTIVATIONS, PaddingIdx, layer_norm
+from .base.family import Family
+from .base.fields import Choice, Field, Fixed, OneOf, Only, Values, read_typed
+from .base.names import Names
+
+
+@dataclass(frozen=True)
+class ScaledEmbedding:
+    """`scale_embedding`: embeddings times the root of the hidden size, or not. The position of number `pad_token_id` is
+    a zero vector to transformers' class, which no token has where that is at most 1."""
+
+    names: tuple[str, ...] = ("scale_embedding",)
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        pad = hf.get("pad_token_id", 1)
+        if isinstance(pad, int) and pad not in (0, 1):
+            raise CheckpointError(f"config.json has pad_token_id = {pad}; supported: 0, 1 or null")
+        hidden = read_typed(hf, "d_model" if "d_model" in hf else "hidden_size", int, 1024)
+        return {"embedding.multiplier": math.sqrt(hidden)} if read_typed(hf, "scale_embedding", bool, True) else {}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {"scale_embedding": config.embedding.multiplier != 1.0}
+
+
+XGLM = Family(
+    model_type="xglm",
+    architecture="XGLMForCausalLM",
+    fields=(
+        Field("vocab_size", "vocab_size", int, 256008),
+        OneOf(("d_model", "hidden_size"), "hidden_size", int, 1024),
+        OneOf(("num_layers", "num_hidden_layers"), "num_layers", int, 24),
+        OneOf(("attention_heads", "num_attention_heads"), "attention.num_attention_heads", int, 16),
+        Field("ffn_dim", "mlp.ffn_hidden_size", int, 4096),
+        Field("max_position_embeddings", "max_position_embeddings", int, 2048),
+        Choice("activation_function", "mlp.activation", ACTIVATIONS, "gelu"),
+        Field("tie_word_embeddings", "embedding.share_embeddings_and_output_weights", bool, True),
+        Field("attention_dropout", "attention.attention_dropout", float, 0.1),
+        Field("dropout", "hidden_dropout", float, 0.1),
+        Field("init_std", "init_method_std", float, 0.02),
+        PaddingIdx(1),
+        ScaledEmbedding(),
+        *layer_norm(bias=True),
+        Fixed("norm.layernorm_epsilon", 1e-5),
+        Fixed("mlp.gated", False),
+        Fixed("mlp.bias", True),
+        Fixed("attention.add_qkv_bias", True),
+        Fixed("attention.add_output_bias", True),
+        Fixed("embedding.position_embedding_type", "sinusoidal"),
+        Fixed("embedding.position_offset", 2),
+        Only("activation_dropout", 0.0),
+        Only("layerdrop", 0.0),
+    ),
+    names=Names(
+        final_norm="model.layer_norm",
+        norms=("self_attn_layer_norm", None, "final_layer_norm", None),
+        proj="self_attn.out_proj",
+        fc1=("fc1",),
+        fc2="fc2",
+    ),
+)
