@@ -51,20 +51,32 @@ def refused(family: Any) -> list[str]:
     return [f"`{entry.hf}` but {entry.value!r}" for entry in entries if isinstance(entry, Only)]
 
 
+def examples_of_families() -> dict[str, str]:
+    """Return the hub id of the first model of each family in the catalogue, with the format of its files where they are
+    quantized."""
+    from te_models.catalogue.entries import entry, names
+
+    found: dict[str, str] = {}
+    for its in map(entry, names()):
+        found.setdefault(its.hf["model_type"], f"{its.hub_id} ({its.format})" if its.format else its.hub_id)
+    return found
+
+
 def table() -> str:
     """The families as a Markdown table, those of fields that they refuse, and what is missing."""
     from te_models.checkpoints import FAMILIES
     from te_models.checkpoints.families.missing import MISSING
     from te_models.config import mixer_words
 
-    rows = ["| model type | mixers | MLPs | forms of files |", "|---|---|---|---|"]
+    rows = ["| model type | mixers | MLPs | forms of files | ORG/NAME |", "|---|---|---|---|---|"]
+    examples = examples_of_families()
     for name, family in sorted(FAMILIES.items()):
         config = config_of(family)
         mixers = ", ".join(mixer_words(config))
         dense, moe = config.has_dense_layers, config.moe is not None and config.moe.layers
         mlps = "dense and experts" if dense and moe else "experts" if moe else "dense"
         forms = ", ".join(family.forms)
-        rows.append(f"| `{name}` | {mixers} | {mlps} | {forms} |")
+        rows.append(f"| `{name}` | {mixers} | {mlps} | {forms} | {examples.get(name, '')} |")
     rows += ["", "| model type | refused |", "|---|---|"]
     all_refused = {name: refused(family) for name, family in sorted(FAMILIES.items())}
     for name, fields in all_refused.items():
