@@ -90,10 +90,11 @@ class MLP(nn.Module):
             hidden = torch.cat((gate * self.gate_multiplier, up), -1)
         if self.deviations is not None:
             hidden = sparse_gates(hidden, self.deviations)
-        if self._activation is not None:
-            y = output_projection(self.linear_fc2, self._activation, hidden)
-        elif self.xielu is not None:
+        if self._activation is None:
+            assert self.xielu is not None, "a layer has one of the two"
             y = self.linear_fc2(self.xielu(hidden))
+        else:
+            y = output_projection(self.linear_fc2, self._activation, hidden)
         return y if self.output_multiplier == 1.0 else y * self.output_multiplier
 
 

@@ -78,6 +78,14 @@ class Fused:
             yield f"{ours}linear_fc2.bias", At(f"{fc2}_bias")
 
 
+class ExpertNames(Protocol):
+    """How files store the experts of a layer."""
+
+    def weights(self, config: ModelConfig, ours: str, at: str) -> Weights:
+        """Yield canonical parameter name -> where its parts are stored: `at` begins the names of files."""
+        ...
+
+
 class MixerNames(Protocol):
     """How files store a mixer of one kind."""
 
@@ -170,7 +178,7 @@ class Names:
     router: str = "mlp.gate"
     selection_bias: str | None = None
     selection_bias_unsqueezed: bool = False
-    experts: PerExpert | Fused = PerExpert()
+    experts: ExpertNames = PerExpert()
     shared_fc1: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_fc2: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
