@@ -47,7 +47,7 @@ def both(rule: Rule, tensors: Tensors, state: Tensor | None) -> tuple[list[Tenso
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "tokens", [pytest.param(n, marks=() if n in (1, 17, 65) else pytest.mark.slow) for n in LENGTHS]
 )
