@@ -63,8 +63,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class HybridShape(Shape):
-    """qwen3_next-shaped, without experts: a layer of attention after every `interval` - 1 of the gated delta rule, whose
-    heads have as many channels, and twice as many values as keys."""
+    """qwen3_next-shaped, without experts: a layer of attention after every `interval` - 1 of the gated delta rule,
+    whose heads have as many channels, and twice as many values as keys."""
 
     interval: int = 4
 

@@ -50,8 +50,8 @@ RULES = Compiled(
 def run_forward(operands: Sequence[Tensor | None], results: Sequence[Tensor | None], scale: float) -> None:
     """Write out [B, T, H, V], what tokens write (of the same shape, or None) and the states behind [M, H, K, V].
 
-    operands: q, k, v, g, beta or None, initial states or None, starts or None, ends or None, as of `op.rule_fwd`; all of
-    them contiguous and, but for the last two, float32.
+    operands: q, k, v, g, beta or None, initial states or None, starts or None, ends or None, as of `op.rule_fwd`; all
+    of them contiguous and, but for the last two, float32.
     """
     tensors = [*operands, *results]
     _function("te_recurrent_forward")(_addresses(tensors), _sizes(operands), scale, _threads(operands, 1))

@@ -25,8 +25,8 @@ _TAKES = takes(f"{_OPERANDS}; initial_state: float32 [_, H, K, V]?")
 
 
 def serves(*tensors: Tensor, decay: Tensor) -> bool:
-    """Whether `run` computes a rule of these tensors: plain ones on CPU, none of them float64, in eager code or a graph.
-    decay: its logarithm, [B, T, H]; one for each channel of keys is for others."""
+    """Whether `run` computes a rule of these tensors: plain ones on CPU, none of them float64, in eager code or a
+    graph. decay: its logarithm, [B, T, H]; one for each channel of keys is for others."""
     if decay.dim() != 3 or any(type(x) not in PLAIN or not x.dtype.is_floating_point for x in tensors):
         return False
     if any(x.device.type != "cpu" or x.dtype == torch.float64 for x in (*tensors, decay)):

@@ -59,8 +59,8 @@ def delta_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return out [B, 1, H, V] in v's dtype and the next state [B, H, K, V], as the definition of the gated delta rule,
-    or without beta of linear attention. q, k: [B, 1, Hk, K]; v: [B, 1, H, V]; g: [B, 1, H] or [B, 1, H, K]; beta: [B, 1,
-    H]; state: [B, H, K, V] or None."""
+    or without beta of linear attention. q, k: [B, 1, Hk, K]; v: [B, 1, H, V]; g: [B, 1, H] or [B, 1, H, K]; beta: [B,
+    1, H]; state: [B, H, K, V] or None."""
     (batch, _, heads, V), (key_heads, K) = v.shape, k.shape[2:]
     out = torch.empty(v.shape, dtype=torch.float32)
     after = torch.empty((batch, heads, K, V), dtype=torch.float32)
@@ -73,8 +73,8 @@ def delta_step(
 def space_step(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return y [B, 1, H, P] in x's dtype and the next state [B, H, P, N], as the definition of Mamba-2's scan. x: [B, 1,
-    H, P]; dt: [B, 1, H]; A, D: [H]; B, C: [B, 1, G, N]; state: [B, H, P, N] or None."""
+    """Return y [B, 1, H, P] in x's dtype and the next state [B, H, P, N], as the definition of Mamba-2's scan. x: [B,
+    1, H, P]; dt: [B, 1, H]; A, D: [H]; B, C: [B, 1, G, N]; state: [B, H, P, N] or None."""
     (batch, _, heads, P), (groups, N) = x.shape, B.shape[2:]
     y = torch.empty(x.shape, dtype=torch.float32)
     after = torch.empty((batch, heads, P, N), dtype=torch.float32)
