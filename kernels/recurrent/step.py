@@ -45,14 +45,14 @@ def serves(width: int, *tensors: Tensor | None) -> bool:
     float64 or wanting a gradient. width: of a row of the state."""
     if width % 16 or compiling():
         return False
-    given = [x for x in tensors if x is not None]
+    operands = [x for x in tensors if x is not None]
     if any(
-        type(x) not in PLAIN or not x.is_cpu or not x.is_floating_point() or x.dtype == torch.float64 for x in given
+        type(x) not in PLAIN or not x.is_cpu or not x.is_floating_point() or x.dtype == torch.float64 for x in operands
     ):
         return False
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
         return False
-    return choose(STEPS, given[0], torch.float32) is Backend.COMPILED
+    return choose(STEPS, operands[0], torch.float32) is Backend.COMPILED
 
 
 def delta_step(
