@@ -111,7 +111,7 @@ def cold(repetitions: int = 2) -> dict[str, Any]:
     """Time the first step of new processes that find empty caches."""
     found: dict[str, Any] = {}
     for mode, layers in (("block", 4), ("block", 32), ("whole", 4)):
-        both = [_cold_run(mode, layers) for _ in range(repetitions if mode == "block" else 1)]
+        both = [cold_run(_cold_shape(layers), mode) for _ in range(repetitions if mode == "block" else 1)]
         runs = [(first[0], second[0]) for first, second in both]
         # less what the same step takes once compiled: depth makes that longer, too
         found[f"{mode}-{layers}"] = {
@@ -123,10 +123,13 @@ def cold(repetitions: int = 2) -> dict[str, Any]:
     return found | {"cold_32_over_4": slower, "met": slower <= TARGETS["cold_32_over_4"]}
 
 
-def _cold_run(mode: str, layers: int, recipe: str = "bf16", processes: int = 1) -> list[list[float]]:
+def _cold_shape(layers: int) -> Shape:
+    return Shape("cold", hidden=256, layers=layers, ffn=704, batch=2, sequence=64)
+
+
+def cold_run(shape: Shape, mode: str, recipe: str = "bf16", processes: int = 1) -> list[list[float]]:
     """Return (seconds, processor seconds) of the first two steps of each process, with caches that the first finds
     empty."""
-    shape = Shape("cold", hidden=256, layers=layers, ffn=704, batch=2, sequence=64)
     found: list[list[float]] = []
     with tempfile.TemporaryDirectory() as scratch:
         shape.write_random_model(Path(scratch) / "model")
@@ -144,7 +147,7 @@ def recipes() -> dict[str, Any]:
     """Compare what compiling takes under each recipe with bf16."""
     found: dict[str, Any] = {}
     for name in STEP_RECIPES:
-        first, _, warm, _ = _cold_run("whole", 2, name, processes=2)
+        first, _, warm, _ = cold_run(_cold_shape(2), "whole", name, processes=2)
         found[name] = {"cold_cpu_s": round(first[1], 2), "warm_cpu_s": round(warm[1], 2)}
         if name in RECIPE_TARGETS:
             over = round(first[1] / found["bf16"]["cold_cpu_s"], 3)

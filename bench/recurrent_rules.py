@@ -1,102 +1,242 @@
-"""The gated delta rule and Mamba-2's scan on CPU, forward and backward, beside transformers' functions in torch.
+"""The gated delta rule and Mamba-2's scan on CPU beside transformers' functions, and what models of them cost.
 
-    python -m bench.recurrent_rules [--rounds 5]
+    python -m bench.recurrent_rules [--part NAME ...] [--rounds 5] [--update]
 
-Float32, compiled both, one sequence of 512 or 4,096 tokens. Nothing is timed unless the two results agree. One thread,
-CPU time, both sides in turn (see `common`); `speed_of_peer` is the peer's time over ours, median of the rounds, and
-`growth` our time of 4,096 tokens over that of 512, 8 for a cost that is linear.
+rules   forward and backward of one sequence of 512 or 4,096 tokens, float32, both compiled. transformers' loop over
+        chunks is unrolled, and of 4,096 tokens (64 chunks) compiling it takes longer than a quarter of an hour: there
+        the peer is its function compiled for 512 tokens, called for each 512 with the state so far, or the one of
+        eager code, whichever is faster. `growth` is our time of 4,096 tokens over that of 512, 8 for a linear cost.
+decode  one token with the state so far, eagerly, at the sizes of Qwen3-Next and of Mamba-2 with 2.7 billion weights.
+step    the train step of a small qwen3_next, against transformers' compiled one, as bench.train_step does it.
+first   seconds of processor time until the first train step is done, in a new process with empty caches, of the hybrid
+        and of a model of as many layers of attention.
+
+Nothing is timed unless the two results agree. One thread, CPU time, both sides in turn (see `common`);
+`speed_of_peer` is the peer's time over ours, median of the rounds. One part takes one to two minutes; --update writes
+the parts that ran into the file, each with its commit.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
-from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan, mamba2_selective_state_update
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
 
-from bench.common import interleave, ratio, versions, write_result
+from bench.common import interleave, ratio, update_result, versions, write_result
+from bench.compile import cold_run
+from bench.shapes import HybridShape
+from bench.steps import our_step
+from bench.train_step import check_losses, peer_step, speeds, summaries
 from te_models.kernels.gated_delta import gated_delta_rule, l2_normed
 from te_models.kernels.state_space import state_space_scan
 
+PACKAGES = ("torch", "transformers")
+TARGETS = {"rules": 1.5, "growth": 8.5, "decode": 1.2, "step": 1.2, "first": 1.5}
+"""Times as fast as the peer; of `growth` and `first`, the most that the ratio may be."""
 TOKENS = (512, 4096)
+CALLS = 50
 Inputs = tuple[Tensor, ...]
 
 
-def delta_inputs(tokens: int) -> Inputs:
-    """Four key heads and eight value heads of 64 channels."""
-    q, k = (l2_normed(torch.randn(1, tokens, 4, 64)) for _ in "qk")
-    v, g = torch.randn(1, tokens, 8, 64), -F.softplus(torch.randn(1, tokens, 8))
-    return q, k, v, g, torch.rand(1, tokens, 8)
+def delta_inputs(tokens: int, key_heads: int = 4, heads: int = 8, channels: int = 64) -> Inputs:
+    """q, k, v, g and beta."""
+    q, k = (l2_normed(torch.randn(1, tokens, key_heads, channels)) for _ in "qk")
+    v, g = torch.randn(1, tokens, heads, channels), -F.softplus(torch.randn(1, tokens, heads))
+    return q, k, v, g, torch.rand(1, tokens, heads)
 
 
-def delta_peer(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    return torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta)[0]
+def delta_peer(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    return torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
 
 
-def scan_inputs(tokens: int) -> Inputs:
-    """Eight heads of 64 channels, one group, 64 states."""
-    x, dt = torch.randn(1, tokens, 8, 64), F.softplus(torch.randn(1, tokens, 8))
-    b, c = (torch.randn(1, tokens, 1, 64) for _ in "BC")
-    return x, dt, -torch.arange(1.0, 9.0), b, c, torch.ones(8)
+def delta_in_pieces(compiled: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Return the function that calls one of 512 tokens for each 512."""
+
+    def run(*inputs: Tensor) -> Tensor:
+        state, found = inputs[0].new_zeros(1, 8, 64, 64), []
+        for piece in zip(*(x.split(TOKENS[0], 1) for x in inputs), strict=True):
+            out, state = compiled(*piece, state)
+            found.append(out)
+        return torch.cat(found, 1)
+
+    return run
+
+
+def delta_peers(tokens: int) -> dict[str, Callable[..., Tensor]]:
+    if tokens == TOKENS[0]:
+        return {"compiled": torch.compile(lambda *x: delta_peer(*x, None)[0])}
+    return {
+        "compiled in pieces": delta_in_pieces(torch.compile(delta_peer)),
+        "eager": lambda *x: delta_peer(*x, None)[0],
+    }
+
+
+def scan_inputs(tokens: int, heads: int = 8, states: int = 64) -> Inputs:
+    """x, dt, A, B, C and D: heads of 64 channels, one group, steps as models have them at first."""
+    x, dt = torch.randn(1, tokens, heads, 64), 10 ** (-1 - 2 * torch.rand(1, tokens, heads))
+    b, c = (torch.randn(1, tokens, 1, states) for _ in "BC")
+    return x, dt, -torch.linspace(1.0, 8.0, heads), b, c, torch.ones(heads)
 
 
 def scan_peer(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
     return mamba2_chunk_scan(x, dt, A, B, C, chunk_size=256, D=D)
 
 
-RULES: dict[str, tuple[Callable[[int], Inputs], Callable[..., Any], Callable[..., Tensor]]] = {
-    "gated_delta": (delta_inputs, lambda *x: gated_delta_rule(*x)[0], delta_peer),
-    "mamba2": (scan_inputs, lambda *x: state_space_scan(*x)[0], scan_peer),
+RULES: dict[
+    str, tuple[Callable[..., Inputs], Callable[..., Any], Callable[[int], dict[str, Callable[..., Tensor]]]]
+] = {
+    "gated_delta": (delta_inputs, lambda *x: gated_delta_rule(*x)[0], delta_peers),
+    "mamba2": (scan_inputs, lambda *x: state_space_scan(*x)[0], lambda _: {"compiled": torch.compile(scan_peer)}),
 }
 
 
-def measure(name: str, tokens: int, rounds: int) -> tuple[dict[str, Any], list[float]]:
-    """Compare the two on one size; return our seconds of each round, too."""
-    make, ours, peer = RULES[name]
+def agree(found: Tensor, wanted: Tensor, what: str) -> None:
+    if not (found - wanted).abs().max() <= 1e-4 * wanted.abs().max():
+        sys.exit(f"refusing to time: {what} differs from transformers'")
+
+
+def rules(rounds: int) -> dict[str, Any]:
+    """Compare forward and backward."""
+    cases: list[dict[str, Any]] = []
+    growth = {}
+    for name, (make, ours, peers) in RULES.items():
+        seconds = []
+        for tokens in TOKENS:
+            torch.manual_seed(0)
+            torch._dynamo.reset()
+            inputs = tuple(x.requires_grad_() for x in make(tokens))
+            sides = {"ours": torch.compile(ours, fullgraph=True, dynamic=False), **peers(tokens)}
+            found = {side: run(*inputs).detach() for side, run in sides.items()}
+            for side, y in found.items():
+                agree(found["ours"], y, f"{name} of {tokens} tokens, {side},")
+            dy = torch.randn_like(found["ours"])
+
+            def step(run: Callable[..., Tensor], inputs: Inputs = inputs, dy: Tensor = dy) -> Callable[[], object]:
+                return lambda: torch.autograd.grad(run(*inputs), inputs, dy)
+
+            samples = interleave({side: step(run) for side, run in sides.items()}, rounds=rounds, warmup=2)
+            best = min((s for s in samples if s != "ours"), key=lambda s: statistics.median(samples[s].cpu))
+            speed = ratio(samples[best].cpu, samples["ours"].cpu)
+            cases.append(
+                {
+                    "rule": name,
+                    "tokens": tokens,
+                    **summaries(samples),
+                    "peer": best,
+                    "speed_of_peer": speed,
+                    "met": speed["median"] >= TARGETS["rules"],
+                }
+            )
+            seconds.append(samples["ours"].cpu)
+            print(cases[-1], flush=True)
+        growth[name] = ratio(seconds[1], seconds[0])
+        growth[name]["met"] = growth[name]["median"] <= TARGETS["growth"]
+        print(name, "4,096 over 512 tokens:", growth[name], flush=True)
+    return {"cases": cases, "growth": growth}
+
+
+def decode(rounds: int) -> dict[str, Any]:
+    """Compare one token with the state so far."""
     torch.manual_seed(0)
-    inputs = tuple(x.requires_grad_() for x in make(tokens))
-    sides = {"ours": torch.compile(ours, fullgraph=True), "peer": torch.compile(peer)}
-    found = [side(*inputs).detach() for side in sides.values()]
-    if not (found[0] - found[1]).abs().max() <= 1e-4 * found[1].abs().max():
-        sys.exit(f"refusing to time: {name} of {tokens} tokens differs from transformers'")
-    dy = torch.randn_like(found[0])
+    delta, scan = delta_inputs(1, 16, 32, 128), scan_inputs(1, 80, 128)
+    state, of_scan = torch.randn(1, 32, 128, 128), torch.randn(1, 80, 64, 128)
+    x, dt, A, B, C, D = scan
+    rows = {"A": A[:, None, None].expand(80, 64, 128), "D": D[:, None].expand(80, 64)}
 
-    def step(side: Callable[..., Tensor]) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(side(*inputs), inputs, dy)
+    def peer_scan() -> tuple[Tensor, Tensor]:
+        after = of_scan.clone()  # which it overwrites: as much memory as ours, which returns another one
+        steps = dt[:, 0, :, None].expand(1, 80, 64)
+        return mamba2_selective_state_update(after, x[:, 0], steps, rows["A"], B[:, 0], C[:, 0], rows["D"]), after
 
-    samples = interleave({name: step(side) for name, side in sides.items()}, rounds=rounds, warmup=1)
-    case = {
-        "rule": name,
-        "tokens": tokens,
-        **{side: s.summary() for side, s in samples.items()},
-        "speed_of_peer": ratio(samples["peer"].cpu, samples["ours"].cpu),
+    q, k, v, g, beta = delta
+    cases: dict[str, dict[str, Callable[[], Any]]] = {
+        "gated_delta": {
+            "ours": lambda: gated_delta_rule(*delta, initial_state=state),
+            "peer": lambda: torch_recurrent_gated_delta_rule(q, k, v, g, beta, state, True),
+        },
+        "mamba2": {"ours": lambda: state_space_scan(*scan, initial_state=of_scan), "peer": peer_scan},
     }
-    return case, samples["ours"].cpu
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        for name, sides in cases.items():
+            ours, peer = (sides[side]() for side in ("ours", "peer"))
+            for a, b in zip(ours, peer, strict=True):
+                agree(a.reshape(b.shape), b, f"a token of {name}")
+            samples = interleave({side: _repeat(run) for side, run in sides.items()}, rounds=rounds)
+            speed = ratio(samples["peer"].cpu, samples["ours"].cpu)
+            us = {side: round(1e6 * statistics.median(s.cpu) / CALLS, 1) for side, s in samples.items()}
+            found[name] = {"us": us, "speed_of_peer": speed, "met": speed["median"] >= TARGETS["decode"]}
+            print(name, found[name], flush=True)
+    return found
+
+
+def _repeat(run: Callable[[], object]) -> Callable[[], None]:
+    def many() -> None:
+        for _ in range(CALLS):
+            run()
+
+    return many
+
+
+def step(rounds: int) -> dict[str, Any]:
+    """Compare train steps."""
+    shape = HybridShape("qwen3_next-512", hidden=512, layers=4, ffn=1408, batch=2, sequence=256)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, ids = Path(scratch), shape.input_ids()
+        shape.write_random_model(folder)
+        sides = {
+            "ours": our_step(folder, ids, compiled=True, with_torch_adamw=True),
+            "peer": peer_step(folder, ids, compiled=True, experts=None),
+        }
+        losses = check_losses(sides)
+        samples = interleave(sides, rounds=rounds, warmup=1)
+    speed = speeds(samples, "ours", "peer")
+    found = {"shape": shape.to_dict(), "losses": losses, "step": summaries(samples), "speed_of_peer": speed["cpu"]}
+    found["met"] = speed["cpu"]["median"] >= TARGETS["step"]
+    print(found, flush=True)
+    return found
+
+
+def first(rounds: int) -> dict[str, Any]:
+    """Compare the first train steps of new processes."""
+    common = {"hidden": 256, "layers": 4, "ffn": 704, "batch": 2, "sequence": 128}
+    hybrid, attention = (HybridShape("first", **common, interval=n) for n in (4, 1))  # type: ignore[arg-type]
+    seconds = {name: cold_run(s, "block")[0][1] for name, s in {"hybrid": hybrid, "attention": attention}.items()}
+    over = round(seconds["hybrid"] / seconds["attention"], 3)
+    found = {"cpu_s": seconds, "hybrid_over_attention": over, "met": over <= TARGETS["first"]}
+    print(found, flush=True)
+    return found
+
+
+PARTS = {"rules": rules, "decode": decode, "step": step, "first": first}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rule", choices=RULES, action="append")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--part", choices=PARTS, action="append", help="this one only, several times for several")
+    parser.add_argument("--update", action="store_true", help="write these parts to the file, each with its commit")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    cases, growth = [], {}
-    for name in options.rule or RULES:
-        ours = []
-        for tokens in TOKENS:
-            case, seconds = measure(name, tokens, options.rounds)
-            cases.append(case)
-            ours.append(seconds)
-            print(case, flush=True)
-        growth[name] = ratio(ours[1], ours[0])
-        print(name, growth[name], flush=True)
-    write_result("recurrent_rules", {"versions": versions("torch", "transformers"), "cases": cases, "growth": growth})
+    parts = {name: PARTS[name](options.rounds) for name in options.part or PARTS}
+    if len(parts) == len(PARTS):
+        payload = {"versions": versions(*PACKAGES), "targets": TARGETS, "rounds": options.rounds, **parts}
+        print(f"written to {write_result('recurrent_rules', payload)}")
+    elif options.update:
+        print(f"written to {update_result('recurrent_rules', parts, PACKAGES)}")
 
 
 if __name__ == "__main__":

@@ -61,6 +61,37 @@ class Shape:
         return torch.randint(self.vocab, (self.batch, self.sequence), generator=generator)
 
 
+@dataclass(frozen=True)
+class HybridShape(Shape):
+    """qwen3_next-shaped, without experts: a layer of attention after every `interval` - 1 of the gated delta rule,
+    whose heads have as many channels, and twice as many values as keys."""
+
+    interval: int = 4
+
+    def hugging_face_config(self) -> Any:
+        """Return a Qwen3NextConfig."""
+        import transformers
+
+        heads = self.hidden // self.head_dim
+        return transformers.Qwen3NextConfig(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.ffn,
+            num_hidden_layers=self.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 2,
+            head_dim=self.head_dim,
+            linear_num_key_heads=heads // 2,
+            linear_num_value_heads=heads,
+            linear_key_head_dim=self.head_dim,
+            linear_value_head_dim=self.head_dim,
+            mlp_only_layers=[*range(self.layers)],
+            full_attention_interval=self.interval,
+            max_position_embeddings=self.sequence,
+            use_cache=False,
+        )
+
+
 DENSE = (
     Shape("llama-512", hidden=512, layers=4, ffn=1408, batch=2, sequence=256),
     Shape("llama-1024", hidden=1024, layers=2, ffn=2816, batch=2, sequence=512),

@@ -15,7 +15,7 @@ inline float float_of_half(uint16_t h) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_c
 
 struct Tables {
   const uint8_t* zeros;  // of each group, where the scales are, or null
-  Tables(const Weight&, const float* zeros) : zeros(reinterpret_cast<const uint8_t*>(zeros)) {}
+  Tables(const Weight&, const float* of_groups) : zeros(reinterpret_cast<const uint8_t*>(of_groups)) {}
 };
 
 inline float rounded(float value) { return X::read(X::write(value)); }
@@ -25,8 +25,8 @@ inline float rounded(float value) { return X::read(X::write(value)); }
 INLINE inline Floats values_of(Floats difference, Floats scale) {
   const Floats v = mul(difference, scale);
   if constexpr (!X::rounds) return v;
-  const Floats larger = mul(v, all(0x1p16f));
-  return sub(larger, sub(larger, v));
+  const Floats m = mul(v, all(0x1p16f));
+  return sub(m, sub(m, v));
 }
 
 inline Floats steps_from(float first) {
@@ -138,7 +138,7 @@ struct Rows {
           group[r].fill_carefully(values);
         } else if constexpr (W::bits == 4) {
           const Floats from_zero = zeroed ? sub(steps_from(0), z[r]) : below;
-          group[r].fill(from_zero, zeroed ? add(from_zero, all(8)) : above, s[r]);
+          group[r].fill(from_zero, zeroed ? add(from_zero, all(8.0f)) : above, s[r]);
         }
       });
       // left: columns that there are, which a value that is not finite makes matter: 0 times it is no 0

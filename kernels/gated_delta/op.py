@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import recurrent
 from ..chunks import check_documents, of_documents, starts_of, wide, writers_of
 from . import chunked, library, reference
 
@@ -40,9 +41,13 @@ def gated_delta_rule(
     check_documents(cu_seqlens, documents, v.shape[0], initial_state, (*v.shape[2:3], k.shape[3], v.shape[3]))
     factor: float = k.shape[3] ** -0.5 if scale is None else scale
     if v.shape[1] == 0 or (v.shape[1] == 1 and cu_seqlens is None):
+        if recurrent.step.serves(v.shape[3], v, q, k, g, beta, initial_state):
+            return recurrent.step.delta_step(q, k, v, g, beta, factor, initial_state)
         return reference.gated_delta_rule(q, k, v, g, beta, factor, initial_state)
     if library.serves(v, g):
         return library.gated_delta_rule(q, k, v, g, beta, factor, initial_state, cu_seqlens, documents)
+    if recurrent.serves(q, k, v, beta, decay=g):
+        return recurrent.run(q, k, v, g, beta, factor, initial_state, starts_of(documents), cu_seqlens)
     if cu_seqlens is None:
         out, states = chunked.gated_delta_rule(q, k, v, g, beta, factor, initial_state, starts_of(documents))
         return out.to(v.dtype), states[-1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .. import recurrent
 from ..chunks import check_documents, of_documents, starts_of, wide, writers_of
 from . import chunked, reference
 
@@ -63,7 +64,11 @@ def linear_attention(
         )
     check_documents(cu_seqlens, documents, v.shape[0], initial_state, (v.shape[2], k.shape[3], v.shape[3]))
     if v.shape[1] == 0 or (v.shape[1] == 1 and cu_seqlens is None):
+        if recurrent.step.serves(v.shape[3], v, q, k, g, initial_state):
+            return recurrent.step.delta_step(q, k, v, g, None, scale, initial_state)
         return reference.linear_attention(q, k, v, g, scale, initial_state)
+    if recurrent.serves(q, k, v, decay=g):
+        return recurrent.run(q, k, v, g, None, scale, initial_state, starts_of(documents), cu_seqlens)
     if cu_seqlens is None:
         out, states = chunked.linear_attention(q, k, v, g, scale, initial_state, starts_of(documents))
         return out.to(v.dtype), states[-1]

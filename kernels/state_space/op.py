@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .. import recurrent
 from ..chunks import check_documents
 from . import chunked, library, reference
 
@@ -44,6 +45,8 @@ def state_space_scan(
         )
     check_documents(cu_seqlens, documents, x.shape[0], initial_state, (*x.shape[2:], B.shape[3]))
     if x.shape[1] == 0 or (x.shape[1] == 1 and cu_seqlens is None):
+        if recurrent.step.serves(B.shape[3], x, dt, A, B, C, D, initial_state):
+            return recurrent.step.space_step(x, dt, A, B, C, D, initial_state)
         return reference.state_space_scan(x, dt, A, B, C, D, initial_state)
     scan = library.state_space_scan if library.serves(x) else chunked.state_space_scan
     return scan(x, dt, A, B, C, D, initial_state, cu_seqlens, documents)

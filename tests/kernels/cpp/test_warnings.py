@@ -27,6 +27,8 @@ LIBRARIES = {
     "fields.cpp": PAIRS[::3],
     "gemv.cpp": VECTORS,
     "moments.cpp": PAIRS[3:],
+    "recurrent.cpp": VECTORS[1::2],
+    "recurrent_step.cpp": VECTORS[1::2],
     "round_fp8.cpp": PAIRS,
     "round_nvfp4.cpp": PAIRS,
     "rows.cpp": ROWS,

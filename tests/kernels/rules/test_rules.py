@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_models.kernels.gated_delta import gated_delta_rule
+from te_models.kernels.gated_delta import gated_delta_rule, reference
 from te_models.kernels.linear_attention import linear_attention
 from te_models.kernels.short_convolution import short_convolution
 from te_models.kernels.state_space import selective_scan, state_space_scan
@@ -48,7 +48,7 @@ def both(rule: Rule, tensors: Tensors, state: Tensor | None) -> tuple[list[Tenso
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "tokens", [pytest.param(n, marks=() if n in (1, 17, 65) else pytest.mark.slow) for n in LENGTHS]
 )
@@ -166,3 +166,15 @@ def test_refused() -> None:
         assert "[2, 4, 4, 4]" in sentence(function, *given, initial_state=state)
         assert re.search("one of them", sentence(function, *given, cu_seqlens=ends, documents=numbers))
         assert "with 2 rows" in sentence(function, *(torch.cat([x, x]) for x in given), cu_seqlens=ends)
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_one_token_is_the_definition(with_state: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 1, 2, 16), torch.randn(2, 1, 2, 16), torch.randn(2, 1, 4, 48)
+    g, beta = -torch.rand(2, 1, 4), torch.rand(2, 1, 4)
+    state = torch.randn(2, 4, 16, 48) if with_state else None
+    for decay in (g, g[..., None] * torch.rand(16)):
+        found = gated_delta_rule(q, k, v, decay, beta, initial_state=state)
+        wanted = reference.gated_delta_rule(q, k, v, decay, beta, 16**-0.5, state)
+        close(found, wanted, torch.float32, 1)
