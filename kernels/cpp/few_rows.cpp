@@ -1,9 +1,9 @@
 // A product of a few rows by a quantized weight: x86 with AVX2, twice as wide with AVX-512.
 //
-// FORMAT is the format of the weight (E4M3, E5M2, E2M1, INT4, INT8), X the dtype of the rows and of the result. A weight
-// is decoded in registers, in the order of operations of its `dequantize`, so to the same bits; for several rows, some
-// rows of the weight lie decoded in the first-level cache. Every sum runs over the lanes of one vector, then over
-// these: it does not depend on how many rows there are.
+// FORMAT is the format of the weight (E4M3, E5M2, E2M1, INT4, INT8), X the dtype of the rows and of the result. A
+// weight is decoded in registers, in the order of operations of its `dequantize`, so to the same bits; for several
+// rows, some rows of the weight lie decoded in the first-level cache. Every sum runs over the lanes of one vector, then
+// over these: it does not depend on how many rows there are.
 
 #include "few_rows_decode.h"
 #include "few_rows_lookup.h"

@@ -106,10 +106,10 @@ struct Rows {
     const uint16_t* const p = static_cast<const uint16_t*>(w.scale) + begin;
     if (w.kind == kScaleBFloat16)
       return read_scales(blocks, scales, [p](int64_t b) { return float_of(uint32_t(p[b]) << 16); });
-    int64_t b = 0;
-    for (; b + 8 <= blocks; b += 8)
-      _mm256_storeu_ps(scales + b, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + b))));
-    for (; b < blocks; ++b) scales[b] = float_of_half(p[b]);
+    int64_t done = 0;
+    for (; done + 8 <= blocks; done += 8)
+      _mm256_storeu_ps(scales + done, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + done))));
+    for (; done < blocks; ++done) scales[done] = float_of_half(p[done]);
     return read_scales(blocks, scales, [scales](int64_t b) { return scales[b]; });
   }
 
@@ -188,10 +188,8 @@ struct Rows {
       row[r] = w.data + at * w.stride;
       ordinary &= read(w, at, blocks, scale.data() + r * blocks, zero.data() + r * blocks);
     }
-    if (ordinary)
-      zeros == nullptr ? run<false, false>(w, row, blocks, use) : run<false, true>(w, row, blocks, use);
-    else
-      zeros == nullptr ? run<true, false>(w, row, blocks, use) : run<true, true>(w, row, blocks, use);
+    if (ordinary) zeros == nullptr ? run<false, false>(w, row, blocks, use) : run<false, true>(w, row, blocks, use);
+    else zeros == nullptr ? run<true, false>(w, row, blocks, use) : run<true, true>(w, row, blocks, use);
   }
 };
 inline Rows rows_of(const Tables& tables) { return {tables.zeros, {}, {}}; }

@@ -33,7 +33,8 @@ struct Forward {
         state[c * V_ + d] = x.initial != nullptr && c < s.K && d < s.V ? x.initial[(own * s.K + c) * s.V + d] : 0.0f;
     for (const auto& [at, count] : s.chunks(document)) {
       if (s.anew(at)) std::fill_n(state.get(), K * V_, 0.0f);
-      const int64_t rows = up_to(count, kTall), of_q = at * of_keys + h / s.shared * s.K, of_v = at * of_values + h * s.V;
+      const int64_t rows = up_to(count, kTall), of_q = at * of_keys + h / s.shared * s.K,
+                    of_v = at * of_values + h * s.V;
       copy_rows(x.q + of_q, of_keys, count, s.K, K, q.get());
       copy_rows(x.k + of_q, of_keys, count, s.K, K, k.get());
       copy_rows(x.v + of_v, of_values, count, s.V, V_, u.get());
@@ -57,8 +58,7 @@ struct Forward {
       }
       scale_rows(k.get(), rows, K, decay.left);
       product(
-          K, V_,
-          [&](int64_t r, int64_t c, Sums& sums) INLINE { add(k.get(), 1, K, u.get(), V_, r, c, 0, rows, sums); },
+          K, V_, [&](int64_t r, int64_t c, Sums& sums) INLINE { add(k.get(), 1, K, u.get(), V_, r, c, 0, rows, sums); },
           [&](int64_t r, int64_t c, Sums& sums) INLINE { put_decayed(state.get(), V_, r, c, decay.passed, sums); });
     }
     for (int64_t c = 0; c < s.K; ++c) std::copy_n(state.get() + c * V_, s.V, behind + (own * s.K + c) * s.V);
@@ -122,7 +122,8 @@ struct Backward {
     float* state = states.get();
     for (int64_t d = 0; d < V_; ++d)
       for (int64_t c = 0; c < K; ++c)
-        state[d * K + c] = given.initial != nullptr && c < s.K && d < s.V ? given.initial[(own * s.K + c) * s.V + d] : 0.0f;
+        state[d * K + c] =
+            given.initial != nullptr && c < s.K && d < s.V ? given.initial[(own * s.K + c) * s.V + d] : 0.0f;
     for (const auto& [at, count] : chunks) {
       if (s.anew(at)) std::fill_n(state, K * V_, 0.0f);
       const int64_t rows = up_to(count, kTall);
@@ -251,8 +252,8 @@ extern "C" void te_recurrent_forward(void* const* pointers, const int64_t* sizes
   }
 }
 
-// pointers: as before, then u, the gradients of out and of the states behind, and the gradients to find, as `Gradients`,
-// of q and k `parts` times, one for each part of the heads that share one
+// pointers: as before, then u, the gradients of out and of the states behind, and the gradients to find, as
+// `Gradients`, of q and k `parts` times, one for each part of the heads that share one
 extern "C" void te_recurrent_backward(void* const* pointers, const int64_t* sizes, float scale, int64_t parts,
                                       int threads) {
   const auto at = [&](int i) { return static_cast<float*>(pointers[i]); };

@@ -184,12 +184,14 @@ struct Shape {
   int64_t B, T, H, shared, K, V, M;
   float scale;
   const uint8_t* starts;  // [B, T], where a state of zeros begins, or null
-  const int64_t* ends;    // [M + 1], where documents of the only row begin, and where the last one ends, or null
+  const int64_t* ends;  // [M + 1], where documents of the only row begin, and where the last one ends, or null
   Shape(const void* begins, const void* all_ends, const int64_t* sizes, float factor)
       : B(sizes[0]), T(sizes[1]), H(sizes[2]), shared(sizes[3]), K(sizes[4]), V(sizes[5]), M(sizes[6]), scale(factor),
         starts(static_cast<const uint8_t*>(begins)), ends(static_cast<const int64_t*>(all_ends)) {}
   int64_t key_heads() const { return H / shared; }
-  int64_t first(int64_t document) const { return ends == nullptr ? document * T : std::clamp<int64_t>(ends[document], 0, T); }
+  int64_t first(int64_t document) const {
+    return ends == nullptr ? document * T : std::clamp<int64_t>(ends[document], 0, T);
+  }
   int64_t end(int64_t document) const { return first(document + 1); }
   // the chunks of a document as (first token, count), each of one state; a token that starts anew begins one
   std::vector<std::pair<int64_t, int64_t>> chunks(int64_t document) const {

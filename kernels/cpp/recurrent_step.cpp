@@ -60,9 +60,18 @@ extern "C" void te_delta_step(const float* q, const float* k, const float* v, co
   for (int64_t i = 0; i < B * H; ++i) {
     const int64_t of_keys = i / shared * K, of_state = i * K * values;
     std::vector<float> own(by_channel ? 0 : K, by_channel ? 0.0f : decays[i]);
-    const Step s{q + of_keys, k + of_keys, v + i * values, by_channel ? decays + i * K : own.data(),
-                 state == nullptr ? nullptr : state + of_state, beta == nullptr ? 0.0f : beta[i], scale,
-                 beta != nullptr, out + i * values, after + of_state, K, values};
+    const Step s{q + of_keys,
+                 k + of_keys,
+                 v + i * values,
+                 by_channel ? decays + i * K : own.data(),
+                 state == nullptr ? nullptr : state + of_state,
+                 beta == nullptr ? 0.0f : beta[i],
+                 scale,
+                 beta != nullptr,
+                 out + i * values,
+                 after + of_state,
+                 K,
+                 values};
     int64_t c = 0;
     for (; c + kTogether * kLanes <= values; c += kTogether * kLanes) columns<kTogether>(s, c);
     for (; c < values; c += kLanes) columns<1>(s, c);

@@ -29,7 +29,7 @@ from te_models.kernels.gemm import (
 from te_models.kernels.gemm.backends import record_mixed_product
 from te_models.kernels.gemm.cpu import operand_dtype
 
-from ..quantizer import Fields, IntQuantizer, Quantizer, Usage
+from ..quantizer import Fields, Quantizer, Usage
 from ..quantizer.state import AnyQuantizer
 from ..tensor.quantized_tensor import QuantizedTensor
 
@@ -102,11 +102,11 @@ def stored_for_few_rows(x: Tensor, weight: QuantizedTensor) -> ScaledOperand | f
         return None
     quantizer = weight.quantizer
     operand: ScaledOperand | few_rows.IntegerOperand | None
-    if isinstance(quantizer, IntQuantizer):  # scales of rows: a stack is one matrix of all rows
-        operand = quantizer.integer_operand(weight.fields, weight.shape)
-    elif weight.shape != weight.matrix_shape or not (quantizer.symmetric or "rowwise" in quantizer.stored_usages()):
-        return None
-    else:
+    operand = quantizer.integer_operand(
+        weight.fields, weight.shape
+    )  # scales of rows: a stack is one matrix of all rows
+    whole = weight.shape == weight.matrix_shape and (quantizer.symmetric or "rowwise" in quantizer.stored_usages())
+    if operand is None and whole:
         operand = quantizer.scaled_operand_of_fields(weight.fields, "rowwise", weight.matrix_shape)
     return operand if operand is not None and operand.inner == x.shape[-1] else None
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import Operand, ScaledOperand
+from te_models.kernels.gemm.few_rows import IntegerOperand
 from te_models.kernels.quantize import QuantizedOutput
 from te_models.kernels.torch_versions import equal_values, register_constants
 from te_models.suggestions import shown
@@ -272,12 +273,8 @@ class Quantizer(ValueObject):
 
     def amaxes(self, x: Tensor) -> dict[Usage, Tensor]:
         """Return `amax_of` x for every stored usage that has one: what parts of one matrix must agree on."""
-        found: dict[Usage, Tensor] = {}
-        for usage in self.stored_usages():
-            amax = self.amax_of(x, usage)
-            if amax is not None:
-                found[usage] = amax
-        return found
+        found = {usage: self.amax_of(x, usage) for usage in self.stored_usages()}
+        return {usage: amax for usage, amax in found.items() if amax is not None}
 
     def quantize_fields(
         self, x: Tensor, key: Tensor | None = None, amaxes: Mapping[Usage, Tensor] | None = None
@@ -296,8 +293,7 @@ class Quantizer(ValueObject):
     def operand_and_fields(
         self, x: Tensor, dtype: torch.dtype, usage: Usage, key: Tensor | None = None
     ) -> tuple[Operand, Fields]:
-        """Quantize x: [..., R, C] and return (the rowwise operand, the stored fields, those of `usage` at least).
-        ValueError where there is no such copy."""
+        """Quantize x: [..., R, C] and return (the rowwise operand, the fields, of `usage` at least); ValueError as below."""
         fields = self.quantize_fields(x, key)
         return self.operand_of_fields(fields, "rowwise", dtype, x.shape), fields
 
@@ -327,6 +323,9 @@ class Quantizer(ValueObject):
         stored = self._stored_for(usage)
         operand = self._scaled([fields[f"{stored}_{part}"] for part in self.PARTS], stored)
         return operand if operand is None or stored == usage else self._transposed(operand, shape)
+
+    def integer_operand(self, fields: Fields, shape: Sequence[int]) -> IntegerOperand | None:
+        """Return stored integers of matrices [..., R, C] as a CPU multiplies few rows by them; None of other numbers."""
 
     def _stored_for(self, usage: Usage) -> Usage:
         stored: Usage = "rowwise" if self.symmetric else usage

@@ -7,7 +7,7 @@ Dv value channels.
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from te_models.kernels.packed_attention import first_positions
 from te_models.kernels.rope import apply_rope
 from te_models.kernels.torch_versions import exporting
 from te_models.layers import DotProductAttention, RMSNorm
+from te_models.layers.attention.mask import usual_slopes
 from te_models.layers.distributed.context_parallel import ContextShard, attention_of_chunks, gather_positions
 from te_models.layers.distributed.sequence_parallel import gather_tokens_of_ranks
 
@@ -24,10 +25,32 @@ from ...config import AttentionConfig, ModelConfig
 from ..build import Build, make_core_attention, make_input_linear, make_norm, make_output_linear
 from ..cache import LayerMemory
 from ..rotary import Rotary
-from .alibi import AlibiHeads
 from .base import KeysValues, MixerInputs, Selection
 from .output_gate import HeadGate, gated
 from .sparse_attention import Indexer
+
+
+class AlibiHeads(NamedTuple):
+    """Scores that are lower by the distance of the key, times a slope of each head (ALiBi, arXiv 2108.12409). heads: of
+    all ranks; those of this one are `number` from `first` on."""
+
+    heads: int
+    first: int
+    number: int
+
+    @classmethod
+    def of_rank(cls, heads: int, build: Build) -> AlibiHeads:
+        """Return the share of a rank."""
+        number = heads // build.tp_size
+        return cls(heads, number * (0 if build.tp_group is None else build.tp_group.rank()), number)
+
+    def biases(self, keys: int, device: torch.device) -> Tensor:
+        """Return what is added to the scores of keys 0 to `keys` - 1, float32 [1, N, 1, keys]: minus their distance
+        from the last one times the slope. The softmax takes no notice of what all keys of a query have in common, so
+        that these serve queries at any place, in documents, behind padding, and in caches that are not full."""
+        slopes = usual_slopes(self.heads, device)[self.first : self.first + self.number]
+        distance = torch.arange(keys - 1, -1, -1, dtype=torch.float32, device=device)
+        return (-distance * slopes[:, None])[None, :, None]
 
 
 class SelfAttention(nn.Module):

@@ -12,7 +12,7 @@ from te_models import GPTModel, ModelConfig, generate
 from te_models.config import AttentionConfig, ConfigError, EmbeddingConfig, MLPConfig
 from te_models.layers.attention.mask import usual_slopes
 from te_models.model.embedding import sinusoids
-from te_models.model.mixers.alibi import AlibiHeads
+from te_models.model.mixers.attention import AlibiHeads
 
 
 def model_of(kind: str, **changes: Any) -> GPTModel:
