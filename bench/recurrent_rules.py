@@ -3,7 +3,7 @@
     python -m bench.recurrent_rules [--part NAME ...] [--rounds 5] [--update]
 
 rules   forward and backward of one sequence of 512 or 4,096 tokens, float32, both compiled. transformers' loop over
-        chunks is unrolled, and of 4,096 tokens (64 chunks) compiling it takes longer than a quarter of an hour: there
+        chunks is unrolled by the compiler, 64 chunks of 4,096 tokens for longer than the bench may take: there
         the peer is its function compiled for 512 tokens, called for each 512 with the state so far, or the one of
         eager code, whichever is faster. `growth` is our time of 4,096 tokens over that of 512, 8 for a linear cost.
 decode  one token with the state so far, eagerly, at the sizes of Qwen3-Next and of Mamba-2 with 2.7 billion weights.

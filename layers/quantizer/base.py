@@ -293,7 +293,7 @@ class Quantizer(ValueObject):
     def operand_and_fields(
         self, x: Tensor, dtype: torch.dtype, usage: Usage, key: Tensor | None = None
     ) -> tuple[Operand, Fields]:
-        """Quantize x: [..., R, C] and return (the rowwise operand, the fields, of `usage` at least); ValueError as below."""
+        """Quantize x: [..., R, C]; return (the rowwise operand, fields of `usage` and others); ValueError as below."""
         fields = self.quantize_fields(x, key)
         return self.operand_of_fields(fields, "rowwise", dtype, x.shape), fields
 
@@ -325,7 +325,7 @@ class Quantizer(ValueObject):
         return operand if operand is None or stored == usage else self._transposed(operand, shape)
 
     def integer_operand(self, fields: Fields, shape: Sequence[int]) -> IntegerOperand | None:
-        """Return stored integers of matrices [..., R, C] as a CPU multiplies few rows by them; None of other numbers."""
+        """Return stored integers of matrices [..., R, C] as a CPU multiplies few rows by them; None: no integers."""
 
     def _stored_for(self, usage: Usage) -> Usage:
         stored: Usage = "rowwise" if self.symmetric else usage
