@@ -51,8 +51,9 @@ class RotaryDim:
 
     def write(self, config: ModelConfig) -> Values:
         values, rope = self.rope.write(config), config.rope
+        if self.written:
+            values["rope_parameters"].pop("partial_rotary_factor", None)
         if self.written and rope.rotary_percent != 1.0:
-            values["rope_parameters"].pop("partial_rotary_factor")
             values["rotary_dim"] = round(config.attention.key_channels * rope.rotary_percent)
         return values
 

@@ -67,8 +67,8 @@ def run_backward(
     states, threads, shared = others[2], _threads(operands, 3), v.shape[2] // q.shape[2]
     # heads that share one of q and k are one unit of work, unless some threads had none
     parts = min(shared, -(-threads // max(1, states.shape[0] * q.shape[2])))
-    dq, dk = (torch.zeros(parts, *q.shape, dtype=torch.float32) for _ in "qk")
-    dv, dg, dstate = (torch.empty(x.shape, dtype=torch.float32) for x in (v, g, states))
+    dq, dk = (torch.zeros(parts, *q.shape, dtype=torch.float32, device="cpu") for _ in "qk")
+    dv, dg, dstate = (torch.empty(x.shape, dtype=torch.float32, device="cpu") for x in (v, g, states))
     if operands[7] is not None:  # tokens behind the last document have none
         dv, dg = dv.zero_(), dg.zero_()
     dbeta = None if beta is None else torch.zeros_like(g)

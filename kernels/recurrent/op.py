@@ -20,8 +20,14 @@ from ..custom_op import Output, direct, gradient_of, like, operation, takes
 from .library import RULES, run_backward, run_forward
 
 _OPERANDS = """q: float32 [B, T, G, K]; k: float32 [B, T, G, K]; v: float32 [B, T, H, V]; g: float32 [B, T, H];
-    beta: float32 [B, T, H]?; starts: bool [B, T]?; ends: int64 [_]?"""
-_TAKES = takes(f"{_OPERANDS}; initial_state: float32 [_, H, K, V]?")
+    beta: float32 [B, T, H]?; initial_state: float32 [_, H, K, V]?; starts: bool [B, T]?; ends: int64 [_]?"""
+_FIT = """G > 0 and H % G == 0; ends is None or ends.shape[0] > 0;
+    initial_state is None or initial_state.shape[0] == (B if ends is None else ends.shape[0] - 1)"""
+_TAKES = takes(f"{_OPERANDS}; {_FIT}")
+_GRADIENTS_TAKE = takes(
+    f"grad: float32 [B, T, H, V]; grad_states: float32 [D, H, K, V]; {_OPERANDS}; written: float32; {_FIT}; "
+    "D == (B if ends is None else ends.shape[0] - 1); written.numel() == (0 if beta is None else v.numel())"
+)
 
 
 def serves(*tensors: Tensor, decay: Tensor) -> bool:
@@ -77,7 +83,7 @@ def rule_fwd(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, what tokens write [B, T, H, V], empty without beta, and the states behind, as `run`."""
-    out, written, states = (torch.empty(o.shape, dtype=torch.float32) for o in _results(k, v, beta, ends))
+    out, written, states = (torch.empty(o.shape, dtype=torch.float32, device="cpu") for o in _results(k, v, beta, ends))
     if ends is not None:  # tokens behind the last document have none
         out, written = out.zero_(), written.zero_()
     operands = [None if x is None else x.contiguous() for x in (q, k, v, g, beta, initial_state, starts, ends)]
@@ -96,7 +102,7 @@ def _gradients(
     return like(k, k.shape), like(k, k.shape), like(v, v.shape), like(g, g.shape), of_beta, states
 
 
-@operation("recurrent_rule_bwd", _gradients)
+@operation("recurrent_rule_bwd", _gradients, takes=_GRADIENTS_TAKE)
 def rule_bwd(
     grad: Tensor,
     grad_states: Tensor,

@@ -62,8 +62,8 @@ def delta_step(
     or without beta of linear attention. q, k: [B, 1, Hk, K]; v: [B, 1, H, V]; g: [B, 1, H] or [B, 1, H, K]; beta: [B,
     1, H]; state: [B, H, K, V] or None."""
     (batch, _, heads, V), (key_heads, K) = v.shape, k.shape[2:]
-    out = torch.empty(v.shape, dtype=torch.float32)
-    after = torch.empty((batch, heads, K, V), dtype=torch.float32)
+    out = torch.empty(v.shape, dtype=torch.float32, device="cpu")
+    after = torch.empty((batch, heads, K, V), dtype=torch.float32, device="cpu")
     operands = [None if x is None else x.float().contiguous() for x in (q, k, v, g.float().exp(), beta, state)]
     sizes = (batch, heads, heads // max(key_heads, 1), K, V, g.dim() == 4)
     _function("te_delta_step")(*_addresses(*operands, out, after), *sizes, scale, threads_for(after.numel() * 0.3))
@@ -76,8 +76,8 @@ def space_step(
     """Return y [B, 1, H, P] in x's dtype and the next state [B, H, P, N], as the definition of Mamba-2's scan. x: [B,
     1, H, P]; dt: [B, 1, H]; A, D: [H]; B, C: [B, 1, G, N]; state: [B, H, P, N] or None."""
     (batch, _, heads, P), (groups, N) = x.shape, B.shape[2:]
-    y = torch.empty(x.shape, dtype=torch.float32)
-    after = torch.empty((batch, heads, P, N), dtype=torch.float32)
+    y = torch.empty(x.shape, dtype=torch.float32, device="cpu")
+    after = torch.empty((batch, heads, P, N), dtype=torch.float32, device="cpu")
     operands = [None if z is None else z.float().contiguous() for z in (x, dt, A, B, C, D, state)]
     sizes = (batch, heads, heads // max(groups, 1), P, N)
     _function("te_space_step")(*_addresses(*operands, y, after), *sizes, threads_for(after.numel() * 0.3))

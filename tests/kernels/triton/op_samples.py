@@ -198,7 +198,7 @@ def gemms(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     for zeros, dtype in itertools.product((False, True), (F32, BF16)):
         x, form = normal(3, 64, seed=1, dtype=dtype), Int4Quantizer(zero_points=zeros)
         one, several = (form.quantize(normal(*shape, 64, seed=2)) for shape in ((5,), (2, 5)))
-        fields = [flatten(form.integer_operand(w.fields, w.matrix_shape)) for w in (one, several)]
+        fields = [flatten(form.integer_operand(w.fields, w.shape)) for w in (one, several)]
         yield "stored_integer_linear", (x, *fields[0], normal(5, seed=6, dtype=dtype) if zeros else None)
         yield "stored_integer_grouped_gemm", (x, *fields[1], torch.tensor([2, 0]))
     for dtype, with_bias in itertools.product((F32, BF16), (True, False)):

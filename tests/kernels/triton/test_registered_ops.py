@@ -30,6 +30,8 @@ FIELD = {
 
 SPARSE = {"select_keys", "sparse_attention_fwd", "sparse_attention_bwd", "indexer_loss"}
 """Plain torch on every device, which tests/kernels/attention/test_sparse_attention.py calls."""
+RULES = {"recurrent_rule", "recurrent_rule_bwd"}
+"""C++ of a CPU, which tests/kernels/rules/test_rules.py compares with the definitions of the rules."""
 
 
 def everything() -> dict[str, Registered]:
@@ -40,7 +42,7 @@ def everything() -> dict[str, Registered]:
     return {
         name: entry
         for name, entry in registered().items()
-        if not name.startswith("test_") and name not in LAYERS | FIELD | SPARSE
+        if not name.startswith("test_") and name not in LAYERS | FIELD | SPARSE | RULES
     }
 
 
