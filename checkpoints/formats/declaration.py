@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,37 @@ def hf_config_of(
     if name.startswith("modelopt-"):
         return None, modelopt.write(weight_format, unquantized)
     return compressed_tensors.write(weight_format, unquantized), None
+
+
+_LISTS = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
+"""Fields that name modules which are not quantized, by kinds of declarations."""
+_OF_METHOD = {"compressed-tensors": "ignore", "modelopt": "ignore"}
+
+
+def amended(original: Declaration, unquantized: Sequence[str]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Return (`quantization_config` of config.json, hf_quant_config.json) that name these modules, too, as unquantized:
+    of a calibrated folder, some of whose weights are values now. All that it says of other modules stays."""
+    config, separate = copy.deepcopy(original.config), copy.deepcopy(original.separate)
+    found = None if config is None else dict(config)
+    if found is not None:
+        nested = found.get("quantization")
+        _amend(nested if isinstance(nested, dict) else found, unquantized)
+    beside = None if separate is None else dict(separate)
+    if beside is not None:
+        _amend(beside["quantization"], unquantized)
+    return found, beside
+
+
+def _amend(declared: dict[str, Any], unquantized: Sequence[str]) -> None:
+    name = next((name for name in _LISTS if name in declared), None)
+    method = declared.get("quant_method")
+    name = name or ("exclude_modules" if method is None else _OF_METHOD.get(method, "modules_to_not_convert"))
+    known = list(declared.get(name) or ())
+    declared[name] = [*known, *(module for module in unquantized if module not in known)]
+    layers = declared.get("quantized_layers")
+    if isinstance(layers, dict):
+        declared["quantized_layers"] = {module: its for module, its in layers.items() if module not in unquantized}
+    groups = declared.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) and isinstance(layers, dict) else ():
+        if isinstance(group.get("targets"), list):
+            group["targets"] = [target for target in group["targets"] if target not in unquantized]

@@ -27,7 +27,7 @@ from ..formats import (
     parse,
     representing_format,
 )
-from ..formats.amended import with_unquantized
+from ..formats.declaration import amended
 from ..formats.details import activation_scales
 from ..formats.format import MixedFormat
 from ..formats.fp8 import FLOAT_BLOCKS, POW2_BLOCKS
@@ -136,15 +136,15 @@ def plan_quantized_export(
         by_weight |= target.outputs(route, _requantized(report, ckpt, route, formats_of))
     outputs = [output for weight in sorted(formats) for output in by_weight[weight]]
     left_out = moved.plan.ignored
-    amended = False
+    calibrated = False
     if details is not None:
         names = {output.name for output in (*outputs, *moved.plan.outputs)}
         scales, unsaid = scale_outputs(ckpt, activation_scales(details), formats, high_precision, names)
-        amended = declaration is None and is_calibrated(formats, {output.name for output in scales})
-        if declaration is not None or amended:
+        calibrated = declaration is None and is_calibrated(formats, {output.name for output in scales})
+        if declaration is not None or calibrated:
             outputs += scales
             left_out += unsaid
-    if declaration is None and known is not None and not amended:  # what is declared instead has no such scales
+    if declaration is None and known is not None and not calibrated:  # what is declared instead has no such scales
         left_out += tuple(activation_scales(known))
     rest = [o for o in moved.plan.outputs if o.name not in moved.found.fields and o.name not in formats]
     high_precision_outputs = [output for output in rest if output.name not in moved.plan.passthrough]
@@ -163,8 +163,8 @@ def plan_quantized_export(
     else:
         plan = undeclared_passthrough_as_values(plan, ckpt.files, passthrough, ckpt.source, dtype)
         others_named = [*_unquantized_modules(high_precision, set(formats), tied), *passthrough_modules(plan)]
-        if amended and original is not None:
-            config, separate = with_unquantized(original, others_named)
+        if calibrated and original is not None:
+            config, separate = amended(original, others_named)
         elif isinstance(declared, WeightFormat) and declared.packing is not None and original is not None:
             config, separate = columns.with_unquantized(original.config or {}, others_named), None
         else:

@@ -30,7 +30,7 @@ from te_models.kernels.gemm.backends import record_mixed_product
 from te_models.kernels.gemm.cpu import operand_dtype
 from te_models.kernels.torch_versions import constant_when_traced
 
-from ..quantizer import Fields, IntQuantizer, Quantizer, Usage
+from ..quantizer import Fields, Quantizer, Usage
 from ..quantizer.state import AnyQuantizer
 from ..tensor.quantized_tensor import QuantizedTensor
 
@@ -122,8 +122,8 @@ def stored_for_few_rows(x: Tensor, weight: QuantizedTensor) -> ScaledOperand | f
         return None
     quantizer = weight.quantizer
     operand: ScaledOperand | few_rows.IntegerOperand | None
-    if isinstance(quantizer, IntQuantizer):  # scales of rows: a stack is one matrix of all rows
-        operand = quantizer.integer_operand(weight.fields, weight.shape)
+    if quantizer.INTEGERS:  # scales of rows: a stack is one matrix of all rows
+        operand = quantizer.integer_operand(weight.fields, weight.shape)  # type: ignore[attr-defined]
     elif weight.shape != weight.matrix_shape or not (quantizer.symmetric or "rowwise" in quantizer.stored_usages()):
         return None
     else:

@@ -47,6 +47,7 @@ class Quantizer(ValueObject):
 
     SIGNED_SCALES: ClassVar[bool] = False
     """Whether a scale may be negative or zero."""
+    INTEGERS: ClassVar[bool] = False  # then `integer_operand` gives fields for few rows on a CPU
     LATER_FIELDS: ClassVar[tuple[str, ...]] = ()
     """Fields that files name only where they are not at their defaults, since they came after the first files."""
 

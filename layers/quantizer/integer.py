@@ -42,6 +42,7 @@ class IntQuantizer(Quantizer):
     BITS: ClassVar[int]
     BLOCK_SCALES_ONLY: ClassVar[bool] = True
     SIGNED_SCALES: ClassVar[bool] = True
+    INTEGERS: ClassVar[bool] = True
 
     group_size: int = 32
     zero_points: bool = False
