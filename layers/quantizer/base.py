@@ -45,8 +45,7 @@ class Quantizer(ValueObject):
     BLOCK_SCALES_ONLY: ClassVar[bool] = False
     """Whether every scale belongs to one block, so that groups of whole blocks may be quantized as one matrix."""
 
-    SIGNED_SCALES: ClassVar[bool] = False
-    """Whether a scale may be negative or zero."""
+    SIGNED_SCALES: ClassVar[bool] = False  # whether a scale may be negative or zero
     INTEGERS: ClassVar[bool] = False  # then `integer_operand` gives fields for few rows on a CPU
     LATER_FIELDS: ClassVar[tuple[str, ...]] = ()
     """Fields that files name only where they are not at their defaults, since they came after the first files."""
