@@ -138,15 +138,15 @@ def plan_quantized_export(
         by_weight |= target.outputs(route, _requantized(report, ckpt, route, formats_of))
     outputs = [output for weight in sorted(formats) for output in by_weight[weight]]
     left_out = moved.plan.ignored
-    amended = False
+    calibrated = False
     if details is not None:
         names = {output.name for output in (*outputs, *moved.plan.outputs)}
-        calibrated, unsaid = scale_outputs(ckpt, activation_scales(details), formats, high_precision, names)
-        amended = declaration is None and is_calibrated(formats, {output.name for output in calibrated})
-        if declaration is not None or amended:
-            outputs += calibrated
+        of_activations, unsaid = scale_outputs(ckpt, activation_scales(details), formats, high_precision, names)
+        calibrated = declaration is None and is_calibrated(formats, {output.name for output in of_activations})
+        if declaration is not None or calibrated:
+            outputs += of_activations
             left_out += unsaid
-    if declaration is None and known is not None and not amended:  # what is declared instead has no such scales
+    if declaration is None and known is not None and not calibrated:  # what is declared instead has no such scales
         left_out += tuple(activation_scales(known))
     rest = [o for o in moved.plan.outputs if o.name not in moved.found.fields and o.name not in formats]
     high_precision_outputs = [output for output in rest if output.name not in moved.plan.passthrough]
@@ -166,7 +166,7 @@ def plan_quantized_export(
         plan = undeclared_passthrough_as_values(plan, ckpt.files, passthrough, ckpt.source, dtype)
         others_named = [*_unquantized_modules(high_precision, set(formats), tied), *passthrough_modules(plan)]
         packed = isinstance(declared, WeightFormat) and declared.packing is not None
-        if original is not None and (amended or packed):
+        if original is not None and (calibrated or packed):
             config, separate = with_unquantized(original, others_named)
         else:
             said, separate = hf_config_of(declared, others_named, formats)

@@ -102,9 +102,8 @@ def stored_for_few_rows(x: Tensor, weight: QuantizedTensor) -> ScaledOperand | f
         return None
     quantizer = weight.quantizer
     operand: ScaledOperand | few_rows.IntegerOperand | None
-    operand = quantizer.integer_operand(
-        weight.fields, weight.shape
-    )  # scales of rows: a stack is one matrix of all rows
+    # integers have scales of rows: a stack of them is one matrix of all rows
+    operand = quantizer.integer_operand(weight.fields, weight.shape)
     whole = weight.shape == weight.matrix_shape and (quantizer.symmetric or "rowwise" in quantizer.stored_usages())
     if operand is None and whole:
         operand = quantizer.scaled_operand_of_fields(weight.fields, "rowwise", weight.matrix_shape)

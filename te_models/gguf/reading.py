@@ -29,7 +29,7 @@ from te_models.checkpoints.tools.conversion import Conversion, Options, PathLike
 
 from ..extras import require
 from .architectures import Place, hf_config, places
-from .tokenizer import split_as_named
+from .tokenizer import add_space, split_as_named
 
 _PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F64": "F64"}
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -245,5 +245,7 @@ def save_tokenizer(path: Path, folder: Path, fields: Mapping[str, Any]) -> str |
     note = None
     if fields.get("tokenizer.ggml.model") == "gpt2":
         note = split_as_named(tokenizer, str(fields.get("tokenizer.ggml.pre", "default")))
+    elif fields.get("tokenizer.ggml.model") == "llama":
+        add_space(tokenizer, bool(fields.get("tokenizer.ggml.add_space_prefix", True)))
     tokenizer.save_pretrained(folder)
     return note

@@ -141,6 +141,14 @@ def split_as_named(tokenizer: Any, name: str) -> str | None:
     return None
 
 
+def add_space(tokenizer: Any, prefix: bool) -> None:
+    """Have a tokenizer of pieces put a space before text as llama.cpp does: also before text that begins with one."""
+    steps = require("tokenizers.normalizers", "hf", feature="the tokenizer")
+    first = [steps.Prepend("\u2581")] if prefix else []
+    tokenizer.backend_tokenizer.normalizer = steps.Sequence([*first, steps.Replace(" ", "\u2581")])
+    tokenizer.backend_tokenizer.pre_tokenizer = None
+
+
 def _settings(folder: Path) -> dict[str, Any]:
     """Return what tokenizer_config.json says that llama.cpp knows."""
     path, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
