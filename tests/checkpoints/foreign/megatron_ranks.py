@@ -1,7 +1,8 @@
 """What each rank of test_megatron does: `python -m tests.checkpoints.foreign.megatron_ranks FOLDER KIND TP`.
 
 Megatron-Core builds a small model on the CPU, computes logits, and saves a distributed checkpoint to FOLDER/saved, and
-what each rank has to FOLDER/mp_rank_XX/model_optim_rng.pt.
+what each rank has to FOLDER/legacy/mp_rank_XX/model_optim_rng.pt. With a further argument, a folder of ranks' files, it
+loads those first and writes its logits there.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def build(kind: str, tp: int) -> Any:
     ).eval()
 
 
-def main(folder: Path, kind: str, tp: int) -> None:
+def main(folder: Path, kind: str, tp: int, loaded: Path | None = None) -> None:
     """Save, and on the first rank write what it computed."""
     warnings.simplefilter("ignore")
     without_a_gpu()
@@ -84,12 +85,20 @@ def main(folder: Path, kind: str, tp: int) -> None:
         if "norm" in name:
             values = torch.Generator().manual_seed(number)
             parameter.data.copy_(1 + torch.rand(parameter.shape, generator=values) / 4)
+    if loaded is not None:
+        file = loaded / f"mp_rank_{dist.get_rank():02d}" / "model_optim_rng.pt"
+        model.load_state_dict(torch.load(file, weights_only=True)["model"])
     ids = torch.arange(3, 3 + LENGTH)[None]
     mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH), 1).bool()
     with torch.no_grad():
         logits = model(ids, torch.arange(LENGTH)[None], mask)
     pieces = [torch.empty_like(logits) for _ in range(tp)]
     dist.all_gather(pieces, logits.contiguous())
+    if loaded is not None:
+        if dist.get_rank() == 0:
+            torch.save(torch.cat(pieces, -1), loaded / "logits.pt")
+        dist.destroy_process_group()
+        return
     legacy = folder / "legacy" / f"mp_rank_{dist.get_rank():02d}"
     legacy.mkdir(parents=True)
     saved = {"model": model.state_dict(), "iteration": 7, "checkpoint_version": 3.0}
@@ -104,4 +113,4 @@ def main(folder: Path, kind: str, tp: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *map(Path, sys.argv[4:]))

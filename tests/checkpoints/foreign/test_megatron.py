@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from te_models import AttentionConfig, GPTModel, MLPConfig, ModelConfig, MoEConfig
-from te_models.checkpoints.tools.foreign import import_checkpoint
+from te_models.checkpoints import export_checkpoint, import_checkpoint
 from tests.checkpoints.foreign.megatron_ranks import EXPERTS, LENGTH, SIZES, VOCABULARY
 from tests.ranks import run_on_ranks
 
@@ -66,3 +66,17 @@ def test_the_files_of_ranks_give_its_logits(written: tuple[str, Path], tmp_path:
     _, folder = written
     import_checkpoint(folder / "legacy", tmp_path / "model", config=folder / "config.json")
     assert_same_logits(GPTModel.from_pretrained(tmp_path / "model"), folder)
+
+
+def test_megatron_loads_the_files_of_ranks(written: tuple[str, Path], tmp_path: Path) -> None:
+    """What it saved, by way of our folder, on the other number of ranks."""
+    kind, folder = written
+    import_checkpoint(folder / "saved", tmp_path / "model", config=folder / "config.json")
+    tp = 1 if kind == "moe" or (folder / "legacy" / "mp_rank_01").exists() else 2
+    options = {"make_vocab_size_divisible_by": 1, "tensor_model_parallel_size": tp}
+    export_checkpoint(tmp_path / "model", tmp_path / "ranks", to="megatron", local_modules=True, **options)
+    release = tmp_path / "ranks" / "release"
+    arguments = ["-m", "tests.checkpoints.foreign.megatron_ranks", str(tmp_path), kind, str(tp), str(release)]
+    run_on_ranks(arguments, ranks=tp, timeout=120, fresh=True)
+    found, expected = (torch.load(f / "logits.pt", weights_only=True) for f in (release, folder))
+    assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
