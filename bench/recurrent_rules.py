@@ -7,7 +7,8 @@ rules   forward and backward of one sequence of 512 or 4,096 tokens, float32, bo
         the peer is its function compiled for 512 tokens, called for each 512 with the state so far, or the one of
         eager code, whichever is faster. `growth` is our time of 4,096 tokens over that of 512, 8 for a linear cost.
 decode  one token with the state so far, eagerly, at the sizes of Qwen3-Next and of Mamba-2 with 2.7 billion weights.
-step    the train step of a small qwen3_next, against transformers' compiled one, as bench.train_step does it.
+step    the train step of a small qwen3_next, against transformers' compiled one, as bench.train_step does it, or where
+        that does not compute the same losses, its eager one.
 first   seconds of processor time until the first train step is done, in a new process with empty caches, of the hybrid
         and of a model of as many layers of attention.
 
@@ -197,14 +198,27 @@ def step(rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         folder, ids = Path(scratch), shape.input_ids()
         shape.write_random_model(folder)
-        sides = {
-            "ours": our_step(folder, ids, compiled=True, with_torch_adamw=True),
-            "peer": peer_step(folder, ids, compiled=True, experts=None),
-        }
-        losses = check_losses(sides)
+        for kind in ("compiled", "eager"):
+            sides = {
+                "ours": our_step(folder, ids, compiled=True, with_torch_adamw=True),
+                "peer": peer_step(folder, ids, compiled=kind == "compiled", experts=None),
+            }
+            try:
+                losses = check_losses(sides)
+                break
+            except SystemExit as refused:  # torch 2.13 compiles this model of transformers to one whose loss is NaN
+                print(f"{kind} peer: {refused}", flush=True)
+        else:
+            sys.exit("refusing to time: neither form of the peer computes what ours does")
         samples = interleave(sides, rounds=rounds, warmup=1)
     speed = speeds(samples, "ours", "peer")
-    found = {"shape": shape.to_dict(), "losses": losses, "step": summaries(samples), "speed_of_peer": speed["cpu"]}
+    found = {
+        "shape": shape.to_dict(),
+        "peer": kind,
+        "losses": losses,
+        "step": summaries(samples),
+        "speed_of_peer": speed["cpu"],
+    }
     found["met"] = speed["cpu"]["median"] >= TARGETS["step"]
     print(found, flush=True)
     return found
