@@ -273,7 +273,7 @@ class Quantizer(ValueObject):
 
     def amaxes(self, x: Tensor) -> dict[Usage, Tensor]:
         """Return `amax_of` x for every stored usage that has one: what parts of one matrix must agree on."""
-        found = {usage: self.amax_of(x, usage) for usage in self.stored_usages()}
+        found: dict[Usage, Tensor | None] = {usage: self.amax_of(x, usage) for usage in self.stored_usages()}
         return {usage: amax for usage, amax in found.items() if amax is not None}
 
     def quantize_fields(
