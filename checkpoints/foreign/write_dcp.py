@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..io.dtypes import torch_dtype
-from ..io.header import byte_count
 from .system import is_optimizer
-from .written import CHUNK, Written
+from .written import Written
 
 
 class _Planner(DefaultSavePlanner):
@@ -39,10 +38,7 @@ class _Planner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         items = []
         for output in self.outputs:
-            count = output.shape[0] if output.shape else 1
-            each = max(1, CHUNK * max(count, 1) // max(byte_count(output.dtype, output.shape), 1))
-            for begin in range(0, max(count, 1), each):
-                end = min(begin + each, count)
+            for begin, end in output.spans():
                 offset = (begin, *(0,) * (len(output.shape) - 1)) if output.shape else ()
                 size = (end - begin, *output.shape[1:]) if output.shape else ()
                 index = MetadataIndex(output.name, offset)

@@ -20,7 +20,7 @@ import torch
 from ..io.dtypes import torch_dtype
 from ..io.header import byte_count
 from .torch_file import STORAGES
-from .written import CHUNK, Written
+from .written import Written
 
 _ALIGNED = 64
 _ZIP64 = 20
@@ -76,17 +76,15 @@ def write_torch_file(
                 _add(archive, stem, name, len(data), iter([data]))
             for number, output in enumerate(outputs):
                 size = byte_count(output.dtype, output.shape)
-                _add(archive, stem, f"data/{number}", size, _parts(output, size))
+                _add(archive, stem, f"data/{number}", size, _parts(output))
             _add(archive, stem, "version", 2, iter([b"3\n"]))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _parts(output: Written, size: int) -> Iterator[Any]:
-    count = output.shape[0] if output.shape else 1
-    each = max(1, CHUNK * max(count, 1) // max(size, 1))
-    for begin in range(0, count, each):
-        part = output.rows(begin, min(begin + each, count)).contiguous()
+def _parts(output: Written) -> Iterator[Any]:
+    for begin, end in output.spans():
+        part = output.rows(begin, end).contiguous()
         yield memoryview(part.view(-1).view(torch.uint8).numpy()) if part.numel() else b""
 
 

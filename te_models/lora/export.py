@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +11,20 @@ from torch import Tensor, nn
 from te_models.checkpoints import AutoConverter
 from te_models.checkpoints.families.base.text_part import text_family
 from te_models.checkpoints.folder.hf_config import choose_family
+from te_models.checkpoints.plan.tensor_map import compose, identity_namespace
 from te_models.layers import QuantizedTensor
 
 from ..extras import require
 from ..model import GPTModel
 from .adapter import Adapter, magnitude_name
-from .factors import Factors, Rows, columns_of, is_transposed, moved, rows_of
+from .factors import Factors, Rows, columns_of, is_transposed, joined, links_by_stored, moved, rows_of
 from .files import adapter_config, write_adapter
 from .layers import FIRST
 from .model import adapters_of, base_state_dict
 from .peft_folders import numbers_of
 
 if TYPE_CHECKING:
-    from te_models.checkpoints.plan.tensor_map import Link, Namespace
+    from te_models.checkpoints.plan.tensor_map import Namespace
 
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names that experts had in earlier releases of transformers: peft 0.21 takes these targets for fused experts."""
@@ -54,7 +54,7 @@ def export_adapter(model: GPTModel, folder: str | Path, *, base_model: str = "",
     sources = {f"{name}.weight": _factors_of(adapter) for name, adapter in adapters_of(model)}
     shared = columns_of(sources)
     found: dict[str, Factors] = {}
-    for stored, links in _by_stored(namespace).items():
+    for stored, links in links_by_stored(namespace).items():
         own = [link for link in links if link.name in sources]
         if own and stored.rpartition(".")[0] in modules:  # transformers' model may leave out a layer
             moves: list[Rows] = [rows_of(link, namespace, to_stored=True) for link in own]
@@ -84,13 +84,6 @@ def _factors_of(adapter: Adapter) -> Factors:
     a, b = (getattr(adapter, name).weight.detach() for name in FIRST)
     lengths = getattr(adapter, magnitude_name(FIRST)).detach() if adapter.use_dora else None
     return Factors(a, b, adapter.scaling, lengths)
-
-
-def _by_stored(namespace: Namespace) -> dict[str, list[Link]]:
-    found: dict[str, list[Link]] = defaultdict(list)
-    for link in namespace.links:
-        found[link.stored].append(link)
-    return found
 
 
 def _is_module(module: nn.Module) -> bool:
@@ -140,7 +133,7 @@ def _of_peft(
 def _replaced(model: GPTModel, namespace: Namespace, adapted: list[str]) -> dict[str, Tensor]:
     """Return all tensors of the modules that hold parameters with other values. Raises ValueError for one that has
     an adapter, too, and one with a part of a layer that stores quantized weights."""
-    base, links = base_state_dict(model), _by_stored(namespace)
+    base, links = base_state_dict(model), links_by_stored(namespace)
     saved = {
         stored.rpartition(".")[0]
         for stored, own in links.items()
@@ -149,20 +142,9 @@ def _replaced(model: GPTModel, namespace: Namespace, adapted: list[str]) -> dict
     both = sorted(saved & set(adapted))
     if both:
         raise ValueError(f"{both[0]} has an adapter and other weights, and peft has one of the two; merge_lora first")
-    found: dict[str, Tensor] = {}
-    for stored, own in links.items():
-        if stored.rpartition(".")[0] not in saved:
-            continue
-        tensor = torch.empty(0, dtype=torch.float32, device="cpu")
-        for link in own:
-            source = base[link.name]
-            source = source.dequantize() if isinstance(source, QuantizedTensor) else source
-            if not tensor.numel():
-                tensor = source.new_empty(namespace.stored[stored].shape)
-            part = source[tuple(slice(r.start, r.stop, r.step) for r in link.box)]
-            used = [axis for axis in link.axes if axis is not None]
-            part = part.permute([*used, *(d for d in range(part.dim()) if d not in used)])
-            here = tuple(slice(r.start, r.stop, r.step) for r in link.stored_box)
-            tensor[here] = part.reshape(tensor[here].shape)
-        found[stored] = tensor
-    return found
+    whole = {stored: own for stored, own in links.items() if stored.rpartition(".")[0] in saved}
+    values = {link.name: base[link.name] for own in whole.values() for link in own}
+    plain = {name: v.dequantize() if isinstance(v, QuantizedTensor) else v for name, v in values.items()}
+    pieces = compose(identity_namespace(namespace.canonical), namespace)
+    shapes = {stored: namespace.stored[stored].shape for stored in whole}
+    return joined(plain, {stored: pieces[stored] for stored in whole}, shapes)

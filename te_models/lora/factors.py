@@ -8,6 +8,7 @@ a part leaves out the columns in which B has numbers for other parts only: so bo
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,8 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from te_models.checkpoints.io.boxes import slices
+from te_models.checkpoints.io.store import MemoryStore
+from te_models.checkpoints.plan.plan import Output, Plan
+from te_models.checkpoints.plan.stream import carry_out
+
 if TYPE_CHECKING:
-    from te_models.checkpoints.plan.tensor_map import Link, Namespace
+    from te_models.checkpoints.plan.tensor_map import Link, Namespace, Piece
 
 Slices = tuple[slice, ...]
 
@@ -62,8 +68,7 @@ class Rows:
 def rows_of(link: Link, namespace: Namespace, *, to_stored: bool) -> Rows:
     """Return the rows of a link, from our weight to the stored one or back. Raises ValueError for a link that does not
     have all input features."""
-    own = tuple(slice(r.start, r.stop, r.step) for r in link.box)
-    theirs = tuple(slice(r.start, r.stop, r.step) for r in link.stored_box)
+    own, theirs = slices(link.box), slices(link.stored_box)
     *lead, rows, columns = range(len(own))
     shape = namespace.stored[link.stored].shape
     if own[columns] != slice(0, namespace.canonical[link.name][columns], 1):
@@ -71,6 +76,23 @@ def rows_of(link: Link, namespace: Namespace, *, to_stored: bool) -> Rows:
     canonical = link.name, own[: len(lead)], own[rows]
     stored = link.stored, theirs[: len(shape) - 2], theirs[link.axes.index(rows)]
     return Rows(*canonical, *stored) if to_stored else Rows(*stored, *canonical)
+
+
+def links_by_stored(namespace: Namespace) -> dict[str, list[Link]]:
+    """Return the links of each stored tensor."""
+    found: dict[str, list[Link]] = defaultdict(list)
+    for link in namespace.links:
+        found[link.stored].append(link)
+    return found
+
+
+def joined(
+    values: Mapping[str, Tensor], pieces: Mapping[str, Sequence[Piece]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Return the tensors that pieces of `values` fill, by name: views of one, or new ones of the dtype of the first."""
+    store = MemoryStore(values)
+    outputs = (Output(n, store.tensors[own[0].source].dtype, shapes[n], tuple(own)) for n, own in pieces.items())
+    return carry_out(Plan(tuple(outputs)), store)
 
 
 def is_transposed(link: Link) -> bool:

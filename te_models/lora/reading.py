@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -12,22 +11,21 @@ from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.families.base.text_part import text_family
 from te_models.checkpoints.folder.hf_config import choose_family
 from te_models.checkpoints.io.errors import shorten
+from te_models.checkpoints.plan.tensor_map import compose, identity_namespace
 
 from ..model import GPTModel
-from .factors import Factors, Rows, columns_of, is_transposed, moved, rows_of
+from .factors import Factors, Rows, columns_of, is_transposed, joined, links_by_stored, moved, rows_of
 from .peft_folders import WEIGHTS, PeftFolder
 
 if TYPE_CHECKING:
-    from te_models.checkpoints.plan.tensor_map import Link, Namespace
+    from te_models.checkpoints.plan.tensor_map import Namespace, Piece
 
 
 def in_names_of_transformers(model: GPTModel, folder: PeftFolder) -> tuple[dict[str, Factors], dict[str, Tensor]]:
     """Return adapters by the names of our layers, or of the parameter where that is no layer's `weight`, and the whole
     weights by the names of our parameters. Raises CheckpointError for modules that the family does not have."""
     namespace, weights = _namespace(model, folder)
-    links: dict[str, list[Link]] = defaultdict(list)
-    for link in namespace.links:
-        links[link.stored].append(link)
+    links = links_by_stored(namespace)
     sources = {
         stored: folder.factors(stored, key, namespace.stored[stored].shape, transposed=is_transposed(links[stored][0]))
         for stored, key in weights.items()
@@ -42,7 +40,7 @@ def in_names_of_transformers(model: GPTModel, folder: PeftFolder) -> tuple[dict[
         factors = moved(own, sources, namespace.canonical[name], shared)
         if factors is not None:
             found[name.removesuffix(".weight")] = factors
-    return found, _values(folder, namespace, links)
+    return found, _values(folder, namespace)
 
 
 def _namespace(model: GPTModel, folder: PeftFolder) -> tuple[Namespace, dict[str, tuple[str, int]]]:
@@ -68,28 +66,23 @@ def _namespace(model: GPTModel, folder: PeftFolder) -> tuple[Namespace, dict[str
     raise why
 
 
-def _values(folder: PeftFolder, namespace: Namespace, links: Mapping[str, list[Link]]) -> dict[str, Tensor]:
+def _values(folder: PeftFolder, namespace: Namespace) -> dict[str, Tensor]:
     """Return the whole weights by our names. Raises CheckpointError where a parameter has other parts, too."""
     found: dict[str, Tensor] = {}
-    missing: dict[str, int] = {}
-    for stored, value in folder.values.items():
-        shape = namespace.stored[stored].shape
-        for link in links[stored]:
-            if value.shape != shape:
-                found[link.name] = value  # whose shape is told
-                continue
-            if link.name not in found:
-                found[link.name] = value.new_empty(namespace.canonical[link.name])
-                missing[link.name] = found[link.name].numel()
-            part = value[tuple(slice(r.start, r.stop, r.step) for r in link.stored_box)]
-            order = [link.axes.index(d) for d in range(len(link.box)) if d in link.axes]
-            order += [d for d, axis in enumerate(link.axes) if axis is None]
-            here = tuple(slice(r.start, r.stop, r.step) for r in link.box)
-            found[link.name][here] = part.permute(order).reshape(found[link.name][here].shape)
-            missing[link.name] -= part.numel()
-    partly = sorted(name for name, count in missing.items() if count)
+    whole: dict[str, list[Piece]] = {}
+    partly = []
+    for name, pieces in compose(namespace, identity_namespace(namespace.canonical)).items():
+        held = [piece.source for piece in pieces if piece.source in folder.values]
+        wrong = next((n for n in held if folder.values[n].shape != namespace.stored[n].shape), None)
+        if wrong is not None:
+            found[name] = folder.values[wrong]  # whose shape is told
+        elif held and len(held) < len(pieces):
+            partly.append(name)
+        elif held:
+            whole[name] = pieces
     if partly:
         raise CheckpointError(
-            f"{folder.path / WEIGHTS} replaces some of what {shorten(partly)} joins; allowed: all parts of a parameter"
+            f"{folder.path / WEIGHTS} replaces some of what {shorten(sorted(partly))} joins; allowed: all parts of a "
+            "parameter"
         )
-    return found
+    return found | joined(folder.values, whole, namespace.canonical)

@@ -92,7 +92,7 @@ class Dispatcher:
         return sort_by_expert(indices, self.moe.num_moe_experts + (self._share is not None), align=align)
 
     def _weighted(self, rows: Tensor, weights: Tensor, valid: Tensor, order: Permutation) -> tuple[Tensor, Tensor]:
-        """Return the rows times their weights, where the configuration weighs what experts read, and what then
+        """Return the rows times their weights, for a configuration that weighs what experts read, and what then
         multiplies their results: 1 of choices that are `valid`, [T, K] bool, else 0."""
         rows = rows * weights.flatten()[order.slot_of_row.clamp(min=0)][:, None].to(rows.dtype)
         return rows, valid.to(weights.dtype)

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from te_models import GPTModel, MLPConfig, ModelConfig
 from te_models.checkpoints import CheckpointError, export_checkpoint, import_checkpoint
-from te_models.checkpoints.foreign import write_dcp
+from te_models.checkpoints.foreign import written
 from te_models.checkpoints.foreign.known import SYSTEMS
 from te_models.cli.main import main
 from tests.te_models.configs import tiny, tiny_moe
@@ -40,7 +40,7 @@ def test_there_and_back(kind: str, system: str, tmp_path: Path) -> None:
 
 def test_chunks_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a tensor in several chunks, as many ranks write it."""
-    monkeypatch.setattr(write_dcp, "CHUNK", 700)
+    monkeypatch.setattr(written, "CHUNK", 700)
     test_there_and_back("dense", "torchtitan", tmp_path)
 
 
