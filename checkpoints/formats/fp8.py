@@ -31,7 +31,7 @@ from te_models.layers.quantizer import (
 from ..families.base.fields import shorten_value
 from ..io.boxes import Box, full
 from ..io.errors import CheckpointError
-from ..io.store import FileStore
+from ..io.store import FilesSeen, FileStore
 from .format import FLOAT_SCALES, WHOLE, Entries, MixedFormat, Part, WeightFormat, is_e4m3, one_of
 
 BLOCK = (128, 128)
@@ -204,21 +204,16 @@ def seen_scales(files: FileStore, declared: WeightFormat | MixedFormat, weights:
     return {name: stored for name, stored in seen.items() if name not in files.tensors}
 
 
-class NamedScales(FileStore):
+class NamedScales(FilesSeen):
     """Files of which some tensors are seen under other names: `seen` gives the name in the files of each."""
 
     def __init__(self, files: FileStore, seen: Mapping[str, str]) -> None:
         self._files, self._seen = files, seen
         hidden = {*seen.values()}
-        self.metadata = files.metadata
-        self.tensors, self.file_of = (
-            {name: value for name, value in found.items() if name not in hidden}
-            | {name: found[stored] for name, stored in seen.items()}
-            for found in (files.tensors, files.file_of)
-        )
-
-    def close(self) -> None:
-        self._files.close()
+        self.metadata, self.file_of = files.metadata, dict(files.file_of)
+        self.tensors = {name: info for name, info in files.tensors.items() if name not in hidden}
+        for name, stored in seen.items():
+            self.tensors[name], self.file_of[name] = files.tensors[stored], files.file_of[stored]
 
     def read(self, name: str, box: Box) -> Tensor:
         return self._files.read(self._seen.get(name, name), box)
@@ -228,6 +223,3 @@ class NamedScales(FileStore):
 
     def can_read_bytes(self, name: str) -> bool:
         return name not in self._seen and self._files.can_read_bytes(name)
-
-    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
-        self._files.read_into(self._seen.get(name, name), begin, buffer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from te_models.kernels.gated_delta import gated_delta_rule, reference
 from te_models.kernels.linear_attention import linear_attention
+from te_models.kernels.recurrent import library, step
 from te_models.kernels.short_convolution import short_convolution
 from te_models.kernels.state_space import selective_scan, state_space_scan
 
@@ -61,6 +63,31 @@ def test_chunks_are_the_definition(name: str, tokens: int, dtype: torch.dtype) -
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     state = torch.randn(2, *rule.state, dtype=dtype if name == "short_convolution" else wide, requires_grad=True)
     close(*both(rule, tensors, state), dtype, tokens)
+
+
+@pytest.fixture
+def avx2_alone(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The C++ of AVX2's vectors in place of the widest of this CPU, and the functions that were called."""
+    called: list[str] = []
+    for module in (library, step):
+
+        def narrow(name: str, function: Any = module._function) -> Any:
+            called.append(name)
+            return function(name, narrow=True)
+
+        monkeypatch.setattr(module, "_function", narrow)
+    return called
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the kernel is for x86 CPUs with AVX2")
+@pytest.mark.parametrize("name", ["gated_delta", "linear_attention", "state_space"])
+def test_avx2_alone_computes_the_definition(name: str, avx2_alone: list[str]) -> None:
+    torch.manual_seed(0)
+    rule = RULES[name]
+    for tokens in (65, 193):
+        tensors, state = cast(rule.make(2, tokens), rule.rows, torch.float32), torch.randn(2, *rule.state)
+        close(*both(rule, tensors, state.requires_grad_()), torch.float32, tokens)
+    assert {"te_recurrent_forward", "te_recurrent_backward"} == set(avx2_alone)
 
 
 @pytest.mark.matrix
@@ -178,3 +205,9 @@ def test_one_token_is_the_definition(with_state: bool) -> None:
         found = gated_delta_rule(q, k, v, decay, beta, initial_state=state)
         wanted = reference.gated_delta_rule(q, k, v, decay, beta, 16**-0.5, state)
         close(found, wanted, torch.float32, 1)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the kernel is for x86 CPUs with AVX2")
+def test_avx2_alone_computes_one_token(avx2_alone: list[str]) -> None:
+    test_one_token_is_the_definition(with_state=True)
+    assert set(avx2_alone) == {"te_delta_step"}
