@@ -14,6 +14,7 @@ from te_models.lazy import lazy_names
 from .separate import (
     SEPARATE,
     VALUES,
+    config_within,
     declares_quantization,
     said_of_quantization,
     with_quantization,
@@ -38,6 +39,7 @@ __all__ = [
     "WRITABLE",
     "Declaration",
     "WeightFormat",
+    "config_within",
     "declared",
     "declares_quantization",
     "format_named",

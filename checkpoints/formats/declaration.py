@@ -17,7 +17,7 @@ from ..io.strict_json import read_object
 from ..io.weight_files import plain_file
 from . import bitsandbytes, columns, compressed_tensors, fp8, modelopt, mx
 from .format import Declaration, MixedFormat, WeightFormat
-from .separate import IN_CONFIG, SEPARATE, TEXT, said_of_quantization
+from .separate import SEPARATE, config_within, said_of_quantization
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], WeightFormat | MixedFormat]] = {
     "fp8": fp8.read,
@@ -62,7 +62,7 @@ def parse(values: Mapping[str, Any], separate: Mapping[str, Any] | None) -> Decl
     """Return the declaration that config.json (`values`) and hf_quant_config.json make; see `Declaration`."""
     found: WeightFormat | MixedFormat | None = None
     said = said_of_quantization(values)
-    config = said.get(TEXT, said).get(IN_CONFIG)
+    config = config_within(said)
     if config is not None:
         method = config.get("quant_method") if isinstance(config, dict) else None
         if not isinstance(config, dict) or not isinstance(method, str) or method not in _READERS:
@@ -168,7 +168,7 @@ def with_unquantized(
     said, separate = copy.deepcopy(original.config), copy.deepcopy(original.separate)
     found = None if said is None else dict(said)
     if found is not None:
-        config = found.get(TEXT, found)[IN_CONFIG]
+        config = config_within(found)
         nested = config.get("quantization")
         _amend(nested if isinstance(nested, dict) else config, unquantized)
     beside = None if separate is None else dict(separate)

@@ -26,6 +26,11 @@ def said_of_quantization(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in (IN_CONFIG, *OUTSIDE) if values.get(name) is not None}
 
 
+def config_within(said: Mapping[str, Any]) -> Any:
+    """Return `quantization_config` of what `said_of_quantization` returned; None where there is none."""
+    return said.get(TEXT, said).get(IN_CONFIG)
+
+
 def declares_quantization(values: Mapping[str, Any], folder: Path) -> bool:
     """Whether config.json (`values`) or hf_quant_config.json of a folder says something about quantization."""
     path, said = folder / SEPARATE, said_of_quantization(values)

@@ -176,11 +176,10 @@ READERS = dict.fromkeys(("fp8", "mxfp4", "mxfp8"), "accelerate") | {"compressed-
 
 def _missing_reader(out: Path) -> list[str]:
     """Return the sentence that names the package which transformers needs for an export and which is not installed."""
-    from te_models.checkpoints.formats import said_of_quantization
+    from te_models.checkpoints.formats import config_within, said_of_quantization
     from te_models.checkpoints.io.strict_json import read_object
 
-    said = said_of_quantization(read_object(out / "config.json"))
-    quantization = said.get("text_config", said).get("quantization_config")
+    quantization = config_within(said_of_quantization(read_object(out / "config.json")))
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     package = READERS.get(str(method))
     if package is None or importlib.util.find_spec(package) is not None:

@@ -138,7 +138,7 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
             found = (record if layout.stages is None else record_stages)(config, model, layout)
         dims, stages = layout.dims, layout.stages
     micro_batches = config.data.gradient_accumulation
-    tokens = config.data.micro_batch_size * config.data.sequence_length * config.window_rows * micro_batches
+    tokens = config.micro_batch_tokens * micro_batches
     traffic = {
         key: found.each.get(key, Traffic()).times(micro_batches) + found.once.get(key, Traffic())
         for key in sorted({*found.each, *found.once})

@@ -81,8 +81,7 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
         Adapters(config, gpt)
     gpt.activation_checkpointing = config.model.activation_checkpointing
     gpt.activation_func_fp8_input_store = config.model.activation_func_fp8_input_store
-    tokens = config.data.micro_batch_size * config.data.sequence_length * config.window_rows
-    gpt.output_layer.loss_chunk_tokens = config.model.loss_chunk(model.vocab_size, tokens)
+    gpt.output_layer.loss_chunk_tokens = config.model.loss_chunk(model.vocab_size, config.micro_batch_tokens)
     suppose_balance(gpt)
     held = [list(gpt.parameters()), list(gpt.buffers())]
     if config.posttraining.method == "dpo" and not config.lora.rank:

@@ -243,9 +243,7 @@ def with_loss_chunk(config: TrainConfig, start: TrainingState | None, vocab_size
     model = config.model
     if start is not None and model.loss_chunk_tokens == "auto":  # null, or absent: of before runs chose
         model = model.replace(loss_chunk_tokens=start.config["model"].get("loss_chunk_tokens"))
-    chunk = model.loss_chunk(
-        vocab_size, config.data.micro_batch_size * config.data.sequence_length * config.window_rows
-    )
+    chunk = model.loss_chunk(vocab_size, config.micro_batch_tokens)
     return config.replace(model=model.replace(loss_chunk_tokens=chunk))
 
 

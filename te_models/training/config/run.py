@@ -141,6 +141,11 @@ class TrainConfig(ConfigPart):
         """The rows of a window: the two answers of a preference pair, or one."""
         return 2 if self.posttraining.method == "dpo" else 1
 
+    @property
+    def micro_batch_tokens(self) -> int:
+        """The tokens of a rank's micro-batch."""
+        return self.data.micro_batch_size * self.data.sequence_length * self.window_rows
+
     def _check_pairs(self) -> None:
         """Raise ConfigError where text and method do not go together, and for what pairs are not trained with."""
         pairs, format = self.posttraining.method == "dpo", self.data.format
