@@ -70,7 +70,10 @@ FALCON = Family(
             norm_eps=1e-5,
             norm_name="layer_norm_epsilon",
             tied=True,
-            without=("intermediate_size", "head_dim", "num_key_value_heads", "hidden_act", "attention_dropout"),
+            without=(
+                *("intermediate_size", "head_dim", "num_key_value_heads", "hidden_act", "attention_dropout"),
+                "pad_token_id",
+            ),
         ),
         SameHeadDim(),
         TimesHidden("ffn_hidden_size"),

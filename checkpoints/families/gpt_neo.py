@@ -21,7 +21,7 @@ class AttentionTypes:
     """`attention_types`: lists of "global" and "local", each with how often it is repeated; local layers see
     `window_size` positions."""
 
-    names: tuple[str, ...] = ("attention_types", "window_size")
+    names: tuple[str, ...] = ("attention_types", "window_size", "attention_layers")
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         types = read_typed(hf, "attention_types", list, None)
@@ -37,14 +37,15 @@ class AttentionTypes:
                 "'global' and 'local', each with a number of times, that make so many layers"
             )
         found: Values = {"layer_types": ["sliding" if kind == "local" else "full" for kind in kinds]}
-        if "local" in kinds:
+        if "local" in kinds or "window_size" in hf:
             found["attention.window_size"] = read_typed(hf, "window_size", int, 256)
         return found
 
     def write(self, config: ModelConfig) -> Values:
         kinds = ["local" if kind == "sliding" else "global" for kind in config.layer_types or ()]
         window = config.attention.window_size
-        return {"attention_types": [[kinds, 1]]} | ({} if window is None else {"window_size": window})
+        types = {"attention_types": [[kinds, 1]], "attention_layers": kinds}  # transformers writes both, and compares
+        return types | ({} if window is None else {"window_size": window})
 
 
 @dataclass(frozen=True)

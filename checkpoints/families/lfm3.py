@@ -12,7 +12,7 @@ from te_models.config import ModelConfig
 from .base.attentions import Nested
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Fixed, Values, read_typed
+from .base.fields import Fixed, OneOf, Values, read_typed
 from .base.recurrent import MixerField, RecurrentLayers
 from .base.rope import RopePerLayerType
 from .lfm2 import FORM
@@ -29,14 +29,14 @@ class WindowedLayers(RecurrentLayers):
     def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
         kinds = ["sliding" if kind == "sliding_attention" else "full" for kind in self._words(hf, nested["num_layers"])]
         window = None if hf.get("sliding_window", 256) is None else read_typed(hf, "sliding_window", int, 256)
-        attention = nested["attention"] | ({"window_size": window} if "sliding" in kinds else {})
+        attention = nested["attention"] | {"window_size": window}
         return {"layer_types": kinds, "attention": attention} | super().read(hf, nested)
 
     def write(self, config: ModelConfig) -> Values:
         values, window = super().write(config), config.attention.window_size
         windowed = [config.layer_type(i) == "sliding" for i in range(config.num_layers)]
         kinds = ["sliding_attention" if w else kind for w, kind in zip(windowed, values["layer_types"], strict=True)]
-        return values | {"layer_types": kinds} | ({} if window is None else {"sliding_window": window})
+        return values | {"layer_types": kinds, "sliding_window": window}
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,13 @@ LFM3 = Family(
     fields=(
         *decoder_fields(
             max_positions=128_000,
-            norm_eps=1e-5,
-            norm_name="norm_eps",
             kv_heads=4,
             head_dim=128,
             tied=True,
             pad=124_893,
-            without=("hidden_act",),
+            without=("hidden_act", "rms_norm_eps"),
         ),
+        OneOf(("norm_eps", "rms_norm_eps"), "norm.layernorm_epsilon", float, 1e-5),
         ATTENTION_BIAS,
         Fixed("attention.qk_layernorm", "head"),
         HeadGates(),

@@ -39,7 +39,17 @@ class RotaryDim:
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         channels = read_typed(hf, "rotary_dim", int, None)
-        if channels is None or hf.get("partial_rotary_factor") is not None:
+        parts = [
+            values.get("partial_rotary_factor")
+            for values in (hf, hf.get("rope_parameters"))
+            if isinstance(values, dict)
+        ]
+        if self.written and (strange := {part for part in parts if part is not None} - {1.0}):
+            raise CheckpointError(
+                f"config.json has partial_rotary_factor = {shorten_value(strange.pop())}, which transformers does not "
+                "read in this family; supported: 1, and rotary_dim as published files have it"
+            )
+        if channels is None or (hf.get("partial_rotary_factor") is not None and not self.written):
             return self.rope.read(hf)
         hidden, heads = (read_typed(hf, name, int, 1) for name in ("hidden_size", "num_attention_heads"))
         head = read_typed(hf, "head_dim", int, None) or self.head_dim or hidden // max(heads, 1)

@@ -137,6 +137,7 @@ _FORM = Names(
     experts=PerExpert("", "mixer.experts.{e}.up_proj", "mixer.experts.{e}.down_proj"),
     shared_fc1=("mixer.shared_experts.up_proj",),
     shared_fc2="mixer.shared_experts.down_proj",
+    latent="mixer.",
     mixers={"mamba2": Mamba2Names("mixer.")},
 )
 
@@ -152,8 +153,7 @@ NEMOTRON_H = Family(
             head_dim=128,
             activation="relu2",
             activation_name="mlp_hidden_act",
-            pad=0,
-            without=("num_hidden_layers", "tie_word_embeddings"),
+            without=("num_hidden_layers", "tie_word_embeddings", "pad_token_id"),
         ),
         LayerLetters(),
         Only("tie_word_embeddings", False),  # with true, transformers ties nothing
@@ -162,13 +162,13 @@ NEMOTRON_H = Family(
         Fixed("mlp.gated", False),
         Field("mlp_bias", "mlp.bias", bool, False),
         Only("mamba_hidden_act", "silu"),
-        Only("moe_latent_size", None),
         Groups(),
         ExpertEntries(
             (
                 Field("n_routed_experts", "moe.num_moe_experts", int, 8),
                 Field("num_experts_per_tok", "moe.moe_router_topk", int, 2),
                 Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 7688),
+                Field("moe_latent_size", "moe.moe_latent_size", int, None),
                 Field("moe_shared_expert_intermediate_size", "moe.shared_expert_intermediate_size", int, 7688),
                 *sigmoid_router(),
             )

@@ -97,7 +97,7 @@ def _respelled(family: Family, original: dict[str, Any], values: dict[str, Any],
     """
     old = _older_rope(original, values.get("rope_parameters"))
     for name in (name for name in original if name in family.known and name not in values):
-        for value in (original[name], old.get(name)):
+        for value in (original[name], *([old[name]] if name in old else ())):
             if _still_says(family, {**values, name: value}, config):
                 values = {**values, name: value}
                 break

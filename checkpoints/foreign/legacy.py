@@ -97,7 +97,8 @@ class LegacyStore(ComputedStore):
                 self._files = {RankPlace(p.tp, 0, p.pp): file for p, file in self._files.items()}
                 self._refs = {self._moved(n): (RankPlace(p.tp, 0, p.pp), r) for n, (p, r) in self._refs.items()}
                 self.tensors = {self._moved(name): info for name, info in self.tensors.items()}
-        split = Split(*(1 + max(place[axis] for place in self._files) for axis in (0, 1, 2)), chunks)
+        tp, pp, ep = (1 + max(place[axis] for place in self._files) for axis in (0, 1, 2))
+        split = Split(tp, pp, ep, chunks)
         for tp in range(split.tp):
             for pp in range(split.pp):
                 for ep in range(split.ep):

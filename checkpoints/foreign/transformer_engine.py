@@ -81,9 +81,9 @@ def _around(config: ModelConfig, found: Mapping[str, HasShape] | None) -> _Aroun
                 f"the {kind} table is not told from the names of what is outside of layers: {shorten(sorted(rest))}"
             )
         named |= dict.fromkeys([kind], held[0]) if held else {}
-    if len(norms) != 1 and config.norm.has_weight:
+    if len(norms) != config.norm.has_weight:
         raise CheckpointError(f"the last norm is not told from the names of what is outside of layers: {sorted(rest)}")
-    return _Around(layers, named["embedding"], *norms, named.get("output", ""))
+    return _Around(layers, named["embedding"], "".join(norms), named.get("output", ""))
 
 
 def _weights(

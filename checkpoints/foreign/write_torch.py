@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
 from ..io.dtypes import torch_dtype
 from ..io.header import byte_count
@@ -57,8 +58,8 @@ class _Pickler(pickle.Pickler):
         arguments = value.storage, 0, tuple(shape), tuple(strides), False, OrderedDict()
         dtype = torch_dtype(value.storage.output.dtype)
         if str(dtype).removeprefix("torch.") in _KINDS:
-            return torch._utils._rebuild_tensor_v2, arguments
-        return torch._utils._rebuild_tensor_v3, (*arguments, dtype)
+            return _rebuild_tensor_v2, arguments
+        return _rebuild_tensor_v3, (*arguments, dtype)
 
 
 def write_torch_file(
@@ -85,7 +86,7 @@ def write_torch_file(
 def _parts(output: Written) -> Iterator[Any]:
     for begin, end in output.spans():
         part = output.rows(begin, end).contiguous()
-        yield memoryview(part.view(-1).view(torch.uint8).numpy()) if part.numel() else b""
+        yield part.view(-1).view(torch.uint8).numpy().data if part.numel() else b""
 
 
 def _add(archive: zipfile.ZipFile, folder: str, name: str, size: int, parts: Iterator[Any]) -> None:

@@ -348,12 +348,18 @@ def _experts(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]
         yield f"{p}mlp.router.expert_of_token", (config.vocab_size, moe.moe_router_topk)
     elif moe.router.expert_bias:
         yield f"{p}mlp.router.expert_bias", (E,)
-    yield f"{p}mlp.experts.linear_fc1.weight", (E, gates * I, H)
+    L = moe.moe_latent_size or H
+    if moe.moe_latent_size is not None:
+        for name, rows, columns in (("fc1", L, H), ("fc2", H, L)):
+            yield f"{p}mlp.{name}_latent_proj.weight", (rows, columns)
+            if config.mlp.bias:
+                yield f"{p}mlp.{name}_latent_proj.bias", (rows,)
+    yield f"{p}mlp.experts.linear_fc1.weight", (E, gates * I, L)
     if moe.bias:
         yield f"{p}mlp.experts.linear_fc1.bias", (E, gates * I)
-    yield f"{p}mlp.experts.linear_fc2.weight", (E, H, I)
+    yield f"{p}mlp.experts.linear_fc2.weight", (E, L, I)
     if moe.bias:
-        yield f"{p}mlp.experts.linear_fc2.bias", (E, H)
+        yield f"{p}mlp.experts.linear_fc2.bias", (E, L)
     shared = moe.shared_expert_intermediate_size
     if shared is not None:
         yield f"{p}mlp.shared_experts.linear_fc1.weight", (gates * shared, H)

@@ -42,6 +42,7 @@ _ATTENTION = re.compile(
 )
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 _MLP = re.compile(r".*\.mlp\.(shared_experts\.|experts\.)?linear_(fc1\.(weight|bias)|fc2\.weight)(\d*)")
+_SHARED_USE = re.compile(r".*\.shared_use\.(?:(fc1)_up|qkv_up\.\d+)\.weight")
 
 
 @dataclass(frozen=True)
@@ -176,8 +177,7 @@ def joined_rows(config: ModelConfig, name: str, shape: Shape) -> tuple[int, ...]
     what a mixer names; one number for a weight that is one matrix. shape: of the whole parameter."""
     dim, blocks = len(shape) - 2, (shape[-2],)
     if name.endswith(".linear_qkv_down.weight"):
-        match = _LAYER.match(name)
-        attention = config.attention_of(config.num_layers - 1 if match is None else int(match[1]))
+        attention = config.attention_of(_layer_of(config, name))
         assert attention is not None and attention.mla is not None, "the layer has its parameters"
         latent = attention.mla.kv_lora_rank + attention.mla.qk_pos_emb_head_dim
         return shape[dim] - latent, latent
@@ -185,12 +185,20 @@ def joined_rows(config: ModelConfig, name: str, shape: Shape) -> tuple[int, ...]
     return split[1] if split is not None and split[0] == dim and sum(split[1]) == shape[dim] else blocks
 
 
+def _layer_of(config: ModelConfig, name: str) -> int:
+    """Return the number of a layer that has such parameters. Layers that predict further tokens are of the last one's
+    kind; a shared block has the attention of the layers that use it."""
+    match = _LAYER.match(name)
+    if match is None and config.shared_blocks is not None:
+        return config.shared_blocks.layers[0]
+    return config.num_layers - 1 if match is None else int(match[1])
+
+
 def _split(config: ModelConfig, name: str, shape: Shape) -> tuple[int, tuple[int, ...]] | None:
     """Return the dimension that is split and the blocks along it; None for what every rank has."""
     if name in _VOCABULARY:
         return 0, (shape[0],)
-    match = _LAYER.match(name)  # layers that predict further tokens are of the last one's kind
-    layer = config.num_layers - 1 if match is None else int(match[1])
+    layer = _layer_of(config, name)
     _, found, within = name.partition(".mixer.")
     if found:
         mixer = config.mixer_of(layer)
@@ -213,9 +221,14 @@ def _split(config: ModelConfig, name: str, shape: Shape) -> tuple[int, tuple[int
         return 0, rows
     match = _MLP.fullmatch(name)
     if match is None:
-        return None
+        adapter = _SHARED_USE.fullmatch(name)
+        return None if adapter is None else (0, _equal(shape[0], 2 if adapter[1] and config.mlp.gated else 1))
     if match[2] == "fc2.weight":
         dim, blocks = len(shape) - 1, 1
     else:
         dim, blocks = len(shape) - (2 if match[3] == "weight" else 1), 2 if config.mlp.gated else 1
-    return dim, (shape[dim] // blocks,) * blocks
+    return dim, _equal(shape[dim], blocks)
+
+
+def _equal(rows: int, blocks: int) -> tuple[int, ...]:
+    return (rows // blocks,) * blocks

@@ -122,9 +122,8 @@ def _without_changed(
 
 def _source(ckpt: Checkpoint) -> Namespace | None:
     """Return how the files that a folder was imported from store the model."""
-    if ckpt.source is None or ckpt.source.family not in FAMILIES:
-        return None
-    return FAMILIES[ckpt.source.family].namespace(ckpt.config, ckpt.source.form)
+    family = FAMILIES.get(ckpt.source.family or "") if ckpt.source is not None else None
+    return family.namespace(ckpt.config, ckpt.source.form) if family is not None and ckpt.source is not None else None
 
 
 def _twins(high_precision: Namespace, source: Namespace | None) -> dict[str, str]:

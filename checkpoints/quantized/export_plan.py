@@ -264,10 +264,13 @@ def _original_formats(
     ckpt: Checkpoint, original: Declaration | None, quantizers: Mapping[str, Quantizer]
 ) -> dict[str, WeightFormat]:
     """Return the format that each parameter had in the folder that this one was imported from, where it had one."""
-    if original is None or ckpt.source is None or ckpt.source.family not in FAMILIES:
+    if original is None or ckpt.source is None:
+        return {}
+    family = FAMILIES.get(ckpt.source.family or "")
+    if family is None:
         return {}
     found: dict[str, WeightFormat] = {}
-    for link in FAMILIES[ckpt.source.family].namespace(ckpt.config, ckpt.source.form).links:
+    for link in family.namespace(ckpt.config, ckpt.source.form).links:
         form = original.format.of(link.stored) if link.name in quantizers else None
         if form is not None:
             found[link.name] = form

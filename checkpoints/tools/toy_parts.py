@@ -171,6 +171,8 @@ def _kept(part: ToyPart, small: Namespace) -> tuple[Link, ...]:
             if int(match[1]) not in part.chosen:
                 continue
             name = f"decoder.layers.{part.chosen.index(int(match[1]))}.{match[2]}"
+        if name not in small.canonical:  # a block that none of these layers uses
+            continue
         common = intersect(link.box, full(small.canonical[name]))
         if common is not None:
             links.append(Link(name, common, link.stored, link.stored_part(common), link.axes))

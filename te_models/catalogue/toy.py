@@ -27,7 +27,7 @@ _WORDS = 1024
 _CHANNELS = 256
 """Channels of the residual stream, at least."""
 _DIVIDED = {
-    *("hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "shared_expert_intermediate_size"),
+    *("hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "moe_latent_size", "shared_expert_intermediate_size"),
     *("num_attention_heads", "num_query_groups", "q_lora_rank", "kv_lora_rank"),
     *("num_heads", "num_groups", "num_key_heads", "num_value_heads", "n_heads", "channels"),
 }

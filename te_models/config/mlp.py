@@ -149,7 +149,13 @@ class MoEConfig(ConfigPart):
     output_multiplier: float = 1.0
     """Factor of the sum of the experts' results, the shared one's included."""
 
-    _LATER: ClassVar[frozenset[str]] = frozenset({"post_layernorm", "own_norms", "hash_layers", "output_multiplier"})
+    moe_latent_size: int | None = None
+    """Channels that experts read and write, between a projection before their dispatch and one behind the weighted sum
+    of their results, with biases if mlp.bias is true; unset means hidden_size, without projections (Nemotron 3)."""
+
+    _LATER: ClassVar[frozenset[str]] = frozenset(
+        {"post_layernorm", "own_norms", "hash_layers", "output_multiplier", "moe_latent_size"}
+    )
 
     def _validate(self) -> None:
         experts = self.num_moe_experts
@@ -169,6 +175,8 @@ class MoEConfig(ConfigPart):
             self.shared_expert_gate,
             "false without a shared expert",
         )
+        latent = self.moe_latent_size
+        check(latent is None or latent > 0, "moe.moe_latent_size", latent, "a positive integer or null")
         own = shared is not None and not self.shared_expert_gate
         check(
             own or not self.own_norms, "moe.own_norms", self.own_norms, "false without a shared expert without a gate"

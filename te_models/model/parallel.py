@@ -107,7 +107,7 @@ def check_sequence(config: ModelConfig) -> None:
     """Raise ConfigError naming the field because of which the tokens between split layers cannot be shared."""
     if config.hyper_connections is not None:
         raise ConfigError("hyper_connections: a model with them cannot have sequence_parallel; allowed: without it")
-    for name in ("alternating_updates", "laurel_rank", "per_layer_embedding"):
+    for name in ("alternating_updates", "laurel_rank", "per_layer_embedding", "shared_blocks"):
         if getattr(config, name) is not None:
             raise ConfigError(f"{name}: a model with it cannot have sequence_parallel; allowed: without it")
     for name, p in {
@@ -190,8 +190,6 @@ def check_layers(config: ModelConfig, ranks: int, expert_ranks: int) -> None:
     expert_ranks: those that split each expert."""
     if ranks == 1:
         return
-    if config.shared_blocks is not None:
-        raise ConfigError(f"shared_blocks: a model whose layers share blocks cannot be split over {ranks} ranks")
     if config.vocab_size < ranks:
         raise ConfigError(f"vocab_size is {config.vocab_size}; allowed: a word or more for each of {ranks} ranks")
     if any(config.activation_sparsity or ()):

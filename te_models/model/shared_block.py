@@ -43,11 +43,11 @@ class SharedUse(nn.Module):
         assert attention is not None, "checked by the configuration"
         self.rank = rank
         own = attention.qkv_rows() if shared.attention_lora else ()
-        self.qkv_down = Rows(config, 3 * rank, 2 * hidden, build) if own else None
+        self.qkv_down = Rows(config, 3 * rank, 2 * hidden, build, whole=True) if own else None
         self.qkv_up = nn.ModuleList(Rows(config, rows, rank, build) for rows in own)
-        rows = config.mlp.ffn_hidden_size * (2 if config.mlp.gated else 1)
-        self.fc1_down = Rows(config, rank, hidden, build)
-        self.fc1_up = Rows(config, rows, rank, build)
+        joins = 2 if config.mlp.gated else 1
+        self.fc1_down = Rows(config, rank, hidden, build, whole=True)
+        self.fc1_up = Rows(config, config.mlp.ffn_hidden_size * joins, rank, build, joins=joins)
         self.linear_out = Linear(hidden, hidden, False, init_method=output_init_method(config), **build.new)
 
     def forward(
@@ -55,12 +55,12 @@ class SharedUse(nn.Module):
     ) -> Tensor:
         """x, embedded: [B, S, H], the layer's input and the model's embeddings -> [B, S, H], what is added to x."""
         normed = block.input_layernorm(torch.cat((x, embedded), -1))
-        adapted = None
+        adapted, split = None, block.mlp.linear_fc2
         if self.qkv_down is not None:
-            parts = self.qkv_down(normed).split(self.rank, -1)
+            parts = split.for_own_features(self.qkv_down(normed)).split(self.rank, -1)
             adapted = torch.cat([up(part) for up, part in zip(self.qkv_up, parts, strict=True)], -1)
         y = block.self_attention(normed, inputs, cache, adapted)
         assert isinstance(y, Tensor), "no later layer reads its keys"
         y = block.pre_mlp_layernorm(y)
-        y = block.mlp(y, self.fc1_up(self.fc1_down(y)))
+        y = block.mlp(y, self.fc1_up(split.for_own_features(self.fc1_down(y))))
         return self.linear_out(y)

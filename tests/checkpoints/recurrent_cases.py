@@ -385,6 +385,16 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "time_step_min": 0.3,
         },
     ),
+    "nemotron_h-latent": (
+        "nemotron_h",
+        {
+            **_NEMOTRON,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["moe", "full_attention", "moe", "linear_attention"],
+            "moe_latent_size": 24,
+            "mlp_bias": True,
+        },
+    ),
     "olmo_hybrid": (
         "olmo_hybrid",
         {

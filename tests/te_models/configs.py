@@ -131,6 +131,9 @@ VARIANTS: dict[str, ModelConfig] = {
     "moe_shared_biases": tiny_moe(shared_expert_intermediate_size=40, layers=(1,)).replace(
         mlp=MLPConfig(ffn_hidden_size=48, bias=True)
     ),
+    "moe_latent": tiny_moe(
+        RouterConfig(score="sigmoid"), moe_latent_size=24, shared_expert_intermediate_size=40
+    ).replace(mlp=MLPConfig(ffn_hidden_size=48, gated=False, bias=True, activation="squared_relu")),
     "moe_sandwich": tiny_moe().replace(block="sandwich"),
     "latent": tiny(attention=AttentionConfig(num_attention_heads=4, mla=MLAConfig(q_lora_rank=12, **LATENT))),
     "latent_plain_q_interleaved": tiny(

@@ -35,7 +35,10 @@ from tests.te_models.split_model_ranks import Reads
 
 BATCH, LENGTH = 2, 16  # of each rank
 MODELS = {
-    **{name: VARIANTS[name] for name in ("moe", "moe_sigmoid_groups", "moe_shared", "moe_biases", "moe_on_input")},
+    **{
+        name: VARIANTS[name]
+        for name in ("moe", "moe_sigmoid_groups", "moe_shared", "moe_biases", "moe_on_input", "moe_latent")
+    },
     "top3": tiny_moe(moe_router_topk=3),
     # each rank has fewer experts than a token chooses
     "two": tiny_moe(num_moe_experts=2),

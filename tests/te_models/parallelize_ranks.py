@@ -54,7 +54,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2_etp4": {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 4},
     "tp2_etp1": {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
 }
-MODELS = ("dense", "tied", "biases", "qk_full", "latent", "moe_shared", "moe_biases")
+MODELS = ("dense", "tied", "biases", "qk_full", "latent", "moe_shared", "moe_biases", "moe_latent")
 CONFIGS = {name: VARIANTS[name] for name in MODELS}
 SIX_EXPERTS = VARIANTS["moe_shared"].replace(moe=VARIANTS["moe_shared"].moe.replace(num_moe_experts=6))
 DENSE = {"hsdp", "tp2_fsdp2", "tp2"}

@@ -24,7 +24,7 @@ from tests.te_models.expert_parallel_ranks import the_same
 from tests.te_models.split_model_ranks import Reads
 
 MODELS = {
-    **{name: VARIANTS[name] for name in ("moe_shared", "moe_biases", "moe_on_input")},
+    **{name: VARIANTS[name] for name in ("moe_shared", "moe_biases", "moe_on_input", "moe_latent")},
     "top3": tiny_moe(moe_router_topk=3, aux_loss_coeff=0.01),
     "capacity": tiny_moe(moe_expert_capacity_factor=0.75),
 }

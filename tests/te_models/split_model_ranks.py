@@ -58,6 +58,8 @@ CASES = (
     "qwen3_next-flags",
     "kimi_linear-flags",
     "bailing_hybrid",
+    "nemotron_h-latent",
+    "zamba2",
     "lfm2",
 )
 QUANTIZED_CASES = ("current", "block", "mxfp8", "nvfp4")

@@ -182,6 +182,8 @@ class Names:
     shared_fc1: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_fc2: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
+    latent: str = "mlp."
+    """What the names of the projections around experts begin with, where there are any."""
     mtp: MTPNames | None = None
     hyper_connection: str = "hc_{sublayer}_{part}"
     final_hyper_connection: str = "hc_head_{part}"
@@ -415,6 +417,10 @@ class Names:
         elif moe.router.expert_bias and self.selection_bias is not None:
             name = at + self.selection_bias
             yield f"{ours}router.expert_bias", Unsqueezed(name) if self.selection_bias_unsqueezed else At(name)
+        if moe.moe_latent_size is not None:
+            for kind, rows in (("fc1", moe.moe_latent_size), ("fc2", config.hidden_size)):
+                name = f"{kind}_latent_proj"
+                yield from self._linear(f"{ours}{name}", [f"{at}{self.latent}{name}"], (rows,), config.mlp.bias)
         yield from self.experts.weights(config, f"{ours}experts.", at)
         width, bias = moe.shared_expert_intermediate_size, config.mlp.bias
         if width is not None:

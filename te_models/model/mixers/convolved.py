@@ -27,13 +27,17 @@ from .shared_sequence import shared_convolution
 class Rows(nn.Module):
     """A projection in high precision under every recipe, as a router: its rows are fewer than a block of most formats.
 
-    weight: [rows of a rank, in]; whole: every rank has all rows.
+    weight: [rows of a rank, in]; whole: every rank has all rows; joins: how many blocks of equally many rows there are,
+    of each of which a rank has its share.
     """
 
-    def __init__(self, config: ModelConfig, rows: int, columns: int, build: Build, *, whole: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, rows: int, columns: int, build: Build, *, whole: bool = False, joins: int = 1
+    ) -> None:
         super().__init__()
         own = rows if whole else rows // build.tp_size
-        self.init_method = init_method(config) if whole else build.starting_rows(init_method(config), rows)
+        start = build.starting(init_method(config), (rows // joins,) * joins)
+        self.init_method = init_method(config) if whole else build.starting_rows(start, rows)
         self.sequence_shard = build.sequence_shard
         self.weight = build.parameter(own, columns)
         self.reset_parameters()

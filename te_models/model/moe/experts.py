@@ -1,6 +1,6 @@
 """The experts of a layer: E MLPs over rows sorted by expert, each projection one grouped GEMM.
 
-R rows, H hidden, E experts, I expert width.
+R rows, H hidden, or the channels of `moe_latent_size`, E experts, I expert width.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Experts(nn.Module):
         assert moe is not None
         self._activation = activation_of(config.mlp)
         width, ranks = moe.moe_ffn_hidden_size, build.expert_model_parallel_size
+        channels = moe.moe_latent_size or config.hidden_size
         experts = self.num_local_experts = moe.num_moe_experts // ranks
         self.first_expert = 0 if build.ep_group is None else build.ep_group.rank() * experts
         self.partial = build.etp_group is not None and build.expert_tensor_parallel_size > 1
@@ -39,7 +40,7 @@ class Experts(nn.Module):
         rows = (width,) * (2 if config.mlp.gated else 1)
         self.linear_fc1 = GroupedLinear(
             experts,
-            config.hidden_size,
+            channels,
             sum(rows),
             moe.bias,
             init_method=build.starting(start(init_method(config)), rows),
@@ -49,7 +50,7 @@ class Experts(nn.Module):
         self.linear_fc2 = GroupedLinear(
             experts,
             width,
-            config.hidden_size,
+            channels,
             moe.bias,
             init_method=start(output_init_method(config)),
             **shared,

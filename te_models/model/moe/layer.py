@@ -24,12 +24,13 @@ from te_models.kernels.router import (
     router_z_loss,
     weights_of,
 )
+from te_models.layers import Linear
 from te_models.layers.collectives import all_gather
 from te_models.layers.distributed.context_parallel import ContextShard, gather_rows
 from te_models.layers.distributed.sequence_parallel import SequenceShard, gather_tokens_of_ranks, own_share
 
 from ...config import ModelConfig
-from ..build import Build, make_norm
+from ..build import Build, init_method, make_norm, make_output_linear
 from ..mlp import SharedExperts
 from .dispatch import dispatcher_of
 from .experts import Experts
@@ -61,6 +62,11 @@ class MoELayer(nn.Module):
         if build.etp_group is not None and build.tp_group is not None and build.tp_size > 1:
             self._token_shard = SequenceShard(build.tp_group.rank(), build.tp_size, build.tp_group.group_name)
         self.context_shard: ContextShard | None = None
+        latent, H, bias = config.moe.moe_latent_size, config.hidden_size, config.mlp.bias
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if latent is not None:  # every rank has these whole
+            self.fc1_latent_proj = Linear(H, latent, bias, init_method=init_method(config), **build.new)
+            self.fc2_latent_proj = make_output_linear(config, latent, bias, build.whole)
         self.experts = Experts(config, build)
         self.shared_experts = None
         if config.moe.shared_expert_intermediate_size is not None:
@@ -116,6 +122,7 @@ class MoELayer(nn.Module):
     def _expert_sums(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """tokens: [T, H]; weights, indices: [T, K] -> (each token's weighted sum of its experts' results [T, H], how
         many of these tokens chose each expert [E] int64)."""
+        tokens = tokens if self.fc1_latent_proj is None else self.fc1_latent_proj(tokens)
         experts, counts, capacity = self.moe.num_moe_experts, None, self.dispatcher.capacity(indices.numel())
         if capacity is not None:
             counts = count_choices(indices, experts)
@@ -127,7 +134,7 @@ class MoELayer(nn.Module):
             y, chosen = self.dispatcher.sums(self.experts, tokens, weights, indices)
         if counts is None:
             counts = count_choices(indices, experts) if chosen is None else chosen
-        return y, counts
+        return y if self.fc2_latent_proj is None else self.fc2_latent_proj(y), counts
 
     def _sums_of_own_tokens(self, tokens: Tensor, weights: Tensor, indices: Tensor, shard: SequenceShard) -> Tensor:
         """`_expert_sums` of tokens that all ranks of a shard have: each sends its part of them to the experts."""

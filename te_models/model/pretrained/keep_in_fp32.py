@@ -21,7 +21,8 @@ def keep_dtypes(gpt: GPTModel, family: str | None, stored: Callable[[str], torch
     none gets narrower. family: the name of the Hugging Face family; None: there are none."""
     from te_models.checkpoints.families import FAMILIES
 
-    patterns = FAMILIES[family].keeps_dtype if family in FAMILIES else ()
+    known = FAMILIES.get(family or "")
+    patterns = known.keeps_dtype if known is not None else ()
     for name, parameter in gpt.named_parameters():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, stored(name)))

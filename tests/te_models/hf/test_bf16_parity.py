@@ -17,7 +17,8 @@ FIRST_CASES = {family: case for case, (family, _) in reversed(CASES.items())}
 
 def final_norm(model: Any) -> torch.nn.Module:
     base = model.model if hasattr(model, "model") else model.base_model
-    names = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
+    base = getattr(base, "decoder", base)
+    names = ("norm", "norm_f", "ln_f", "final_layer_norm", "final_layernorm", "embedding_norm", "layer_norm")
     return next(getattr(base, name) for name in names if hasattr(base, name))
 
 
@@ -34,7 +35,7 @@ def test_norms_are_those_of_transformers(family: str) -> None:
         exact = final_norm(make(FIRST_CASES[family]))
         exact.load_state_dict({n: t.float() for n, t in final_norm(theirs).state_dict().items()})
         assert distance(got, exact(x.float())) < distance(expected, exact(x.float()))
-    elif family == "cohere":  # transformers sums in another order, which one number in 16384 notices
+    elif family in ("cohere", "gpt_neo"):  # transformers sums in another order, which one number in 16384 notices
         assert (got != expected).float().mean() < 1e-3
         torch.testing.assert_close(got, expected, rtol=2**-7, atol=0)
     else:
@@ -56,6 +57,7 @@ def test_logits_are_as_near_to_the_exact_ones(case: str) -> None:
     that happens to either side, by chance.
     """
     theirs, exact = make(case, dtype=torch.bfloat16), make(case)
+    theirs.set_experts_implementation("eager")  # torch's grouped product wants rows of whole 16 bytes
     exact.load_state_dict({name: tensor.float() for name, tensor in theirs.state_dict().items()})
     ours = GPTModel.from_hf(theirs, dtype=torch.bfloat16).eval()
     ids = torch.randint(3, 61, (2, 24), generator=torch.Generator().manual_seed(0))
