@@ -7,9 +7,7 @@ import importlib
 from typing import Any
 
 from .attention.dot_product_attention import DotProductAttention
-from .attention.multihead_attention import MultiheadAttention
 from .attention.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
-from .attention.transformer_layer import TransformerLayer
 from .dynamo.custom_op import QuantizedResult, quantized_like
 from .module.autocast import (
     autocast,
@@ -65,11 +63,12 @@ from .recipe.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from .te_arguments import DType
-from .te_compat.cross_entropy import parallel_cross_entropy
-from .te_compat.global_state import FP8GlobalStateManager
-from .te_compat.grouped import bgrad_group_quantize, group_quantize
-from .te_compat.names import (
+from .te.attention.multihead_attention import MultiheadAttention
+from .te.attention.transformer_layer import TransformerLayer
+from .te.cross_entropy import parallel_cross_entropy
+from .te.global_state import FP8GlobalStateManager
+from .te.grouped import bgrad_group_quantize, group_quantize
+from .te.names import (
     fp8_autocast,
     fp8_model_init,
     is_bf16_available,
@@ -79,8 +78,8 @@ from .te_compat.names import (
     is_nvfp4_available,
     missing,
 )
-from .te_compat.padding import Fp8Padding, Fp8Unpadding
-from .te_compat.permutation import (
+from .te.padding import Fp8Padding, Fp8Unpadding
+from .te.permutation import (
     moe_permute,
     moe_permute_and_pad_with_probs,
     moe_permute_with_probs,
@@ -88,11 +87,12 @@ from .te_compat.permutation import (
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
-from .te_compat.router import (
+from .te.router import (
     fused_compute_score_for_moe_aux_loss,
     fused_moe_aux_loss,
     fused_topk_with_score_function,
 )
+from .te_arguments import DType
 from .tensor import averages as tensor_averages  # noqa: F401 (what torch does out of an operation's sight)
 from .tensor import collectives as tensor_collectives  # noqa: F401
 from .tensor.formats import (

@@ -5,7 +5,7 @@ May import: `..te_compat`.
 
 from typing import Any
 
-from ..te_compat.names import is_bf16_available, missing
+from ..te.names import is_bf16_available, missing
 
 __all__ = ["is_bf16_available"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import te_models.layers as te
 from te_models.layers import GroupedTensorStorage
-from tests.layers.te_compat.test_group_quantize import assert_alone
+from tests.layers.te.test_group_quantize import assert_alone
 
 QUANTIZERS: dict[str, Any] = {
     "current": te.Float8CurrentScalingQuantizer(),
