@@ -19,11 +19,6 @@ from .module.autocast import (
 )
 from .module.base import QuantizedModule
 from .module.delayed_scaling import update_delayed_scaling
-from .module.fp8_meta import DelayedScalingRecipeState, RecipeState
-from .module.grouped_linear import GroupedLinear
-from .module.layernorm_linear import LayerNormLinear
-from .module.layernorm_mlp import LayerNormMLP
-from .module.linear import Linear
 from .module.model_state import (
     cache_weights,
     default_rounding_seed,
@@ -33,9 +28,7 @@ from .module.model_state import (
     recipe_state,
     set_rounding_seed,
 )
-from .module.norm import LayerNorm, RMSNorm
 from .module.primary_weights import store_weights
-from .module.replace_linears import ReplacementReport, replace_linears
 from .module.report import RecipeReport, quantization_statistics, recipe_report
 from .optimizers.fused_adamw import FusedAdamW
 from .optimizers.master_weights import GradScaler, gradient_of
@@ -68,6 +61,11 @@ from .te.attention.transformer_layer import TransformerLayer
 from .te.cross_entropy import parallel_cross_entropy
 from .te.global_state import FP8GlobalStateManager
 from .te.grouped import bgrad_group_quantize, group_quantize
+from .te.modules.grouped_linear import GroupedLinear
+from .te.modules.layernorm_linear import LayerNormLinear
+from .te.modules.layernorm_mlp import LayerNormMLP
+from .te.modules.linear import Linear
+from .te.modules.norm import LayerNorm, RMSNorm
 from .te.names import (
     fp8_autocast,
     fp8_model_init,
@@ -87,11 +85,13 @@ from .te.permutation import (
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
+from .te.replace_linears import ReplacementReport, replace_linears
 from .te.router import (
     fused_compute_score_for_moe_aux_loss,
     fused_moe_aux_loss,
     fused_topk_with_score_function,
 )
+from .te.state import DelayedScalingRecipeState, RecipeState
 from .te_arguments import DType
 from .tensor import averages as tensor_averages  # noqa: F401 (what torch does out of an operation's sight)
 from .tensor import collectives as tensor_collectives  # noqa: F401

@@ -19,9 +19,9 @@ from ...attention.qkv_format import QkvFormat
 from ...attention.rotary import apply_rotary_pos_emb
 from ...collectives import ranks_of
 from ...distributed.tensor_parallel import InitMethod
-from ...module.layernorm_linear import LayerNormLinear
-from ...module.linear import Linear
 from ...te_arguments import SHAPES, takes_parallel_options, takes_without_effect
+from ..modules.layernorm_linear import LayerNormLinear
+from ..modules.linear import Linear
 from .qkv import QkNorm, join_parameters, qk_norm, split_kv, split_qkv
 
 RotaryAngles = Tensor | tuple[Tensor, Tensor]

@@ -19,9 +19,9 @@ from ...attention.dot_product_attention import CoreOptions
 from ...attention.mask import AttentionMask, Window
 from ...attention.qkv_format import QkvFormat
 from ...distributed.tensor_parallel import InitMethod
-from ...module.layernorm_mlp import LayerNormMLP
-from ...module.norm import NORMS
 from ...te_arguments import SHAPES, takes_parallel_options, takes_without_effect
+from ..modules.layernorm_mlp import LayerNormMLP
+from ..modules.norm import NORMS
 from .multihead_attention import MultiheadAttention, RotaryAngles
 from .qkv import QkNorm
 

@@ -16,10 +16,11 @@ from te_models.kernels.norm import layer_norm, rms_norm, rms_norm_by
 from te_models.kernels.packed_attention import first_positions
 from te_models.kernels.rope import apply_rope
 from te_models.kernels.torch_versions import exporting
-from te_models.layers import DotProductAttention, RMSNorm
+from te_models.layers import DotProductAttention
 from te_models.layers.attention.mask import usual_slopes
 from te_models.layers.distributed.context_parallel import ContextShard, attention_of_chunks, gather_positions
 from te_models.layers.distributed.sequence_parallel import gather_tokens_of_ranks
+from te_models.layers.module.norm import RMSNorm
 
 from ...config import AttentionConfig, ModelConfig
 from ..build import Build, make_core_attention, make_input_linear, make_norm, make_output_linear

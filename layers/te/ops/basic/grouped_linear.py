@@ -13,12 +13,12 @@ from ....functional.grouped_gemms import bias_rows_gradient, grouped_fprop, grou
 from ....functional.linear import largest
 from ....functional.scaling import GemmConfig, Scaling
 from ....functional.wgrad import main_grads
-from ....module.grouped_linear import GroupedLinear as GroupedLinearModule
 from ....quantizer.delayed import update_amax_
 from ....quantizer.group_offsets import GroupOffsets
 from ....quantizer.state import QuantizerState
 from ....recipe.base import HIGH_PRECISION
 from ....te_arguments import THEIR_NAMES, takes_also, takes_at_default
+from ...modules.grouped_linear import GroupedLinear as GroupedLinearModule
 from ..call import Computed, Gradients, OperationArguments, OperationCall, OperationContext
 from ..operation import BasicOperation
 

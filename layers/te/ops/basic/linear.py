@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from te_models.kernels.without_autocast import autocast_dtype, require_floating
 
-from ....distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelModule, split_group
+from ....distributed.tensor_parallel import InitMethod, ParallelMode, Split, TensorParallelModule, split_group
 from ....functional.dense_gemms import dense_fprop, dense_gradients, scaled_values
 from ....functional.fused_quantize import input_quantizer, readable_as_input
 from ....functional.linear import largest
 from ....functional.saved_input import SavedInput
 from ....functional.scaling import GemmConfig, Scaling
 from ....module.base import GemmModule, QuantizedModule
+from ....module.options import WeightGradients
 from ....module.primary_weights import default_init_method, empty_parameter, store_weights_as_asked
 from ....quantizer import Quantizer
 from ....quantizer.delayed import update_amax_
@@ -26,6 +27,7 @@ from ....quantizer.state import AnyQuantizer, QuantizerState, value_of, with_gra
 from ....recipe.base import HIGH_PRECISION
 from ....te_arguments import OF_OPERATIONS, THEIR_NAMES, takes_also, takes_at_default
 from ....tensor.storage import STORAGE_CLASSES, QuantizedStorage
+from ...state import TEState
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
 from ..operation import BasicOperation, FusibleOperation
 from .collectives import AllReduce, ReduceScatter
@@ -58,7 +60,7 @@ class LinearNotes(NamedTuple):
     x_shape: torch.Size
 
 
-class BasicLinear(TensorParallelModule, GemmModule, BasicOperation):
+class BasicLinear(TEState, TensorParallelModule, GemmModule, BasicOperation):
     """`y = x w^T`, quantized under `autocast`. Transformer Engine: `te.ops.BasicLinear`.
 
     weight: [out_features, in_features]. Takes quantized inputs. tensor_parallel_mode ("column", "row"),
@@ -91,16 +93,11 @@ class BasicLinear(TensorParallelModule, GemmModule, BasicOperation):
         sequence_parallel: bool = False,
         rng_state_tracker_function: Callable[[], Any] | None = None,
     ) -> None:
-        super().__init__(1, name, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input)
+        gradients = WeightGradients(fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input)
+        super().__init__(1, name, gradients)
         group = split_group(tensor_parallel_mode, tensor_parallel_group)
-        self.in_features, self.out_features = self.split_features(
-            tensor_parallel_mode,
-            in_features,
-            out_features,
-            tp_group=group,
-            tp_size=1,
-            sequence_parallel=sequence_parallel,
-        )
+        split = Split(tensor_parallel_mode, group, 1, sequence_parallel)
+        self.in_features, self.out_features = self.split_features(split, in_features, out_features)
         self.init_method = init_method or default_init_method
         self.rng_state_tracker_function = rng_state_tracker_function
         new: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
@@ -216,7 +213,7 @@ class BasicLinear(TensorParallelModule, GemmModule, BasicOperation):
         return f"{self.in_features}, {self.out_features}"
 
 
-class Quantize(QuantizedModule, BasicOperation):
+class Quantize(TEState, QuantizedModule, BasicOperation):
     """Quantize [..., C] as the input of a GEMM under the active recipe (forward), and the gradient as the gradient of a
     GEMM's output (backward); without a recipe, calibrate at most.
 

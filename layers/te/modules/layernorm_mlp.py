@@ -12,14 +12,16 @@ from torch import Tensor
 from te_models.kernels.activation import Activation
 from te_models.suggestions import shown
 
-from ..distributed.tensor_parallel import InitMethod, TensorParallelModule
-from ..functional.fused_quantize import Prologue
-from ..functional.linear import linear
-from ..recipe.activation_checkpoint import checkpointed
-from ..te_arguments import SHAPES, takes_at_default, takes_parallel_options, takes_without_effect
-from .base import GemmModule
-from .norm import PrecedingNorm
-from .primary_weights import default_init_method, empty_parameter, materialising, store_weights_as_asked
+from ...distributed.tensor_parallel import InitMethod, TensorParallelModule
+from ...functional.fused_quantize import Prologue
+from ...functional.linear import linear
+from ...module.base import GemmModule
+from ...module.norm import PrecedingNorm
+from ...module.options import Parameters, PrecedingNormOptions, WeightGradients
+from ...module.primary_weights import default_init_method, empty_parameter, materialising, store_weights_as_asked
+from ...recipe.activation_checkpoint import checkpointed
+from ...te_arguments import SHAPES, takes_at_default, takes_parallel_options, takes_without_effect
+from ..state import TEState
 
 # Transformer Engine's activation names -> (ours, gated)
 MLP_ACTIVATIONS = {
@@ -39,7 +41,7 @@ MLP_ACTIVATIONS = {
 _CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
 
-class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
+class LayerNormMLP(TEState, TensorParallelModule, PrecedingNorm, GemmModule):
     """`y = act(norm(x) w1^T + b1) w2^T + b2`. Transformer Engine: `te.pytorch.LayerNormMLP`.
 
     activation: a key of MLP_ACTIVATIONS; the *glu ones are gated, fc1 then has 2 * ffn_hidden_size rows [gate | up].
@@ -86,7 +88,7 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
         checkpoint: bool = False,
         name: str = "",
     ) -> None:
-        super().__init__(2, name, fuse_wgrad_accumulation, delay_wgrad_compute, False)
+        super().__init__(2, name, WeightGradients(fuse_wgrad_accumulation, delay_wgrad_compute))
         if activation not in MLP_ACTIVATIONS:
             raise ValueError(f"activation is {shown(activation)}; allowed: {', '.join(map(repr, MLP_ACTIVATIONS))}")
         self.set_parallel(tp_group, tp_size, sequence_parallel)
@@ -106,7 +108,8 @@ class LayerNormMLP(TensorParallelModule, PrecedingNorm, GemmModule):
         new = {"params_dtype": params_dtype, "device": device}
         self._blocks = 2 if MLP_ACTIVATIONS[activation][1] else 1  # of fc1's rows: the gate's and the others, or one
         rows = ffn_hidden_size * self._blocks
-        self.add_norm(hidden_size, normalization, eps, zero_centered_gamma, cast_order, True, None, **new)
+        norm = PrecedingNormOptions(normalization, eps, zero_centered_gamma, cast_order)
+        self.add_norm(hidden_size, norm, Parameters(params_dtype, device))
         self.fc1_weight = empty_parameter(rows, hidden_size, **new)
         self.fc1_bias = empty_parameter(rows, **new) if bias else None
         self.fc2_weight = empty_parameter(hidden_size, ffn_hidden_size, **new)

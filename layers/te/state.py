@@ -12,7 +12,7 @@ state writes the layer's own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -24,10 +24,12 @@ from ..quantizer.delayed import ROLES, Float8Quantizer
 from ..quantizer.state import QuantizerState, with_gradient_state, with_state
 from ..recipe.base import Format, GemmQuantizers, QuantizerRole, Recipe
 from ..recipe.context import state
+from ..recipe.recipe_use import RecipeUse
 from ..recipe.recipes import DelayedScaling
+from ..tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from .base import QuantizedModule
+    from ..module.base import QuantizedModule
 
 Mode = Literal["forward", "backward"]
 SLOTS: dict[Mode, tuple[str | None, ...]] = {"forward": ("input", "weight", None), "backward": ("grad_output", None)}
@@ -224,7 +226,7 @@ def fp8_meta(module: QuantizedModule) -> dict[str, Any]:
     and once it was: "recipe", "num_gemms", "fp8_max_fwd" and "fp8_max_bwd" (of FP8), "scaling_fwd" and "scaling_bwd",
     see `RecipeState`."""
     meta: dict[str, Any] = {
-        "fp8_checkpoint": module.fp8 or module.fp8_calibration,
+        "fp8_checkpoint": module.recipe_use.asked not in (None, "none") or module.recipe_use.ran is not None,
         "fp8_group": state().amax_reduction_group,
     }
     recipe = recipe_of(module)
@@ -266,3 +268,36 @@ def _live(module: QuantizedModule, chosen: GemmQuantizers, role: str, gemm: int)
         state = QuantizerState(gradient=module.fp8_gradient)
         return with_gradient_state(quantizer, state, module.recorded_gradient_amax, gemm)
     return with_state(quantizer, module.fp8_scale, module.fp8_amax, role, gemm)
+
+
+class TEState:
+    """Mixin of layers: what programs of Transformer Engine read of them."""
+
+    recipe_use: RecipeUse
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the last forward pass ran under a recipe."""
+        return self.recipe_use.ran is not None
+
+    @property
+    def fp8_calibration(self) -> bool:
+        """Whether the last forward pass was one of a calibration."""
+        return self.recipe_use.ran is None and self.recipe_use.asked not in (None, "none")
+
+    @property
+    def primary_weights_in_fp8(self) -> bool:
+        """Whether the weights are stored quantized."""
+        module = cast("QuantizedModule", self)
+        return any(isinstance(getattr(module, name), QuantizedTensor) for name in module.weight_names())
+
+    @property
+    def fp8_meta(self) -> dict[str, Any]:
+        """The recipe and its state: see the function `fp8_meta`."""
+        return fp8_meta(cast("QuantizedModule", self))
+
+    @property
+    def quantizers(self) -> dict[str, list[Any]]:
+        """{"scaling_fwd": quantizers of input, weight and output of each GEMM, "scaling_bwd": of grad_output and
+        grad_input}, None where nothing is quantized: see `te_quantizers`."""
+        return te_quantizers(cast("QuantizedModule", self))
