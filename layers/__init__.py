@@ -6,8 +6,6 @@ May import: `te_models.kernels`.
 import importlib
 from typing import Any
 
-from .attention.dot_product_attention import DotProductAttention
-from .attention.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 from .dynamo.custom_op import QuantizedResult, quantized_like
 from .module.autocast import (
     autocast,
@@ -56,7 +54,9 @@ from .recipe.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from .te.attention.dot_product_attention import DotProductAttention
 from .te.attention.multihead_attention import MultiheadAttention
+from .te.attention.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 from .te.attention.transformer_layer import TransformerLayer
 from .te.cross_entropy import parallel_cross_entropy
 from .te.global_state import FP8GlobalStateManager

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from te_models.layers import DotProductAttention
+from te_models.layers.attention.dot_product_attention import DotProductAttention
 from te_models.layers.distributed.sequence_parallel import SequenceShard
 from te_models.layers.distributed.tensor_parallel import InitMethod, ParallelMode, Split
 from te_models.layers.distributed.vocab_parallel import VocabShard, vocab_range
@@ -269,13 +269,12 @@ def make_core_attention(
         channels,
         groups,
         a.attention_dropout,
-        qkv_format="bshd",
         attn_mask_type="causal_bottom_right",
         window_size=config.window_size(layer),
         softmax_scale=a.softmax_scale,
         softcap=a.softcap,
         softmax_type="learnable" if a.sinks else "vanilla",
-        **build.new,
+        parameters=Parameters(build.params_dtype, build.device),
     )
     if a.softmax_scale_by_layer:
         attention.softmax_scale /= layer + 1  # assigned, it is data: layers share a graph

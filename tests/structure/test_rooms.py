@@ -210,7 +210,7 @@ def test_the_folders_are_the_four() -> None:
 
 NAMED_TWICE = {
     # fusible operations have the names of Transformer Engine's `te.ops`, modules of the core those of its modules
-    "te_models.layers": {"Linear", "LayerNormLinear", "GroupedLinear", "RMSNorm", "LayerNorm"},
+    "te_models.layers": {"Linear", "LayerNormLinear", "GroupedLinear", "RMSNorm", "LayerNorm", "DotProductAttention"},
     # what every format of quantized folders offers
     "te_models.checkpoints": {"read", "write"},
 }

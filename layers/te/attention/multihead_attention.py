@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from te_models.suggestions import shown
 
-from ...attention.dot_product_attention import AttentionOptions, DotProductAttention
 from ...attention.mask import AttentionMask, Window
-from ...attention.qkv_format import QkvFormat
-from ...attention.rotary import apply_rotary_pos_emb
 from ...collectives import ranks_of
 from ...distributed.tensor_parallel import InitMethod
 from ...te_arguments import SHAPES, takes_parallel_options, takes_without_effect
 from ..modules.layernorm_linear import LayerNormLinear
 from ..modules.linear import Linear
+from .dot_product_attention import AttentionOptions, DotProductAttention
 from .qkv import QkNorm, join_parameters, qk_norm, split_kv, split_qkv
+from .qkv_format import QkvFormat
+from .rotary import apply_rotary_pos_emb
 
 RotaryAngles = Tensor | tuple[Tensor, Tensor]
 

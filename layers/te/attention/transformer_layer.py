@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from te_models.suggestions import shown
 
-from ...attention.dot_product_attention import CoreOptions
 from ...attention.mask import AttentionMask, Window
-from ...attention.qkv_format import QkvFormat
 from ...distributed.tensor_parallel import InitMethod
 from ...te_arguments import SHAPES, takes_parallel_options, takes_without_effect
 from ..modules.layernorm_mlp import LayerNormMLP
 from ..modules.norm import NORMS
+from .dot_product_attention import CoreOptions
 from .multihead_attention import MultiheadAttention, RotaryAngles
 from .qkv import QkNorm
+from .qkv_format import QkvFormat
 
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv")
 _OF_BOTH = ("checkpoint_core_attention", "core_attention_bias_type", "core_attention_bias", "alibi_slopes")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from te_models.kernels.rope import apply_rope
 from te_models.kernels.sparse_attention import indexer_loss, select_keys, sparse_attention
 from te_models.kernels.without_autocast import without_autocast
-from te_models.layers import DotProductAttention
+from te_models.layers.attention.dot_product_attention import DotProductAttention
 from te_models.layers.distributed.context_parallel import ContextShard, gather_positions, mean_of_ranks
 from te_models.layers.module.linear import Linear
 from te_models.layers.module.norm import LayerNorm

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from te_models.kernels.asserted import asserted
 from te_models.kernels.rope import apply_rope
 
-from ..distributed.context_parallel import ContextShard, own_positions
-from .qkv_format import QkvFormat, check_qkv_format, from_batch_first, moved_batch_first, packed_rows
+from ...attention.rows import packed_rows
+from ...distributed.context_parallel import ContextShard, own_positions
+from .qkv_format import QkvFormat, check_qkv_format, from_batch_first, moved_batch_first
 
 
 class RotaryPositionEmbedding(nn.Module):
