@@ -43,7 +43,7 @@ from .quantizer import (
     Quantizer,
 )
 from .quantizer.delayed import Float8Quantizer
-from .recipe.activation_checkpoint import checkpoint, recompute_contexts
+from .recipe.activation_checkpoint import recompute_contexts
 from .recipe.base import RECIPES, Format, GemmQuantizers, QuantizerRole, Recipe, recipe
 from .recipe.per_module import PerModuleRecipe, first_last_layers_bf16
 from .recipe.recipes import (
@@ -54,10 +54,13 @@ from .recipe.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from .te import quantizers as quantizer_arguments  # noqa: F401 (what constructors of quantizers take)
+from .te.arguments import DType
 from .te.attention.dot_product_attention import DotProductAttention
 from .te.attention.multihead_attention import MultiheadAttention
 from .te.attention.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 from .te.attention.transformer_layer import TransformerLayer
+from .te.checkpoint import checkpoint
 from .te.cross_entropy import parallel_cross_entropy
 from .te.global_state import FP8GlobalStateManager
 from .te.grouped import bgrad_group_quantize, group_quantize
@@ -92,7 +95,6 @@ from .te.router import (
     fused_topk_with_score_function,
 )
 from .te.state import DelayedScalingRecipeState, RecipeState
-from .te_arguments import DType
 from .tensor import averages as tensor_averages  # noqa: F401 (what torch does out of an operation's sight)
 from .tensor import collectives as tensor_collectives  # noqa: F401
 from .tensor.formats import (

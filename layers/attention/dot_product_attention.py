@@ -19,9 +19,9 @@ from te_models.kernels.packed_attention import flex_packed_attention, packed_att
 from te_models.kernels.torch_versions import exporting
 from te_models.suggestions import shown
 
+from ..module.extra_state import leave_extra_state
 from ..module.options import DEFAULT_PARAMETERS, Parameters
 from ..recipe.activation_checkpoint import checkpointed
-from ..te_arguments import leave_extra_state
 from .core import attend
 from .mask import NO_BIAS, Masking, ScoreBias, Window, mask_type_of, masks_of, window_of
 from .windowed import attend_in_window, saves

@@ -13,7 +13,7 @@ from te_models.kernels.norm import Norm, layer_norm, rms_norm
 from te_models.suggestions import shown
 
 from ..functional.fused_quantize import Prologue
-from ..te_arguments import leave_extra_state
+from .extra_state import leave_extra_state
 from .options import Parameters, PrecedingNormOptions
 from .primary_weights import empty_parameter, materialising
 

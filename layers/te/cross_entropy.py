@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..collectives import check_member
 from ..distributed.vocab_parallel import VocabShard, vocab_parallel_cross_entropy
-from ..te_arguments import takes_also, takes_at_default
+from .arguments import takes_also, takes_at_default
 
 
 @takes_also(input="inp", _input="inp")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..module.autocast import autocast, quantized_model_init
 from ..recipe.base import Recipe
-from ..te_arguments import takes_at_default
+from .arguments import takes_at_default
 
 if TYPE_CHECKING:
     import torch.distributed as dist

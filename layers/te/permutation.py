@@ -18,8 +18,8 @@ from torch import Tensor
 from te_models.kernels.asserted import asserted
 from te_models.suggestions import shown
 
+from ..defaults import require_default
 from ..quantizer.schema import field_layouts
-from ..te_arguments import require_default
 from ..tensor.quantized_tensor import QuantizedTensor
 
 MapType = Literal["mask", "index"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from te_models.kernels.router.reference import choose, within_groups
 from te_models.suggestions import shown
 
-from ..te_arguments import takes_at_default
+from .arguments import takes_at_default
 
 _SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 _EPS = 1e-20

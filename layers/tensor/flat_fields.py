@@ -18,9 +18,9 @@ from torch import Tensor
 
 from te_models.suggestions import shown
 
+from ..defaults import require_default
 from ..quantizer import Fields, IdentityQuantizer, Quantizer
 from ..quantizer.schema import empty_fields
-from ..te_arguments import require_default
 
 BUFFERS = {
     "rowwise_data": "data",

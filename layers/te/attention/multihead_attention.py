@@ -16,7 +16,7 @@ from te_models.suggestions import shown
 from ...attention.mask import AttentionMask, Window
 from ...collectives import ranks_of
 from ...distributed.tensor_parallel import InitMethod
-from ...te_arguments import SHAPES, takes_parallel_options, takes_without_effect
+from ..arguments import SHAPES, takes_parallel_options, takes_without_effect
 from ..modules.layernorm_linear import LayerNormLinear
 from ..modules.linear import Linear
 from .dot_product_attention import AttentionOptions, DotProductAttention

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ...distributed.tensor_parallel import InitMethod, ParallelMode, Split
 from ...module import grouped_linear
 from ...module.options import Parameters, WeightGradients
-from ...te_arguments import takes_at_default, takes_parallel_options
+from ..arguments import takes_at_default, takes_parallel_options
 from ..stands_for import StandsFor
 from ..state import TEState
 

@@ -11,7 +11,7 @@ from ...distributed.tensor_parallel import InitMethod, Split
 from ...module import layernorm_linear
 from ...module.options import Parameters, PrecedingNormOptions, WeightGradients
 from ...module.parameters_split import ParametersSplit
-from ...te_arguments import takes_at_default, takes_parallel_options
+from ..arguments import takes_at_default, takes_parallel_options
 from ..stands_for import StandsFor
 from ..state import TEState
 

@@ -20,7 +20,7 @@ from ...module.norm import PrecedingNorm
 from ...module.options import Parameters, PrecedingNormOptions, WeightGradients
 from ...module.primary_weights import default_init_method, empty_parameter, materialising, store_weights_as_asked
 from ...recipe.activation_checkpoint import checkpointed
-from ...te_arguments import SHAPES, takes_at_default, takes_parallel_options, takes_without_effect
+from ..arguments import SHAPES, takes_at_default, takes_parallel_options, takes_without_effect
 from ..state import TEState
 
 # Transformer Engine's activation names -> (ours, gated)

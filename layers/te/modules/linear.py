@@ -10,7 +10,7 @@ from ...functional.linear_op import Boundary
 from ...module import linear
 from ...module.options import Parameters, WeightGradients
 from ...module.parameters_split import ParametersSplit
-from ...te_arguments import takes_parallel_options
+from ..arguments import takes_parallel_options
 from ..stands_for import StandsFor
 from ..state import TEState
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...module import norm
-from ...te_arguments import takes_also, takes_at_default
+from ..arguments import takes_also, takes_at_default
 from ..stands_for import StandsFor
 
 

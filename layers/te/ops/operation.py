@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
+from ...module.extra_state import leave_extra_state
 from ...quantizer.state import AnyQuantizer
-from ...te_arguments import leave_extra_state
 from .call import Computed, Gradients, Input, Needs, OperationArguments, OperationCall, OperationContext
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....collectives import all_gather, all_reduce, check_group, reduce_scatter
-from ....te_arguments import takes_also
+from ...arguments import takes_also
 from ..call import Computed, Gradients, OperationCall, OperationContext
 from ..operation import BasicOperation
 

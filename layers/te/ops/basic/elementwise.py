@@ -15,7 +15,7 @@ from te_models.suggestions import shown
 from ....distributed.tensor_parallel import Split, TensorParallelModule, split_group
 from ....functional.dense_gemms import bias_gradient
 from ....module.primary_weights import empty_parameter
-from ....te_arguments import takes_also, takes_without_effect
+from ...arguments import takes_also, takes_without_effect
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext
 from ..operation import BasicOperation
 

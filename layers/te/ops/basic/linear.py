@@ -25,8 +25,8 @@ from ....quantizer import Quantizer
 from ....quantizer.delayed import update_amax_
 from ....quantizer.state import AnyQuantizer, QuantizerState, value_of, with_gradient_state, with_state
 from ....recipe.base import HIGH_PRECISION
-from ....te_arguments import OF_OPERATIONS, THEIR_NAMES, takes_also, takes_at_default
 from ....tensor.storage import STORAGE_CLASSES, QuantizedStorage
+from ...arguments import OF_OPERATIONS, THEIR_NAMES, takes_also, takes_at_default
 from ...state import TEState
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
 from ..operation import BasicOperation, FusibleOperation

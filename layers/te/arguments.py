@@ -1,24 +1,21 @@
-"""What calls and state dicts of Transformer Engine hold that means nothing here, so that both move unchanged.
+"""What calls of Transformer Engine hold that means nothing here, so that they move unchanged.
 
 Arguments that would mean something are taken at their defaults, those that change no result at any value, and those
-that have another name here under either name. The weights of a state dict are loaded; the pickled state of a recipe
-beside them is not read.
+that have another name here under either name.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
-import io
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from te_models.suggestions import shown
+from ..defaults import require_default
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,15 +52,6 @@ DType = enum.Enum(
     module=__name__,
 )
 """Dtypes by their names in Transformer Engine (`tex.DType`); the value is torch's, for E2M1 its name."""
-
-
-def torch_dtype(dtype: Any) -> Any:
-    """Return a dtype as torch's, whoever named it."""
-    return dtype.value if isinstance(dtype, DType) else dtype
-
-
-AMAX_REDUCTION: dict[str, Any] = {"with_amax_reduction": False, "amax_reduction_group": None}
-"""Of quantizers: here the parts of a matrix share an amax under FSDP2, see `share_scales`."""
 
 
 def _noted(call: Any, function: Any, names: Iterable[str], kind: str) -> Any:
@@ -160,72 +148,3 @@ def takes_also(**names: str) -> Callable[[F], F]:
         return _noted(call, function, names, "keyword only")
 
     return decorate
-
-
-def require_default(name: str, value: object, default: object) -> None:
-    """Raise ValueError unless the value is the default, or says "no" as the default does."""
-    says_no = default in (None, False) and value in (None, False) if isinstance(value, bool | None) else False
-    if not says_no and not (type(value) is type(default) and value == default):
-        raise ValueError(f"{name} is {shown(value)}, which this library does not have; allowed: {shown(default)}")
-
-
-KEY = "_extra_state"
-
-
-def leave_extra_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take `_extra_state` out of what is to be loaded, and warn where it holds something: Transformer Engine pickles
-    the scales and amaxes of delayed scaling there, and no pickle of a state dict is opened. A pre-hook of loading."""
-    held = state_dict.pop(prefix + KEY, None)
-    if not holds_something(held):
-        return
-    set_extra_state = getattr(type(module), "set_extra_state", nn.Module.set_extra_state)
-    if set_extra_state is not nn.Module.set_extra_state and written_here(held):
-        set_extra_state(module, held)
-        return
-    warnings.warn(
-        f"the state dict has {prefix + KEY}, a pickled state of Transformer Engine's, which is not read: the weights "
-        f"are loaded, and the scales of delayed scaling start anew; {EXTRA_STATE_INSTEAD}",
-        stacklevel=2,
-    )
-
-
-EXTRA_STATE_INSTEAD = (
-    "to keep them, read the pickle where Transformer Engine is installed and pass fp8_scale to set_recipe_state"
-)
-_MARK = b'"te_models":"recipe_state"'
-"""In the metadata of what `get_extra_state` of a layer returns."""
-
-
-def holds_something(held: Any) -> bool:
-    """Whether an extra state is more than Transformer Engine's empty one."""
-    if isinstance(held, Tensor):
-        return held.numel() > 0
-    if isinstance(held, io.BytesIO):
-        return held.getbuffer().nbytes > 0
-    return held is not None
-
-
-def tensors_as_bytes(tensors: dict[str, Tensor]) -> Tensor:
-    """Return tensors as the bytes of a safetensors file, uint8 [n]: nothing in it is executed when it is read."""
-    from safetensors.torch import save
-
-    data = save({name: value.detach().cpu() for name, value in tensors.items()}, {"te_models": "recipe_state"})
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def written_here(held: Any) -> bool:
-    """Whether an extra state is one that `tensors_as_bytes` wrote."""
-    if not isinstance(held, Tensor) or held.dtype is not torch.uint8 or held.dim() != 1:
-        return False
-    return _MARK in bytes(held[:512].tolist())
-
-
-def tensors_from_bytes(held: Tensor) -> dict[str, Tensor]:
-    """Return the tensors that `tensors_as_bytes` wrote. ValueError for damaged bytes."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        return dict(sorted(load(held.cpu().numpy().tobytes()).items()))
-    except SafetensorError as error:
-        raise ValueError(f"the extra state is damaged: {error}") from error
