@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_models import layers
 from te_models.layers import LayerNormMLP, QuantizedTensor
 from te_models.layers.collectives import all_reduce
 from te_models.layers.distributed.tensor_parallel import part_of
@@ -238,4 +239,8 @@ ADAPTERS: dict[type[nn.Module], type[Adapter]] = {
     LayerNormLinear: _LayerNormLinear,
     LayerNormMLP: _LayerNormMLP,
     GroupedLinear: _GroupedLinear,
+    layers.Linear: _Linear,
+    layers.LayerNormLinear: _LayerNormLinear,
+    layers.GroupedLinear: _GroupedLinear,
 }
+"""Class of a layer, a model's or one that a user built -> class of its adapted one."""
