@@ -1,6 +1,6 @@
 """Fusible operations: small differentiable steps that `Sequential` fuses, with quantized data between them.
 
-May import: `te_models.kernels` and the rest of `te_models.layers`.
+They live in `..te.ops`; `te.ops`, as Transformer Engine's scripts call it, has their names.
 """
 
 from typing import Any

@@ -1,6 +1,7 @@
-"""FusedAdam, FusedAdamW and FusedSGD: float32 masters, moments in few bits, primary weights requantized in the step.
+"""FusedAdamW: float32 masters, moments in few bits, primary weights requantized in the step.
 
-`te.optimizers`, as Transformer Engine's scripts call it. May import: `te_models.kernels`, `..quantizer`, `..tensor`.
+`te.optimizers`, as Transformer Engine's scripts call it, which is why it offers the optimizers of `..te`, too. The
+other files may import: `te_models.kernels`, `..quantizer`, `..tensor`.
 """
 
 from ..te.optimizers.fused_adam import FusedAdam

@@ -1,6 +1,6 @@
 """Questions about the device under Transformer Engine's module path.
 
-May import: `..te_compat`.
+May import: `..te`.
 """
 
 from typing import Any
