@@ -54,7 +54,8 @@ from .recipe.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from .te import quantizers as quantizer_arguments  # noqa: F401 (what constructors of quantizers take)
+from .te import flat_fields as flat_fields_arguments  # noqa: F401 (what constructors take)
+from .te import quantizers as quantizer_arguments  # noqa: F401
 from .te.arguments import DType
 from .te.attention.dot_product_attention import DotProductAttention
 from .te.attention.multihead_attention import MultiheadAttention

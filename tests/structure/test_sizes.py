@@ -31,7 +31,6 @@ PARAMETERS: dict[str, int] = {
     "layers/functional/grouped_gemms.py:grouped_gradients": 11,
     "layers/functional/linear_op.py:linear_layer_backward": 17,
     "layers/functional/linear_op.py:linear_layer_forward": 12,
-    "layers/tensor/flat_fields.py:from_flat": 18,
     "te_models/generation/decoding.py:generate": 13,
     "te_models/generation/decoding.py:stream": 13,
     "te_models/hf/model.py:TEModelForCausalLM.forward": 13,

@@ -3,13 +3,14 @@
 There every buffer is one-dimensional, one member after the other, and the scales of a member's blocks are padded: to
 multiples of (128, 4) of MXFP8's and NVFP4's rowwise copies, (4, 128) of MXFP8's columnwise one, and to 4 along the
 last dimension of 128-wide blocks, whose 1-D scales lie transposed. Fields that are padded or transposed there are
-copied, all others are views of the buffers.
+copied, all others are views of the buffers. `GroupedTensorStorage(shape, dtype, num_tensors=..., quantizer=...,
+data=..., scale_inv=...)` takes them from here on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from te_models.suggestions import shown
 from ..defaults import require_default
 from ..quantizer import Fields, IdentityQuantizer, Quantizer
 from ..quantizer.schema import empty_fields
+from ..tensor.grouped_storage import GroupedTensorStorage
 
 BUFFERS = {
     "rowwise_data": "data",
@@ -168,3 +170,15 @@ def _padded(quantizer: Quantizer, usage: str, own: tuple[int, ...]) -> tuple[tup
 
 def _up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
+
+
+def _takes_flat_buffers(constructor: Callable[..., None]) -> Callable[..., None]:
+    def call(self: GroupedTensorStorage, *arguments: Any, **named: Any) -> None:
+        if "num_tensors" in named:
+            arguments, named = from_flat(*arguments, **named), {}
+        constructor(self, *arguments, **named)
+
+    return call
+
+
+GroupedTensorStorage.__init__ = _takes_flat_buffers(GroupedTensorStorage.__init__)  # type: ignore[method-assign]
