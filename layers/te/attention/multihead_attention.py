@@ -134,8 +134,7 @@ class MultiheadAttention(nn.Module):
         rows = queries if cross else queries + 2 * groups
         self.add_module(self._first, projection(rows, self._first, input_layernorm))
         self.key_value = projection(2 * groups, "key_value", False) if cross else None
-        self.q_norm = qk_norm(qk_norm_type, self.head_dim, qk_norm_eps, **new)
-        self.k_norm = qk_norm(qk_norm_type, self.head_dim, qk_norm_eps, **new)
+        self.q_norm, self.k_norm = (qk_norm(qk_norm_type, self.head_dim, qk_norm_eps, **new) for _ in range(2))
         self.qk_norm_before_rope = qk_norm_before_rope
         self.proj = Linear(
             queries,
