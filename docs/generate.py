@@ -164,6 +164,11 @@ WHERE = (
     ("What decides whether C++ or a definition runs?", "kernels explain"),
     ("What is the active recipe?", "layers Region"),
     ("What does each recipe say about each operand?", "layers MXFP8BlockScaling"),
+    (
+        "Where do Transformer Engine's arguments become ours?",
+        "layers/te/modules Linear",
+        "layers takes_parallel_options",
+    ),
     ("What does the router do with groups of experts?", "kernels router_topk", "te_models Router"),
     ("Where is a safetensors header parsed?", "checkpoints parse_header"),
     ("Where are a family's names and configuration?", "checkpoints/families/NAME.py"),

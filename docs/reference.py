@@ -71,11 +71,12 @@ def _parsed(file: Path) -> ast.Module:
 
 
 def _imports(file: Path) -> dict[str, str]:
-    """Return name -> the module, relative to the file's package, that it is imported from."""
+    """Return name -> the module, relative to the file's package or its place in layers/te, that it is imported from."""
     found = {}
     for node in ast.walk(_parsed(file)):
-        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
-            found |= {alias.asname or alias.name: node.module for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.level and node.module:
+            home = node.module.removeprefix("te.").removeprefix(f"{file.parent.name}.")
+            found |= {alias.asname or alias.name: home for alias in node.names}
     return found
 
 

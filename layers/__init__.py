@@ -6,10 +6,6 @@ May import: `te_models.kernels`.
 import importlib
 from typing import Any
 
-from .attention.dot_product_attention import DotProductAttention
-from .attention.multihead_attention import MultiheadAttention
-from .attention.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
-from .attention.transformer_layer import TransformerLayer
 from .dynamo.custom_op import QuantizedResult, quantized_like
 from .module.autocast import (
     autocast,
@@ -21,11 +17,6 @@ from .module.autocast import (
 )
 from .module.base import QuantizedModule
 from .module.delayed_scaling import update_delayed_scaling
-from .module.fp8_meta import DelayedScalingRecipeState, RecipeState
-from .module.grouped_linear import GroupedLinear
-from .module.layernorm_linear import LayerNormLinear
-from .module.layernorm_mlp import LayerNormMLP
-from .module.linear import Linear
 from .module.model_state import (
     cache_weights,
     default_rounding_seed,
@@ -35,9 +26,7 @@ from .module.model_state import (
     recipe_state,
     set_rounding_seed,
 )
-from .module.norm import LayerNorm, RMSNorm
 from .module.primary_weights import store_weights
-from .module.replace_linears import ReplacementReport, replace_linears
 from .module.report import RecipeReport, quantization_statistics, recipe_report
 from .optimizers.fused_adamw import FusedAdamW
 from .optimizers.master_weights import GradScaler, gradient_of
@@ -54,7 +43,7 @@ from .quantizer import (
     Quantizer,
 )
 from .quantizer.delayed import Float8Quantizer
-from .recipe.activation_checkpoint import checkpoint, recompute_contexts
+from .recipe.activation_checkpoint import recompute_contexts
 from .recipe.base import RECIPES, Format, GemmQuantizers, QuantizerRole, Recipe, recipe
 from .recipe.per_module import PerModuleRecipe, first_last_layers_bf16
 from .recipe.recipes import (
@@ -65,11 +54,23 @@ from .recipe.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from .te_arguments import DType
-from .te_compat.cross_entropy import parallel_cross_entropy
-from .te_compat.global_state import FP8GlobalStateManager
-from .te_compat.grouped import bgrad_group_quantize, group_quantize
-from .te_compat.names import (
+from .te import flat_fields as flat_fields_arguments  # noqa: F401 (what constructors take)
+from .te import quantizers as quantizer_arguments  # noqa: F401
+from .te.arguments import DType
+from .te.attention.dot_product_attention import DotProductAttention
+from .te.attention.multihead_attention import MultiheadAttention
+from .te.attention.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
+from .te.attention.transformer_layer import TransformerLayer
+from .te.checkpoint import checkpoint
+from .te.cross_entropy import parallel_cross_entropy
+from .te.global_state import FP8GlobalStateManager
+from .te.grouped import bgrad_group_quantize, group_quantize
+from .te.modules.grouped_linear import GroupedLinear
+from .te.modules.layernorm_linear import LayerNormLinear
+from .te.modules.layernorm_mlp import LayerNormMLP
+from .te.modules.linear import Linear
+from .te.modules.norm import LayerNorm, RMSNorm
+from .te.names import (
     fp8_autocast,
     fp8_model_init,
     is_bf16_available,
@@ -79,8 +80,8 @@ from .te_compat.names import (
     is_nvfp4_available,
     missing,
 )
-from .te_compat.padding import Fp8Padding, Fp8Unpadding
-from .te_compat.permutation import (
+from .te.padding import Fp8Padding, Fp8Unpadding
+from .te.permutation import (
     moe_permute,
     moe_permute_and_pad_with_probs,
     moe_permute_with_probs,
@@ -88,11 +89,13 @@ from .te_compat.permutation import (
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
-from .te_compat.router import (
+from .te.replace_linears import ReplacementReport, replace_linears
+from .te.router import (
     fused_compute_score_for_moe_aux_loss,
     fused_moe_aux_loss,
     fused_topk_with_score_function,
 )
+from .te.state import DelayedScalingRecipeState, RecipeState
 from .tensor import averages as tensor_averages  # noqa: F401 (what torch does out of an operation's sight)
 from .tensor import collectives as tensor_collectives  # noqa: F401
 from .tensor.formats import (

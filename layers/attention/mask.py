@@ -13,7 +13,7 @@ from torch import Tensor
 
 from te_models.suggestions import shown
 
-from .qkv_format import Rows, packed_rows, padded_rows, rows_not_hidden, whole_rows
+from .rows import Rows, packed_rows, padded_rows, rows_not_hidden, whole_rows
 
 BiasType = Literal["no_bias", "pre_scale_bias", "post_scale_bias", "alibi"]
 
@@ -45,6 +45,9 @@ class ScoreBias(NamedTuple):
             slopes = usual_slopes(heads, device) if self.slopes is None else self.slopes
             return -distance.abs() * slopes.float().unflatten(-1, (-1, 1, 1))
         return self.bias * scale if self.kind == "pre_scale_bias" and self.bias is not None else self.bias
+
+
+NO_BIAS = ScoreBias()
 
 
 def usual_slopes(heads: int, device: torch.device) -> Tensor:
@@ -147,24 +150,6 @@ class Masking(NamedTuple):
     def hidden_keys(self) -> Tensor | None:
         """The keys that `attention_mask` hides from all queries, bool [B, L]; None without a mask."""
         return None if self.attention_mask is None else self.attention_mask[:, 0, 0]  # type: ignore[call-overload]
-
-    def check_shared(self) -> None:
-        """Raise ValueError for what ranks that share sequences do not have."""
-        kind, causal = self.mask_type, self.mask_type in ("causal", "causal_bottom_right")
-        refused = {
-            f"attn_mask_type {shown(kind)}": not (causal or kind == "no_mask"),
-            "qkv_format 'thd'": self.packed,
-            "an attention_mask": self.attention_mask is not None,
-            f"core_attention_bias_type {shown(self.bias.kind)}": self.bias.kind != "no_bias",
-            f"window_size {self.window_size}": not causal and window_of(self.window_size, kind) != (-1, -1),
-        }
-        for what, asked in refused.items():
-            if asked:
-                raise ValueError(
-                    f"a context-parallel group with {what}; allowed: attn_mask_type 'causal', 'causal_bottom_right', "
-                    "or 'no_mask' without a window, no mask, no bias, qkv_format 'sbhd' or 'bshd'"
-                )
-        self.check()
 
     def check(self) -> None:
         """Raise ValueError where something is missing, or given and would not be looked at."""

@@ -14,6 +14,7 @@ holds in full but applies to its own rows only, norm weights and row biases, get
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,20 @@ InitMethod = Callable[[Tensor], object]
 """What fills a parameter in place."""
 ParallelMode = Literal["column", "row"]
 _WEIGHT_DIM = {"column": 0, "row": 1}
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the weight of a layer is split over ranks. mode None: it is whole; group None: the default group where `size`
+    is its number of ranks; sequence_parallel: the activations between split layers are split over the ranks, too."""
+
+    mode: ParallelMode | None = None
+    group: dist.ProcessGroup | None = None
+    size: int = 1
+    sequence_parallel: bool = False
+
+
+WHOLE = Split()
 
 
 def split_group(mode: str | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -78,23 +93,15 @@ class TensorParallelModule(nn.Module):
         """The process group; None if the layer is not split."""
         return None if self.tp_size == 1 else resolve_group(self.tp_group_name)
 
-    def split_features(
-        self,
-        parallel_mode: str | None,
-        in_features: int,
-        out_features: int,
-        *,
-        tp_group: dist.ProcessGroup | None,
-        tp_size: int,
-        sequence_parallel: bool = False,
-    ) -> tuple[int, int]:
-        """Take over the arguments of a layer with one weight, and return this rank's in and out features.
+    def split_features(self, split: Split, in_features: int, out_features: int) -> tuple[int, int]:
+        """Take over how a layer with one weight is split, and return this rank's in and out features.
 
         Sets `parallel_mode`, to None where there is one rank. ValueError for an unknown one.
         """
+        parallel_mode = split.mode
         if parallel_mode not in (None, *_WEIGHT_DIM):
             raise ValueError(f"parallel_mode is {shown(parallel_mode)}; allowed: None, 'column', 'row'")
-        self.set_parallel(tp_group, tp_size, sequence_parallel)
+        self.set_parallel(split.group, split.size, split.sequence_parallel)
         self.asked_mode = parallel_mode
         self.parallel_mode = parallel_mode if self.tp_size > 1 else None
         if self.parallel_mode == "column":

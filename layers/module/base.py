@@ -31,7 +31,7 @@ from ..recipe.recipe_use import Choice, LastUse, choose_once, untracked_side_eff
 from ..recipe.recipes import DelayedScaling
 from ..tensor.fsdp import sharded
 from ..tensor.quantized_tensor import QuantizedTensor
-from .fp8_meta import fp8_meta, te_quantizers
+from .options import WeightGradients
 from .recipe_state import RecipeStateModule, as_replica
 from .weight_cache import CANNOT_CACHE, cached_weight, update_cached_weight
 
@@ -56,34 +56,6 @@ class QuantizedModule(RecipeStateModule):
     def gemm_quantizers(self) -> GemmQuantizers | None:
         """Return this module's quantizers under the recipe in force; None: high precision."""
         return self._quantizers(state(), compiling())
-
-    # --- what programs of Transformer Engine read --------------------------------------------------------------------
-
-    @property
-    def fp8(self) -> bool:
-        """Whether the last forward pass ran under a recipe."""
-        return self.recipe_use.ran is not None
-
-    @property
-    def fp8_calibration(self) -> bool:
-        """Whether the last forward pass was one of a calibration."""
-        return self.recipe_use.ran is None and self.recipe_use.asked not in (None, "none")
-
-    @property
-    def primary_weights_in_fp8(self) -> bool:
-        """Whether the weights are stored quantized."""
-        return any(isinstance(getattr(self, name), QuantizedTensor) for name in self.weight_names())
-
-    @property
-    def fp8_meta(self) -> dict[str, Any]:
-        """The recipe and its state: see `fp8_meta.fp8_meta`."""
-        return fp8_meta(self)
-
-    @property
-    def quantizers(self) -> dict[str, list[Any]]:
-        """{"scaling_fwd": quantizers of input, weight and output of each GEMM, "scaling_bwd": of grad_output and
-        grad_input}, None where nothing is quantized: see `fp8_meta.quantizers`."""
-        return te_quantizers(self)
 
     def _quantizers(self, now: State, traced: bool) -> GemmQuantizers | None:
         """Return `quantizers` under what is in force `now`."""
@@ -231,14 +203,12 @@ class GemmModule(QuantizedModule):
         self,
         num_gemms: int,
         name: str,
-        fuse_wgrad_accumulation: bool,
-        delay_wgrad_compute: bool,
-        save_original_input: bool,
+        gradients: WeightGradients,
     ) -> None:
         super().__init__(num_gemms, name)
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.save_original_input = save_original_input
-        self._later: list[Callable[[], None]] | None = [] if delay_wgrad_compute else None
+        self.fuse_wgrad_accumulation = gradients.fuse_wgrad_accumulation
+        self.save_original_input = gradients.save_original_input
+        self._later: list[Callable[[], None]] | None = [] if gradients.delay_wgrad_compute else None
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
 
     def complete_state(self) -> None:

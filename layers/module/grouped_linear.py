@@ -3,43 +3,41 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_models.kernels.permute import Permutation
 
-from ..distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelModule
+from ..distributed.tensor_parallel import WHOLE, Split, TensorParallelModule
 from ..functional.gemm_operand import quantized_gemms
 from ..functional.grouped_linear import add_bias_rows, gradient_into, grouped_linear, written_into
 from ..functional.grouped_operand import row_align_of
 from ..quantizer.group_offsets import check_values
-from ..te_arguments import takes_at_default, takes_parallel_options
 from ..tensor.grouped_tensor import GroupedTensor
 from ..tensor.quantized_tensor import QuantizedTensor
 from .base import GemmModule
+from .options import DEFAULT_PARAMETERS, IN_BACKWARD, Parameters, WeightGradients
 from .primary_weights import default_init_method, empty_parameter, materialising, store_weights_as_asked
 
 
 class GroupedLinear(TensorParallelModule, GemmModule):
-    """`y[g] = x[g] w[g]^T + b[g]` for `num_gemms` groups of rows. Transformer Engine: `te.pytorch.GroupedLinear`.
+    """`y[g] = x[g] w[g]^T + b[g]` for `num_gemms` groups of rows.
 
     single_grouped_weight: True holds one parameter `weight` [num_gemms, out, in]; False holds `weight0`, `weight1`,
     ..., Transformer Engine's per-GEMM layout. single_grouped_bias: likewise `bias` [num_gemms, out], or `bias0`, ...;
     None: as the weight. These are layouts of the same layer: `load_state_dict` accepts either, quantized or not,
     without dequantizing. The grouped one is fast; the other is stacked on each call.
-    parallel_mode: as for `Linear`, for every member alike; the layer does not itself communicate: gather before a
+    split: as for `Linear`, for every member alike; the layer does not itself communicate: gather before a
     column layer, sum after a row layer, once for all groups. The bias of a row layer belongs after that sum: the caller
     adds it with `with_bias`.
     The other options: see `GemmModule`; in the per-GEMM layout every weight has a `main_grad` of its own.
 
-    return_bias: return (y without bias, a list of the bias of each GEMM, None without any): the caller adds them.
+    return_bias, which may be set: return (y without bias, a list of the bias of each GEMM, None without any), and the
+    caller adds them.
 
     forward: x [T, in], rows sorted by expert; m_splits [num_gemms] integer, rows of each -> [T, out]. Raises ValueError
     for num_gemms below 1 and for m_splits of another shape or dtype, below 0, or of more rows than there are.
     """
 
-    @takes_parallel_options
-    @takes_at_default(sequence_parallel=False)
     def __init__(
         self,
         num_gemms: int,
@@ -49,33 +47,23 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         *,
         single_grouped_weight: bool = True,
         single_grouped_bias: bool | None = None,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        init_method: InitMethod | None = None,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: ParallelMode | None = None,
-        device: torch.device | str | None = None,
-        delay_wgrad_compute: bool = False,
-        save_original_input: bool = False,
+        parameters: Parameters = DEFAULT_PARAMETERS,
+        split: Split = WHOLE,
+        gradients: WeightGradients = IN_BACKWARD,
         name: str = "",
     ) -> None:
         if num_gemms < 1:
             raise ValueError(f"num_gemms is {num_gemms}; allowed: a positive integer")
-        super().__init__(num_gemms, name, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input)
-        in_features, out_features = self.split_features(
-            parallel_mode, in_features, out_features, tp_group=tp_group, tp_size=tp_size
-        )
+        super().__init__(num_gemms, name, gradients)
+        in_features, out_features = self.split_features(split, in_features, out_features)
         self.num_gemms = num_gemms
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = bias
-        self.return_bias = return_bias
         self.single_grouped_weight = single_grouped_weight
         self.single_grouped_bias = single_grouped_weight if single_grouped_bias is None else single_grouped_bias
-        self.init_method = init_method or default_init_method
-        new = {"params_dtype": params_dtype, "device": device}
+        self.init_method = parameters.init_method or default_init_method
+        new = {"params_dtype": parameters.dtype, "device": parameters.device}
         shapes = {"weight": (out_features, in_features)} | ({"bias": (out_features,)} if bias else {})
         for g in range(num_gemms):
             for kind, shape in shapes.items():

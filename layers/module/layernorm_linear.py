@@ -2,74 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from te_models.suggestions import shown
 
-from ..distributed.tensor_parallel import InitMethod
+from ..distributed.tensor_parallel import WHOLE, Split
 from ..functional.linear import linear
-from ..te_arguments import takes_at_default, takes_parallel_options
 from .norm import PrecedingNorm
+from .options import DEFAULT_NORM, DEFAULT_PARAMETERS, IN_BACKWARD, Parameters, PrecedingNormOptions, WeightGradients
 from .parameters_split import ParametersSplit, SplitParameters
-from .primary_weights import default_init_method, materialising, store_weights_as_asked
+from .primary_weights import materialising, store_weights_as_asked
 
 
 class LayerNormLinear(PrecedingNorm, SplitParameters):
-    """`y = norm(x) w^T + b`. Transformer Engine: `te.pytorch.LayerNormLinear`.
+    """`y = norm(x) w^T + b`.
 
-    Parameters: layer_norm_weight [in] (unless norm_weight is False), layer_norm_bias [in] (with norm_bias, by default
-    for LayerNorm), weight [out, in], bias [out]. cast_order None: each norm's own default. parallel_mode "column" and
-    its companions: as for `Linear`; under sequence parallelism each rank normalises its own rows. return_bias,
-    parameters_split: as for `Linear`; return_layernorm_output: also return norm(x), after y and a returned bias. The
-    other options: see `GemmModule`. Raises ValueError for parallel_mode "row": a norm needs whole rows.
+    Parameters: layer_norm_weight [in] and layer_norm_bias [in] as `norm` says, weight [out, in], bias [out]. split:
+    whole or by column, as for `Linear`; under sequence parallelism each rank normalises its own rows. The other options
+    and return_bias: as for `Linear`; return_layernorm_output, which may be set: also return norm(x), after y and a
+    returned bias. Raises ValueError for a split by row: a norm needs whole rows.
     """
 
-    @takes_parallel_options
-    @takes_at_default(return_layernorm_output_gathered=False)
     def __init__(
         self,
         in_features: int,
         out_features: int,
-        eps: float = 1e-5,
         bias: bool = True,
         *,
-        normalization: str = "LayerNorm",
-        norm_weight: bool = True,
-        norm_bias: bool | None = None,
-        zero_centered_gamma: bool = False,
-        cast_order: str | None = None,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        init_method: InitMethod | None = None,
-        return_bias: bool = False,
-        return_layernorm_output: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: Literal["column"] | None = None,
+        norm: PrecedingNormOptions = DEFAULT_NORM,
+        parameters: Parameters = DEFAULT_PARAMETERS,
+        split: Split = WHOLE,
+        gradients: WeightGradients = IN_BACKWARD,
         parameters_split: ParametersSplit | None = None,
-        device: torch.device | str | None = None,
-        delay_wgrad_compute: bool = False,
         name: str = "",
     ) -> None:
-        super().__init__(1, name, fuse_wgrad_accumulation, delay_wgrad_compute, False)
-        if parallel_mode not in (None, "column"):
-            raise ValueError(
-                f"parallel_mode is {shown(parallel_mode)}; allowed: None, 'column' (a norm needs whole rows)"
-            )
-        ranks: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "sequence_parallel": sequence_parallel}
-        sizes = self.split_features(parallel_mode, in_features, out_features, **ranks)
-        self.in_features, self.out_features = sizes
-        self.return_bias = return_bias
-        self.return_layernorm_output = return_layernorm_output
-        new: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
-        self.add_norm(in_features, normalization, eps, zero_centered_gamma, cast_order, norm_weight, norm_bias, **new)
-        init_method = init_method or default_init_method
-        self.add_parameters(parameters_split, in_features, out_features, bias, init_method, **new)
+        super().__init__(1, name, gradients)
+        if split.mode not in (None, "column"):
+            raise ValueError(f"parallel_mode is {shown(split.mode)}; allowed: None, 'column' (a norm needs whole rows)")
+        self.in_features, self.out_features = self.split_features(split, in_features, out_features)
+        self.add_norm(in_features, norm, parameters)
+        self.add_parameters(parameters_split, in_features, out_features, bias, parameters)
         self.reset_parameters()
         self.complete_state()
         store_weights_as_asked(self)

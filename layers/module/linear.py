@@ -2,67 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from te_models.kernels.activation import Activation
 
-from ..distributed.tensor_parallel import InitMethod, ParallelMode
+from ..distributed.tensor_parallel import WHOLE, Split
 from ..functional.fused_quantize import Prologue
 from ..functional.linear import linear
 from ..functional.linear_op import Boundary, check_boundary, linear_layer
-from ..te_arguments import takes_parallel_options
+from .options import DEFAULT_PARAMETERS, IN_BACKWARD, Parameters, WeightGradients
 from .parameters_split import ParametersSplit, SplitParameters
-from .primary_weights import default_init_method, store_weights_as_asked
+from .primary_weights import store_weights_as_asked
 
 
 class Linear(SplitParameters):
-    """`y = x w^T + b`, quantized under `autocast`. Transformer Engine: `te.pytorch.Linear`.
+    """`y = x w^T + b`, quantized under `autocast`.
 
-    weight: [out_features, in_features]; bias: [out_features]. params_dtype: dtype of the parameters (None: torch's
-    default); init_method: fills the weight in place (None: N(0, 0.023^2)); the bias starts at zero. parallel_mode: how
-    the weight is split over the ranks of tp_group, see `tensor_parallel`; in_features and out_features are the unsplit
-    sizes, the attributes of that name this rank's. return_bias: return (y without bias, bias): the caller adds it.
-    boundary: what the compiler sees of the layer, with the same numbers: "kernel" every quantization and GEMM, which
-    it fuses; "layer" one operation forward and one backward, which make small graphs and fuse with nothing
-    (docs/compile.md). parameters_split: several parameters in place of one, see `SplitParameters`. The other options:
-    see `GemmModule`; name: see `QuantizedModule`.
+    weight: [out_features, in_features]; bias: [out_features], which starts at zero. split: how the weight is split over
+    ranks, see `tensor_parallel`; in_features and out_features are the unsplit sizes, the attributes of that name this
+    rank's. boundary: what the compiler sees of the layer, with the same numbers: "kernel" every quantization and GEMM,
+    which it fuses; "layer" one operation forward and one backward, which make small graphs and fuse with nothing
+    (docs/compile.md). parameters_split: several parameters in place of one, see `SplitParameters`. name: see
+    `QuantizedModule`. return_bias, which may be set: return (y without bias, bias), and the caller adds it.
     """
 
-    @takes_parallel_options
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
         *,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        init_method: InitMethod | None = None,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: ParallelMode | None = None,
+        parameters: Parameters = DEFAULT_PARAMETERS,
+        split: Split = WHOLE,
+        gradients: WeightGradients = IN_BACKWARD,
         parameters_split: ParametersSplit | None = None,
-        device: torch.device | str | None = None,
-        delay_wgrad_compute: bool = False,
-        save_original_input: bool = False,
         name: str = "",
         boundary: Boundary = "kernel",
     ) -> None:
-        super().__init__(1, name, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input)
-        ranks: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "sequence_parallel": sequence_parallel}
-        sizes = self.split_features(parallel_mode, in_features, out_features, **ranks)
-        self.in_features, self.out_features = sizes
-        self.return_bias = return_bias
-        self.boundary: Boundary = check_boundary(boundary, self.tp_size, delay_wgrad_compute)
-        new: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
-        init_method = init_method or default_init_method
-        self.add_parameters(parameters_split, self.in_features, out_features, bias, init_method, **new)
+        super().__init__(1, name, gradients)
+        self.in_features, self.out_features = self.split_features(split, in_features, out_features)
+        self.boundary: Boundary = check_boundary(boundary, self.tp_size, gradients.delay_wgrad_compute)
+        self.add_parameters(parameters_split, self.in_features, out_features, bias, parameters)
         self.reset_parameters()
         self.complete_state()
         store_weights_as_asked(self)

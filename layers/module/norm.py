@@ -13,7 +13,8 @@ from te_models.kernels.norm import Norm, layer_norm, rms_norm
 from te_models.suggestions import shown
 
 from ..functional.fused_quantize import Prologue
-from ..te_arguments import leave_extra_state, takes_also, takes_at_default
+from .extra_state import leave_extra_state
+from .options import Parameters, PrecedingNormOptions
 from .primary_weights import empty_parameter, materialising
 
 
@@ -84,11 +85,9 @@ class RMSNorm(_Norm):
     """Root mean square norm: `gamma * x / sqrt(mean(x^2) + eps)`.
 
     normalized_shape: the last dimension, or the last few. zero_centered_gamma: the weight stores gamma - 1. cast_order:
-    where the product is rounded, see `te_models.kernels.norm`. Transformer Engine: `te.pytorch.RMSNorm`.
+    where the product is rounded, see `te_models.kernels.norm`.
     """
 
-    @takes_also(hidden_size="normalized_shape")
-    @takes_at_default(sequence_parallel=None)
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -114,8 +113,6 @@ class RMSNorm(_Norm):
 class LayerNorm(_Norm):
     """Layer norm: `gamma * (x - mean) / sqrt(var + eps) + beta`; arguments as for RMSNorm, plus `bias`."""
 
-    @takes_also(hidden_size="normalized_shape")
-    @takes_at_default(sequence_parallel=None)
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -142,24 +139,15 @@ class PrecedingNorm(nn.Module):
     """Mixin of modules that normalise their input with parameters of their own: layer_norm_weight [size] (absent where
     `weight` is False) and layer_norm_bias [size] (with `bias`, None: for LayerNorm)."""
 
-    def add_norm(
-        self,
-        size: int,
-        normalization: str,
-        eps: float,
-        zero_centered_gamma: bool,
-        cast_order: str | None,
-        weight: bool,
-        bias: bool | None,
-        **new: Any,
-    ) -> None:
-        """Create the parameters. cast_order None: each norm's own default."""
-        self.normalization = normalization
-        self.eps = eps
-        self.zero_centered_gamma = zero_centered_gamma
-        self.cast_order = cast_order or default_cast_order(normalization)
-        bias = normalization == "LayerNorm" if bias is None else bias
-        self.layer_norm_weight = empty_parameter(size, **new) if weight else None
+    def add_norm(self, size: int, norm: PrecedingNormOptions, parameters: Parameters) -> None:
+        """Create the parameters, of the norm of `size` numbers."""
+        self.normalization = norm.kind
+        self.eps = norm.eps
+        self.zero_centered_gamma = norm.zero_centered_gamma
+        self.cast_order = norm.cast_order or default_cast_order(norm.kind)
+        bias = norm.kind == "LayerNorm" if norm.bias is None else norm.bias
+        new: dict[str, Any] = {"params_dtype": parameters.dtype, "device": parameters.device}
+        self.layer_norm_weight = empty_parameter(size, **new) if norm.weight else None
         self.layer_norm_bias = empty_parameter(size, **new) if bias else None
 
     @torch.no_grad()
@@ -192,7 +180,3 @@ def default_cast_order(normalization: str) -> str:
     if normalization not in orders:
         raise ValueError(f"normalization is {shown(normalization)}; allowed: 'LayerNorm', 'RMSNorm'")
     return orders[normalization]
-
-
-NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
-"""By Transformer Engine's names."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from te_models.kernels.compiling import compiling
 from te_models.suggestions import shown
 
-from ..distributed.tensor_parallel import InitMethod, TensorParallelModule
+from ..distributed.tensor_parallel import TensorParallelModule
 from ..functional.fused_quantize import quantized_gradient, quantized_output
 from ..functional.linear import GemmCall
 from ..quantizer import Quantizer
@@ -20,7 +20,8 @@ from ..quantizer.state import AnyQuantizer
 from ..recipe.base import HIGH_PRECISION
 from ..recipe.recipe_use import untracked_side_effect
 from .base import GemmModule
-from .primary_weights import empty_parameter, materialising
+from .options import Parameters
+from .primary_weights import default_init_method, empty_parameter, materialising
 
 ParametersSplit = Mapping[str, int] | Sequence[str]
 """Rows of each parameter by its name, or names of parameters of equally many rows."""
@@ -45,11 +46,11 @@ class SplitParameters(TensorParallelModule, GemmModule):
         in_features: int,
         out_features: int,
         bias: bool,
-        init_method: InitMethod,
-        **new: Any,
+        parameters: Parameters,
     ) -> None:
-        """Create the parameters. in_features: of this rank; out_features: of all ranks; new: dtype and device."""
-        self.init_method = init_method
+        """Create the parameters. in_features: of this rank; out_features: of all ranks."""
+        self.init_method = parameters.init_method or default_init_method
+        new: dict[str, Any] = {"params_dtype": parameters.dtype, "device": parameters.device}
         rows = {"": out_features} if parameters_split is None else rows_of(parameters_split, out_features)
         if parameters_split is not None:
             self.parameters_split, self.weight_is_joined = tuple(rows), True

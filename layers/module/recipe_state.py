@@ -35,7 +35,8 @@ from ..recipe.base import Recipe
 from ..recipe.context import state
 from ..recipe.recipe_use import RecipeUse, choose, live_modules, register_layer
 from ..recipe.recipes import DelayedRule, DelayedScaling
-from ..te_arguments import (
+from ..tensor.quantized_tensor import module_conversion
+from .extra_state import (
     EXTRA_STATE_INSTEAD,
     KEY,
     holds_something,
@@ -44,7 +45,6 @@ from ..te_arguments import (
     tensors_from_bytes,
     written_here,
 )
-from ..tensor.quantized_tensor import module_conversion
 from .weight_cache import move_cached_weights
 
 _DELAYED_NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_history")

@@ -1,12 +1,12 @@
 """Fusible operations: small differentiable steps that `Sequential` fuses, with quantized data between them.
 
-May import: `te_models.kernels` and the rest of `te_models.layers`.
+They live in `..te.ops`; `te.ops`, as Transformer Engine's scripts call it, has their names.
 """
 
 from typing import Any
 
-from ..te_compat.names import missing_operation
-from .basic import (
+from ..te.names import missing_operation
+from ..te.ops.basic import (
     GEGLU,
     GELU,
     GLU,
@@ -44,8 +44,8 @@ from .basic import (
     SReLU,
     SwiGLU,
 )
-from .basic.linear import Linear
-from .call import (
+from ..te.ops.basic.linear import Linear
+from ..te.ops.call import (
     Computed,
     Gradients,
     Needs,
@@ -54,10 +54,10 @@ from .call import (
     OperationContext,
     QuantizedRows,
 )
-from .fused import FUSIONS
-from .fuser import OperationFuser
-from .operation import BasicOperation, FusedOperation, FusibleOperation
-from .sequential import Sequential
+from ..te.ops.fused import FUSIONS
+from ..te.ops.fuser import OperationFuser
+from ..te.ops.operation import BasicOperation, FusedOperation, FusibleOperation
+from ..te.ops.sequential import Sequential
 
 __all__ = [
     "FUSIONS",

@@ -17,7 +17,6 @@ from te_models.kernels.quantize.fp8.dequantize_grouped import dequantize_grouped
 from te_models.kernels.quantize.fp8.grouped import pad_rows
 from te_models.suggestions import shown
 
-from ..te_arguments import takes_also
 from .base import Fields, Parts, Usage
 from .fp8 import FP8Quantizer, check_epsilon
 from .value import derived, value_class
@@ -300,7 +299,3 @@ class MXFP8Quantizer(_BlockwiseQuantizer):
 
     def part_dtype(self, part: str) -> torch.dtype | None:
         return torch.uint8 if part == "scale_inv" else super().part_dtype(part)
-
-
-_init = takes_also(with_2d_quantization="two_dimensional")(MXFP8Quantizer.__init__)
-MXFP8Quantizer.__init__ = _init  # type: ignore[method-assign]

@@ -35,12 +35,11 @@ from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize import cpu_fields
 from te_models.suggestions import shown
 
-from ..te_arguments import torch_dtype
 from . import Fields, Float8CurrentScalingQuantizer, Quantizer, Usage
 from .fp8 import quantize_by_scale, quantize_rows_with, rows_by_usage
 from .group_offsets import GroupOffsets
 from .tensor_types import TENSOR_TYPES, empty_tensor, quantized
-from .value import value_class
+from .value import torch_dtype, value_class
 
 ROLES = ("input", "weight", "grad_output")
 STATISTICS = ("amax", "scale_min", "scale_max", "underflow", "saturation")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -16,22 +17,21 @@ from te_models.kernels.quantize import cpu_fields
 from te_models.kernels.quantize.fp8.dequantize_grouped import dequantize_grouped
 from te_models.suggestions import shown
 
-from ..te_arguments import AMAX_REDUCTION, DType, takes_at_default, takes_without_effect, torch_dtype
 from .base import Fields, Parts, Quantizer, Usage
 from .group_offsets import GroupOffsets
-from .value import derived, value_class
+from .value import derived, torch_dtype, value_class
 
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Quantizer(Quantizer):
     """Base of quantizers to FP8. fp8_dtype, the first positional argument: torch.float8_e4m3fn or torch.float8_e5m2,
-    or `DType`'s, else ValueError."""
+    or a name of an enum for one, else ValueError."""
 
     fp8_dtype: torch.dtype = field(default=torch.float8_e4m3fn, kw_only=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.fp8_dtype, DType):
+        if isinstance(self.fp8_dtype, enum.Enum):
             object.__setattr__(self, "fp8_dtype", torch_dtype(self.fp8_dtype))
         if self.fp8_dtype not in q.FP8_MAX:
             raise ValueError(f"fp8_dtype is {shown(self.fp8_dtype)}; allowed: {', '.join(map(str, q.FP8_MAX))}")
@@ -174,10 +174,6 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
     def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         data, scale_inv = fields["rowwise_data"], fields["rowwise_scale_inv"]
         return dequantize_grouped(data, scale_inv, m_splits, shape[0], None, dtype)
-
-
-_init = takes_at_default(**AMAX_REDUCTION)(Float8CurrentScalingQuantizer.__init__)
-Float8CurrentScalingQuantizer.__init__ = takes_without_effect("device", position=2)(_init)  # type: ignore[method-assign]
 
 
 def quantize_rows_with(

@@ -16,7 +16,6 @@ from te_models.kernels.quantize import cpu_fields
 from te_models.kernels.quantize.fp8.dequantize_grouped import unpad_rows
 from te_models.suggestions import shown
 
-from ..te_arguments import AMAX_REDUCTION, DType, takes_at_default, takes_without_effect
 from .base import Fields, Parts, Quantizer, Usage
 from .group_offsets import GroupOffsets
 from .value import derived, value_class
@@ -355,8 +354,3 @@ class NVFP4Quantizer(Quantizer):
         factor = self._factor(parts[2])
         scale_inv = parts[1].float() * (factor if self.row_scaled_nvfp4 else factor[..., None, None])
         return q.quantization_statistics(x, values, scale_inv, (1, _BLOCK), 6.0, count)
-
-
-_init = takes_at_default(**AMAX_REDUCTION, fp4_dtype=DType.kFloat4E2M1)(NVFP4Quantizer.__init__)
-# an amax is always taken of the transformed matrix
-NVFP4Quantizer.__init__ = takes_without_effect("with_post_rht_amax")(_init)  # type: ignore[method-assign]

@@ -27,6 +27,11 @@ C = TypeVar("C", bound="type[ValueObject]")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
+def torch_dtype(dtype: Any) -> Any:
+    """Return a dtype as torch's, also where it is a name of an enum for one."""
+    return dtype.value if isinstance(dtype, enum.Enum) else dtype
+
+
 class derived(Generic[T]):
     """A read-only property of a value object, computed from its fields.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from te_models.suggestions import shown
 
+from ..defaults import require_default
 from ..quantizer import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -20,7 +21,6 @@ from ..quantizer import (
     Quantizer,
 )
 from ..quantizer.delayed import DelayedScalingQuantizer
-from ..te_arguments import require_default
 from .assignment import assign
 from .base import Format, GemmQuantizers, MMParams, QParams, QuantizerRole, Recipe, Role, refuse_others
 

@@ -20,7 +20,6 @@ from ..quantizer import Fields, Quantizer
 from ..quantizer.delayed import Float8Quantizer
 from ..quantizer.schema import empty_fields, field_layouts
 from ..quantizer.state import value_of
-from .flat_fields import from_flat
 from .formats import CLASSES
 from .storage import QuantizedStorage
 
@@ -54,17 +53,9 @@ class GroupedTensorStorage(QuantizedStorage):
     any format. m_splits None: logical shape [num_gemms, rows, columns], fields stacked;
     else [T, columns] with m_splits: [num_gemms] integer rows per group, fields as above. amaxes: of each member [G], by
     usage, where whoever made this passed on what the scales come from. ValueError for a shape of another rank.
+    With num_tensors the constructor takes Transformer Engine's flat buffers instead (docs/porting.md)."""
 
-    `GroupedTensorStorage(shape, dtype, num_tensors=..., quantizer=..., data=..., scale_inv=...)`, with Transformer
-    Engine's flat buffers, makes the same of them: see `flat_fields.from_flat`."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        if "num_tensors" in named:
-            self._adopt_members(*from_flat(*arguments, **named))  # type: ignore[arg-type]
-        else:
-            self._adopt_members(*arguments, **named)
-
-    def _adopt_members(
+    def __init__(
         self,
         fields: Fields,
         quantizer: Quantizer,

@@ -1,11 +1,11 @@
 """Questions about the device under Transformer Engine's module path.
 
-May import: `..te_compat`.
+May import: `..te`.
 """
 
 from typing import Any
 
-from ..te_compat.names import is_bf16_available, missing
+from ..te.names import is_bf16_available, missing
 
 __all__ = ["is_bf16_available"]
 

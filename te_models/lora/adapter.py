@@ -16,10 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_models.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, QuantizedTensor
+from te_models import layers
+from te_models.layers import LayerNormMLP, QuantizedTensor
 from te_models.layers.collectives import all_reduce
 from te_models.layers.distributed.tensor_parallel import part_of
 from te_models.layers.functional.grouped_linear import add_bias_rows
+from te_models.layers.module.grouped_linear import GroupedLinear
+from te_models.layers.module.layernorm_linear import LayerNormLinear
+from te_models.layers.module.linear import Linear
 from te_models.layers.module.weight_cache import forget_cached_weights
 
 from .layers import (
@@ -235,4 +239,8 @@ ADAPTERS: dict[type[nn.Module], type[Adapter]] = {
     LayerNormLinear: _LayerNormLinear,
     LayerNormMLP: _LayerNormMLP,
     GroupedLinear: _GroupedLinear,
+    layers.Linear: _Linear,
+    layers.LayerNormLinear: _LayerNormLinear,
+    layers.GroupedLinear: _GroupedLinear,
 }
+"""Class of a layer, a model's or one that a user built -> class of its adapted one."""

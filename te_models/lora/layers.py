@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from te_models.kernels.grouped_gemm import grouped_gemm
 from te_models.kernels.permute import Permutation, permute
 from te_models.kernels.without_autocast import compute_dtype
-from te_models.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, QuantizedTensor
+from te_models.layers import LayerNormMLP, QuantizedTensor
 from te_models.layers.module.base import QuantizedModule
+from te_models.layers.module.grouped_linear import GroupedLinear
+from te_models.layers.module.layernorm_linear import LayerNormLinear
+from te_models.layers.module.linear import Linear
 
 from ..model.moe import MoELayer
 

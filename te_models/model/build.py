@@ -15,9 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from te_models.layers import DotProductAttention, LayerNorm, LayerNormLinear, Linear, RMSNorm
+from te_models.layers.attention.dot_product_attention import DotProductAttention
 from te_models.layers.distributed.sequence_parallel import SequenceShard
+from te_models.layers.distributed.tensor_parallel import InitMethod, ParallelMode, Split
 from te_models.layers.distributed.vocab_parallel import VocabShard, vocab_range
+from te_models.layers.module.layernorm_linear import LayerNormLinear
+from te_models.layers.module.linear import Linear
+from te_models.layers.module.norm import LayerNorm, RMSNorm
+from te_models.layers.module.options import Parameters, PrecedingNormOptions
 from te_models.layers.module.recipe_state import real_default_device
 
 from ..config import AttentionConfig, ConfigError, ModelConfig, NormConfig
@@ -177,12 +182,12 @@ class Build:
             return None
         return SequenceShard(self.tp_group.rank(), self.tp_size, self.tp_group.group_name)
 
-    def split(self, parallel_mode: str) -> dict[str, Any]:
-        """Keyword arguments of a module that is split in this way, or whole."""
-        if self.tp_size == 1:
-            return {}
-        split: dict[str, Any] = {"parallel_mode": parallel_mode, "tp_group": self.tp_group}
-        return split | ({"sequence_parallel": True} if self.sequence_parallel else {})
+    def gemm(self, start: InitMethod | None, parallel_mode: ParallelMode | None = None) -> dict[str, Any]:
+        """Keyword arguments of a layer with GEMMs, which is split in this way, or whole. start: fills its weight."""
+        split = Split()
+        if parallel_mode is not None and self.tp_size > 1:
+            split = Split(parallel_mode, self.tp_group, sequence_parallel=self.sequence_parallel)
+        return {"parameters": Parameters(self.params_dtype, self.device, start), "split": split}
 
     def starting(self, start: Callable[[Tensor], Tensor], blocks: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
         """Return what fills a weight whose rows are these blocks, of which each rank has a share."""
@@ -264,13 +269,12 @@ def make_core_attention(
         channels,
         groups,
         a.attention_dropout,
-        qkv_format="bshd",
         attn_mask_type="causal_bottom_right",
         window_size=config.window_size(layer),
         softmax_scale=a.softmax_scale,
         softcap=a.softcap,
         softmax_type="learnable" if a.sinks else "vanilla",
-        **build.new,
+        parameters=Parameters(build.params_dtype, build.device),
     )
     if a.softmax_scale_by_layer:
         attention.softmax_scale /= layer + 1  # assigned, it is data: layers share a graph
@@ -280,7 +284,7 @@ def make_core_attention(
 def make_output_linear(config: ModelConfig, in_features: int, bias: bool, build: Build) -> Linear:
     """Return the last projection of a sublayer, which writes to the residual stream."""
     start = output_init_method(config)
-    return Linear(in_features, config.hidden_size, bias, init_method=start, **build.new, **build.split("row"))
+    return Linear(in_features, config.hidden_size, bias, **build.gemm(start, "row"))
 
 
 def make_input_linear(
@@ -297,21 +301,21 @@ def make_input_linear(
     start, out_features = build.starting(init_method(config), blocks), sum(blocks)
     if not normed:
         size = in_features or config.hidden_size
-        return Linear(size, out_features, bias, init_method=start, **build.new, **build.split("column"))
+        return Linear(size, out_features, bias, **build.gemm(start, "column"))
     norm = config.norm
     return LayerNormLinear(
         config.hidden_size,
         out_features,
-        norm.layernorm_epsilon,
         bias,
-        normalization=norm.normalization,
-        norm_weight=norm.has_weight,
-        norm_bias=norm.bias,
-        zero_centered_gamma=norm.layernorm_zero_centered_gamma,
-        cast_order=norm.cast_order,
-        init_method=start,
-        **build.new,
-        **build.split("column"),
+        norm=PrecedingNormOptions(
+            norm.normalization,
+            norm.layernorm_epsilon,
+            norm.layernorm_zero_centered_gamma,
+            norm.cast_order,
+            norm.has_weight,
+            norm.bias,
+        ),
+        **build.gemm(start, "column"),
     )
 
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from te_models.kernels.activation import Activation
 from te_models.kernels.gemm import linear
 from te_models.kernels.without_autocast import compute_dtype
-from te_models.layers import Linear, current_recipe
+from te_models.layers import current_recipe
 from te_models.layers.functional.gemm_operand import quantized_gemms
+from te_models.layers.module.linear import Linear
 
 from ..config import MLPConfig, ModelConfig
 from .build import Build, init_method, make_input_linear, make_output_linear

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from te_models.layers import Linear
+from te_models.layers.module.linear import Linear
 
 from ..config import ModelConfig, SharedBlocksConfig
 from .build import Build, make_norm, output_init_method
@@ -48,7 +48,7 @@ class SharedUse(nn.Module):
         joins = 2 if config.mlp.gated else 1
         self.fc1_down = Rows(config, rank, hidden, build, whole=True)
         self.fc1_up = Rows(config, config.mlp.ffn_hidden_size * joins, rank, build, joins=joins)
-        self.linear_out = Linear(hidden, hidden, False, init_method=output_init_method(config), **build.new)
+        self.linear_out = Linear(hidden, hidden, False, **build.gemm(output_init_method(config)))
 
     def forward(
         self, block: SharedBlock, x: Tensor, embedded: Tensor, inputs: MixerInputs, cache: LayerMemory | None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from functools import cache
 from statistics import median
 
 from tests.structure.test_imports import imports_of
@@ -15,11 +16,15 @@ from tests.structure.tree import FOLDERS, ROOT, modules, parsed
 
 ROOMS = {
     "te_models.checkpoints": "io plan families formats folder write quantized foreign tools",
-    "te_models.layers": "te_arguments collectives quantizer tensor recipe dynamo functional distributed module "
-    "te_compat attention ops optimizers utils",
+    "te_models.layers": "defaults collectives quantizer tensor recipe dynamo functional distributed module "
+    "attention optimizers te ops utils",
     "te_models.kernels": "launch derivative torch_versions without_autocast asserted custom_op quantize",
 }
 """The rooms of a folder in the order in which they may import each other."""
+PORCH = "te_models.layers.te"
+"""What exists because Transformer Engine has it: nothing of the core imports it."""
+DOORS = {f"te_models.layers.{name}__init__" for name in ("", "ops.", "optimizers.", "utils.")}
+"""Where users import its names: the module paths of Transformer Engine."""
 MOST_FILES = 20
 BANNED = {
     "te_models": {
@@ -67,9 +72,44 @@ def test_a_room_imports_only_the_rooms_before_it() -> None:
                 continue
             for item in imports_of(file.read_text(encoding="utf-8"), module):
                 other = room_of(item.target, package) if item.target.startswith(f"{package}.") else ""
-                if order.get(other, own) > own:
+                if order.get(other, own) > own and not (module in DOORS and other == room_of(PORCH, package)):
                     found.append(f"{module}:{item.line} imports {item.target}")
     assert found == []
+
+
+@cache
+def offered_by_the_porch() -> set[str]:
+    """Import names of what the doors have from the porch."""
+    found = set()
+    for door in DOORS:
+        for item in imports_of(modules()[door].read_text(encoding="utf-8"), door):
+            if item.target.startswith(f"{PORCH}."):
+                found.add(f"{door.removesuffix('.__init__')}.{item.target.rpartition('.')[2]}")
+    return found
+
+
+def imports_of_the_porch(module: str, source: str) -> list[str]:
+    """What a file imports of the porch, by its place or by a name that a door offers."""
+    rooms = (PORCH, "te_models.layers.ops", "te_models.layers.utils")
+    return [
+        f"{module}:{item.line} imports {item.target}"
+        for item in imports_of(source, module)
+        if f"{item.target}.".startswith(tuple(f"{room}." for room in rooms)) or item.target in offered_by_the_porch()
+    ]
+
+
+def test_the_core_and_the_models_do_not_import_the_porch() -> None:
+    for source in ("from ..te import names", "from .. import TransformerLayer", "from ..optimizers import FusedAdam"):
+        assert imports_of_the_porch("te_models.layers.module.linear", source)
+    core = [
+        name
+        for name in modules()
+        if name.startswith(("te_models.kernels.", "te_models.layers.", "te_models.model."))
+        and not name.startswith(f"{PORCH}.")
+        and name not in DOORS
+    ]
+    found = [imports_of_the_porch(name, modules()[name].read_text(encoding="utf-8")) for name in core]
+    assert [problem for problems in found for problem in problems] == []
 
 
 def test_every_room_of_checkpoints_and_layers_is_ordered() -> None:
@@ -169,8 +209,8 @@ def test_the_folders_are_the_four() -> None:
 
 
 NAMED_TWICE = {
-    # fusible operations have the names of Transformer Engine's `te.ops`
-    "te_models.layers": {"Linear", "GroupedLinear", "RMSNorm", "LayerNorm"},
+    # fusible operations have the names of Transformer Engine's `te.ops`, modules of the core those of its modules
+    "te_models.layers": {"Linear", "LayerNormLinear", "GroupedLinear", "RMSNorm", "LayerNorm", "DotProductAttention"},
     # what every format of quantized folders offers
     "te_models.checkpoints": {"read", "write"},
 }

@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from te_models.kernels.compressed_keys import compress, last_tokens, roped_last, visible_keys, window_hides
 from te_models.kernels.norm import rms_norm
-from te_models.layers import GroupedLinear, LayerNormLinear, Linear
 from te_models.layers.distributed.context_parallel import ContextShard
+from te_models.layers.module.grouped_linear import GroupedLinear
+from te_models.layers.module.layernorm_linear import LayerNormLinear
+from te_models.layers.module.linear import Linear
+from te_models.layers.module.options import PrecedingNormOptions
 
 from ...config import AttentionConfig, ModelConfig
 from ..build import Build, init_method, make_core_attention, make_input_linear, make_norm, make_output_linear
@@ -33,7 +36,7 @@ class Compressor(nn.Module):
         super().__init__()
         self.rate, self.series, self.channels = rate, series, channels
         rows = 2 * series * channels
-        self.linear_in = Linear(config.hidden_size, rows, False, init_method=init_method(config), **build.new)
+        self.linear_in = Linear(config.hidden_size, rows, False, **build.gemm(init_method(config)))
         self.position_bias = build.parameter(rate, series * channels)
         self.layernorm = make_norm(config.norm, channels, build)
         self.reset_parameters()
@@ -65,12 +68,9 @@ class CompressedAttention(nn.Module):
         self.linear_q_up = LayerNormLinear(
             its.q_lora_rank,
             heads * channels,
-            self.epsilon,
             False,
-            normalization="RMSNorm",
-            cast_order=config.norm.cast_order,
-            init_method=init_method(config),
-            **build.new,
+            norm=PrecedingNormOptions("RMSNorm", self.epsilon, cast_order=config.norm.cast_order),
+            **build.gemm(init_method(config)),
         )
         self.kv_layernorm = make_norm(config.norm, channels, build)
         self.core_attention = make_core_attention(config, a, layer, heads, channels, 1, build)
@@ -79,9 +79,8 @@ class CompressedAttention(nn.Module):
             heads * channels // its.o_groups,
             its.o_lora_rank,
             False,
-            init_method=init_method(config),
             single_grouped_weight=True,
-            **build.new,
+            **build.gemm(init_method(config)),
         )
         self.linear_proj = make_output_linear(config, its.o_groups * its.o_lora_rank, False, build)
         self.compressor = self.index_compressor = self.linear_index_q = self.index_weights = self.rotary = None
@@ -94,7 +93,7 @@ class CompressedAttention(nn.Module):
         if its.index_topk is not None:
             size, count, start = its.index_head_dim, its.index_n_heads, init_method(config)
             self.index_compressor = Compressor(config, its.rate, its.series, size, build)
-            self.linear_index_q = Linear(its.q_lora_rank, count * size, False, init_method=start, **build.new)
+            self.linear_index_q = Linear(its.q_lora_rank, count * size, False, **build.gemm(start))
             self.index_weights = HeadWeights(config, count, build)
             for part in (self.index_compressor, self.linear_index_q, self.index_weights):
                 part.requires_grad_(False)  # no gradient passes the choice, and no loss trains it

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from te_models.kernels.norm import rms_norm
 from te_models.kernels.rope import apply_rope
-from te_models.layers import LayerNormLinear
 from te_models.layers.distributed.context_parallel import ContextShard, attention_of_chunks, gather_positions
 from te_models.layers.distributed.sequence_parallel import gather_tokens_of_ranks
+from te_models.layers.module.layernorm_linear import LayerNormLinear
+from te_models.layers.module.options import PrecedingNormOptions
 
 from ...config import AttentionConfig, ModelConfig
 from ..build import Build, init_method, make_core_attention, make_input_linear, make_output_linear
@@ -76,13 +77,9 @@ class LatentAttention(nn.Module):
         return LayerNormLinear(
             latent,
             rows,
-            self.mla.latent_norm_epsilon,
             False,
-            normalization="RMSNorm",
-            cast_order=config.norm.cast_order,
-            init_method=init_method(config),
-            **build.new,
-            **build.of_all_tokens.split("column"),
+            norm=PrecedingNormOptions("RMSNorm", self.mla.latent_norm_epsilon, cast_order=config.norm.cast_order),
+            **build.of_all_tokens.gemm(init_method(config), "column"),
         )
 
     def forward(

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from te_models.kernels.rope import apply_rope
 from te_models.kernels.sparse_attention import indexer_loss, select_keys, sparse_attention
 from te_models.kernels.without_autocast import without_autocast
-from te_models.layers import DotProductAttention, LayerNorm, Linear
+from te_models.layers.attention.dot_product_attention import DotProductAttention
 from te_models.layers.distributed.context_parallel import ContextShard, gather_positions, mean_of_ranks
+from te_models.layers.module.linear import Linear
+from te_models.layers.module.norm import LayerNorm
 
 from ...config import ConfigError, IndexerConfig, ModelConfig
 from ..build import Build, init_method
@@ -57,12 +59,12 @@ class Indexer(nn.Module):
         if indexer.shared:
             return
         heads, channels, start = indexer.n_heads, indexer.head_dim, init_method(config)
-        self.linear_wq_b = Linear(inputs, heads * channels, False, init_method=start, **build.new)
-        self.linear_wk = Linear(config.hidden_size, channels, False, init_method=start, **build.new)
+        self.linear_wq_b = Linear(inputs, heads * channels, False, **build.gemm(start))
+        self.linear_wk = Linear(config.hidden_size, channels, False, **build.gemm(start))
         self.k_norm = LayerNorm(channels, indexer.layernorm_epsilon, **build.new)
         self.weights_proj = HeadWeights(config, heads, build)
         if indexer.pool_size is not None:
-            self.linear_wgate = Linear(config.hidden_size, channels, False, init_method=start, **build.new)
+            self.linear_wgate = Linear(config.hidden_size, channels, False, **build.gemm(start))
             self.pool_bias = build.parameter(indexer.pool_size, channels)
         self.reset_parameters()
         # without a loss no gradient comes, and weight decay alone would move what it has learned

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from te_models.kernels.permute import Permutation, permute
-from te_models.layers import GroupedLinear
+from te_models.layers.module.grouped_linear import GroupedLinear
 
 from ...config import ModelConfig
 from ..build import Build, LocalExperts, Normal, init_method, output_init_method
@@ -36,25 +36,23 @@ class Experts(nn.Module):
         def start(whole: Normal) -> Normal | LocalExperts:
             return whole if ranks == 1 else LocalExperts(whole, self.first_expert, moe.num_moe_experts)
 
-        shared = {"single_grouped_weight": build.expert_layout == "grouped", **build.new}
+        grouped = build.expert_layout == "grouped"
         rows = (width,) * (2 if config.mlp.gated else 1)
         self.linear_fc1 = GroupedLinear(
             experts,
             channels,
             sum(rows),
             moe.bias,
-            init_method=build.starting(start(init_method(config)), rows),
-            **shared,
-            **build.split("column"),
+            single_grouped_weight=grouped,
+            **build.gemm(build.starting(start(init_method(config)), rows), "column"),
         )
         self.linear_fc2 = GroupedLinear(
             experts,
             width,
             channels,
             moe.bias,
-            init_method=start(output_init_method(config)),
-            **shared,
-            **build.split("row"),
+            single_grouped_weight=grouped,
+            **build.gemm(start(output_init_method(config)), "row"),
         )
         self.linear_fc1.reduce_amax = self.linear_fc2.reduce_amax = ranks == 1
 

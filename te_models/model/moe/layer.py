@@ -24,10 +24,10 @@ from te_models.kernels.router import (
     router_z_loss,
     weights_of,
 )
-from te_models.layers import Linear
 from te_models.layers.collectives import all_gather
 from te_models.layers.distributed.context_parallel import ContextShard, gather_rows
 from te_models.layers.distributed.sequence_parallel import SequenceShard, gather_tokens_of_ranks, own_share
+from te_models.layers.module.linear import Linear
 
 from ...config import ModelConfig
 from ..build import Build, init_method, make_norm, make_output_linear
@@ -65,7 +65,7 @@ class MoELayer(nn.Module):
         latent, H, bias = config.moe.moe_latent_size, config.hidden_size, config.mlp.bias
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if latent is not None:  # every rank has these whole
-            self.fc1_latent_proj = Linear(H, latent, bias, init_method=init_method(config), **build.new)
+            self.fc1_latent_proj = Linear(H, latent, bias, **build.gemm(init_method(config)))
             self.fc2_latent_proj = make_output_linear(config, latent, bias, build.whole)
         self.experts = Experts(config, build)
         self.shared_experts = None

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.kernels.without_autocast import without_autocast
-from te_models.layers import Linear
+from te_models.layers.module.linear import Linear
 
 from ...config import AlternatingUpdatesConfig, ModelConfig
 from ..build import Build, init_method, make_norm
@@ -83,8 +83,7 @@ class LaneProjections(nn.Module):
         super().__init__()
         self.lanes, size, start = lanes, config.hidden_size, init_method(config)
         self.linear_in, self.linear_out = (
-            nn.ModuleList(Linear(size, size, False, init_method=start, **build.new) for _ in range(lanes - 1))
-            for _ in range(2)
+            nn.ModuleList(Linear(size, size, False, **build.gemm(start)) for _ in range(lanes - 1)) for _ in range(2)
         )
 
     def widened(self, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor, nn
 
-from te_models.layers import Linear
+from te_models.layers.module.linear import Linear
 
 from ...config import ModelConfig
 from ..build import Build, init_method, make_norm
@@ -18,8 +18,8 @@ class Laurel(nn.Module):
     def __init__(self, config: ModelConfig, rank: int, build: Build) -> None:
         super().__init__()
         start, size = init_method(config), config.hidden_size
-        self.linear_left = Linear(size, rank, False, init_method=start, **build.new)
-        self.linear_right = Linear(rank, size, False, init_method=start, **build.new)
+        self.linear_left = Linear(size, rank, False, **build.gemm(start))
+        self.linear_right = Linear(rank, size, False, **build.gemm(start))
         self.layernorm = make_norm(config.norm, size, build)
 
     def forward(self, x: Tensor, normed: Tensor, attended: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from te_models.kernels.activation import activation
 from te_models.kernels.embedding import embedding
 from te_models.kernels.norm import rms_norm
-from te_models.layers import Linear
+from te_models.layers.module.linear import Linear
 
 from ...config import ModelConfig, PerLayerEmbeddingConfig
 from ..build import Build, init_method, make_norm
@@ -36,9 +36,9 @@ class PerLayerEmbedding(nn.Module):
             self.padding_idx = None
         self.init_method, size, channels = init_method(config), config.hidden_size, its.channels
         self.weight = build.parameter(its.vocab_size, channels)
-        self.linear_in = Linear(size, channels, False, init_method=self.init_method, **build.new)
-        self.linear_gate = Linear(size, channels, False, init_method=self.init_method, **build.new)
-        self.linear_proj = Linear(channels, size, False, init_method=self.init_method, **build.new)
+        self.linear_in = Linear(size, channels, False, **build.gemm(self.init_method))
+        self.linear_gate = Linear(size, channels, False, **build.gemm(self.init_method))
+        self.linear_proj = Linear(channels, size, False, **build.gemm(self.init_method))
         self.layernorm = make_norm(config.norm, size, build)
         self.reset_parameters()
 

@@ -91,5 +91,5 @@ def test_no_other_writer_or_reader_of_safetensors() -> None:
             for node in ast.walk(ast.parse(source)) if "safetensors" in source else ():
                 if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "safetensors":
                     found += [f"{file.relative_to(ROOT)}: {name.name}" for name in node.names]
-    extra_state = "layers/te_arguments.py: "
+    extra_state = "layers/module/extra_state.py: "
     assert sorted(found) == [extra_state + name for name in ("SafetensorError", "load", "save")]

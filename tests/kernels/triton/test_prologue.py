@@ -17,7 +17,7 @@ from te_models.kernels.norm import quantized as norm_quantized
 from te_models.layers import LayerNormLinear, LayerNormMLP
 from te_models.layers.functional import gemm_operand
 from te_models.layers.functional import linear as dense
-from tests.layers.ops.steps import assert_equal, step
+from tests.layers.te.ops.steps import assert_equal, step
 
 MODULES = {
     "layer_norm": lambda **o: LayerNormLinear(96, 64, **o),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from te_models.layers import GroupedLinear, GroupedRows, Quantizer, autocast, recipe
 from te_models.layers.functional import gemm_operand, grouped_operand
-from tests.layers.ops.steps import assert_equal, fresh, reset
+from tests.layers.te.ops.steps import assert_equal, fresh, reset
 
 NAMES = ["current", "block", "mxfp8", "nvfp4"]
 SPLITS = [([5, 0, 37], 50), ([0, 0, 0], 4), ([64, 32, 0], 96)]

@@ -21,7 +21,7 @@ from te_models.layers import (
 from te_models.layers.functional import gemm_operand
 from te_models.layers.functional import linear as dense
 from te_models.layers.quantizer import MXFP8Quantizer
-from tests.layers.ops.steps import NAMES, assert_equal, step
+from tests.layers.te.ops.steps import NAMES, assert_equal, step
 
 FUSED = {"delayed", "block", "mxfp8"}
 """Recipes whose activations an operation can quantize as its last step."""

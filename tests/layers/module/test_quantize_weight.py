@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from te_models.kernels import quantize as q
 from te_models.layers import GroupedLinear, LayerNormMLP, Linear, autocast, ops, recipe
 from te_models.layers.functional import dense_gemms, gemm_operand, grouped_gemms
-from tests.layers.ops.steps import NAMES, assert_equal, step
+from tests.layers.te.ops.steps import NAMES, assert_equal, step
 
 SPLITS = [5, 0, 30]
 MODULES: dict[str, Any] = {

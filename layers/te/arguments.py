@@ -1,0 +1,150 @@
+"""What calls of Transformer Engine hold that means nothing here, so that they move unchanged.
+
+Arguments that would mean something are taken at their defaults, those that change no result at any value, and those
+that have another name here under either name.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..defaults import require_default
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+USER_BUFFERS: dict[str, Any] = {
+    "ub_tp_comm_overlap": False,
+    "ub_overlap_ag": False,
+    "ub_overlap_rs": False,
+    "ub_overlap_rs_dgrad": False,
+    "ub_bulk_dgrad": False,
+    "ub_bulk_wgrad": False,
+    "symmetric_ar_type": None,
+}
+"""Communication through user buffers: here collectives are torch.distributed's. A layer of one rank has none."""
+SHAPES = ("seq_length", "micro_batch_size")
+"""Shapes that Transformer Engine warms its kernels up for."""
+OF_OPERATIONS: dict[str, Any] = {"userbuffers_options": None}
+"""Of linear operations: collectives are torch.distributed's."""
+THEIR_NAMES = {"dtype": "params_dtype", "accumulate_into_main_grad": "fuse_wgrad_accumulation"}
+"""Operations with parameters: an argument's name -> its name in the modules."""
+
+
+DType = enum.Enum(
+    "DType",
+    {
+        "kByte": torch.uint8,
+        "kInt32": torch.int32,
+        "kFloat32": torch.float32,
+        "kFloat16": torch.float16,
+        "kBFloat16": torch.bfloat16,
+        "kFloat8E4M3": torch.float8_e4m3fn,
+        "kFloat8E5M2": torch.float8_e5m2,
+        "kFloat4E2M1": "float4_e2m1",
+    },
+    module=__name__,
+)
+"""Dtypes by their names in Transformer Engine (`tex.DType`); the value is torch's, for E2M1 its name."""
+
+
+def _noted(call: Any, function: Any, names: Iterable[str], kind: str) -> Any:
+    """Note on a function that it takes arguments which its signature does not have, for the table of differences."""
+    call.also_taken = getattr(function, "also_taken", {}) | dict.fromkeys(names, kind)
+    return call
+
+
+def takes_at_default(**defaults: Any) -> Callable[[F], F]:
+    """Let a function take these keyword arguments, too, each at its default (or another value that says "no").
+
+    Any other value raises ValueError: nothing is passed over in silence.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **arguments: Any) -> Any:
+            for name in arguments.keys() & defaults.keys():
+                require_default(name, arguments.pop(name), defaults[name])
+            return function(*args, **arguments)
+
+        return _noted(call, function, defaults, "only at its default")
+
+    return decorate
+
+
+def takes_parallel_options(constructor: F) -> F:
+    """Let the constructor of a module take Transformer Engine's options of parallel layers, too.
+
+    USER_BUFFERS: any value in a layer of one rank, where there is nothing to communicate; else the defaults, or
+    ValueError. ub_name, the name of a buffer: any. get_rng_state_tracker: a function that returns a tracker of random
+    states; parameters are initialised, and attention drops out, inside its `fork()`, or `fork(rng_tracker_name)`.
+    """
+
+    @functools.wraps(constructor)
+    def call(
+        self: nn.Module,
+        *args: Any,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        ub_name: str | None = None,
+        **arguments: Any,
+    ) -> None:
+        buffers = {name: arguments.pop(name) for name in arguments.keys() & USER_BUFFERS.keys()}
+        group, ranks = arguments.get("tp_group"), arguments.get("tp_size", 1)
+        if dist.is_available() and isinstance(group, dist.ProcessGroup):  # the constructor refuses anything else
+            ranks = group.size()
+        for name, value in buffers.items() if ranks > 1 else ():
+            require_default(name, value, USER_BUFFERS[name])
+        if get_rng_state_tracker is None:
+            constructor(self, *args, **arguments)
+            return
+        with get_rng_state_tracker().fork(*(() if rng_tracker_name is None else (rng_tracker_name,))):
+            constructor(self, *args, **arguments)
+        for module in self.modules():
+            module.get_rng_state_tracker = get_rng_state_tracker  # type: ignore[assignment]
+
+    named = ("get_rng_state_tracker", "rng_tracker_name", "ub_name")
+    return _noted(_noted(call, constructor, named, "keyword only"), call, USER_BUFFERS, "at any value on one rank")
+
+
+def takes_without_effect(*names: str, position: int | None = None) -> Callable[[F], F]:
+    """Let a function take these keyword arguments, too: hints of how to run, with the same result at every value.
+
+    position: the first of them is also the positional argument of this number, self counted as 0.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **arguments: Any) -> Any:
+            if position is not None and len(args) == position + 1:
+                args = args[:-1]
+            return function(*args, **{name: value for name, value in arguments.items() if name not in names})
+
+        first = 0 if position is None else 1
+        return _noted(_noted(call, function, names[first:], "keyword only"), call, names[:first], "as there")
+
+    return decorate
+
+
+def takes_also(**names: str) -> Callable[[F], F]:
+    """Let a function take keyword arguments under Transformer Engine's names, too. names: theirs -> ours. ValueError
+    where one is given under both."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **arguments: Any) -> Any:
+            for theirs in arguments.keys() & names.keys():
+                if names[theirs] in arguments:
+                    raise ValueError(f"{theirs} and {names[theirs]} are both given; allowed: one, they are the same")
+                arguments[names[theirs]] = arguments.pop(theirs)
+            return function(*args, **arguments)
+
+        return _noted(call, function, names, "keyword only")
+
+    return decorate
