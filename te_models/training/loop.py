@@ -132,7 +132,11 @@ def _run(
             every > 0 and _is_due(step + 1, every, config.steps)
             for every in (config.log.statistics_every, config.log.histogram_interval)
         )
-        noting |= histograms and config.precision.recipe != "none"
+        if run.recipes.enter(step):
+            run.forget_weights()
+            if ranks.is_main:
+                say(f"step {step + 1}: from here on under the recipe {run.recipes.name}")
+        noting |= histograms and run.recipes.now is not None
         result = train_step(
             loss_function,
             run.optimizer,
@@ -175,7 +179,7 @@ def _run(
         signum, late = agreed.tolist()
         due = late or signum or _is_due(step, config.checkpoint.every, config.steps)
         if due and not checkpoint_dir(run.output_dir, step).exists():
-            recipe = complete_recipe_state(model, config.precision)
+            recipe = complete_recipe_state(model, run.recipes.used(step))
             values = {"step": step, "position": position, "data_digest": run.digest, "config": config.to_dict()}
             saving.save(values, recipe, keep_last=config.checkpoint.keep_last)
             saved = time.perf_counter()

@@ -33,7 +33,7 @@ from .data.documents import matching_files
 from .data.encoder import load_encoder
 from .data.errors import DataError
 from .log.writers import check_writers
-from .precision import build_recipe
+from .precision import RecipeSchedule
 from .run_data import open_data, training_windows, validation_windows
 from .trained import check_names, is_frozen
 
@@ -95,7 +95,7 @@ def check_model(config: TrainConfig, model: ModelConfig, device: str, dims: Para
             f"memory that devices share, which torch has on {' and '.join(async_tensor_parallel.DEVICES)} alone"
         )
     _check_sizes(config, model, device, dims)
-    build_recipe(config.precision, model.num_layers)
+    RecipeSchedule(config.precision, config.steps, model.num_layers)
 
 
 def check_output(folder: Path) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from te_models.layers import set_rounding_seed
+from te_models.layers.module.model_state import quantized_modules
+from te_models.layers.module.weight_cache import forget_cached_weights
 
 from ..config import ModelConfig
 from ..model import GPTModel
@@ -47,7 +49,7 @@ from .objective import Objective
 from .one_run import alone_in
 from .optimizer.adamw import Optimizer
 from .optimizer.learning_rate import continued_config
-from .precision import cpu_gemm_of_run
+from .precision import RecipeSchedule, cpu_gemm_of_run
 from .preflight import check_output, check_run
 from .progress import Progress
 from .ranks.agreement import check_same_settings, check_shared
@@ -69,6 +71,7 @@ class SetUp:
         digest: The digest of the training data.
         validation: The validation batches of this rank, by the name of their set.
         quantize_weights: Is called before the micro-batches of a step; None: nothing is.
+        recipes: The recipes of its steps.
         stage: What the seed of dropout also depends on: the pipeline stage, where there are any.
         writers: What gets the row of each step: the file of the metrics first; on other ranks than 0 nothing.
     """
@@ -91,9 +94,15 @@ class SetUp:
     loss_function: LossFunction | Pipeline
     objective: Objective
     quantize_weights: Callable[[], None] | None
+    recipes: RecipeSchedule
     stage: tuple[Any, ...]
     writers: list[MetricsWriter]
     progress: Progress
+
+    def forget_weights(self) -> None:
+        """Forget the weights that a recipe quantized for its steps, when another one follows it."""
+        for _, module in quantized_modules(self.model):
+            forget_cached_weights(module)
 
 
 def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.ExitStack) -> SetUp:
@@ -159,9 +168,11 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         with naming_the_intact(checkpoint, output_dir):
             saving.restore(start)
     objective = objective_of(config, model, device, layout)
+    recipes = RecipeSchedule(config.precision, config.steps, model_config.num_layers)
+    recipes.enter(max(0, step - 1))  # of the last step: a run that begins with the next one's says so
     loss_function: LossFunction | Pipeline
     if layout.stages is not None:
-        loss_function = make_pipeline(model, config, device, layout)
+        loss_function = make_pipeline(model, config, device, layout, recipes)
     else:
         loss_function = make_loss_function(
             model,
@@ -171,15 +182,16 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
             mode=config.compile_mode,
             async_tensor_parallel=config.parallel.async_tensor_parallel,
             objective=objective,
+            recipes=recipes,
         )
     same_layers = None if layout.mesh is None else layout.mesh.same_layers
-    quantize_weights = make_weight_cache(model, config.precision, device, same_layers)
+    quantize_weights = make_weight_cache(model, config.precision, device, same_layers, recipes)
     set_rounding_seed(model, rounding_seed(config.seed, ranks.rank))
     stages = None if layout.mesh is None else layout.mesh.stages
     stage = () if stages is None else ("stage", stages.rank())  # whose dropout is its own
     seed_all(derive_seed(config.seed, "run", layout.gradients.rank, *stage))
     if start:
-        complete_recipe_state(model, config.precision)
+        complete_recipe_state(model, recipes.used(step))
         with naming_the_intact(checkpoint, output_dir):
             restore_generators(start, ranks, model, layout.dims)
 
@@ -210,6 +222,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         loss_function=loss_function,
         objective=objective,
         quantize_weights=quantize_weights,
+        recipes=recipes,
         stage=stage,
         writers=writers,
         progress=progress,

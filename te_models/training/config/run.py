@@ -97,6 +97,7 @@ class TrainConfig(ConfigPart):
             check(dtype != "fp32", "precision.dtype", dtype, f"'bf16' and 'bf16-mixed' {where}")
         if self.parallel.async_tensor_parallel:
             self._check_overlap()
+        self.precision.check_schedule(self.steps)
         warmup, decay = self.schedule.warmup_steps, self.schedule.decay_steps or 0
         name, length = ("steps", self.steps) if self.schedule.steps is None else ("schedule.steps", self.schedule.steps)
         check(warmup + decay <= length, "schedule.warmup_steps", warmup, f"warm-up and decay within {name} = {length}")
@@ -113,9 +114,10 @@ class TrainConfig(ConfigPart):
             optimizer.ema_decay,
             "null with lora.rank",
         )
-        dispatch, recipe = self.parallel.expert_dispatch, self.precision.recipe
+        dispatch = self.parallel.expert_dispatch
+        recipe = next((name for name in self.precision.recipe_names if name not in ("block", "mxfp8")), None)
         check(
-            dispatch != "all_to_all_quantized" or recipe in ("block", "mxfp8"),
+            dispatch != "all_to_all_quantized" or recipe is None,
             "parallel.expert_dispatch",
             dispatch,
             f"another way with precision.recipe = {recipe!r}, or the recipe 'block' or 'mxfp8', which round each row "
@@ -175,7 +177,8 @@ class TrainConfig(ConfigPart):
         where, precision = "parallel.async_tensor_parallel", self.precision
         check(self.compile, where, True, "False with compile = false")
         why = "because the gathered rows are quantized before they are multiplied"
-        check(precision.recipe == "none", where, True, f"False with precision.recipe = {precision.recipe!r}, {why}")
+        recipe = next((name for name in precision.recipe_names if name != "none"), None)
+        check(recipe is None, where, True, f"False with precision.recipe = {recipe!r}, {why}")
         why = "because the gathered rows are cast before they are multiplied"
         check(precision.dtype != "bf16-mixed", where, True, f"False with precision.dtype = 'bf16-mixed', {why}")
 
