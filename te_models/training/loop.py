@@ -147,6 +147,7 @@ def _run(
             before=run.quantize_weights,
             statistics=noting,
             objective=run.objective,
+            rounded=run.rounded,
         )
         load = None
         if has_experts:
@@ -162,7 +163,8 @@ def _run(
 
         row = rows.row(step, result, lr, load, seconds, data_s, (windows_of_step, position), histograms=histograms)
         if any(run.validation.values()) and _is_due(step, config.evaluation.every, config.steps):
-            losses = validation_losses(run, step, device)
+            with run.rounded():
+                losses = validation_losses(run, step, device)
             if "" in losses:
                 row["validation_loss"] = validation_loss = losses.pop("")
             if losses:

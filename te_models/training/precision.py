@@ -95,7 +95,8 @@ class RecipeSchedule:
     def __init__(self, precision: PrecisionConfig, steps: int, num_layers: int) -> None:
         self._begins = [0, *(phase.begin(steps) for phase in precision.schedule)]
         self._names = [precision.recipe, *(phase.in_words() for phase in precision.schedule)]
-        self._recipes = [build_recipe(precision, num_layers)]
+        inputs = round_inputs(recipe(precision.qat)) if precision.qat_activations else None
+        self._recipes = [build_recipe(precision, num_layers) or inputs]
         for phase in precision.schedule:
             found = build_recipe(phase, num_layers, "precision.schedule")
             if phase.passes == "forward":
@@ -130,6 +131,16 @@ class RecipeSchedule:
     def used(self, step: int) -> list[Recipe]:
         """Return the recipes that the first `step` steps run under, in order."""
         return [r for begin, r in zip(self._begins, self._recipes, strict=True) if begin < step and r is not None]
+
+
+def round_inputs(of: Recipe) -> Recipe:
+    """Return the recipe that rounds the inputs of layers as `of` does, and computes gradients from what that gave."""
+    own = of.quantizers("", "").input.with_usage(rowwise=True, columnwise=False)
+
+    def of_role(role: QuantizerRole) -> Quantizer:
+        return own if role.tensor_type == "input" else HIGH_PRECISION.input
+
+    return CustomRecipe(qfactory=of_role, backward_override="dequantized")
 
 
 def forward_only(forward: Recipe | None, gradients: Recipe | None) -> Recipe | None:

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from te_models.checkpoints.tools.quantize import quantizer_named
 from te_models.layers import set_rounding_seed
 from te_models.layers.module.model_state import quantized_modules
 from te_models.layers.module.weight_cache import forget_cached_weights
 
 from ..config import ModelConfig
 from ..model import GPTModel
+from ..parallel.parts import ModelParts
 from ..parallel.pipeline import Pipeline
 from ..terminal import say
 from .build import build_model, build_optimizer
@@ -49,6 +51,7 @@ from .objective import Objective
 from .one_run import alone_in
 from .optimizer.adamw import Optimizer
 from .optimizer.learning_rate import continued_config
+from .optimizer.rounded_weights import RoundedWeights
 from .precision import RecipeSchedule, cpu_gemm_of_run
 from .preflight import check_output, check_run
 from .progress import Progress
@@ -72,6 +75,7 @@ class SetUp:
         validation: The validation batches of this rank, by the name of their set.
         quantize_weights: Is called before the micro-batches of a step; None: nothing is.
         recipes: The recipes of its steps.
+        rounded: What training and validation passes run in: it rounds the weights to the format of precision.qat.
         stage: What the seed of dropout also depends on: the pipeline stage, where there are any.
         writers: What gets the row of each step: the file of the metrics first; on other ranks than 0 nothing.
     """
@@ -95,6 +99,7 @@ class SetUp:
     objective: Objective
     quantize_weights: Callable[[], None] | None
     recipes: RecipeSchedule
+    rounded: Callable[[], contextlib.AbstractContextManager[None]]
     stage: tuple[Any, ...]
     writers: list[MetricsWriter]
     progress: Progress
@@ -223,6 +228,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         objective=objective,
         quantize_weights=quantize_weights,
         recipes=recipes,
+        rounded=rounded_weights(config, model, layout),
         stage=stage,
         writers=writers,
         progress=progress,
@@ -240,6 +246,16 @@ def objective_of(config: TrainConfig, model: GPTModel, device: str, layout: Layo
         set_loss_options(copy, config.model)
     compiled = {"compiled": config.compile, "mode": config.compile_mode}
     return DPO(config.posttraining, reference_of(model, copy, config.posttraining, **compiled))
+
+
+def rounded_weights(
+    config: TrainConfig, model: GPTModel, layout: Layout
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return what rounds the weights of a model to the format of precision.qat inside; where there is none, nothing."""
+    if config.precision.qat == "none":
+        return contextlib.nullcontext
+    parts = None if layout.mesh is None else ModelParts(model)
+    return RoundedWeights(model, quantizer_named(config.precision.qat), parts).in_force
 
 
 def group_of_writers(ranks: Ranks, config: TrainConfig) -> dist.ProcessGroup | None:

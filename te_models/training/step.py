@@ -219,13 +219,14 @@ def train_step(
     before: Callable[[], None] | None = None,
     statistics: bool = False,
     objective: Objective | None = None,
+    rounded: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> StepResult:
     """Do one step on this rank's micro-batches `[B, S]`, all of one shape, and return what happened. The loss is the
     mean over the predictions that are scored, in all micro-batches on all ranks.
 
     loss_function: of the model, or the pipeline that has its stages; objective: what it computes. before: see
     `make_weight_cache`. statistics: note what the recipe does to its operands, in the last micro-batch only, because
-    each pass replaces what was noted.
+    each pass replaces what was noted. rounded: what the passes run in, and the update does not.
     The host reads nothing before the whole step is queued, and then six numbers (on CPU it reads as it goes). Raises
     TrainingError, leaving the parameters as they were, if the loss is not finite, or the gradient without
     `optimizer.skip_nonfinite`.
@@ -237,18 +238,19 @@ def train_step(
             before()
     objective = objective or Objective()
     weights = loss_weights(micro_batches, ranks) if objective.weighs_tokens else [None] * len(micro_batches)
-    if isinstance(loss_function, Pipeline):
-        with microbatch(first=None if before is None else False), collect_statistics(statistics):
-            total = loss_function.forward_backward(_fields(micro_batches, weights))
-        optimizer.accumulate_gradients()
-    else:
-        for i, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
-            noting = statistics and i == len(micro_batches)
-            with microbatch(first=None if before is None else False), collect_statistics(noting):
-                loss, terms = loss_function(batch) if weight is None else loss_function(batch, weight)
-            (loss / len(micro_batches)).backward()
+    with rounded():
+        if isinstance(loss_function, Pipeline):
+            with microbatch(first=None if before is None else False), collect_statistics(statistics):
+                total = loss_function.forward_backward(_fields(micro_batches, weights))
             optimizer.accumulate_gradients()
-            total = total + torch.cat([(loss.detach() - terms[:TERMS].sum())[None], terms]) / len(micro_batches)
+        else:
+            for i, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
+                noting = statistics and i == len(micro_batches)
+                with microbatch(first=None if before is None else False), collect_statistics(noting):
+                    loss, terms = loss_function(batch) if weight is None else loss_function(batch, weight)
+                (loss / len(micro_batches)).backward()
+                optimizer.accumulate_gradients()
+                total = total + torch.cat([(loss.detach() - terms[:TERMS].sum())[None], terms]) / len(micro_batches)
     reduce_gradients(optimizer, ranks)
     if isinstance(loss_function, Pipeline):
         loss_function.sum_embedding_gradients()

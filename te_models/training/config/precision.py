@@ -13,6 +13,10 @@ from ...config import ConfigPart, check
 RecipeName = Literal["none", "delayed", "current", "block", "mxfp8", "nvfp4"]
 
 
+_BOTH = ("current", "block", "mxfp8", "nvfp4")
+"""The formats of `qat` that are recipes, too."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecipeKeys(ConfigPart):
     """The recipe of the linear layers, of a run or of one part of it.
@@ -90,6 +94,11 @@ class PrecisionConfig(RecipeKeys):
     """Number format: of parameters and compute, or float32 parameters with bf16 compute (bf16-mixed)."""
     schedule: tuple[RecipePhase, ...] = ()
     """Other recipes later in the run, a table for each, in the order in which they begin."""
+    qat: Literal["none", "current", "block", "mxfp8", "nvfp4", "mxfp4", "int4", "int8"] = "none"
+    """Format that passes see the weights rounded to, as `te-models quantize` stores them (quantization-aware training):
+    an export in it has the weights that the last pass used."""
+    qat_activations: bool = False
+    """Whether the inputs of linear layers are rounded to the format of qat, too."""
     quantized_weights: bool = False
     """Whether the weights are stored quantized as well."""
     cache_weights: bool = False
@@ -103,6 +112,10 @@ class PrecisionConfig(RecipeKeys):
         for name in ("quantized_weights", "cache_weights"):
             check(self.has_recipe or not getattr(self, name), f"precision.{name}", True, "false without a recipe")
         where = "false with precision.schedule, whose recipes store weights in formats of their own"
+        what = f"'none' with precision.qat = {self.qat!r}, which trains in high precision"
+        check(self.qat == "none" or not self.has_recipe, "precision.recipe", self.recipe, what)
+        inputs = "false, except with a format of precision.qat that GEMMs have for both operands: " + ", ".join(_BOTH)
+        check(not self.qat_activations or self.qat in _BOTH, "precision.qat_activations", True, inputs)
         check(not (self.schedule and self.quantized_weights), "precision.quantized_weights", True, where)
 
     @property

@@ -107,6 +107,10 @@ class TrainConfig(ConfigPart):
             not count or last <= self.steps, "profile.num_steps", count, f"up to steps = {self.steps} from {start} on"
         )
         adapted, optimizer = self.lora.rank > 0, self.optimizer
+        qat = self.precision.qat
+        check(
+            not adapted or qat == "none", "precision.qat", qat, "'none' with lora.rank, whose weights are not trained"
+        )
         check(not (adapted and optimizer.freeze), "optimizer.freeze", list(optimizer.freeze), "none with lora.rank")
         check(
             not adapted or optimizer.ema_decay is None,

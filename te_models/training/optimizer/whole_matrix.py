@@ -81,11 +81,11 @@ def _has_parts(parameter: Any) -> bool:
     return local_part(parameter) is not parameter and (parameter.dim() == 2 or parameter.placements[-1].dim > 0)
 
 
-def divided_matrices(parts: ModelParts) -> dict[str, DividedMatrix]:
-    """Return what of a model's trainable parameters ranks have parts of matrices of, by name."""
+def divided_matrices(parts: ModelParts, *, frozen: bool = False) -> dict[str, DividedMatrix]:
+    """Return what of a model's trainable parameters ranks have parts of matrices of, by name. frozen: and of others."""
     found: dict[str, DividedMatrix] = {}
     for name, parameter in parts.model.named_parameters():
-        if not parameter.requires_grad or parameter.dim() not in (2, 3):
+        if not (frozen or parameter.requires_grad) or parameter.dim() not in (2, 3):
             continue
         group, owned = parts.split_group(name), parts.of_split_ranks(name)
         split = group is not None and owned[0].dim is not None
