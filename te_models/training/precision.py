@@ -4,6 +4,11 @@ multiply: one for all ranks, and the same after a resume.
 Nothing of a schedule of recipes is state: the recipe of a step follows from its number, so a resumed run switches where
 the uninterrupted one does. What a recipe carries from step to step, scales and random bits, stays in the layers while
 another one is in force, and in every checkpoint from the first step on that has run under it.
+
+Quantization-aware training: passes see weights rounded to a format, and the optimizer updates what was rounded. The
+weights themselves are rounded in place before the micro-batches of a step and put back after them, so that a gradient
+is that of the rounded weight and goes straight through to the weight (arXiv 1308.3432), compiled or not, and once for
+all micro-batches. The numbers are those of `te-models quantize` and of each export that takes its folder.
 """
 
 from __future__ import annotations
@@ -11,10 +16,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
+from torch import Tensor
 
+from te_models.checkpoints.plan.param_shapes import is_linear_weight
 from te_models.kernels.gemm import using_cpu_gemm
 from te_models.kernels.gemm.cpu import CpuGemm, automatic_choice
 from te_models.layers import (
@@ -27,13 +34,19 @@ from te_models.layers import (
     recipe,
 )
 from te_models.layers.recipe.base import HIGH_PRECISION, GemmQuantizers, QuantizerRole
+from te_models.layers.tensor.fsdp import local_part
 
 from ..config import ConfigError, check
 from ..sizes import plural
 from .checkpoints.checkpoint import TrainingState
 from .config import PrecisionConfig, TrainConfig
 from .config.precision import RecipeKeys
+from .optimizer.whole_matrix import divided_matrices
 from .ranks.data_parallel import Ranks, gather_tensors
+
+if TYPE_CHECKING:
+    from ..model import GPTModel
+    from ..parallel.parts import ModelParts
 
 _AS_JSON = {"True": "true", "False": "false", "None": "null"}  # as recipes are written in Python
 
@@ -184,6 +197,42 @@ def _check_separable(recipe: Recipe | None) -> None:
                 f"precision.schedule has passes = 'forward' beside the recipe {member.NAME!r}, which {what}; allowed: "
                 "recipes without either, or passes = 'both'"
             )
+
+
+def rounded(weight: Tensor, quantizer: Quantizer) -> Tensor:
+    """Return what a quantizer's rowwise copy of matrices [out, in] or [num_gemms, out, in] stands for, each with scales
+    of its own."""
+    if weight.dim() == 3:
+        return torch.stack([rounded(matrix, quantizer) for matrix in weight]) if len(weight) else weight.clone()
+    rowwise = quantizer.with_usage(rowwise=True, columnwise=quantizer.symmetric)
+    return rowwise.dequantize_fields(rowwise.quantize_fields(weight), weight.dtype, weight.shape)
+
+
+class RoundedWeights:
+    """The weights of a model's linear layers, to be rounded by `quantizer`. parts: what this rank has of the model,
+    where ranks divide it; None: all of it. Ranks that have parts of a matrix enter and leave `in_force` together."""
+
+    def __init__(self, model: GPTModel, quantizer: Quantizer, parts: ModelParts | None = None) -> None:
+        self._quantizer = quantizer
+        self._weights = {name: p for name, p in model.named_parameters() if is_linear_weight(name)}
+        self._divided = {} if parts is None else divided_matrices(parts, frozen=True)
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Have the weights be rounded ones inside."""
+        before = {name: local_part(weight).detach().clone() for name, weight in self._weights.items()}
+        try:
+            with torch.no_grad():
+                for name, weight in self._weights.items():
+                    whole = self._divided.get(name)
+                    values = before[name] if whole is None else whole.gather(before[name])
+                    values = rounded(values, self._quantizer)
+                    local_part(weight).copy_(values if whole is None else whole.own(values))
+            yield
+        finally:
+            with torch.no_grad():
+                for name, weight in self._weights.items():
+                    local_part(weight).copy_(before[name])
 
 
 @contextlib.contextmanager

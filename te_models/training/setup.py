@@ -51,8 +51,7 @@ from .objective import Objective
 from .one_run import alone_in
 from .optimizer.adamw import Optimizer
 from .optimizer.learning_rate import continued_config
-from .optimizer.rounded_weights import RoundedWeights
-from .precision import RecipeSchedule, cpu_gemm_of_run
+from .precision import RecipeSchedule, RoundedWeights, cpu_gemm_of_run
 from .preflight import check_output, check_run
 from .progress import Progress
 from .ranks.agreement import check_same_settings, check_shared

@@ -16,7 +16,7 @@ from te_models.cli.main import main
 from te_models.config import AttentionConfig, ConfigError
 from te_models.model import GPTModel
 from te_models.training import EvaluationConfig, LoRAConfig, ModelSource, PrecisionConfig, loop, read_metrics, train
-from te_models.training.optimizer.rounded_weights import rounded
+from te_models.training.precision import rounded
 from tests.training.processes import train_on_ranks
 from tests.training.runs import curve, tiny_model, tiny_run
 
