@@ -163,7 +163,7 @@ def _run(
 
         row = rows.row(step, result, lr, load, seconds, data_s, (windows_of_step, position), histograms=histograms)
         if any(run.validation.values()) and _is_due(step, config.evaluation.every, config.steps):
-            with run.rounded():
+            with run.averaged(), run.rounded():
                 losses = validation_losses(run, step, device)
             if "" in losses:
                 row["validation_loss"] = validation_loss = losses.pop("")
@@ -183,7 +183,8 @@ def _run(
         if due and not checkpoint_dir(run.output_dir, step).exists():
             recipe = complete_recipe_state(model, run.recipes.used(step))
             values = {"step": step, "position": position, "data_digest": run.digest, "config": config.to_dict()}
-            saving.save(values, recipe, keep_last=config.checkpoint.keep_last)
+            with run.averaged():
+                saving.save(values, recipe, keep_last=config.checkpoint.keep_last)
             saved = time.perf_counter()
         if signum:
             saving.finish()
@@ -193,7 +194,8 @@ def _run(
     deferred.close()  # the last checkpoint is written: a signal ends the run at once again
 
     # The result: an ordinary model folder, the metrics, and a picture of them.
-    saving.export(run.output_dir / FINAL, step)
+    with run.averaged():
+        saving.export(run.output_dir / FINAL, step)
     if config.optimizer.ema_decay is not None:
         saving.export_averages(run.output_dir / FINAL_EMA, step)
     if ranks.is_main and config.log.plot:

@@ -37,6 +37,7 @@ from te_models.layers.recipe.base import HIGH_PRECISION, GemmQuantizers, Quantiz
 from te_models.layers.tensor.fsdp import local_part
 
 from ..config import ConfigError, check
+from ..model.parallel import reshard
 from ..sizes import plural
 from .checkpoints.checkpoint import TrainingState
 from .config import PrecisionConfig, TrainConfig
@@ -213,7 +214,7 @@ class RoundedWeights:
     where ranks divide it; None: all of it. Ranks that have parts of a matrix enter and leave `in_force` together."""
 
     def __init__(self, model: GPTModel, quantizer: Quantizer, parts: ModelParts | None = None) -> None:
-        self._quantizer = quantizer
+        self._model, self._quantizer = model, quantizer
         self._weights = {name: p for name, p in model.named_parameters() if is_linear_weight(name)}
         self._divided = {} if parts is None else divided_matrices(parts, frozen=True)
 
@@ -230,6 +231,7 @@ class RoundedWeights:
                     local_part(weight).copy_(values if whole is None else whole.own(values))
             yield
         finally:
+            reshard(self._model)  # gathered weights that an evaluation left would be used by the next pass
             with torch.no_grad():
                 for name, weight in self._weights.items():
                     local_part(weight).copy_(before[name])

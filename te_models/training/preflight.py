@@ -172,7 +172,7 @@ def _check_reshard(config: TrainConfig, dims: ParallelDims) -> None:
 def _check_optimizer(config: TrainConfig, dims: ParallelDims) -> None:
     """Raise ConfigError for optimizers, averages and adapters that a layout, or stored weights, cannot have."""
     optimizer, lora = config.optimizer, config.lora
-    for key, used in (("kind", optimizer.kind == "muon"), ("ema_decay", optimizer.ema_decay is not None)):
+    for key, used in (("kind", optimizer.kind != "adamw"), ("ema_decay", optimizer.ema_decay is not None)):
         if used and config.precision.quantized_weights:
             value = getattr(optimizer, key)
             raise ConfigError(f"optimizer.{key} is {value!r}; allowed with precision.quantized_weights: its default")

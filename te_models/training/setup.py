@@ -7,7 +7,7 @@ rank takes the same turns, because some of them communicate.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from te_models.layers.module.weight_cache import forget_cached_weights
 
 from ..config import ModelConfig
 from ..model import GPTModel
+from ..model.parallel import reshard
 from ..parallel.parts import ModelParts
 from ..parallel.pipeline import Pipeline
 from ..terminal import say
@@ -102,6 +103,13 @@ class SetUp:
     stage: tuple[Any, ...]
     writers: list[MetricsWriter]
     progress: Progress
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the model be what is measured and written, see `Optimizer.averaged`, inside."""
+        with self.optimizer.averaged():
+            yield
+            reshard(self.model)  # gathered weights that an evaluation left would be used by the next pass
 
     def forget_weights(self) -> None:
         """Forget the weights that a recipe quantized for its steps, when another one follows it."""

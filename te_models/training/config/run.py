@@ -128,10 +128,16 @@ class TrainConfig(ConfigPart):
             "by itself",
         )
         check(
-            optimizer.kind == "adamw" or not self.parallel.cpu_offload,
+            optimizer.kind != "muon" or not self.parallel.cpu_offload,
             "optimizer.kind",
             optimizer.kind,
-            "'adamw' with parallel.cpu_offload = true, because the matrix products of others belong on the device",
+            "another one with parallel.cpu_offload = true, because matrix products belong on the device",
+        )
+        check(
+            optimizer.kind != "schedule_free" or self.schedule.kind == "constant",
+            "schedule.kind",
+            self.schedule.kind,
+            "'constant' with optimizer.kind = 'schedule_free', whose average takes the place of a decay",
         )
         has_validation = self.data.validation_fraction > 0 or bool(self.evaluation.sets)
         check(
