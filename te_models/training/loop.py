@@ -149,6 +149,7 @@ def _run(
             objective=run.objective,
             rounded=run.rounded,
         )
+        clip = {} if run.qk_clip is None else run.qk_clip.step(run.optimizer, skipped=result.skipped)
         load = None
         if has_experts:
             fixed = result.skipped or run.adapters is not None  # an adapter's folder has no biases of experts
@@ -162,6 +163,7 @@ def _run(
         seconds = time.perf_counter() - step_begun
 
         row = rows.row(step, result, lr, load, seconds, data_s, (windows_of_step, position), histograms=histograms)
+        row |= clip
         if any(run.validation.values()) and _is_due(step, config.evaluation.every, config.steps):
             with run.averaged(), run.rounded():
                 losses = validation_losses(run, step, device)

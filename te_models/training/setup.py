@@ -52,6 +52,7 @@ from .objective import Objective
 from .one_run import alone_in
 from .optimizer.adamw import Optimizer
 from .optimizer.learning_rate import continued_config
+from .optimizer.qk_clip import QKClip
 from .precision import RecipeSchedule, RoundedWeights, cpu_gemm_of_run
 from .preflight import check_output, check_run
 from .progress import Progress
@@ -75,6 +76,7 @@ class SetUp:
         validation: The validation batches of this rank, by the name of their set.
         quantize_weights: Is called before the micro-batches of a step; None: nothing is.
         recipes: The recipes of its steps.
+        qk_clip: Clips the logits of attention after each step; None: nothing does.
         rounded: What training and validation passes run in: it rounds the weights to the format of precision.qat.
         stage: What the seed of dropout also depends on: the pipeline stage, where there are any.
         writers: What gets the row of each step: the file of the metrics first; on other ranks than 0 nothing.
@@ -100,6 +102,7 @@ class SetUp:
     quantize_weights: Callable[[], None] | None
     recipes: RecipeSchedule
     rounded: Callable[[], contextlib.AbstractContextManager[None]]
+    qk_clip: QKClip | None
     stage: tuple[Any, ...]
     writers: list[MetricsWriter]
     progress: Progress
@@ -207,6 +210,8 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         with naming_the_intact(checkpoint, output_dir):
             restore_generators(start, ranks, model, layout.dims)
 
+    threshold = config.optimizer.qk_clip_threshold
+
     # Files and progress: rank 0 only.
     output_dir.mkdir(parents=True, exist_ok=True)
     writers: list[MetricsWriter] = []
@@ -236,6 +241,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         quantize_weights=quantize_weights,
         recipes=recipes,
         rounded=rounded_weights(config, model, layout),
+        qk_clip=None if threshold is None else QKClip(model, threshold, layout.gradients, ranks),
         stage=stage,
         writers=writers,
         progress=progress,

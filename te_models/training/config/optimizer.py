@@ -43,6 +43,9 @@ class OptimizerConfig(ConfigPart):
     muon_split: Literal["projections", "none"] = "projections"
     """What Muon takes for a matrix in a weight that joins projections, such as q, k and v, or gate and up: each of
     them, or with none the whole weight."""
+    qk_clip_threshold: float | None = None
+    """Largest attention logit of a head, to which QK-clip scales its rows of the query and key projections after a step
+    in which it was larger (MuonClip with muon); unset means no clip."""
     ema_decay: float | None = None
     """Decay rate of a float32 average of the trained parameters, which is exported as final-ema; unset means none."""
     betas: tuple[float, ...] = (0.9, 0.95)
@@ -109,6 +112,8 @@ class OptimizerConfig(ConfigPart):
             check(self.ema_decay is None, "optimizer.ema_decay", self.ema_decay, f"null {where}, which has an average")
             check(first != (0.0,), "optimizer.betas", self.betas, f"a first number above 0 {where}")
             check(not self.freeze_experts, "optimizer.freeze_experts", list(self.freeze_experts), f"none {where}")
+        tau = self.qk_clip_threshold
+        check(tau is None or tau > 0, "optimizer.qk_clip_threshold", tau, "a positive number, or null")
         check(0 <= self.muon_momentum < 1, "optimizer.muon_momentum", self.muon_momentum, "0 <= momentum < 1")
         ema = self.ema_decay
         check(ema is None or 0 < ema < 1, "optimizer.ema_decay", ema, "a number between 0 and 1, or null")

@@ -118,6 +118,8 @@ class TrainConfig(ConfigPart):
             optimizer.ema_decay,
             "null with lora.rank",
         )
+        clip = optimizer.qk_clip_threshold
+        check(clip is None or not adapted, "optimizer.qk_clip_threshold", clip, "null with lora.rank")
         dispatch = self.parallel.expert_dispatch
         recipe = next((name for name in self.precision.recipe_names if name not in ("block", "mxfp8")), None)
         check(

@@ -58,13 +58,7 @@ class DividedMatrix:
         if self.group is not None:
             for dim, ranges in self.cuts[self.group.rank()].items():
                 whole = torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in ranges], dim)
-        sharded: Any = self.parameter
-        if not _has_parts(sharded):
-            return whole
-        mesh, dim = sharded.device_mesh, sharded.placements[-1].dim
-        each = largest_shard(sharded, whole.shape[dim], mesh.size(mesh.ndim - 1))
-        begin = min(each * mesh.get_local_rank(mesh.ndim - 1), whole.shape[dim])
-        return whole.narrow(dim, begin, min(each, whole.shape[dim] - begin))
+        return own_shard(self.parameter, whole) if _has_parts(self.parameter) else whole
 
     def _with_shards(self, part: Tensor) -> Tensor:
         sharded: Any = self.parameter
@@ -74,6 +68,16 @@ class DividedMatrix:
 
         options = {"shape": sharded.shape, "stride": sharded.stride(), "run_check": False}
         return DTensor.from_local(part, sharded.device_mesh, sharded.placements, **options).full_tensor()
+
+
+def own_shard(parameter: Any, whole: Tensor) -> Tensor:
+    """Return this rank's shard of `whole`, which is cut as FSDP2 cuts a parameter; all of it where that is not."""
+    if local_part(parameter) is parameter:
+        return whole
+    mesh, dim = parameter.device_mesh, parameter.placements[-1].dim
+    each = largest_shard(parameter, whole.shape[dim], mesh.size(mesh.ndim - 1))
+    begin = min(each * mesh.get_local_rank(mesh.ndim - 1), whole.shape[dim])
+    return whole.narrow(dim, begin, min(each, whole.shape[dim] - begin))
 
 
 def _has_parts(parameter: Any) -> bool:
