@@ -61,7 +61,7 @@ def key_tables(part: Any, skipped: str = "-") -> str:
             _item(f"**`{key.name}`** ({_plain(key.type)}; {_plain(key.default_words)})", _plain(key.sentence))
             for key in table.keys
         ]
-        heading = f"## `[{table.name}]`\n\n{_wrapped(table.sentence)}\n\n" if table.name else "## Outermost table\n\n"
+        heading = f"## `{table.heading}`\n\n{_wrapped(table.sentence)}\n\n" if table.name else "## Outermost table\n\n"
         parts.append(heading + "Each key with its type and its default.\n\n" + "\n".join(items))
     return "\n\n".join(parts)
 

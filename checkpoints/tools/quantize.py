@@ -14,6 +14,7 @@ from te_models.layers import recipe as recipe_by_name
 from ..folder.passthrough import our_names
 from ..folder.provenance import source_of
 from ..folder.te_plan import plan_te_folder
+from ..formats.mx import MXFP4Quantizer
 from ..io.dtypes import as_torch_dtype, check_decoded, torch_dtype
 from ..io.errors import CheckpointError
 from ..plan.param_shapes import is_linear_weight
@@ -27,8 +28,17 @@ from ..quantized.route import VALUES, Form, choose_route
 from ..quantized.te_target import TETarget
 from .conversion import Conversion, Options, PathLike
 
-INTEGERS: dict[str, Quantizer] = {"int4": Int4Quantizer(), "int8": Int8Quantizer()}
-"""What weights alone are stored as."""
+WEIGHTS_ALONE: dict[str, Quantizer] = {
+    "int4": Int4Quantizer(),
+    "int8": Int8Quantizer(),
+    "mxfp4": MXFP4Quantizer(columnwise=False),
+}
+"""What weights alone are stored as; MXFP4 in the storage of MXFP8, which has its values."""
+
+
+def quantizer_named(name: str) -> Quantizer:
+    """Return the quantizer of weights of a recipe's name, or of a name in WEIGHTS_ALONE."""
+    return WEIGHTS_ALONE[name] if name in WEIGHTS_ALONE else recipe_by_name(name).weight_quantizer()
 
 
 def quantize(
@@ -40,12 +50,12 @@ def quantize(
     """Write a folder of ours in which the weights of linear layers are stored quantized.
 
     recipe: a recipe or its name (a key of RECIPES), whose weight quantizer decides format and scales; or a quantizer of
-    weights, or "int4" or "int8": integers with a scale in bfloat16 per 32 values, which no recipe computes in. The
-    result is what quantizing the loaded weights gives, bit for bit; every expert has its own scales in both layouts.
-    Memory holds one usage's fields of one parameter and the quantizer's working copies of a few rows.
+    weights, or "int4" or "int8": integers with a scale in bfloat16 per 32 values, or "mxfp4", none of which a recipe
+    computes in. The result is what quantizing the loaded weights gives, bit for bit; every expert has its own scales in
+    both layouts. Memory holds one usage's fields of one parameter and the quantizer's working copies of a few rows.
     """
     if isinstance(recipe, str):
-        recipe = INTEGERS[recipe] if recipe in INTEGERS else recipe_by_name(recipe)
+        recipe = quantizer_named(recipe)
     quantizer = recipe if isinstance(recipe, Quantizer) else recipe.weight_quantizer()
     with Conversion(src, dst, options) as conversion:
         conversion.refuse_quantized("quantized again")

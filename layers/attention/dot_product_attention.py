@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.kernels import flash_attention
+from te_models.kernels.gemm import matmul
 from te_models.kernels.packed_attention import flex_packed_attention, packed_attention
 from te_models.kernels.torch_versions import exporting
 from te_models.suggestions import shown
@@ -32,6 +33,8 @@ _FLEX_DEVICES = ("cuda",)
 """Where torch's FlexAttention attends within documents: it has no backward pass on a CPU."""
 _SOFTCAP_IN_BLOCKS = 1024
 """Queries from which a CPU takes less time for soft-capped scores block by block: of fewer they are written out."""
+_NOTED_QUERIES = 1024
+"""Queries whose scores `note_logits` has at a time."""
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
@@ -48,6 +51,8 @@ class DotProductAttention(nn.Module):
     """
 
     get_rng_state_tracker: Callable[[], Any] | None = None
+    max_logits: Tensor | None = None
+    """Where `note_logits` writes the largest logit of each head, float32 [N]; None: nothing is noted."""
 
     def __init__(
         self,
@@ -281,6 +286,20 @@ class DotProductAttention(nn.Module):
         with nullcontext() if tracker is None else tracker().fork():
             out = attend(query, key, value, visible, bias, sink, **options)
         return out.transpose(1, 2).flatten(2)
+
+    @torch.no_grad()
+    def note_logits(self, query: Tensor, key: Tensor) -> None:
+        """Take the largest scale q k of each head into `max_logits`, over all pairs of a query [B, S, N, D] and a key
+        [B, L, G, D] of a row, hidden ones included, rounded to the dtype that they are multiplied in."""
+        assert self.max_logits is not None
+        query, scale = self._scaled(query.detach())
+        q, k = query.transpose(1, 2), key.detach().transpose(1, 2).transpose(2, 3)
+        largest = self.max_logits.new_full((k.shape[1], q.shape[1] // k.shape[1]), float("-inf"))
+        for block in q.split(_NOTED_QUERIES, 2):
+            folded = block.reshape(block.shape[0], k.shape[1], -1, block.shape[-1])
+            scores = matmul(folded, k).amax((0, 3))  # [G, N / G * queries]
+            largest = torch.maximum(largest, scores.view(*largest.shape, -1).amax(2).float())
+        self.max_logits.copy_(torch.maximum(self.max_logits, largest.flatten() * scale))
 
     def extra_repr(self) -> str:
         heads = f"heads={self.num_attention_heads}, groups={self.num_gqa_groups}"

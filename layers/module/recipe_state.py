@@ -260,7 +260,8 @@ class RecipeStateModule(nn.Module):
         """Have `recipe_state` give the state of this layer under `recipe`, before its first step, too."""
         own, quantizers = choose(recipe, self)
         if isinstance(own, DelayedScaling):
-            self.fp8_history = self.delayed_history(own.amax_history_len - 1)
+            held = 0 if self.fp8_history is None else len(self.fp8_history)  # perhaps another recipe's, and longer
+            self.fp8_history = self.delayed_history(max(held, own.amax_history_len - 1))
         if quantizers is not None and quantizers.grad_output.needs_key():
             self._stream_prepared = True
 

@@ -25,7 +25,7 @@ SYSTEMS = ("torchtitan", "torch_dist", "fsdp_dtensor", "te_models", "transformer
 those of Megatron's ranks; state dicts of Transformer Engine's modules."""
 RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
 """Those that a word says; `te_models.layers`, which knows them, imports torch."""
-STORED = (*RECIPES, "int4", "int8")
+STORED = (*RECIPES, "int4", "int8", "mxfp4")
 """What weights are stored as: by a recipe, or as integers, in which no GEMM computes."""
 
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
@@ -187,7 +187,7 @@ def add(verbs: Verbs) -> None:
         choices=STORED,
         required=True,
         metavar="RECIPE",
-        help="delayed, current, block, mxfp8 or nvfp4; int4 or int8, which no run computes in",
+        help="delayed, current, block, mxfp8 or nvfp4; int4, int8 or mxfp4, which no run computes in",
     )
 
     parser = _converter(

@@ -55,14 +55,21 @@ class Key:
 
 @dataclass(frozen=True)
 class Table:
-    """One table with its own keys, the tables in it left out. `name` is "" for the outermost."""
+    """One table with its own keys, the tables in it left out. `name` is "" for the outermost; of one that a file may
+    repeat, as [[name]], `repeated` is true."""
 
     name: str
     sentence: str
     keys: tuple[Key, ...]
+    repeated: bool = False
+
+    @property
+    def heading(self) -> str:
+        """The name as TOML writes it."""
+        return f"[[{self.name}]]" if self.repeated else f"[{self.name}]"
 
 
-def tables_of(part: type[ConfigPart], name: str = "", sentence: str = "") -> Iterator[Table]:
+def tables_of(part: type[ConfigPart], name: str = "", sentence: str = "", repeated: bool = False) -> Iterator[Table]:
     """Yield the table of a part of a configuration, then those inside it, in the order of the fields.
 
     sentence: what it says of itself (default: the first sentence of the class).
@@ -73,11 +80,14 @@ def tables_of(part: type[ConfigPart], name: str = "", sentence: str = "") -> Ite
         path, hint = f"{name}.{f.name}".lstrip("."), hints[f.name]
         nested = nested_part(hint)
         if nested is not None:
-            inner.append((nested, path, docs.get(f.name, "")))
+            inner.append((nested, path, docs.get(f.name, ""), False))
             continue
+        listed = listed_part(hint)
+        if listed is not None:
+            inner.append((listed, path, docs.get(f.name, ""), True))
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         keys.append(Key(path, hint, required, None if required else f.default, docs.get(f.name, "")))
-    yield Table(name, sentence or _first_sentence(part), tuple(keys))
+    yield Table(name, sentence or _first_sentence(part), tuple(keys), repeated)
     for table in inner:
         yield from tables_of(*table)
 
@@ -85,6 +95,11 @@ def tables_of(part: type[ConfigPart], name: str = "", sentence: str = "") -> Ite
 def nested_part(hint: Any) -> type[ConfigPart] | None:
     """Return the part that an annotation holds, where it holds one: a table in TOML."""
     return next((a for a in alternatives(hint) if isinstance(a, type) and issubclass(a, ConfigPart)), None)
+
+
+def listed_part(hint: Any) -> type[ConfigPart] | None:
+    """Return the part of which an annotation holds a list, where it does: a table that TOML may repeat."""
+    return nested_part(typing.get_args(hint)[0]) if typing.get_origin(hint) is tuple else None
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
@@ -109,7 +124,8 @@ def type_words(hint: Any) -> str:
             words.append("tables by name")
         elif typing.get_origin(member) is tuple:
             of = typing.get_args(member)[0]
-            words.append("list of " + (f"{WORDS[of]}s" if of in WORDS else type_words(of)))
+            part = nested_part(of) is not None
+            words.append("list of " + ("tables" if part else f"{WORDS[of]}s" if of in WORDS else type_words(of)))
         else:
             words.append(WORDS[member])
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
@@ -123,15 +139,22 @@ def toml_words(value: Any) -> str:
         values = {name: part.tagged() if isinstance(part, ConfigPart) else part for name, part in value.items()}
         words = [f"{name} = {toml_words(inner)}" for name, inner in values.items() if inner is not None]
         return f"{{ {', '.join(words)} }}"
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
+    return json.dumps([_plain(inner) for inner in value] if isinstance(value, tuple) else value)
+
+
+def _plain(value: Any) -> Any:
+    return value.to_dict() if isinstance(value, ConfigPart) else value
 
 
 @functools.cache
 def field_docs(part: type[ConfigPart]) -> dict[str, str]:
-    """Return the sentence below each field of a part, read from its source."""
+    """Return the sentence below each field of a part, read from its source and those of the parts that it extends."""
+    docs = {}
+    for base in part.__bases__:
+        if issubclass(base, ConfigPart) and base is not ConfigPart:
+            docs |= field_docs(base)
     (cls,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
     assert isinstance(cls, ast.ClassDef)
-    docs = {}
     for node, below in zip(cls.body, cls.body[1:], strict=False):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(below, ast.Expr):
             value = below.value

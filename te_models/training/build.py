@@ -275,5 +275,5 @@ def names_counted_elsewhere(model: GPTModel) -> set[str]:
 def needs_main_grads(config: TrainConfig, micro_batches: int) -> bool:
     """Return whether a step of so many micro-batches on all ranks adds its gradients up in `main_grad`: where `.grad`,
     or the product that becomes it, has fewer bits than float32."""
-    in_float32 = config.precision.dtype == "fp32" and config.precision.recipe == "none"
+    in_float32 = config.precision.dtype == "fp32" and not config.precision.has_recipe
     return config.optimizer.accumulate_allreduce_grads_in_fp32 and micro_batches > 1 and not in_float32

@@ -132,7 +132,11 @@ def _run(
             every > 0 and _is_due(step + 1, every, config.steps)
             for every in (config.log.statistics_every, config.log.histogram_interval)
         )
-        noting |= histograms and config.precision.recipe != "none"
+        if run.recipes.enter(step):
+            run.forget_weights()
+            if ranks.is_main:
+                say(f"step {step + 1}: from here on under the recipe {run.recipes.name}")
+        noting |= histograms and run.recipes.now is not None
         result = train_step(
             loss_function,
             run.optimizer,
@@ -143,7 +147,9 @@ def _run(
             before=run.quantize_weights,
             statistics=noting,
             objective=run.objective,
+            rounded=run.rounded,
         )
+        clip = {} if run.qk_clip is None else run.qk_clip.step(run.optimizer, skipped=result.skipped)
         load = None
         if has_experts:
             fixed = result.skipped or run.adapters is not None  # an adapter's folder has no biases of experts
@@ -157,8 +163,10 @@ def _run(
         seconds = time.perf_counter() - step_begun
 
         row = rows.row(step, result, lr, load, seconds, data_s, (windows_of_step, position), histograms=histograms)
+        row |= clip
         if any(run.validation.values()) and _is_due(step, config.evaluation.every, config.steps):
-            losses = validation_losses(run, step, device)
+            with run.averaged(), run.rounded():
+                losses = validation_losses(run, step, device)
             if "" in losses:
                 row["validation_loss"] = validation_loss = losses.pop("")
             if losses:
@@ -175,9 +183,10 @@ def _run(
         signum, late = agreed.tolist()
         due = late or signum or _is_due(step, config.checkpoint.every, config.steps)
         if due and not checkpoint_dir(run.output_dir, step).exists():
-            recipe = complete_recipe_state(model, config.precision)
+            recipe = complete_recipe_state(model, run.recipes.used(step))
             values = {"step": step, "position": position, "data_digest": run.digest, "config": config.to_dict()}
-            saving.save(values, recipe, keep_last=config.checkpoint.keep_last)
+            with run.averaged():
+                saving.save(values, recipe, keep_last=config.checkpoint.keep_last)
             saved = time.perf_counter()
         if signum:
             saving.finish()
@@ -187,7 +196,8 @@ def _run(
     deferred.close()  # the last checkpoint is written: a signal ends the run at once again
 
     # The result: an ordinary model folder, the metrics, and a picture of them.
-    saving.export(run.output_dir / FINAL, step)
+    with run.averaged():
+        saving.export(run.output_dir / FINAL, step)
     if config.optimizer.ema_decay is not None:
         saving.export_averages(run.output_dir / FINAL_EMA, step)
     if ranks.is_main and config.log.plot:

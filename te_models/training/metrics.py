@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -51,6 +52,12 @@ class MetricsFile:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def recipe_changes(rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Return (step, recipe) of each row, of those of a run with a schedule of recipes, that follows one of another."""
+    named = [(row["step"], row["recipe"]) for row in rows if "recipe" in row]
+    return [now for before, now in pairwise(named) if now[1] != before[1]]
 
 
 class MetricsError(ValueError):
@@ -99,6 +106,8 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
         raise MetricsError(f"{where} has no step and loss in numbers; move the file away to continue without it")
     sets = row.get("validation_losses", {})
     wrong = [name for name in _NUMBERS if row.get(name) is not None and not is_number(row[name])]
+    if not isinstance(row.get("recipe", ""), str):
+        raise MetricsError(f"{where} has a recipe that is no text; move the file away to continue without it")
     if not isinstance(sets, dict) or not all(map(is_number, sets.values())):
         wrong.append("validation_losses")
     if wrong:

@@ -33,7 +33,8 @@ from .data.documents import matching_files
 from .data.encoder import load_encoder
 from .data.errors import DataError
 from .log.writers import check_writers
-from .precision import build_recipe
+from .optimizer.qk_clip import check_qk_clip
+from .precision import RecipeSchedule
 from .run_data import open_data, training_windows, validation_windows
 from .trained import check_names, is_frozen
 
@@ -95,7 +96,9 @@ def check_model(config: TrainConfig, model: ModelConfig, device: str, dims: Para
             f"memory that devices share, which torch has on {' and '.join(async_tensor_parallel.DEVICES)} alone"
         )
     _check_sizes(config, model, device, dims)
-    build_recipe(config.precision, model.num_layers)
+    if config.optimizer.qk_clip_threshold is not None:
+        check_qk_clip(model)
+    RecipeSchedule(config.precision, config.steps, model.num_layers)
 
 
 def check_output(folder: Path) -> None:
@@ -172,7 +175,17 @@ def _check_reshard(config: TrainConfig, dims: ParallelDims) -> None:
 def _check_optimizer(config: TrainConfig, dims: ParallelDims) -> None:
     """Raise ConfigError for optimizers, averages and adapters that a layout, or stored weights, cannot have."""
     optimizer, lora = config.optimizer, config.lora
-    for key, used in (("kind", optimizer.kind == "muon"), ("ema_decay", optimizer.ema_decay is not None)):
+    clip = optimizer.qk_clip_threshold
+    if clip is not None and dims.context_parallel_size > 1:
+        raise ConfigError(
+            f"optimizer.qk_clip_threshold is {clip}; allowed with parallel.context_parallel_size: none, because a rank "
+            "has the logits of a part of the queries"
+        )
+    for key, used in (
+        ("kind", optimizer.kind != "adamw"),
+        ("ema_decay", optimizer.ema_decay is not None),
+        ("qk_clip_threshold", clip is not None),
+    ):
         if used and config.precision.quantized_weights:
             value = getattr(optimizer, key)
             raise ConfigError(f"optimizer.{key} is {value!r}; allowed with precision.quantized_weights: its default")

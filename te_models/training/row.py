@@ -72,6 +72,7 @@ class Rows:
             "tokens": windows[1] * length,
         }
         row |= {"skipped": True} if result.skipped else {}
+        row |= {"recipe": self.run.recipes.name} if self.run.recipes.several else {}
         if load is not None:
             layout = self.run.layout
             pp = layout.dims.pipeline_model_parallel_size

@@ -7,7 +7,7 @@ rank takes the same turns, because some of them communicate.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,10 +15,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from te_models.checkpoints.tools.quantize import quantizer_named
 from te_models.layers import set_rounding_seed
+from te_models.layers.module.model_state import quantized_modules
+from te_models.layers.module.weight_cache import forget_cached_weights
 
 from ..config import ModelConfig
 from ..model import GPTModel
+from ..model.parallel import reshard
+from ..parallel.parts import ModelParts
 from ..parallel.pipeline import Pipeline
 from ..terminal import say
 from .build import build_model, build_optimizer
@@ -47,7 +52,8 @@ from .objective import Objective
 from .one_run import alone_in
 from .optimizer.adamw import Optimizer
 from .optimizer.learning_rate import continued_config
-from .precision import cpu_gemm_of_run
+from .optimizer.qk_clip import QKClip
+from .precision import RecipeSchedule, RoundedWeights, cpu_gemm_of_run
 from .preflight import check_output, check_run
 from .progress import Progress
 from .ranks.agreement import check_same_settings, check_shared
@@ -69,6 +75,9 @@ class SetUp:
         digest: The digest of the training data.
         validation: The validation batches of this rank, by the name of their set.
         quantize_weights: Is called before the micro-batches of a step; None: nothing is.
+        recipes: The recipes of its steps.
+        qk_clip: Clips the logits of attention after each step; None: nothing does.
+        rounded: What training and validation passes run in: it rounds the weights to the format of precision.qat.
         stage: What the seed of dropout also depends on: the pipeline stage, where there are any.
         writers: What gets the row of each step: the file of the metrics first; on other ranks than 0 nothing.
     """
@@ -91,9 +100,24 @@ class SetUp:
     loss_function: LossFunction | Pipeline
     objective: Objective
     quantize_weights: Callable[[], None] | None
+    recipes: RecipeSchedule
+    rounded: Callable[[], contextlib.AbstractContextManager[None]]
+    qk_clip: QKClip | None
     stage: tuple[Any, ...]
     writers: list[MetricsWriter]
     progress: Progress
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the model be what is measured and written, see `Optimizer.averaged`, inside."""
+        with self.optimizer.averaged():
+            yield
+            reshard(self.model)  # gathered weights that an evaluation left would be used by the next pass
+
+    def forget_weights(self) -> None:
+        """Forget the weights that a recipe quantized for its steps, when another one follows it."""
+        for _, module in quantized_modules(self.model):
+            forget_cached_weights(module)
 
 
 def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.ExitStack) -> SetUp:
@@ -159,9 +183,11 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         with naming_the_intact(checkpoint, output_dir):
             saving.restore(start)
     objective = objective_of(config, model, device, layout)
+    recipes = RecipeSchedule(config.precision, config.steps, model_config.num_layers)
+    recipes.enter(max(0, step - 1))  # of the last step: a run that begins with the next one's says so
     loss_function: LossFunction | Pipeline
     if layout.stages is not None:
-        loss_function = make_pipeline(model, config, device, layout)
+        loss_function = make_pipeline(model, config, device, layout, recipes)
     else:
         loss_function = make_loss_function(
             model,
@@ -171,17 +197,20 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
             mode=config.compile_mode,
             async_tensor_parallel=config.parallel.async_tensor_parallel,
             objective=objective,
+            recipes=recipes,
         )
     same_layers = None if layout.mesh is None else layout.mesh.same_layers
-    quantize_weights = make_weight_cache(model, config.precision, device, same_layers)
+    quantize_weights = make_weight_cache(model, config.precision, device, same_layers, recipes)
     set_rounding_seed(model, rounding_seed(config.seed, ranks.rank))
     stages = None if layout.mesh is None else layout.mesh.stages
     stage = () if stages is None else ("stage", stages.rank())  # whose dropout is its own
     seed_all(derive_seed(config.seed, "run", layout.gradients.rank, *stage))
     if start:
-        complete_recipe_state(model, config.precision)
+        complete_recipe_state(model, recipes.used(step))
         with naming_the_intact(checkpoint, output_dir):
             restore_generators(start, ranks, model, layout.dims)
+
+    threshold = config.optimizer.qk_clip_threshold
 
     # Files and progress: rank 0 only.
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -210,6 +239,9 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         loss_function=loss_function,
         objective=objective,
         quantize_weights=quantize_weights,
+        recipes=recipes,
+        rounded=rounded_weights(config, model, layout),
+        qk_clip=None if threshold is None else QKClip(model, threshold, layout.gradients, ranks),
         stage=stage,
         writers=writers,
         progress=progress,
@@ -227,6 +259,16 @@ def objective_of(config: TrainConfig, model: GPTModel, device: str, layout: Layo
         set_loss_options(copy, config.model)
     compiled = {"compiled": config.compile, "mode": config.compile_mode}
     return DPO(config.posttraining, reference_of(model, copy, config.posttraining, **compiled))
+
+
+def rounded_weights(
+    config: TrainConfig, model: GPTModel, layout: Layout
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return what rounds the weights of a model to the format of precision.qat inside; where there is none, nothing."""
+    if config.precision.qat == "none":
+        return contextlib.nullcontext
+    parts = None if layout.mesh is None else ModelParts(model)
+    return RoundedWeights(model, quantizer_named(config.precision.qat), parts).in_force
 
 
 def group_of_writers(ranks: Ranks, config: TrainConfig) -> dist.ProcessGroup | None:

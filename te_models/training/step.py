@@ -33,7 +33,7 @@ from .data.windows import Batch
 from .host import reads_are_free
 from .objective import TERMS, Objective
 from .optimizer.adamw import Optimizer
-from .precision import build_recipe
+from .precision import RecipeSchedule
 from .ranks.data_parallel import Ranks, average_gradients, mean_over_ranks
 from .ranks.layout import Layout
 
@@ -87,6 +87,7 @@ def make_loss_function(
     mode: Mode = "whole",
     async_tensor_parallel: bool = False,
     objective: Objective | None = None,
+    recipes: RecipeSchedule | None = None,
 ) -> LossFunction:
     """Return `f(batch, weight) -> (loss to minimise, what is added to the cross entropy in it)`, a float32 scalar and
     float32 [3]: the terms of the routers, of the layers that predict further tokens, and of the logits' z-loss; behind
@@ -96,9 +97,11 @@ def make_loss_function(
     multiplied by; None: 1.
 
     Compiled, it is one graph; with mode "block", one graph per kind of layer, one of the output layer, the rest eager.
-    What would break a graph is an error. async_tensor_parallel: see `compile_model`.
+    What would break a graph is an error. async_tensor_parallel: see `compile_model`. recipes: whose recipe in force
+    the layers run under, with a graph for each; None: the first one of `precision`.
     """
-    recipe, objective = build_recipe(precision, model.config.num_layers), objective or Objective()
+    objective = objective or Objective()
+    recipes = recipes or RecipeSchedule.first(precision, model.config.num_layers)
 
     def loss_function(
         input_ids: torch.Tensor,
@@ -124,7 +127,7 @@ def make_loss_function(
         batch: torch.Tensor | Batch, weight: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         arguments: tuple[Any, ...] = (batch,) if isinstance(batch, torch.Tensor) else tuple(batch)
-        with compute_precision(precision, recipe, device):
+        with compute_precision(precision, recipes.now, device):
             if weight is None and all(argument is None for argument in arguments[1:]):
                 return function(arguments[0])
             inputs = objective.inputs(Batch(*arguments))
@@ -133,12 +136,15 @@ def make_loss_function(
     return with_precision
 
 
-def make_pipeline(model: GPTModel, config: TrainConfig, device: str, layout: Layout) -> Pipeline:
-    """Return what runs micro-batches through the pipeline stages of a model, compiled layer by layer or not.
+def make_pipeline(
+    model: GPTModel, config: TrainConfig, device: str, layout: Layout, recipes: RecipeSchedule | None = None
+) -> Pipeline:
+    """Return what runs micro-batches through the pipeline stages of a model, compiled layer by layer or not. recipes:
+    see `make_loss_function`.
 
     Raises ConfigError where the schedule does not have so many micro-batches."""
     assert layout.stages is not None and layout.mesh is not None and layout.mesh.stages is not None
-    recipe, group = build_recipe(config.precision, model.config.num_layers), layout.mesh.same_layers
+    found, group = recipes or RecipeSchedule.first(config.precision, model.config.num_layers), layout.mesh.same_layers
     if config.compile:
         overlapping = config.parallel.async_tensor_parallel
         compile_model(model, "block", dynamic=False, async_tensor_parallel=overlapping)
@@ -149,7 +155,7 @@ def make_pipeline(model: GPTModel, config: TrainConfig, device: str, layout: Lay
         micro_batches=config.data.gradient_accumulation,
         fewer=batch_size(config.data, layout.data.world_size).micro_batches(),
         shape=(config.data.micro_batch_size, config.data.sequence_length),
-        context=lambda: compute_precision(config.precision, recipe, device, group),
+        context=lambda: compute_precision(config.precision, found.now, device, group),
     )
 
 
@@ -187,17 +193,16 @@ def _fields(
 
 
 def make_weight_cache(
-    model: GPTModel, precision: PrecisionConfig, device: str, group: dist.ProcessGroup | None = None
+    model: GPTModel, precision: PrecisionConfig, device: str, group: dist.ProcessGroup | None, recipes: RecipeSchedule
 ) -> Callable[[], None] | None:
     """Return a function to call before a step's micro-batches, which quantizes every weight for all of them; None
     where `precision.cache_weights` is off. Then they run under `microbatch(first=False)`. group: see
-    `compute_precision`."""
+    `compute_precision`; recipes: see `make_loss_function`."""
     if not precision.cache_weights:
         return None
-    recipe = build_recipe(precision, model.config.num_layers)
 
     def quantize_weights() -> None:
-        with compute_precision(precision, recipe, device, group):
+        with compute_precision(precision, recipes.now, device, group):
             cache_weights(model)
 
     return quantize_weights
@@ -214,13 +219,14 @@ def train_step(
     before: Callable[[], None] | None = None,
     statistics: bool = False,
     objective: Objective | None = None,
+    rounded: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> StepResult:
     """Do one step on this rank's micro-batches `[B, S]`, all of one shape, and return what happened. The loss is the
     mean over the predictions that are scored, in all micro-batches on all ranks.
 
     loss_function: of the model, or the pipeline that has its stages; objective: what it computes. before: see
     `make_weight_cache`. statistics: note what the recipe does to its operands, in the last micro-batch only, because
-    each pass replaces what was noted.
+    each pass replaces what was noted. rounded: what the passes run in, and the update does not.
     The host reads nothing before the whole step is queued, and then six numbers (on CPU it reads as it goes). Raises
     TrainingError, leaving the parameters as they were, if the loss is not finite, or the gradient without
     `optimizer.skip_nonfinite`.
@@ -232,18 +238,19 @@ def train_step(
             before()
     objective = objective or Objective()
     weights = loss_weights(micro_batches, ranks) if objective.weighs_tokens else [None] * len(micro_batches)
-    if isinstance(loss_function, Pipeline):
-        with microbatch(first=None if before is None else False), collect_statistics(statistics):
-            total = loss_function.forward_backward(_fields(micro_batches, weights))
-        optimizer.accumulate_gradients()
-    else:
-        for i, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
-            noting = statistics and i == len(micro_batches)
-            with microbatch(first=None if before is None else False), collect_statistics(noting):
-                loss, terms = loss_function(batch) if weight is None else loss_function(batch, weight)
-            (loss / len(micro_batches)).backward()
+    with rounded():
+        if isinstance(loss_function, Pipeline):
+            with microbatch(first=None if before is None else False), collect_statistics(statistics):
+                total = loss_function.forward_backward(_fields(micro_batches, weights))
             optimizer.accumulate_gradients()
-            total = total + torch.cat([(loss.detach() - terms[:TERMS].sum())[None], terms]) / len(micro_batches)
+        else:
+            for i, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
+                noting = statistics and i == len(micro_batches)
+                with microbatch(first=None if before is None else False), collect_statistics(noting):
+                    loss, terms = loss_function(batch) if weight is None else loss_function(batch, weight)
+                (loss / len(micro_batches)).backward()
+                optimizer.accumulate_gradients()
+                total = total + torch.cat([(loss.detach() - terms[:TERMS].sum())[None], terms]) / len(micro_batches)
     reduce_gradients(optimizer, ranks)
     if isinstance(loss_function, Pipeline):
         loss_function.sum_embedding_gradients()

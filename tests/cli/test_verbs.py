@@ -220,7 +220,8 @@ def test_recipes_that_a_word_names_are_the_ones_offered(
         with pytest.raises(SystemExit):
             main(["quantize", str(model), str(tmp_path / "out"), "--recipe", name])
         expected = (
-            f"te-models: --recipe is {name!r}; allowed: delayed, current, block, mxfp8, nvfp4, int4, int8{hint}; see: "
+            f"te-models: --recipe is {name!r}; allowed: delayed, current, block, mxfp8, nvfp4, int4, int8, mxfp4{hint}"
+            "; see: "
         )
         assert capsys.readouterr().err.startswith(expected)
 

@@ -44,7 +44,7 @@ def keys_json(tables: Sequence[Table]) -> list[dict[str, Any]]:
 
 
 def _table_text(table: Table, values: dict[str, Any] | None) -> str:
-    heading = f"[{table.name}]  {table.sentence}" if table.name else table.sentence
+    heading = f"{table.heading}  {table.sentence}" if table.name else table.sentence
     lines = textwrap.wrap(heading, help_width(), **_indents(0, 2))
     for key in table.keys:
         default = f" = {toml_words(key.default)}" if not key.required and key.default is not None else ""

@@ -320,6 +320,8 @@ def attention_of(
     core_attention: DotProductAttention, q: Tensor, k: Tensor, v: Tensor, hidden_keys: Tensor | None
 ) -> Tensor:
     """Attend with a bool mask of hidden keys, [B, 1, 1 or S, L], or within documents, int64 [B, S]."""
+    if core_attention.max_logits is not None and core_attention.training:
+        core_attention.note_logits(q, k)
     if hidden_keys is not None and hidden_keys.dtype != torch.bool:
         return core_attention.attend_documents(q, k, v, hidden_keys)
     return core_attention(q, k, v, hidden_keys)

@@ -330,9 +330,9 @@ def _violated(key: str, value: torch.Tensor) -> str | None:
     finite = abs(low) < float("inf") and abs(high) < float("inf")  # False for NaN
     if key.endswith("_scale_inv") or key == "fp8_scale":
         return None if finite and low > 0 else "finite numbers above zero"
-    if key in ("exp_avg", "master", "momentum_buffer", "ema", "grad_norm_average"):
+    if key in ("exp_avg", "master", "momentum_buffer", "ema", "grad_norm_average", "y", "z"):
         return None if finite else "finite numbers"
-    if key == "exp_avg_sq":
+    if key in ("exp_avg_sq", "schedule_free"):
         return None if low >= 0 else "numbers of zero and more"
     if key in ("fp8_amax", "fp8_grad_amax", "fp8_history"):  # amaxes of a step that overflowed are infinite or NaN
         return "zero and positive numbers" if bool((value < 0).any()) else None

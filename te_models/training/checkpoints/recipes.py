@@ -7,27 +7,24 @@ a layer of experts has the scales of a rank's experts, which are consecutive one
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from te_models.layers import prepare_recipe_state, recipe_state
+from te_models.layers import Recipe, prepare_recipe_state, recipe_state
 from te_models.layers.module.model_state import quantized_modules
 
 from ...model import GPTModel
 from ...parallel.dims import ParallelDims
-from ..config import PrecisionConfig
-from ..precision import build_recipe
 from .checkpoint import TrainingState
 from .checks import by_rank, check_ranges, check_same_layout
 
 
-def complete_recipe_state(model: GPTModel, precision: PrecisionConfig) -> dict[str, Tensor]:
-    """Return the live state of a model's recipe, of every layer that keeps any, whether it has run yet or not: so what
-    a checkpoint must hold does not depend on what has happened."""
-    recipe = build_recipe(precision, model.config.num_layers)
-    if recipe is not None:
+def complete_recipe_state(model: GPTModel, recipes: Iterable[Recipe]) -> dict[str, Tensor]:
+    """Return the live state of the recipes that a model's steps have run under, of every layer that keeps any, whether
+    it has run yet or not: so what a checkpoint must hold depends on its step alone."""
+    for recipe in recipes:
         prepare_recipe_state(model, recipe)
     return live_state(model)
 

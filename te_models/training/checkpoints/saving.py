@@ -67,6 +67,10 @@ class Saving:
         """Take over what a checkpoint holds of the optimizer, and of a sharded one the weights.
 
         Raises TrainingCheckpointError where it is not of this model."""
+        with self.optimizer.averaged():
+            self._restore(start)
+
+    def _restore(self, start: TrainingState) -> None:
         if start.parts is not None:
             from .sharded.checkpoint import check_known, load_parts
 

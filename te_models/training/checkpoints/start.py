@@ -29,6 +29,7 @@ from ..config import (
     PrecisionConfig,
     TrainConfig,
 )
+from ..config.precision import RecipePhase
 from ..data.errors import DataError
 from ..metrics import METRICS
 from ..ranks.agreement import check_agreement
@@ -140,6 +141,8 @@ def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> N
     before = {key: value for key, value in _defaults().items() if key != _ACCUMULATION} | before
     changed = [name for name in now | before if now.get(name) != before.get(name) and name not in _FREE]
     changed = [name for name in changed if not name.startswith("schedule.")]  # `continued_config` compares curves
+    changed = [name for name in changed if name != "precision.schedule"]
+    check_same_recipes(config, start)
     if config.schedule.extend == "replace" or changed == ["optimizer.lr"]:
         changed = [name for name in changed if name != "optimizer.lr"]
     if changed:
@@ -151,6 +154,25 @@ def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> N
             f"cannot continue from step {start.step}: a step had {accumulated * before_ranks} micro-batches, "
             f"{_ACCUMULATION} {accumulated} on each of {before_ranks} ranks, and has {per_step} on "
             f"{ranks.world_size}; allowed: a gradient_accumulation with the same product"
+        )
+
+
+def check_same_recipes(config: TrainConfig, start: TrainingState) -> None:
+    """Raise ConfigError where a finished step ran under another phase of `precision.schedule` than it would now. What
+    comes after the checkpoint may change."""
+
+    def phases(schedule: tuple[RecipePhase, ...], steps: int) -> list[tuple[int, RecipePhase]]:
+        begins = [(phase.begin(steps), phase.replace(from_step=2, from_share=None)) for phase in schedule]
+        return [(begin, phase) for begin, phase in begins if begin < start.step]
+
+    saved = start.config["precision"].get("schedule", [])  # absent in earlier releases
+    before = phases(tuple(map(RecipePhase.from_dict, saved)), start.config["steps"])
+    now = phases(config.precision.schedule, config.steps)
+    if before != now:
+        told = [", ".join(f"{phase.in_words()} from step {begin + 1}" for begin, phase in its) for its in (before, now)]
+        raise ConfigError(
+            f"cannot continue from step {start.step}: precision.schedule differs from the checkpoint's in finished "
+            f"steps, which had {told[0] or 'one recipe'} and would have {told[1] or 'one recipe'}"
         )
 
 

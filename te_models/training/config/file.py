@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...config import ConfigError, ConfigPart
-from ...config.keys import alternatives, may_be_unset, nested_part, tables_of
+from ...config.keys import alternatives, listed_part, may_be_unset, nested_part, tables_of
 from ...config.part import coerce
 from ...suggestions import did_you_mean
 from .overrides import Override, parse_overrides
@@ -78,6 +78,9 @@ class _Names:
     options: dict[str, str]
 
     def table(self, path: str) -> str:
+        name, _, number = path.partition("#")
+        if number:
+            return f"{self.options.get(name) or f'{self.file}: [[{name}]]'} table {number}"
         return f"{self.file}: [{path}]" if path else str(self.file)
 
     def key(self, path: str) -> str:
@@ -94,8 +97,12 @@ def _read(part: type[ConfigPart], values: dict[str, Any], table: str, names: _Na
             allowed = f"allowed: {', '.join(fields)}{_similar(name, fields)}"
             raise ConfigError(f"{names.table(table)} has no key {name!r}; {allowed}")
         path = f"{table}.{name}".lstrip(".")
-        nested = nested_part(hints[name])
-        if nested is None:
+        nested, listed = nested_part(hints[name]), listed_part(hints[name])
+        if listed is not None:
+            if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
+                raise ConfigError(f"{names.key(path)} is {value!r}; allowed: a list of tables, each as [[{path}]]")
+            read[name] = [_read(listed, inner, f"{path}#{number}", names) for number, inner in enumerate(value, 1)]
+        elif nested is None:
             read[name] = _leaf(value, hints[name], names.key(path))
         elif isinstance(value, dict):
             read[name] = _read(nested, value, path, names)
@@ -110,6 +117,7 @@ def _read(part: type[ConfigPart], values: dict[str, Any], table: str, names: _Na
     except ConfigError as error:
         outer, _, rest = error.where.partition(".")
         key = error.where if outer in fields else rest  # the checks of a part may begin with its own name
+        key = key.rpartition(".")[2] if "#" in table else key
         path = ".".join(word for word in (table, key) if word)
         name = names.key(path) if key else names.table(table)
         what, allowed, choices = str(error).removeprefix(error.where).partition("; allowed: ")

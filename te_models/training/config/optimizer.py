@@ -13,16 +13,17 @@ from ...config import ConfigPart, check
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(ConfigPart):
-    """AdamW (arXiv 1711.05101), or Muon for matrices with AdamW for the rest.
+    """AdamW (arXiv 1711.05101), Muon for matrices with AdamW for the rest, or schedule-free AdamW (arXiv 2405.15682).
 
     Patterns are globs over the names of parameters; the first match wins, and one that matches nothing is refused.
     There are no float32 buffers of gradients where a step is one micro-batch on one rank, or parameters have 32 bits.
     A skipped step is marked in the metrics.
     """
 
-    kind: Literal["adamw", "muon"] = "adamw"
+    kind: Literal["adamw", "muon", "schedule_free"] = "adamw"
     """Optimizer: with muon, the matrices of layers and experts are updated by Muon, and embedding, output layer,
-    routers, norms and biases by AdamW."""
+    routers, norms and biases by AdamW; with schedule_free, validation and checkpoints have its average of the
+    weights."""
     lr: float = 3e-4
     """Peak learning rate."""
     lr_mult: tuple[str, ...] = ()
@@ -42,6 +43,9 @@ class OptimizerConfig(ConfigPart):
     muon_split: Literal["projections", "none"] = "projections"
     """What Muon takes for a matrix in a weight that joins projections, such as q, k and v, or gate and up: each of
     them, or with none the whole weight."""
+    qk_clip_threshold: float | None = None
+    """Largest attention logit of a head, to which QK-clip scales its rows of the query and key projections after a step
+    in which it was larger (MuonClip with muon); unset means no clip."""
     ema_decay: float | None = None
     """Decay rate of a float32 average of the trained parameters, which is exported as final-ema; unset means none."""
     betas: tuple[float, ...] = (0.9, 0.95)
@@ -102,6 +106,14 @@ class OptimizerConfig(ConfigPart):
         self.frozen_experts()
         self.multipliers("lr_mult")
         self.multipliers("wd_mult")
+        if self.kind == "schedule_free":
+            where, first = "with optimizer.kind = 'schedule_free'", self.betas[:1]
+            check(self.moment_dtype == "float32", "optimizer.moment_dtype", self.moment_dtype, f"'float32' {where}")
+            check(self.ema_decay is None, "optimizer.ema_decay", self.ema_decay, f"null {where}, which has an average")
+            check(first != (0.0,), "optimizer.betas", self.betas, f"a first number above 0 {where}")
+            check(not self.freeze_experts, "optimizer.freeze_experts", list(self.freeze_experts), f"none {where}")
+        tau = self.qk_clip_threshold
+        check(tau is None or tau > 0, "optimizer.qk_clip_threshold", tau, "a positive number, or null")
         check(0 <= self.muon_momentum < 1, "optimizer.muon_momentum", self.muon_momentum, "0 <= momentum < 1")
         ema = self.ema_decay
         check(ema is None or 0 < ema < 1, "optimizer.ema_decay", ema, "a number between 0 and 1, or null")

@@ -7,6 +7,7 @@ of the annotations of the configuration; `file` checks the values together with 
 from __future__ import annotations
 
 import argparse
+import tomllib
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from functools import partial
 from typing import Any, Literal, NoReturn
 
 from ...config import ConfigError
-from ...config.keys import Key, alternatives, may_be_unset, tables_of, type_words
+from ...config.keys import Key, alternatives, listed_part, may_be_unset, tables_of, type_words
 from ...suggestions import did_you_mean
 from .run import TrainConfig
 
@@ -36,7 +37,7 @@ def add_key_options(parser: argparse.ArgumentParser, *, shown: bool = False) -> 
     """
     parser.set_defaults(overrides=[])
     for table in tables_of(TrainConfig):
-        for key in table.keys:
+        for key in () if table.repeated else table.keys:
             options = partial(parser.add_argument, dest="overrides", action=_SetKey, key=key)
             sentence = key.sentence.replace("%", "%%") if shown else argparse.SUPPRESS
             if key.hint is bool:
@@ -119,6 +120,11 @@ def _from_word(word: str, hint: Any) -> Any:
     """Return what a word stands for: None, or a number where the key takes one and the word is one, or the word."""
     if may_be_unset(hint) and word.lower() in ("none", "null"):
         return None
+    if listed_part(hint) is not None:  # a table, as TOML writes it in a line
+        try:
+            return tomllib.loads(f"table = {word}")["table"]
+        except tomllib.TOMLDecodeError:
+            return word
     for member in alternatives(hint):
         kind = typing.get_args(member)[0] if typing.get_origin(member) is tuple else member
         if kind in (int, float):

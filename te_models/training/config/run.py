@@ -97,6 +97,7 @@ class TrainConfig(ConfigPart):
             check(dtype != "fp32", "precision.dtype", dtype, f"'bf16' and 'bf16-mixed' {where}")
         if self.parallel.async_tensor_parallel:
             self._check_overlap()
+        self.precision.check_schedule(self.steps)
         warmup, decay = self.schedule.warmup_steps, self.schedule.decay_steps or 0
         name, length = ("steps", self.steps) if self.schedule.steps is None else ("schedule.steps", self.schedule.steps)
         check(warmup + decay <= length, "schedule.warmup_steps", warmup, f"warm-up and decay within {name} = {length}")
@@ -106,6 +107,10 @@ class TrainConfig(ConfigPart):
             not count or last <= self.steps, "profile.num_steps", count, f"up to steps = {self.steps} from {start} on"
         )
         adapted, optimizer = self.lora.rank > 0, self.optimizer
+        qat = self.precision.qat
+        check(
+            not adapted or qat == "none", "precision.qat", qat, "'none' with lora.rank, whose weights are not trained"
+        )
         check(not (adapted and optimizer.freeze), "optimizer.freeze", list(optimizer.freeze), "none with lora.rank")
         check(
             not adapted or optimizer.ema_decay is None,
@@ -113,19 +118,28 @@ class TrainConfig(ConfigPart):
             optimizer.ema_decay,
             "null with lora.rank",
         )
-        dispatch, recipe = self.parallel.expert_dispatch, self.precision.recipe
+        clip = optimizer.qk_clip_threshold
+        check(clip is None or not adapted, "optimizer.qk_clip_threshold", clip, "null with lora.rank")
+        dispatch = self.parallel.expert_dispatch
+        recipe = next((name for name in self.precision.recipe_names if name not in ("block", "mxfp8")), None)
         check(
-            dispatch != "all_to_all_quantized" or recipe in ("block", "mxfp8"),
+            dispatch != "all_to_all_quantized" or recipe is None,
             "parallel.expert_dispatch",
             dispatch,
             f"another way with precision.recipe = {recipe!r}, or the recipe 'block' or 'mxfp8', which round each row "
             "by itself",
         )
         check(
-            optimizer.kind == "adamw" or not self.parallel.cpu_offload,
+            optimizer.kind != "muon" or not self.parallel.cpu_offload,
             "optimizer.kind",
             optimizer.kind,
-            "'adamw' with parallel.cpu_offload = true, because the matrix products of others belong on the device",
+            "another one with parallel.cpu_offload = true, because matrix products belong on the device",
+        )
+        check(
+            optimizer.kind != "schedule_free" or self.schedule.kind == "constant",
+            "schedule.kind",
+            self.schedule.kind,
+            "'constant' with optimizer.kind = 'schedule_free', whose average takes the place of a decay",
         )
         has_validation = self.data.validation_fraction > 0 or bool(self.evaluation.sets)
         check(
@@ -175,7 +189,8 @@ class TrainConfig(ConfigPart):
         where, precision = "parallel.async_tensor_parallel", self.precision
         check(self.compile, where, True, "False with compile = false")
         why = "because the gathered rows are quantized before they are multiplied"
-        check(precision.recipe == "none", where, True, f"False with precision.recipe = {precision.recipe!r}, {why}")
+        recipe = next((name for name in precision.recipe_names if name != "none"), None)
+        check(recipe is None, where, True, f"False with precision.recipe = {recipe!r}, {why}")
         why = "because the gathered rows are cast before they are multiplied"
         check(precision.dtype != "bf16-mixed", where, True, f"False with precision.dtype = 'bf16-mixed', {why}")
 

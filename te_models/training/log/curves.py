@@ -9,7 +9,7 @@ from typing import Any
 from te_models.checkpoints.io.atomic import replaced_file
 
 from ...extras import require
-from ..metrics import read_metrics
+from ..metrics import read_metrics, recipe_changes
 
 RAW = {"linewidth": 0.6, "alpha": 0.3}
 """How the values of single steps are drawn below their running mean."""
@@ -31,7 +31,8 @@ def running_mean(values: Sequence[float], span: int) -> list[float]:
 
 def plot_loss(curves: dict[str, Path], out: Path) -> None:
     """Draw one or more metrics files as a PNG: the training loss of each step and its running mean, with validation
-    losses where there are any, and below it the learning rate and the gradient norm.
+    losses where there are any, and below it the learning rate and the gradient norm; a dotted line where another recipe
+    begins.
 
     Args:
         curves: Label of each run -> its metrics file.
@@ -50,6 +51,11 @@ def plot_loss(curves: dict[str, Path], out: Path) -> None:
         validation = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
         if validation:
             loss.plot(*zip(*validation), "o--", markersize=3, color=line.get_color(), label=f"{label}, validation")
+        for step, recipe in recipe_changes(rows):
+            for axes in (loss, lr, norm):
+                axes.axvline(step, color=line.get_color(), linewidth=0.8, linestyle=":")
+            place = {"xy": (step, 1), "xycoords": ("data", "axes fraction"), "xytext": (3, -3)}
+            loss.annotate(recipe, **place, textcoords="offset points", va="top", color=line.get_color(), fontsize=8)
         lr.plot(steps, [row.get("lr") for row in rows], color=line.get_color(), linewidth=1.2)
         norms = [(row["step"], row["grad_norm"]) for row in rows if row.get("grad_norm") is not None]
         if norms:

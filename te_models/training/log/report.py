@@ -12,10 +12,10 @@ from te_models.checkpoints.io.atomic import replace_text
 
 from ...sizes import format_size, plural
 from ..checkpoints.files import list_checkpoints
-from ..metrics import METRICS, MetricsError, is_number, read_metrics
+from ..metrics import METRICS, MetricsError, is_number, read_metrics, recipe_changes
 from .curves import running_mean, span_of
 from .starts import flat, read_starts
-from .svg import COLORS, Line, chart
+from .svg import COLORS, Line, Mark, chart
 
 MOST_EVENTS = 50
 """Of skipped steps in a list: of more there is the number."""
@@ -105,6 +105,7 @@ class RunRecord:
         if skipped:
             more = f" and {len(skipped) - MOST_EVENTS} more" if len(skipped) > MOST_EVENTS else ""
             found.append(f"skipped steps: {', '.join(skipped[:MOST_EVENTS])}{more}")
+        found += [f"step {step}: from here on under the recipe {recipe}" for step, recipe in recipe_changes(self.rows)]
         done, steps = self.rows[-1]["step"], self.config().get("steps")
         if steps:
             found.append("finished" if done == steps else f"not finished: step {done} of {steps} is the last one")
@@ -164,7 +165,8 @@ def charts(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
         loss.append(
             Line(points=run.points("validation_loss"), color=color, name=f"{run.name}, validation", kind="dots")
         )
-    found = [("Loss in nats per token (dashed: validation)", chart("loss", loss))]
+    marks = [Mark(step, recipe, color) for run, color in _colored(runs) for step, recipe in recipe_changes(run.rows)]
+    found = [("Loss in nats per token (dashed: validation)", chart("loss", loss, marks=marks))]
     sets = [
         Line(points=points, color=color, name=f"{run.name}, {name}", kind="dots")
         for run, color in _colored(runs)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 280, 90, 12, 10, 50
@@ -27,7 +28,15 @@ class Line:
     kind: str = "line"
 
 
-def chart(title: str, lines: Sequence[Line], *, unit: str = "") -> str:
+class Mark(NamedTuple):
+    """A step of a chart that is marked with a dotted upright line, and what it says beside it."""
+
+    step: float
+    text: str
+    color: str
+
+
+def chart(title: str, lines: Sequence[Line], *, unit: str = "", marks: Sequence[Mark] = ()) -> str:
     """Return a chart as an SVG element with titled axes, grid, and values as tooltips; "" for no points."""
     points = [point for line in lines for point in line.points]
     if not points:
@@ -53,6 +62,11 @@ def chart(title: str, lines: Sequence[Line], *, unit: str = "") -> str:
     parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">step</text>')
     upright = f'transform="rotate(-90 14 {middle})"'
     parts.append(f'<text x="14" y="{middle}" text-anchor="middle" {upright}>{label}</text>')
+    for mark in marks:
+        across, _ = place(mark.step, y_low)
+        ends = f'x1="{across}" x2="{across}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"'
+        parts.append(f'<line class="mark" {ends} stroke="{mark.color}" stroke-dasharray="2 3"/>')
+        parts.append(f'<text x="{across + 4}" y="{TOP + 12}">{escape(mark.text)}</text>')
     for line in sorted(lines, key=lambda line: line.kind != "faint"):
         parts.append(_drawn(line, [place(*point) for point in thinned(line.points)]))
     for line in (line for line in lines if line.kind != "faint"):  # above all lines, which would hide them

@@ -1,4 +1,5 @@
-"""The optimizer of a run over named parameters: AdamW, or Muon and AdamW; clipping, and state by name for checkpoints.
+"""The optimizer of a run over named parameters: one or more of the kinds of `optimizer.kind`; clipping, and state by
+name for checkpoints.
 
 The arithmetic is `te_models.layers.FusedAdamW`: one pass over parameter, gradient and both moments (5 ms for 8 M
 float32 parameters on one core, against 15 ms compiled by Inductor and 34 ms foreach). The learning rate is a tensor
@@ -7,11 +8,13 @@ that is filled before each step: its value is data, so nothing that reads it spe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from te_models.layers import FusedAdamW, gradient_of
 from te_models.layers.optimizers.moments import MOMENT_KEYS
@@ -44,8 +47,102 @@ def norm_over(groups: Iterable[dist.ProcessGroup], norms: Iterable[torch.Tensor]
     return total.sqrt().float()
 
 
+class ScheduleFreeAdamW:
+    """Schedule-free AdamW (A. Defazio et al., arXiv 2405.15682): an average of the weights in place of a decay of lr.
+
+    Passes see y, between the weights z that steps move and their average x: y = (1 - beta1) z + beta1 x. Parameters are
+    y while the run trains, and x wherever the model is measured or written, for as long as `averaged` lasts; x is
+    computed and not kept, so that there are as many numbers as AdamW has. A checkpoint holds y beside z, since to
+    compute it back from x would round. The arithmetic is that of the package schedulefree, of which this differs in
+    what it reads and writes: `main_grad`, float32 masters, and a step that a tensor can switch off.
+
+    params: groups with "params", "lr" (a scalar tensor) and "weight_decay", which decays y. lr: the scalar tensor that
+    the weights of the average follow, as its square. master_weights: keep a float32 y of parameters of fewer bits.
+
+    State per parameter: "z" and "exp_avg_sq" (float32), and y, as "master" or "y", which is the parameter itself while
+    it trains. `counters` [3], float64: finished steps, the largest rate, and the sum of the squares.
+    """
+
+    def __init__(
+        self,
+        params: list[dict[str, Any]],
+        *,
+        lr: Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        master_weights: bool,
+    ) -> None:
+        self.param_groups, self.lr, self.betas, self.eps = params, lr, betas, eps
+        self.counters = torch.zeros(3, dtype=torch.float64, device=lr.device)
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        for p in (p for group in params for p in group["params"]):
+            y = p.detach()
+            if master_weights and p.dtype.itemsize < 4:
+                y = y.float()
+            squares = torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
+            self.state[p] = {"z": p.detach().float().clone(), "exp_avg_sq": squares, _name_of(p, y): y}
+
+    @torch.no_grad()
+    def step(self, *, noop: Tensor | None = None) -> None:
+        """Update the parameters from their gradients. noop: a scalar tensor; where it is nonzero nothing changes."""
+        beta1, beta2 = self.betas
+        count, largest, total = self.counters.unbind()
+        largest = torch.maximum(largest, self.lr.double())
+        total = total + largest.square()
+        share, correction = largest.square() / total, 1 - beta2 ** (count + 1)
+        for group in self.param_groups:
+            lr, decay = group["lr"].double(), group["weight_decay"]
+            for p in group["params"]:
+                gradient = gradient_of(p)
+                if gradient is None:
+                    continue
+                state, gradient = self.state[p], local_part(gradient).float()
+                z, squares = local_part(state["z"]), local_part(state["exp_avg_sq"])
+                y = local_part(state.get("master", p)).float()
+                c, rate, corrected = (value.to(z.device) for value in (share, lr, correction))
+                new_squares = squares * beta2 + (1 - beta2) * gradient.square()
+                step = gradient / ((new_squares / corrected).sqrt() + self.eps) + decay * y
+                new_y = y + c * (z - y) + (rate * (beta1 * (1 - c) - 1)) * step
+                new_z = z - rate * step
+                if noop is not None:
+                    skip = noop.to(z.device).bool()
+                    news = (new_squares, squares), (new_y, y), (new_z, z)
+                    new_squares, new_y, new_z = (torch.where(skip, old, new) for new, old in news)
+                squares.copy_(new_squares)
+                z.copy_(new_z)
+                if "master" in state:
+                    local_part(state["master"]).copy_(new_y)
+                local_part(p).copy_(new_y)
+        counters = torch.stack([count + 1, largest, total])
+        self.counters.copy_(counters if noop is None else torch.where(noop.bool(), self.counters, counters))
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the parameters be the average x inside, and then again y, as the state holds it at the end."""
+        with torch.no_grad():
+            for p, state in self.state.items():
+                own = local_part(p)
+                y, z = local_part(state.get("master", p)).float(), local_part(state["z"])
+                average = y + (1 - 1 / self.betas[0]) * (z - y)
+                if "y" in state:
+                    state["y"] = p.detach().clone()
+                own.copy_(average)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, state in self.state.items():
+                    local_part(p).copy_(local_part(state["master"] if "master" in state else state["y"]))
+                    if "y" in state:
+                        state["y"] = p.detach()
+
+
+def _name_of(parameter: Tensor, y: Tensor) -> str:
+    return "y" if y.dtype == parameter.dtype else "master"
+
+
 class Optimizer:
-    """AdamW, or Muon with AdamW, for a model's trainable parameters.
+    """AdamW, Muon with AdamW, or schedule-free AdamW, for a model's trainable parameters.
 
     Args:
         named_parameters: (FQN, parameter) pairs; the FQNs name the state in checkpoints.
@@ -95,7 +192,7 @@ class Optimizer:
         device = next((device for device in devices if device.type == "cpu"), devices[0])
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         self._rates: list[tuple[torch.Tensor, float]] = []
-        groups_of: dict[str, list[dict[str, Any]]] = {"adamw": [], "muon": []}
+        groups_of: dict[str, list[dict[str, Any]]] = {"adamw": [], "muon": [], "schedule_free": []}
         for (kind, rate, decay), members in optimizer_groups(config, self.parameters, everywhere).items():
             lr = self.lr if rate == 1.0 else torch.zeros_like(self.lr)
             self._rates += [(lr, rate)]
@@ -111,6 +208,15 @@ class Optimizer:
                 master_weights=config.master_weights,
                 divided=self._by_parameter(divided),
                 joined=self._by_parameter(joined),
+            )
+        self._schedule_free = None
+        if groups_of["schedule_free"]:
+            self._schedule_free = ScheduleFreeAdamW(
+                groups_of["schedule_free"],
+                lr=self.lr,
+                betas=(beta1, beta2),
+                eps=config.eps,
+                master_weights=config.master_weights,
             )
         self._adamw = FusedAdamW(
             groups_of["adamw"] or [{"params": []}],
@@ -143,10 +249,19 @@ class Optimizer:
         states = {name: self.entries(name) for name in self.parameters}
         return {name: state["master"] for name, state in states.items() if "master" in state}
 
+    def _optimizers(self) -> list[Any]:
+        """Return the optimizers that there are, each of some of the parameters."""
+        return [o for o in (self._muon, self._schedule_free, self._adamw) if o is not None]
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Have the parameters be the averages inside that schedule-free AdamW makes of them: what is measured, written,
+        and read. Of other optimizers they stay as they are."""
+        return contextlib.nullcontext() if self._schedule_free is None else self._schedule_free.averaged()
+
     def entries(self, name: str) -> dict[str, torch.Tensor]:
         """Return the state of a parameter."""
         parameter = self.parameters[name]
-        optimizer = self._muon if self._muon is not None and parameter in self._muon.state else self._adamw
+        optimizer: Any = next(o for o in self._optimizers() if parameter in o.state)
         average = {"ema": self.averages[name]} if name in self.averages else {}
         return {**optimizer.state[parameter], **average}
 
@@ -179,9 +294,8 @@ class Optimizer:
             if own is not self.lr:
                 own.fill_(lr * rate)
         with self._frozen.unchanged(self.parameters, self.masters if self._frozen.rows else {}):
-            self._adamw.step(noop=noop)
-            if self._muon is not None:
-                self._muon.step(noop=noop)
+            for optimizer in self._optimizers():
+                optimizer.step(noop=noop)
         self._update_averages(noop)
 
     @torch.no_grad()
@@ -195,8 +309,8 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Drop the gradients."""
         self._adamw.zero_grad()
-        if self._muon is not None:
-            for parameter in (p for group in self._muon.param_groups for p in group["params"]):
+        for optimizer in self._optimizers()[:-1]:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if getattr(parameter, "main_grad", None) is not None:
                     parameter.main_grad.zero_()
                 parameter.grad = None
@@ -308,7 +422,9 @@ class Optimizer:
 
     def _shared_state(self) -> dict[str, torch.Tensor]:
         """Return the state that belongs to no parameter, the same on all ranks."""
-        return {} if self._norms is None else {"optimizer.grad_norm_average": self._norms}
+        found = {} if self._norms is None else {"optimizer.grad_norm_average": self._norms}
+        counters = {} if self._schedule_free is None else {"optimizer.schedule_free": self._schedule_free.counters}
+        return found | counters
 
     def _whole_layout(self, parameter: torch.Tensor, value: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of an entry of state where the experts of all ranks are together."""

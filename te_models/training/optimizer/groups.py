@@ -79,7 +79,7 @@ def optimizer_groups(
         for name, parameter in parameters.items():
             if is_decayed(name, parameter) != decays:
                 continue
-            kind = "muon" if config.kind == "muon" and uses_muon(name, parameter) else "adamw"
+            kind = "adamw" if config.kind == "muon" and not uses_muon(name, parameter) else config.kind
             decay = multiplier(wd_mult, name)
             decay = config.weight_decay * (float(decays) if decay is None else decay)
             rate = multiplier(lr_mult, name)

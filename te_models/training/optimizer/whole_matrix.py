@@ -58,13 +58,7 @@ class DividedMatrix:
         if self.group is not None:
             for dim, ranges in self.cuts[self.group.rank()].items():
                 whole = torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in ranges], dim)
-        sharded: Any = self.parameter
-        if not _has_parts(sharded):
-            return whole
-        mesh, dim = sharded.device_mesh, sharded.placements[-1].dim
-        each = largest_shard(sharded, whole.shape[dim], mesh.size(mesh.ndim - 1))
-        begin = min(each * mesh.get_local_rank(mesh.ndim - 1), whole.shape[dim])
-        return whole.narrow(dim, begin, min(each, whole.shape[dim] - begin))
+        return own_shard(self.parameter, whole) if _has_parts(self.parameter) else whole
 
     def _with_shards(self, part: Tensor) -> Tensor:
         sharded: Any = self.parameter
@@ -76,16 +70,26 @@ class DividedMatrix:
         return DTensor.from_local(part, sharded.device_mesh, sharded.placements, **options).full_tensor()
 
 
+def own_shard(parameter: Any, whole: Tensor) -> Tensor:
+    """Return this rank's shard of `whole`, which is cut as FSDP2 cuts a parameter; all of it where that is not."""
+    if local_part(parameter) is parameter:
+        return whole
+    mesh, dim = parameter.device_mesh, parameter.placements[-1].dim
+    each = largest_shard(parameter, whole.shape[dim], mesh.size(mesh.ndim - 1))
+    begin = min(each * mesh.get_local_rank(mesh.ndim - 1), whole.shape[dim])
+    return whole.narrow(dim, begin, min(each, whole.shape[dim] - begin))
+
+
 def _has_parts(parameter: Any) -> bool:
     """Whether FSDP2 shards a parameter, and within its matrices, not a stack between them."""
     return local_part(parameter) is not parameter and (parameter.dim() == 2 or parameter.placements[-1].dim > 0)
 
 
-def divided_matrices(parts: ModelParts) -> dict[str, DividedMatrix]:
-    """Return what of a model's trainable parameters ranks have parts of matrices of, by name."""
+def divided_matrices(parts: ModelParts, *, frozen: bool = False) -> dict[str, DividedMatrix]:
+    """Return what of a model's trainable parameters ranks have parts of matrices of, by name. frozen: and of others."""
     found: dict[str, DividedMatrix] = {}
     for name, parameter in parts.model.named_parameters():
-        if not parameter.requires_grad or parameter.dim() not in (2, 3):
+        if not (frozen or parameter.requires_grad) or parameter.dim() not in (2, 3):
             continue
         group, owned = parts.split_group(name), parts.of_split_ranks(name)
         split = group is not None and owned[0].dim is not None
