@@ -52,10 +52,9 @@ def row_log_probs(
     """Return the sum, or the mean, of the log-probabilities of each row's labels, float32 [rows], and the loss of the
     routers where there is one."""
     labels = input_ids if labels is None else labels
-    output = model(input_ids, return_logits=False, return_hidden_states=True)
-    assert output.hidden_states is not None
-    of_tokens = model.output_layer.token_log_probs(output.hidden_states[-1], model.shared_output_weight, labels)
-    found = of_tokens.sum(-1)
+    output = model(input_ids, labels, return_logits=False, return_logprobs=True)
+    assert output.logprobs is not None
+    found = output.logprobs.sum(-1)
     if mean:
         found = found / (labels[:, 1:] != IGNORE_INDEX).sum(-1).clamp(min=1)
     return found, output.aux_loss
