@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from ...config import ConfigPart, check
 from .optimizer import LoRAConfig, OptimizerConfig, ScheduleConfig
-from .output import CheckpointConfig, EvaluationConfig, LogConfig, ProfileConfig
+from .output import CheckpointConfig, EvaluationConfig, HubConfig, LogConfig, ProfileConfig
 from .parallel import ParallelConfig
 from .posttraining import PosttrainingConfig
 from .precision import PrecisionConfig
@@ -56,6 +56,9 @@ class TrainConfig(ConfigPart):
     """Whether torch uses reproducible kernels only, so that two runs are equal bit for bit."""
     distributed_timeout_minutes: float = 10.0
     """Minutes after which a rank that does not answer ends the run on all ranks."""
+    callbacks: tuple[str, ...] = ()
+    """Installed callbacks of the run, as "package.module:name": a te_models.training.Callback, or a class or function
+    without arguments that returns one."""
     model: ModelSource
     """Where the model comes from."""
     data: DataConfig
@@ -80,6 +83,8 @@ class TrainConfig(ConfigPart):
     """What the run shows and records."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """A trace of some steps by torch.profiler."""
+    hub: HubConfig = field(default_factory=HubConfig)
+    """Uploading the result to the Hugging Face hub."""
 
     def _validate(self) -> None:
         check(0 < self.steps <= _MOST_STEPS, "steps", self.steps, f"a positive integer up to {_MOST_STEPS}")
@@ -128,11 +133,12 @@ class TrainConfig(ConfigPart):
             "'adamw' with parallel.cpu_offload = true, because the matrix products of others belong on the device",
         )
         has_validation = self.data.validation_fraction > 0 or bool(self.evaluation.sets)
+        has_validation |= self.evaluation.measures_more
         check(
             has_validation or not self.evaluation.every,
             "evaluation.every",
             self.evaluation.every,
-            "0 without validation data",
+            "0 without validation data, functions or tasks",
         )
         self._check_pairs()
 
