@@ -46,12 +46,12 @@ def label_statistics(
     """
     words, dtype = weight.shape[0], torch.promote_types(hidden.dtype, torch.float32)
     found = hidden.new_empty((3, hidden.shape[0]), dtype=dtype)
-    for rows in _chunks(hidden.shape[0], chunk_tokens):
+    for rows in spans(hidden.shape[0], chunk_tokens):
         local = shard_labels(labels[rows], first, words)
         normalizer = hidden.new_full((local.shape[0],), -torch.inf, dtype=dtype)
         target = torch.zeros_like(normalizer)
-        for columns in _chunks(words, CHUNK_WORDS):
-            z, _ = _logits(hidden[rows], weight[columns], bias, columns, multiplier, softcap)
+        for columns in spans(words, CHUNK_WORDS):
+            z, _ = block_of_logits(hidden[rows], weight[columns], bias, columns, multiplier, softcap)
             column, here = _within(local, columns, z.shape[1])
             normalizer = torch.logaddexp(normalizer, torch.logsumexp(z, -1))
             target = target + torch.where(here, z.gather(1, column)[:, 0], 0.0)
@@ -92,10 +92,10 @@ def label_log_prob_gradients(
     d_weight = weight.new_zeros(weight.shape if wanted[1] else 0, dtype=normalizer.dtype)
     d_bias = weight.new_zeros(words if wanted[2] else 0, dtype=normalizer.dtype)
     counted = torch.where(labels == IGNORE_INDEX, 0.0, grad)[:, None]
-    for rows in _chunks(hidden.shape[0], chunk_tokens):
+    for rows in spans(hidden.shape[0], chunk_tokens):
         x, local = hidden[rows], shard_labels(labels[rows], first, words)
-        for columns in _chunks(words, CHUNK_WORDS):
-            z, slope = _logits(x, weight[columns], bias, columns, multiplier, softcap)
+        for columns in spans(words, CHUNK_WORDS):
+            z, slope = block_of_logits(x, weight[columns], bias, columns, multiplier, softcap)
             column, here = _within(local, columns, z.shape[1])
             gradient = (z - normalizer[rows, None]).exp_().neg_()
             gradient.scatter_add_(1, column, here.to(gradient.dtype)[:, None])
@@ -113,7 +113,8 @@ def label_log_prob_gradients(
     return d_hidden.to(hidden.dtype), d_weight.to(weight.dtype), d_bias
 
 
-def _chunks(total: int, size: int) -> Iterator[slice]:
+def spans(total: int, size: int) -> Iterator[slice]:
+    """Yield the blocks of `size` in `total`."""
     return (slice(begin, min(begin + size, total)) for begin in range(0, total, size))
 
 
@@ -123,7 +124,7 @@ def _within(local: Tensor, columns: slice, width: int) -> tuple[Tensor, Tensor]:
     return torch.where(here, local - columns.start, 0)[:, None], here
 
 
-def _logits(
+def block_of_logits(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,

@@ -203,18 +203,22 @@ class OutputLayer(TensorParallelModule):
         Logits of `loss_chunk_tokens` tokens (None: 1024) and 32,768 words exist at a time, and are computed again in
         the backward pass.
         """
-        dtype, weight = compute_dtype(x), self.weight if shared_weight is None else shared_weight
-        assert weight is not None, "shared, or the layer's own"
-        _check_has_data(weight, x)
-        weight, bias = weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
-        x = self.whole_rows(x.to(dtype))
+        rows, weight, bias = self.operands(x, shared_weight)
         targets = own_positions(shift_labels(labels), self.context_shard)
         scaled: dict[str, Any] = {"multiplier": self.config.logits_multiplier, "softcap": self.config.logits_softcap}
         scaled["chunk_tokens"] = self.loss_chunk_tokens
-        rows = x.flatten(0, 1) if batch_size is None else x
         found = vocab_parallel_linear_log_probs(rows, weight, targets.flatten(), self.shard, bias, **scaled)
         found = found.view(targets.shape)
         return found if self.context_shard is None else gather_positions(found, self.context_shard)
+
+    def operands(self, x: Tensor, shared_weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what the projection multiplies, in the compute dtype: all rows [T, H] of x, the weight [V, H] and the
+        bias [V] or None. Arguments as for `token_log_probs`."""
+        dtype, weight = compute_dtype(x), self.weight if shared_weight is None else shared_weight
+        assert weight is not None, "shared, or the layer's own"
+        _check_has_data(weight, x)
+        x = self.whole_rows(x.to(dtype))
+        return x.flatten(0, -2), weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
 
     def _with_z_loss(self, both: tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
         loss, z_loss = (self._of_all_positions(term, targets) for term in both)

@@ -50,8 +50,8 @@ def model_card(output_dir: str | Path, folder: str = "final") -> str:
         "data": ", ".join(map(str, data.get("text") or data.get("blend") or [data.get("path")])),
         "steps": f"{last.get('step', 0)} of {config['steps']}",
         "tokens": f"{last['tokens']:,}" if "tokens" in last else None,
-        "windows": f"{plural(data['sequence_length'], 'token')}, {data['micro_batch_size']} x {data['gradient_accumulation']} a "
-        f"step on each of {plural(environment.get('ranks', 1), 'rank')}",
+        "windows": f"{plural(data['sequence_length'], 'token')}, {data['micro_batch_size']} x "
+        f"{data['gradient_accumulation']} a step on each of {plural(environment.get('ranks', 1), 'rank')}",
         "precision": f"{precision['dtype']}, recipe {precision['recipe']}",
         "optimizer": f"{config['optimizer']['kind']}, lr {config['optimizer']['lr']}, {config['schedule']['kind']}",
         "loss": _number(last.get("loss")),

@@ -70,7 +70,7 @@ class TrainConfig(ConfigPart):
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """LoRA instead of training the weights."""
     posttraining: PosttrainingConfig = field(default_factory=PosttrainingConfig)
-    """What is learned instead of text: preference pairs."""
+    """What is learned instead of text, preference pairs, or beside it, what a teacher says."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """The learning rate as a function of the step."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -162,6 +162,8 @@ class TrainConfig(ConfigPart):
             format,
             "another format, 'preference' for the chosen answers alone, or 'preference_pairs' " + where,
         )
+        if self.posttraining.method == "distill":
+            self._check_ranks("with posttraining.method = 'distill'", "every rank has the teacher whole")
         if not pairs:
             return
         if self.data.text:
@@ -171,10 +173,14 @@ class TrainConfig(ConfigPart):
         check(not self.model.mtp, "model.mtp", True, f"false {where}")
         z = self.model.logits_z_loss_coeff
         check(z == 0, "model.logits_z_loss_coeff", z, f"0 {where}")
+        self._check_ranks(where, "ranks share the pairs alone")
+
+    def _check_ranks(self, where: str, why: str) -> None:
+        """Raise ConfigError for a layout in which ranks share more than the data."""
         sizes = [f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model")]
         for name in (*sizes, "data_parallel_shard_size"):
             size = getattr(self.parallel, name)
-            check(size == 1, f"parallel.{name}", size, f"1 {where}: ranks share the pairs alone")
+            check(size == 1, f"parallel.{name}", size, f"1 {where}: {why}")
 
     def _check_overlap(self) -> None:
         """Raise ConfigError where no graph, or only a part of one, would overlap communication and compute."""

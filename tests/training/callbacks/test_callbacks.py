@@ -101,7 +101,8 @@ def test_an_error_names_its_callback_and_loses_nothing(tmp_path: Path, event: st
     kept = "the run is complete: " if event == "on_end" else f"step {step} of 4 is saved in "
     with pytest.raises(CallbackError) as caught:
         train(config, callbacks=[Notes(event)])
-    said = f"the callback tests.training.callbacks.test_callbacks:Notes failed in {event} at step {step}: RuntimeError: no more; "
+    name = "tests.training.callbacks.test_callbacks:Notes"
+    said = f"the callback {name} failed in {event} at step {step}: RuntimeError: no more; "
     assert str(caught.value).startswith(said + kept) and isinstance(caught.value.__cause__, RuntimeError)
     assert latest_checkpoint(tmp_path / "run").name == f"step-{step:08d}"
     train(config)  # goes on
