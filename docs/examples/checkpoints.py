@@ -104,3 +104,16 @@ try:
     open_checkpoint("no-such-folder")
 except CheckpointError as error:
     print(error)
+
+# %% refit, Refit
+import torch
+from te_models import GPTModel
+from te_models.checkpoints import Refit, quantize, refit
+
+quantize("quickstart-out/model", "served", "mxfp8")  # a folder that is served
+model = GPTModel.from_pretrained("quickstart-out/model", dtype=torch.bfloat16)
+with torch.no_grad():
+    model.decoder.layers[0].mlp.linear_fc2.weight.mul_(1.5)  # a step of training
+done = refit(model, "served", recipe="mxfp8")
+assert isinstance(done, Refit)
+print(done.replaced, done.tensors)  # files that were written, and whose tensors changed

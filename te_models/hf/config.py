@@ -19,6 +19,10 @@ else:
     transformers = require("transformers", "hf", feature="te_models.hf")
 
 
+ARCHITECTURE = "TEModelForCausalLM"
+"""The class that `transformers serve` makes of a folder of ours, whose config.json does not name it."""
+
+
 class TEConfig(transformers.PreTrainedConfig):
     """The fields of `TEFolder`, and the names under which transformers looks for sizes.
 
@@ -58,6 +62,8 @@ class TEConfig(transformers.PreTrainedConfig):
         """As in transformers; of a folder of a Hugging Face family, the fields of the same model here. Raises
         CheckpointError for a family that is not supported."""
         values, options = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if values.get("model_type") == MODEL_TYPE:
+            values.setdefault("architectures", [ARCHITECTURE])
         if values.get("model_type") in (None, MODEL_TYPE):
             return values, options
         family = family_of(values["model_type"])

@@ -136,7 +136,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     if not ranks.is_main:
         data = open_data(config, vocab_size=model_config.vocab_size, may_build=False)
     digest = check_same_data(data, start, ranks)
-    windows = training_windows(config, data)
+    windows = training_windows(config, data, batch)
     validation = {
         name: validation_batches(config, parts, data_ranks, name)
         for name, parts in validation_windows(config, data).items()
