@@ -31,10 +31,10 @@ class Saveable(Protocol):
 
 @dataclass(frozen=True)
 class Refit:
-    """What `refit` did. replaced, kept: names of weight files; tensors: names of the tensors whose values changed."""
+    """What `refit` did. replaced, unchanged: names of weight files; tensors: names of those whose values changed."""
 
     replaced: tuple[str, ...]
-    kept: tuple[str, ...]
+    unchanged: tuple[str, ...]
     tensors: tuple[str, ...]
 
 
@@ -63,31 +63,31 @@ def refit(
     shutil.rmtree(working, ignore_errors=True)
     working.mkdir()
     try:
-        made = _made(source, working, target, recipe, options)
-        return _replaced(made, target, check=check)
+        fresh = _converted(source, working, target, recipe, options)
+        return _replaced(fresh, target, check=check)
     finally:
         shutil.rmtree(working, ignore_errors=True)
 
 
-def _made(source: Any, working: Path, target: Path, recipe: str | None, options: Mapping[str, Any]) -> Path:
+def _converted(source: Any, working: Path, target: Path, recipe: str | None, options: Mapping[str, Any]) -> Path:
     """Make the folder again in `working`, and return where."""
-    made = Path(source) if isinstance(source, (str, os.PathLike)) else working / "model"
+    fresh = Path(source) if isinstance(source, (str, os.PathLike)) else working / "model"
     if not isinstance(source, (str, os.PathLike)):
-        source.save_pretrained(made)
+        source.save_pretrained(fresh)
     if recipe is not None:
-        quantize(made, working / "quantized", recipe)
-        made = working / "quantized"
+        quantize(fresh, working / "quantized", recipe)
+        fresh = working / "quantized"
     if read_object(target / "config.json").get("model_type") != MODEL_TYPE:
-        export_hf(made, working / "exported", **options)
+        export_hf(fresh, working / "exported", **options)
         return working / "exported"
     if options:
         raise CheckpointError(f"{target} is a te_models folder; allowed without an export: no {', '.join(options)}")
-    return made
+    return fresh
 
 
-def _replaced(made: Path, target: Path, *, check: bool) -> Refit:
+def _replaced(fresh: Path, target: Path, *, check: bool) -> Refit:
     """Take over what differs, file by file, and say what that was."""
-    new, old = read_manifest(made), read_manifest(target)
+    new, old = read_manifest(fresh), read_manifest(target)
     weights = {name: record for name, record in new.items() if record.of_weights}
     other = next(iter(sorted(weights.keys() ^ {name for name, record in old.items() if record.of_weights})), None)
     other = other or next((name for name, r in weights.items() if r.header != old[name].header), None)
@@ -99,11 +99,11 @@ def _replaced(made: Path, target: Path, *, check: bool) -> Refit:
     replaced = [name for name, record in new.items() if record != old.get(name) or not (target / name).is_file()]
     for name in replaced:
         with replaced_file(target / name) as beside:
-            shutil.copyfile(made / name, beside)
+            shutil.copyfile(fresh / name, beside)
     if replaced:
         replace_text(target / MANIFEST, manifest_bytes({**old, **new}, partial=old.partial).decode())
     if check:
         check_manifest(target)
     tensors = tuple(t for name, r in weights.items() for t in r.tensors if r.tensors[t] != old[name].tensors.get(t))
-    kept = tuple(name for name in weights if name not in replaced)
-    return Refit(tuple(name for name in weights if name in replaced), kept, tensors)
+    unchanged = tuple(name for name in weights if name not in replaced)
+    return Refit(tuple(name for name in weights if name in replaced), unchanged, tensors)

@@ -107,11 +107,20 @@ except CheckpointError as error:
 
 # %% refit, Refit
 import torch
-from te_models import GPTModel
+from te_models import AttentionConfig, GPTModel, MLPConfig, ModelConfig
 from te_models.checkpoints import Refit, quantize, refit
 
-quantize("quickstart-out/model", "served", "mxfp8")  # a folder that is served
-model = GPTModel.from_pretrained("quickstart-out/model", dtype=torch.bfloat16)
+config = ModelConfig(
+    vocab_size=64,
+    hidden_size=64,
+    num_layers=1,
+    max_position_embeddings=32,
+    attention=AttentionConfig(num_attention_heads=2),
+    mlp=MLPConfig(ffn_hidden_size=64),
+)
+model = GPTModel(config, dtype=torch.bfloat16)
+model.save_pretrained("start")
+quantize("start", "served", "mxfp8")  # a folder that is served
 with torch.no_grad():
     model.decoder.layers[0].mlp.linear_fc2.weight.mul_(1.5)  # a step of training
 done = refit(model, "served", recipe="mxfp8")

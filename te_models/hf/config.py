@@ -54,6 +54,8 @@ class TEConfig(transformers.PreTrainedConfig):
             if getattr(self, name) is None:
                 setattr(self, name, origin.get(name))
         super().__post_init__(**kwargs)
+        if self.architectures is None:
+            self.architectures = [ARCHITECTURE]
 
     @classmethod
     def get_config_dict(
@@ -62,8 +64,6 @@ class TEConfig(transformers.PreTrainedConfig):
         """As in transformers; of a folder of a Hugging Face family, the fields of the same model here. Raises
         CheckpointError for a family that is not supported."""
         values, options = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        if values.get("model_type") == MODEL_TYPE:
-            values.setdefault("architectures", [ARCHITECTURE])
         if values.get("model_type") in (None, MODEL_TYPE):
             return values, options
         family = family_of(values["model_type"])

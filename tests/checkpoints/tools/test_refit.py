@@ -49,7 +49,7 @@ def test_the_bits_are_those_of_a_fresh_export(tmp_path: Path, kind: str) -> None
     model = model_of()
     served, fresh = export(model, "served"), export(trained(model), "fresh")
     done = refit(trained(model), served, recipe=recipe)
-    assert done.replaced == ("model.safetensors",) and not done.kept and done.tensors
+    assert done.replaced == ("model.safetensors",) and not done.unchanged and done.tensors
     assert_same_bits(tensors_under(served), tensors_under(fresh))
     assert check_manifest(served) > 0
     times = {path: path.stat().st_mtime_ns for path in served.iterdir()}
@@ -68,7 +68,7 @@ def test_only_files_whose_tensors_changed_are_written(tmp_path: Path) -> None:
     reshard(tmp_path / "later", tmp_path / "sharded", max_shard_bytes=100_000)
     times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "served").iterdir()}
     done = refit(tmp_path / "sharded", tmp_path / "served")
-    assert done.replaced and done.kept and all("layers.1." in name for name in done.tensors)
+    assert done.replaced and done.unchanged and all("layers.1." in name for name in done.tensors)
     now = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "served").iterdir()}
     assert {name for name in now if now[name] != times[name]} == {*done.replaced, "manifest.json"}
     assert_same_bits(tensors_under(tmp_path / "served"), tensors_under(tmp_path / "sharded"))

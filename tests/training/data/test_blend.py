@@ -154,7 +154,7 @@ def test_a_curriculum_resumes_bit_for_bit(tmp_path: Path) -> None:
     train(parts.replace(steps=3))
     train(parts)
     assert_same_bits(*(tensors_under(tmp_path / name / "final") for name in ("whole", "parts")))
-    other = config.replace(data=data.replace(blend_steps=()), output_dir=str(tmp_path / "other"))
+    other = config.replace(data=data.replace(path=json, blend=(), blend_steps=()), output_dir=str(tmp_path / "other"))
     train(other)
     rows = [[row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("whole", "other")]
     assert rows[0][:2] == rows[1][:2] and rows[0][2:] != rows[1][2:]
