@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .tools.foreign_memory import export_state_dict, import_state_dict
     from .tools.inspect import Inspection, inspect
     from .tools.quantize import dequantize, quantize
+    from .tools.refit import Refit, refit
     from .tools.reshard import reshard
     from .tools.save import save_model
     from .tools.toy import toy
@@ -44,6 +45,7 @@ __all__ = [
     "ExpertLayout",
     "Inspection",
     "Plan",
+    "Refit",
     "VerifyReport",
     "check_manifest",
     "dequantize",
@@ -60,6 +62,7 @@ __all__ = [
     "open_checkpoint",
     "plain_state_dict",
     "quantize",
+    "refit",
     "relayout",
     "reshard",
     "save_model",
@@ -108,6 +111,10 @@ _HOME = {
     "tools.quantize": (
         "dequantize",
         "quantize",
+    ),
+    "tools.refit": (
+        "Refit",
+        "refit",
     ),
     "tools.reshard": ("reshard",),
     "tools.save": ("save_model",),

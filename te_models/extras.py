@@ -17,6 +17,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "hf": ("transformers", "tokenizers", "huggingface_hub"),
     "trainer": ("accelerate",),
     "trl": ("trl", "datasets"),
+    "serve": ("accelerate", "fastapi", "uvicorn", "openai", "typer"),
     "peft": ("peft", "transformers"),
     "gpu": ("triton",),
     "quantized": ("accelerate", "compressed_tensors"),

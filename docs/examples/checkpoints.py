@@ -104,3 +104,25 @@ try:
     open_checkpoint("no-such-folder")
 except CheckpointError as error:
     print(error)
+
+# %% refit, Refit
+import torch
+from te_models import AttentionConfig, GPTModel, MLPConfig, ModelConfig
+from te_models.checkpoints import Refit, quantize, refit
+
+config = ModelConfig(
+    vocab_size=64,
+    hidden_size=64,
+    num_layers=1,
+    max_position_embeddings=32,
+    attention=AttentionConfig(num_attention_heads=2),
+    mlp=MLPConfig(ffn_hidden_size=64),
+)
+model = GPTModel(config, dtype=torch.bfloat16)
+model.save_pretrained("start")
+quantize("start", "served", "mxfp8")  # a folder that is served
+with torch.no_grad():
+    model.decoder.layers[0].mlp.linear_fc2.weight.mul_(1.5)  # a step of training
+done = refit(model, "served", recipe="mxfp8")
+assert isinstance(done, Refit)
+print(done.replaced, done.tensors)  # files that were written, and whose tensors changed

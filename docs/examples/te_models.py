@@ -218,3 +218,36 @@ optimizer = torch.optim.AdamW(model.parameters())
 model(tokens, labels=tokens).loss.backward()
 optimizer.step()
 print(update_expert_bias(model, rate=1e-3))  # [2, 4]: tokens of each expert in each MoE layer
+
+# %% logprobs, RouterRecord
+import torch
+from te_models import (
+    AttentionConfig,
+    GPTModel,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+    RouterRecord,
+    generate,
+    logprobs,
+)
+
+config = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    max_position_embeddings=64,
+    attention=AttentionConfig(num_attention_heads=2),
+    mlp=MLPConfig(ffn_hidden_size=48),
+    moe=MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16),
+)
+model, prompts = GPTModel(config), torch.randint(64, (2, 8))
+record = RouterRecord()
+with record.recording(model):  # which experts each token is sent to
+    tokens = generate(model, prompts, max_new_tokens=6, temperature=1.0, seed=0)
+labels = tokens.clone()
+labels[:, :8] = -100  # the answers alone count
+with record.replaying(model, length=tokens.shape[1]):  # the same experts while the model learns
+    scores = logprobs(model, tokens, labels).sum(-1)
+    (-scores.mean()).backward()
+print(scores.shape, record.indices.shape)  # [2]; [2, 2, 13, 2]: layers, rows, tokens read, experts of a token

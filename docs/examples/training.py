@@ -134,3 +134,52 @@ from te_models.training import PosttrainingConfig
 
 pairs = PosttrainingConfig(method="dpo", beta=0.1)
 print(pairs.loss_type)
+
+# %% Callback, CallbackError, RunView, HubConfig, PushToHub, model_card, push_to_hub
+from pathlib import Path
+
+from te_models import AttentionConfig, MLPConfig, ModelConfig
+from te_models.training import (
+    Callback,
+    CallbackError,
+    DataConfig,
+    HubConfig,
+    LogConfig,
+    ModelSource,
+    RunView,
+    TrainConfig,
+    model_card,
+    train,
+)
+
+
+class StopEarly(Callback):
+    def on_step(self, run: RunView, loss: float) -> None:
+        if run.step == 2:
+            raise RuntimeError("that is enough")
+
+
+Path("letters.txt").write_text("a b c d e f g\n" * 200)
+model = ModelConfig(
+    vocab_size=257,
+    hidden_size=32,
+    num_layers=1,
+    max_position_embeddings=64,
+    attention=AttentionConfig(num_attention_heads=2),
+    mlp=MLPConfig(ffn_hidden_size=48),
+)
+config = TrainConfig(
+    output_dir="runs/letters",
+    steps=4,
+    compile=False,
+    model=ModelSource(config=model),
+    data=DataConfig(path="data/letters", text=("letters.txt",), tokenizer="bytes", sequence_length=16),
+    log=LogConfig(progress=False),
+    hub=HubConfig(repo_id=None),  # "organisation/name": PushToHub uploads the result, as push_to_hub does later
+)
+try:
+    train(config, callbacks=[StopEarly()])
+except CallbackError as error:
+    print(error)  # names the callback, the event, the step, and the checkpoint that was saved
+train(config)
+print(model_card("runs/letters")[:200])

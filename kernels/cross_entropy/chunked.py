@@ -65,7 +65,7 @@ def loss_and_gradients(
             d_hidden[chunk] = multiply(logits, weight)
         if wanted[1]:
             in_fp32 = weight_grad_in_fp32 or operand_dtype(logits.device, logits.dtype) != logits.dtype
-            add = accumulate_product if in_fp32 else _add_product
+            add = accumulate_product if in_fp32 else add_product
             add(d_weight, logits.t(), hidden[chunk], chunk.start > 0, None)
         if wanted[2]:
             d_bias += logits.sum(0, dtype=torch.float32)
@@ -74,7 +74,7 @@ def loss_and_gradients(
     return loss.sum() / count, d_hidden, d_weight, d_bias
 
 
-def _add_product(d_weight: Tensor, left: Tensor, right: Tensor, accumulate: bool, scale: None) -> None:
+def add_product(d_weight: Tensor, left: Tensor, right: Tensor, accumulate: bool, scale: None) -> None:
     """Add `left @ right`, [V, C] x [C, H], to d_weight, or write it there."""
     if compiling():
         product = multiply(left, right)

@@ -180,7 +180,8 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return reference.cross_entropy(logits, labels)
 
 
-def _scalar(value: float, device: torch.device) -> Tensor:
+def scalar_tensor(value: float, device: torch.device) -> Tensor:
+    """Return a float32 scalar of a number."""
     # By a product: torch.full would ask for the value of what is a variable of the graph under dynamic=True.
     return torch.ones((), dtype=torch.float32, device=device) * value
 
@@ -212,8 +213,8 @@ def linear_cross_entropy(
     if chunk_tokens is not None or hidden.device.type == "cuda":
         wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
         chunk = torch.sym_max(1, hidden.shape[0]) if chunk_tokens is None else chunk_tokens
-        factor = None if statically_known_true(multiplier == 1.0) else _scalar(multiplier, hidden.device)
-        cap = None if softcap is None else _scalar(softcap, hidden.device)
+        factor = None if statically_known_true(multiplier == 1.0) else scalar_tensor(multiplier, hidden.device)
+        cap = None if softcap is None else scalar_tensor(softcap, hidden.device)
         if main_grad is not None:
             return _AccumulatingLoss.apply(hidden, weight, bias, main_grad, labels, factor, cap, chunk, wanted)
         return linear_cross_entropy_op(hidden, weight, labels, bias, factor, cap, chunk, wanted)[0]

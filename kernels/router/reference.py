@@ -98,11 +98,14 @@ def router_topk(
     weights = scores.gather(-1, indices)
     if score_after_topk:
         weights = _score(weights, score)
+    return _scaled(weights, normalize, normalize_eps, scaling_factor), indices
+
+
+def _scaled(weights: Tensor, normalize: bool, normalize_eps: float, scaling_factor: float) -> Tensor:
     if normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + normalize_eps)
-    if not statically_known_true(scaling_factor == 1.0):  # a variable of the graph under dynamic=True
-        weights = weights * scaling_factor
-    return weights, indices
+    # a factor is a variable of the graph under dynamic=True
+    return weights if statically_known_true(scaling_factor == 1.0) else weights * scaling_factor
 
 
 def _score(logits: Tensor, score: str) -> Tensor:
@@ -116,16 +119,19 @@ def weights_of(
     indices: Tensor,
     *,
     score: str = "softmax",
+    score_after_topk: bool = False,
     normalize: bool = True,
     normalize_eps: float = 0.0,
     scaling_factor: float = 1.0,
 ) -> Tensor:
     """Return the weights [T, K] float32 of experts that were chosen otherwise, indices [T, K]; options as for
-    `router_topk`."""
-    weights = _score(logits.float(), score).gather(-1, indices)
-    if normalize:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + normalize_eps)
-    return weights * scaling_factor
+    `router_topk`, whose weights these are, bit for bit, for the experts that it chooses."""
+    logits = logits.float()
+    if score_after_topk:
+        weights = _score(logits.gather(-1, indices), score)
+    else:
+        weights = _score(logits, score).gather(-1, indices)
+    return _scaled(weights, normalize, normalize_eps, scaling_factor)
 
 
 def router_probabilities(logits: Tensor, score: str = "softmax") -> Tensor:

@@ -13,11 +13,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_models.kernels.asserted import asserted, host_reads
-from te_models.kernels.cross_entropy import IGNORE_INDEX, combined_loss, shard_gradient, shard_statistics
+from te_models.kernels.cross_entropy import (
+    CHUNK_TOKENS,
+    IGNORE_INDEX,
+    combined_loss,
+    label_log_prob_gradients,
+    label_statistics,
+    shard_gradient,
+    shard_statistics,
+)
 from te_models.kernels.cross_entropy.chunked import loss_and_gradients
-from te_models.kernels.cross_entropy.op import scaled
+from te_models.kernels.cross_entropy.op import scalar_tensor, scaled
 from te_models.kernels.cross_entropy.reference import valid_count
 from te_models.kernels.cross_entropy.shards import steps
 from te_models.kernels.embedding import embedding
@@ -232,6 +241,68 @@ def _loss_and_gradient_(
             gradient = gradient * (1 - (z / softcap).square())
         logits[step] = gradient if multiplier == 1.0 else gradient * multiplier
     return loss
+
+
+def vocab_parallel_linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    shard: VocabShard | None = None,
+    bias: Tensor | None = None,
+    *,
+    multiplier: float = 1.0,
+    softcap: float | None = None,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """Return the log-probability of each label among all words, float32 [T] (float64 of such hidden states), the same
+    on every rank; 0 where a label is -100.
+
+    Arguments as for `vocab_parallel_linear_cross_entropy`; shard: None for a rank that has all words. Of the logits a
+    block of `chunk_tokens` tokens (None: 1024) and 32,768 words exists at a time, and is computed again in the backward
+    pass. The gradient of hidden is this rank's part of a sum over the ranks. Differentiable once. Collective. Raises
+    ValueError where chunk_tokens is below 1 and, eagerly on a CPU, for a label that is no word.
+    """
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; allowed: 1 or more, or None for {CHUNK_TOKENS}")
+    shard = VocabShard() if shard is None else shard
+    _check_words(labels, shard.place(weight.shape[0])[1], IGNORE_INDEX)
+    factor = None if statically_known_true(multiplier == 1.0) else scalar_tensor(multiplier, hidden.device)
+    cap = None if softcap is None else scalar_tensor(softcap, hidden.device)
+    chunk = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
+    return _LinearLogProbs.apply(hidden, weight, bias, labels, shard, factor, cap, chunk)
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """Log-probabilities [T] of labels [T]; see `vocab_parallel_linear_log_probs`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        shard: VocabShard,
+        factor: Tensor | None,
+        cap: Tensor | None,
+        chunk: int,
+    ) -> Tensor:
+        first, words = shard.place(weight.shape[0])
+        statistics = label_statistics(hidden, weight, bias, labels, factor, cap, first, chunk)
+        loss, normalizer = combined_loss(_gathered(statistics, shard), labels, words)
+        ctx.save_for_backward(hidden, weight, bias, labels, normalizer, factor, cap)
+        ctx.first, ctx.chunk = first, chunk
+        return -loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight, bias, labels, normalizer, factor, cap = ctx.saved_tensors
+        wanted = list(ctx.needs_input_grad[:3])
+        found = label_log_prob_gradients(
+            hidden, weight, bias, labels, normalizer, grads[0].contiguous(), factor, cap, ctx.first, ctx.chunk, wanted
+        )
+        return *(g if w else None for g, w in zip(found, wanted, strict=True)), *(None,) * 5
 
 
 def vocab_parallel_embedding(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..extras import require
+
+if TYPE_CHECKING:
+    from ..model import GPTModel
 
 
 def run_tasks(
@@ -28,9 +31,42 @@ def run_tasks(
     over the model. Raises MissingExtraError, and ValueError
     for a task that does not exist.
     """
-    harness = require("lm_eval", "eval", feature="eval --task")
-    models = require("lm_eval.models.huggingface", "eval", feature="eval --task")
-    task_manager = require("lm_eval.tasks", "eval").TaskManager
+    from ..hf import TEModelForCausalLM
+
+    check_tasks(tasks, task_folder)
+    model: Any = TEModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    if adapter is not None:
+        from ..lora import load_adapter
+
+        load_adapter(model.gpt, adapter)
+    model = model.to(device).eval()
+    options: dict[str, Any] = {"batch_size": batch_size, "num_fewshot": num_fewshot, "limit": limit}
+    return _run(model, folder, tasks, task_folder, **options)
+
+
+def run_tasks_of(
+    model: GPTModel,
+    tokenizer: Path,
+    tasks: Sequence[str],
+    *,
+    task_folder: Path | None = None,
+    batch_size: int = 1,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+) -> dict[str, Any]:
+    """Return what `run_tasks` does, of a model in memory, in eval mode. tokenizer: a folder with its tokenizer."""
+    from ..hf import TEConfig, TEModelForCausalLM
+
+    training = model.training
+    wrapped = TEModelForCausalLM(TEConfig(config=model.config.to_dict()), gpt=model)
+    wrapped.train(training)
+    options: dict[str, Any] = {"batch_size": batch_size, "num_fewshot": num_fewshot, "limit": limit}
+    return _run(wrapped, tokenizer, tasks, task_folder, **options)
+
+
+def check_tasks(tasks: Sequence[str], task_folder: Path | None) -> Any:
+    """Return the manager that knows the tasks. Raises ValueError for a task that does not exist."""
+    task_manager = require("lm_eval.tasks", "eval", feature="eval --task").TaskManager
     path = None if task_folder is None else str(task_folder)
     manager = None if path is None else task_manager(include_path=path, include_defaults=False)
     if manager is None or not all(manager.match_tasks([task]) for task in tasks):
@@ -38,19 +74,21 @@ def run_tasks(
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
         raise ValueError(f"--task {unknown[0]!r} is no task of lm-evaluation-harness or of --task-folder")
+    return manager
+
+
+def _run(
+    model: Any, folder: Path, tasks: Sequence[str], task_folder: Path | None, *, batch_size: int, **options: Any
+) -> dict[str, Any]:
+    harness = require("lm_eval", "eval", feature="eval --task")
+    models = require("lm_eval.models.huggingface", "eval", feature="eval --task")
     transformers = require("transformers", "hf", feature="eval --task")
-    from ..hf import TEModelForCausalLM
-
+    manager = check_tasks(tasks, task_folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    model: Any = TEModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    if adapter is not None:
-        from ..lora import load_adapter
-
-        load_adapter(model.gpt, adapter)
-    model = model.to(device).eval()
+    device = str(next(model.parameters()).device)
     wrapped = models.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device=device)
     found = harness.simple_evaluate(
-        model=wrapped, tasks=list(tasks), task_manager=manager, num_fewshot=num_fewshot, limit=limit, bootstrap_iters=0
+        model=wrapped, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, **options
     )
     return {
         task: {

@@ -25,15 +25,15 @@ def static_length(tokens: int) -> int:
     return -(-tokens // MULTIPLE) * MULTIPLE
 
 
-def _decode(model: GPTModel, ids: Tensor, position_ids: Tensor, memory: StaticStep) -> Tensor:
-    """ids, position_ids: [B, 1] -> the logits of the next token, [B, V]."""
-    logits = model(ids, position_ids=position_ids, cache=memory).logits
+def _decode(model: GPTModel, ids: Tensor, position_ids: Tensor, memory: StaticStep) -> tuple[Tensor, Tensor | None]:
+    """ids, position_ids: [B, 1] -> the logits of the next token, [B, V], and what a `RouterRecord` takes of it."""
+    output = model(ids, position_ids=position_ids, cache=memory)
     memory.position.add_(1)
-    assert logits is not None
-    return logits[:, -1]
+    assert output.logits is not None
+    return output.logits[:, -1], output.router_indices
 
 
-Decode = Callable[[GPTModel, Tensor, Tensor, StaticStep], Tensor]
+Decode = Callable[[GPTModel, Tensor, Tensor, StaticStep], tuple[Tensor, Tensor | None]]
 
 
 def decode_step(model: GPTModel) -> Decode:

@@ -17,6 +17,7 @@ from te_models.kernels.without_autocast import compute_dtype
 
 from ..eval_mode import in_eval_mode
 from ..model import GPTModel, KVCache, StaticKVCache
+from ..model.moe import record_call
 from ..sizes import plural
 from .compiled import decode_step, static_length
 from .one_thread import short_steps
@@ -149,7 +150,8 @@ def _steps(
             compiled = step is not None and cache.length > 0
             with torch.no_grad(), contextlib.nullcontext() if compiled else short_steps(model, ids.numel()):
                 if step is not None and isinstance(cache, StaticKVCache) and cache.length:
-                    logits = step(model, ids, position_ids, cache.step)
+                    logits, chosen = step(model, ids, position_ids, cache.step)
+                    record_call(model, chosen, mask.shape[1] - 1)
                 else:
                     logits = model(
                         ids,

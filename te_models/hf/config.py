@@ -19,6 +19,10 @@ else:
     transformers = require("transformers", "hf", feature="te_models.hf")
 
 
+ARCHITECTURE = "TEModelForCausalLM"
+"""The class that `transformers serve` makes of a folder of ours, whose config.json does not name it."""
+
+
 class TEConfig(transformers.PreTrainedConfig):
     """The fields of `TEFolder`, and the names under which transformers looks for sizes.
 
@@ -50,6 +54,8 @@ class TEConfig(transformers.PreTrainedConfig):
             if getattr(self, name) is None:
                 setattr(self, name, origin.get(name))
         super().__post_init__(**kwargs)
+        if self.architectures is None:
+            self.architectures = [ARCHITECTURE]
 
     @classmethod
     def get_config_dict(

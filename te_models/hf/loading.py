@@ -47,6 +47,8 @@ _FIELDS = ("bos_token_id", "eos_token_id", "output_hidden_states", "pad_token_id
 """Of the configuration, which the call may give instead, as in transformers."""
 _ADAPTER_CONFIG = "adapter_config.json"
 _OF_ADAPTERS = ("adapter_kwargs", "adapter_name")
+_SHOWN = ("tqdm_class",)
+"""What shows the progress of a download: its servers pass it."""
 _HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 
 
@@ -67,7 +69,7 @@ def load(
     # transformers' Auto classes take this option out of the call and put it into the configuration.
     within = getattr(config, "_attn_implementation", None)
     for option, value in ({"attn_implementation": within} | dict(options)).items():
-        if option in (*_HUB, *_FIELDS, *_OF_ADAPTERS, "_commit_hash"):
+        if option in (*_HUB, *_FIELDS, *_OF_ADAPTERS, *_SHOWN, "_commit_hash"):
             continue
         if value not in _WITHOUT_MEANING.get(option, (None,)):
             raise ValueError(

@@ -209,6 +209,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         """
         if input_ids.shape[1] == 0 and inputs_embeds is None:
             raise ValueError("the prompt has no tokens; allowed: at least one, such as bos_token_id")
+        kwargs.pop("tokenizer", None)  # which `transformers serve` passes for stop strings, and generate passes on
         cache = one_cache(cache, past_key_values)
         cached = 0 if cache is None else cache.get_seq_length()
         whole = attention_mask is None or attention_mask.shape[1] == input_ids.shape[1]  # else only the new tokens

@@ -20,6 +20,7 @@ def register() -> None:
     """Register configuration and model; a second call changes nothing."""
     transformers.AutoConfig.register(TEConfig.model_type, TEConfig, exist_ok=True)
     transformers.AutoModelForCausalLM.register(TEConfig, TEModelForCausalLM, exist_ok=True)
+    setattr(transformers, TEModelForCausalLM.__name__, TEModelForCausalLM)  # where `transformers serve` looks for it
     # By this list of names Trainer tells whether label smoothing has to shift the labels by one token.
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TEConfig.model_type] = TEModelForCausalLM.__name__
     if transformers.utils.is_peft_available():  # pyright: ignore[reportPrivateImportUsage]

@@ -7,6 +7,7 @@ embedding  token and position embedding                                   output
 rotary     cos and sin tables                                             cache     key-value caches
 build      how modules are created, and what is refused                    mtp       layers that predict further tokens
 constants  buffers that are computed, not learned                        stage     pipeline stages of a model
+logprobs   log-probabilities of given tokens
 hyper_connection  a residual stream of several lanes
 
 May import: everything but the command line.
@@ -16,7 +17,8 @@ from .build import Build
 from .cache import KVCache, StaticKVCache
 from .gpt import GPTModel
 from .layer import TransformerLayer
-from .moe import ExpertLoad, MoELayer, RouterOutput, take_expert_load, update_expert_bias
+from .logprobs import logprobs
+from .moe import ExpertLoad, MoELayer, RouterOutput, RouterRecord, take_expert_load, update_expert_bias
 from .output import ModelOutput
 
 __all__ = [
@@ -27,8 +29,10 @@ __all__ = [
     "MoELayer",
     "ModelOutput",
     "RouterOutput",
+    "RouterRecord",
     "StaticKVCache",
     "TransformerLayer",
+    "logprobs",
     "take_expert_load",
     "update_expert_bias",
 ]

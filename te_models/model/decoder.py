@@ -109,6 +109,15 @@ class Decoder(nn.Module):
         """Return what the rotary frequencies depend on: sequences of the same stage are rotated alike."""
         return tuple(rotary.stage(length) for rotary in self._rotaries())
 
+    def check_stage(self, end: int, begin: int, length: int) -> None:
+        """Raise ValueError where a sequence of `end` tokens, of which `length` are new, is rotated otherwise than the
+        `begin` cached ones were."""
+        if self.rotary_stage(end) != self.rotary_stage(end - length):
+            raise ValueError(
+                f"sequences of {end} tokens are rotated otherwise than the {begin} in the cache; reset it and give "
+                "all tokens again, as generate does"
+            )
+
     def _rotaries(self) -> list[RotaryEmbedding]:
         return [rotary for rotary in self.rotary_embeddings if isinstance(rotary, RotaryEmbedding)]
 

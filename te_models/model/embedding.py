@@ -24,6 +24,26 @@ if TYPE_CHECKING:
     from .gpt import GPTModel
 
 
+def check_masks(
+    attention_mask: Tensor | None, document_ids: Tensor | None, size: tuple[int, int], begin: int, *, cached: bool
+) -> None:
+    """Raise ValueError for masks and document numbers that do not fit a call of [B, S] = size tokens behind `begin`
+    cached ones. cached: whether there is a cache, with which document numbers do not go."""
+    batch, length = size
+    if attention_mask is not None:
+        keys = begin + length
+        if tuple(attention_mask.shape) not in ((batch, keys), (batch, length, keys)):
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: [{batch}, {keys}] or "
+                f"[{batch}, {length}, {keys}]"
+            )
+    if document_ids is not None:
+        if tuple(document_ids.shape) != size:
+            raise ValueError(f"document_ids has shape {tuple(document_ids.shape)}; allowed: [{batch}, {length}]")
+        if attention_mask is not None or cached:
+            raise ValueError("document_ids are given with an attention_mask or a cache; allowed: without")
+
+
 def input_size(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
     """Return (B, S) of what a model is to read, input_ids [B, S] or inputs_embeds [B, S, H]. Raises ValueError for none
     of the two, for both, and for another shape."""

@@ -31,9 +31,9 @@ from ..config import ModelConfig
 from .build import Build, ExpertDispatch, ExpertLayout, check_supported, give_memory, real_device, without_draws
 from .cache import Memory
 from .decoder import Decoder
-from .embedding import Embedding, input_size, of_tokens, resize_words
+from .embedding import Embedding, check_masks, input_size, of_tokens, resize_words
 from .mlp import store_inputs_in_fp8, stores_inputs_in_fp8
-from .moe import Experts, load_balancing_losses
+from .moe import Experts, RouterRecord, load_balancing_losses, record_call
 from .mtp import MultiTokenPrediction
 from .output import ModelOutput, OutputLayer, RouterLossWeights
 from .parallel import SharedModel, check_split, check_tokens, check_tokens_shared, groups_of, place_of, reset_model
@@ -81,6 +81,8 @@ class GPTModel(SharedModel):
     """Of a stage the model that it is a part of."""
     pipeline_stages: tuple[Any, ...] = ()
     """Of a model whose layers `te_models.parallel.parallelize` distributed: the stages that this rank has."""
+    router_record: RouterRecord | None = None
+    """The record that is recording this model's calls."""
 
     def __init__(
         self,
@@ -208,6 +210,7 @@ class GPTModel(SharedModel):
         return_logits: bool = True,
         last_logits_only: bool = False,
         return_hidden_states: bool = False,
+        return_logprobs: bool = False,
     ) -> ModelOutput:
         """Return logits and, given labels, the loss.
 
@@ -219,6 +222,7 @@ class GPTModel(SharedModel):
         document and see each other alone; a negative number is padding. cache: a KVCache, extended by this call.
         return_logits=False leaves the logits out: cheaper where only the loss is wanted. last_logits_only: logits
         [B, 1, V] of the last position, for generation. return_hidden_states: also what the layers compute.
+        return_logprobs: the log-probabilities of the labels in place of logits and loss; see `te_models.logprobs`.
 
         Raises ValueError where the rotary frequencies depend on the length ("longrope", "dynamic") and the cached
         tokens were rotated for another one: their keys and values are others now, and all have to be given again.
@@ -231,6 +235,8 @@ class GPTModel(SharedModel):
         assert inputs is not None
         if labels is not None and last_logits_only:
             raise ValueError("labels were given with last_logits_only; a loss needs the logits of all tokens")
+        if return_logprobs and (labels is None or last_logits_only):
+            raise ValueError("return_logprobs is True; allowed: with labels, and without last_logits_only")
         if labels is not None and labels.shape != (batch, length):
             raise ValueError(f"labels has shape {tuple(labels.shape)}; allowed: {(batch, length)}, as input_ids")
         self.check_same_tokens(batch * length, inputs.device)
@@ -238,19 +244,9 @@ class GPTModel(SharedModel):
         if cache is not None:
             cache.check_room(batch, length)
             begin = cache.length
-        if attention_mask is not None:
-            keys = begin + length
-            if tuple(attention_mask.shape) not in ((batch, keys), (batch, length, keys)):
-                raise ValueError(
-                    f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: [{batch}, {keys}] or "
-                    f"[{batch}, {length}, {keys}]"
-                )
-            attention_mask = attention_mask.bool()
-        if document_ids is not None:
-            if tuple(document_ids.shape) != (batch, length):
-                raise ValueError(f"document_ids has shape {tuple(document_ids.shape)}; allowed: [{batch}, {length}]")
-            if attention_mask is not None or cache is not None:
-                raise ValueError("document_ids are given with an attention_mask or a cache; allowed: without")
+        if attention_mask is not None or document_ids is not None:
+            check_masks(attention_mask, document_ids, (batch, length), begin, cached=cache is not None)
+            attention_mask = None if attention_mask is None else attention_mask.bool()
         if position_ids is None:
             position_ids = torch.arange(begin, begin + length, device=inputs.device)[None]
         elif position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
@@ -258,12 +254,7 @@ class GPTModel(SharedModel):
                 f"position_ids has shape {tuple(position_ids.shape)}; allowed: [{batch}, {length}] or [1, {length}]"
             )
         if begin and self.decoder.by_length and not compiling():
-            end = int(position_ids.max()) + 1
-            if self.decoder.rotary_stage(end) != self.decoder.rotary_stage(end - length):
-                raise ValueError(
-                    f"sequences of {end} tokens are rotated otherwise than the {begin} in the cache; reset it and give "
-                    "all tokens again, as generate does"
-                )
+            self.decoder.check_stage(int(position_ids.max()) + 1, begin, length)
         shard, batch_size = self.context_shard, None
         if shard is not None or self.sequence_parallel:
             asked = {"cache": cache, "last_logits_only": last_logits_only, "return_hidden_states": return_hidden_states}
@@ -297,7 +288,11 @@ class GPTModel(SharedModel):
         if last_logits_only:
             x = x[:, -1:]
         logits = loss = mtp_loss = z_loss = None
-        if self.post_process:
+        logprobs = None
+        if self.post_process and return_logprobs:
+            assert labels is not None
+            logprobs = self.output_layer.token_log_probs(x, self.shared_output_weight, labels, batch_size)
+        elif self.post_process:
             weight = self.shared_output_weight
             # evaluation measures the model alone, without the terms that training adds
             with_z = self.training and labels is not None
@@ -318,9 +313,11 @@ class GPTModel(SharedModel):
         elif states is None:
             states = [x]
         hidden_states = None if states is None else tuple(states)
-        output = ModelOutput(
-            logits=logits, loss=loss, hidden_states=hidden_states, mtp_loss=mtp_loss, logits_z_loss=z_loss
-        )
+        terms: dict[str, Any] = {"mtp_loss": mtp_loss, "logits_z_loss": z_loss, "logprobs": logprobs}
+        output = ModelOutput(logits=logits, loss=loss, hidden_states=hidden_states, **terms)
+        if self.router_record is not None:
+            output.router_indices = torch.stack([r.indices for r in routed if r.indices is not None])
+            record_call(self, output.router_indices, begin, cache)
         if self.router_loss_weights is not None and routed:
             further = [] if self.mtp is None else [depth.transformer_layer for depth in self.mtp.layers]
             routers = [layer.mlp.router for layer in (*self.decoder.layers, *further) if layer.is_moe]  # type: ignore[union-attr]

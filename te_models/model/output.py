@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
-from torch.utils.checkpoint import checkpoint
 
 from te_models.kernels.cross_entropy import (
     IGNORE_INDEX,
@@ -29,7 +27,11 @@ from te_models.layers.distributed.context_parallel import (
     own_positions,
 )
 from te_models.layers.distributed.tensor_parallel import TensorParallelModule
-from te_models.layers.distributed.vocab_parallel import gather_logits, vocab_parallel_linear_cross_entropy
+from te_models.layers.distributed.vocab_parallel import (
+    gather_logits,
+    vocab_parallel_linear_cross_entropy,
+    vocab_parallel_linear_log_probs,
+)
 from te_models.layers.functional.wgrad import main_grad_of
 
 from ..config import ModelConfig
@@ -53,6 +55,8 @@ class ModelOutput:
     logits_z_loss: float32 scalar, the z-loss of the logits as it enters the loss; see `OutputLayer`.
     hidden_states: [B, S, H] each: the embeddings, the output of each layer but the last, and the output of the last
     layer after the final norm.
+    logprobs: float32 [B, S], the log-probability of labels[s + 1] at position s, 0 where it does not count.
+    router_indices: int64 [MoE layers, B, S, K], the experts that each token was sent to.
     """
 
     logits: Tensor | None = None
@@ -64,6 +68,8 @@ class ModelOutput:
     hidden_states: tuple[Tensor, ...] | None = None
     mtp_loss: Tensor | None = None
     logits_z_loss: Tensor | None = None
+    logprobs: Tensor | None = None
+    router_indices: Tensor | None = None
 
     def set_router_losses(self, routed: list[RouterOutput], balance: Tensor, weights: RouterLossWeights) -> None:
         """Fill in what routers decided, and their weighted losses. balance: the load-balancing losses, [losses]."""
@@ -150,11 +156,7 @@ class OutputLayer(TensorParallelModule):
         dtype = compute_dtype(x)
         weight = self.weight if shared_weight is None else shared_weight
         assert weight is not None, "shared, or the layer's own"
-        if weight.is_meta and not x.is_meta:
-            raise ValueError(
-                "the output layer shares the embedding's weight, which is on the meta device; allowed: a model whose "
-                "embedding is not offloaded"
-            )
+        _check_has_data(weight, x)
         main_grad = main_grad_of(weight, self.fuse_wgrad_accumulation)
         weight = weight.to(dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -192,32 +194,31 @@ class OutputLayer(TensorParallelModule):
             loss = self._of_all_positions(cross_entropy(logits.flatten(0, 1), targets), targets)
         return logits if self.context_shard is None else gather_positions(logits, self.context_shard), loss, z_loss
 
-    def token_log_probs(self, x: Tensor, shared_weight: Tensor | None, labels: Tensor) -> Tensor:
+    def token_log_probs(
+        self, x: Tensor, shared_weight: Tensor | None, labels: Tensor, batch_size: int | None = None
+    ) -> Tensor:
         """Return the log-probability of each label, float32 [B, S]: that of labels[s + 1] at position s, 0 where it
-        does not count and at the last one. x: [B, S, H], behind the final norm; shared_weight: as for `forward`.
+        does not count and at the last one. x: [B, S, H], behind the final norm; other arguments as for `forward`.
 
-        The logits are computed from `loss_chunk_tokens` at a time, and then again in the backward pass. Raises
-        ValueError for a layer that ranks share.
+        Logits of `loss_chunk_tokens` tokens (None: 1024) and 32,768 words exist at a time, and are computed again in
+        the backward pass.
         """
-        if self.shard is not None or self.context_shard is not None:
-            raise ValueError(
-                "log-probabilities were asked for of an output layer that ranks share; allowed: a whole one"
-            )
+        rows, weight, bias = self.operands(x, shared_weight)
+        targets = own_positions(shift_labels(labels), self.context_shard)
+        scaled: dict[str, Any] = {"multiplier": self.config.logits_multiplier, "softcap": self.config.logits_softcap}
+        scaled["chunk_tokens"] = self.loss_chunk_tokens
+        found = vocab_parallel_linear_log_probs(rows, weight, targets.flatten(), self.shard, bias, **scaled)
+        found = found.view(targets.shape)
+        return found if self.context_shard is None else gather_positions(found, self.context_shard)
+
+    def operands(self, x: Tensor, shared_weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what the projection multiplies, in the compute dtype: all rows [T, H] of x, the weight [V, H] and the
+        bias [V] or None. Arguments as for `token_log_probs`."""
         dtype, weight = compute_dtype(x), self.weight if shared_weight is None else shared_weight
         assert weight is not None, "shared, or the layer's own"
-        weight, bias = weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
-        rows, targets = x.to(dtype).flatten(0, 1), shift_labels(labels).flatten()
-        chunk = self.loss_chunk_tokens or len(rows)
-        chunks = zip(rows.split(chunk), targets.split(chunk), strict=True)
-        run = self._log_probs if chunk >= len(rows) else partial(checkpoint, self._log_probs, use_reentrant=False)
-        return torch.cat([run(*part, weight, bias) for part in chunks]).view(labels.shape)
-
-    def _log_probs(self, x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        scaled: dict[str, Any] = {"multiplier": self.config.logits_multiplier, "softcap": self.config.logits_softcap}
-        logits = output_logits(x, weight, bias, **scaled).float()
-        counts = targets != IGNORE_INDEX
-        found = logits.gather(-1, targets.where(counts, 0)[:, None])[:, 0] - logits.logsumexp(-1)
-        return found.where(counts, 0.0)
+        _check_has_data(weight, x)
+        x = self.whole_rows(x.to(dtype))
+        return x.flatten(0, -2), weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
 
     def _with_z_loss(self, both: tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
         loss, z_loss = (self._of_all_positions(term, targets) for term in both)
@@ -231,6 +232,14 @@ class OutputLayer(TensorParallelModule):
         every = all_reduce(own, self.context_shard.group)
         share = loss * (own * self.context_shard.ranks / every.clamp(min=1))
         return mean_of_ranks(share, self.context_shard)
+
+
+def _check_has_data(weight: Tensor, x: Tensor) -> None:
+    if weight.is_meta and not x.is_meta:
+        raise ValueError(
+            "the output layer shares the embedding's weight, which is on the meta device; allowed: a model whose "
+            "embedding is not offloaded"
+        )
 
 
 class RouterLossWeights(ConstantModule):

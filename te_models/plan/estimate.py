@@ -128,6 +128,8 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
     """
     if config.parallel.cpu_offload:
         raise ConfigError("parallel.cpu_offload is True; allowed: False, because a plan is of the memory of devices")
+    if config.posttraining.method == "distill":
+        raise ConfigError("posttraining.method is 'distill'; allowed in a plan: others, because it counts no teacher")
     model, pipeline = model_of(config), config.parallel.pipeline_model_parallel_size
     rank = pipeline_rank * (ranks // pipeline)
     with fake_ranks(ranks, rank):

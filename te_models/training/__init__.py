@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 if TYPE_CHECKING:
+    from .callbacks import Callback, CallbackError, PushToHub, RunView, model_card, push_to_hub
     from .checkpoints.checks import TrainingCheckpointError
     from .checkpoints.files import latest_checkpoint, list_checkpoints
     from .config import (
         CheckpointConfig,
         DataConfig,
         EvaluationConfig,
+        HubConfig,
         LogConfig,
         LoRAConfig,
         ModelSource,
@@ -44,12 +46,14 @@ if TYPE_CHECKING:
     from .step import TrainingError
 
 _HOME = {
+    "callbacks": ("Callback", "CallbackError", "PushToHub", "RunView", "model_card", "push_to_hub"),
     "checkpoints.checks": ("TrainingCheckpointError",),
     "checkpoints.files": ("latest_checkpoint", "list_checkpoints"),
     "config": (
         "CheckpointConfig",
         "DataConfig",
         "EvaluationConfig",
+        "HubConfig",
         "LogConfig",
         "LoRAConfig",
         "ModelSource",
@@ -78,11 +82,14 @@ _HOME = {
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
+    "Callback",
+    "CallbackError",
     "CheckpointConfig",
     "DataConfig",
     "DataError",
     "DocumentOptions",
     "EvaluationConfig",
+    "HubConfig",
     "LoRAConfig",
     "LogConfig",
     "LostRankError",
@@ -93,6 +100,8 @@ __all__ = [
     "PosttrainingConfig",
     "PrecisionConfig",
     "ProfileConfig",
+    "PushToHub",
+    "RunView",
     "ScheduleConfig",
     "TokenDataset",
     "TrainConfig",
@@ -105,7 +114,9 @@ __all__ = [
     "list_checkpoints",
     "load_config",
     "lr_at",
+    "model_card",
     "plot_loss",
+    "push_to_hub",
     "read_metrics",
     "train",
     "write_dataset",

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from ..parallel.pipeline import Pipeline
 from ..signals import Interrupted, StopSignals
 from ..terminal import say
 from .build import resolve_device
+from .callbacks import Callback, Callbacks, Evaluation, Evaluations, PushToHub, RunView
 from .checkpoints.files import checkpoint_dir
 from .checkpoints.recipes import complete_recipe_state
 from .config import TrainConfig
@@ -61,11 +62,18 @@ class TrainResult:
     validation_loss: float | None
 
 
-def train(config: TrainConfig) -> TrainResult:
+def train(
+    config: TrainConfig,
+    *,
+    callbacks: Sequence[Callback] = (),
+    evaluations: Mapping[str, Evaluation] | None = None,
+) -> TrainResult:
     """Run, or continue, a training run.
 
-    Under torchrun it is data parallel over the ranks. Raises ConfigError, DataError, TrainingCheckpointError for what
-    the configuration asks and cannot be had, TrainingError if the loss stops being finite.
+    Under torchrun it is data parallel over the ranks. callbacks: are told of the run behind those that the
+    configuration names. evaluations: functions of the model by name, measured where the validation loss is beside those
+    of `evaluation.functions`. Raises ConfigError, DataError, TrainingCheckpointError for what the configuration asks
+    and cannot be had, TrainingError if the loss stops being finite, CallbackError where others' code fails.
     """
     device = resolve_device(config.device)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
@@ -79,11 +87,21 @@ def train(config: TrainConfig) -> TrainResult:
         opened.enter_context(_deterministic(config.deterministic))
         if config.backend != "auto":  # else what the process or its environment says
             opened.enter_context(using_backend(config.backend))
-        return _run(config, device, ranks, signals, opened)
+        hub = config.hub
+        upload = [] if hub.repo_id is None else [PushToHub(hub.repo_id, private=hub.private, revision=hub.revision)]
+        told = Callbacks.of(config.callbacks, [*callbacks, *upload], ranks)
+        measured = Evaluations(config, evaluations or {}, ranks.world_size)
+        return _run(config, device, ranks, signals, opened, told, measured)
 
 
 def _run(
-    config: TrainConfig, device: str, ranks: Ranks, signals: StopSignals, opened: contextlib.ExitStack
+    config: TrainConfig,
+    device: str,
+    ranks: Ranks,
+    signals: StopSignals,
+    opened: contextlib.ExitStack,
+    callbacks: Callbacks,
+    evaluations: Evaluations,
 ) -> TrainResult:
     """Do the run. What is entered in `opened` is closed at the end, also when a step raises."""
     run = set_up(config, device, ranks, opened)
@@ -114,6 +132,11 @@ def _run(
         )
     )
     progress.begin(step)
+    view = RunView(
+        config=config, output_dir=run.output_dir, step=step, model=model, rank=ranks.rank, ranks=ranks.world_size
+    )
+    callbacks.tell("on_begin", view)
+    callbacks.check("nothing was done")
     model.train()
     profiler = opened.enter_context(StepProfiler(config.profile, run.output_dir, device, ranks))
     deferred = opened.enter_context(contextlib.ExitStack())
@@ -164,33 +187,50 @@ def _run(
 
         row = rows.row(step, result, lr, load, seconds, data_s, (windows_of_step, position), histograms=histograms)
         row |= clip
-        if any(run.validation.values()) and _is_due(step, config.evaluation.every, config.steps):
+        view = replace(view, step=step)
+        callbacks.tell("on_step", view, result.loss)
+        measures = bool(evaluations) or any(run.validation.values())
+        if measures and _is_due(step, config.evaluation.every, config.steps):
             with run.averaged(), run.rounded():
                 losses = validation_losses(run, step, device)
+                if evaluations:
+                    with in_eval_mode(model):
+                        row["evaluations"] = evaluations.run(view, callbacks)
+            numbers = {f"validation_loss/{name}" if name else "validation_loss": x for name, x in losses.items()}
             if "" in losses:
                 row["validation_loss"] = validation_loss = losses.pop("")
             if losses:
                 row["validation_losses"] = losses
+            numbers |= row.get("evaluations", {})
+            callbacks.tell("on_evaluate", view, numbers)
         if noting:
             row["quantization"] = rows.quantization()
         for writer in run.writers:
             writer.write(row)
         progress.step(row)
+        if ranks.is_main:
+            callbacks.tell("on_log", view, dict(row))
 
         late = config.checkpoint.every_minutes and time.perf_counter() - saved > 60 * config.checkpoint.every_minutes
         # every rank saves, and ends, at the same step, whichever of them has the signal, and whatever its clock says
-        agreed = largest_over_ranks(torch.tensor([signals.received, int(ranks.is_main and late)], device="cpu"), ranks)
-        signum, late = agreed.tolist()
-        due = late or signum or _is_due(step, config.checkpoint.every, config.steps)
-        if due and not checkpoint_dir(run.output_dir, step).exists():
+        own = [signals.received, int(ranks.is_main and late), int(callbacks.failed is not None)]
+        signum, late, failed = largest_over_ranks(torch.tensor(own, device="cpu"), ranks).tolist()
+        due = late or signum or failed or _is_due(step, config.checkpoint.every, config.steps)
+        where = checkpoint_dir(run.output_dir, step)
+        if due and not where.exists():
             recipe = complete_recipe_state(model, run.recipes.used(step))
             values = {"step": step, "position": position, "data_digest": run.digest, "config": config.to_dict()}
             with run.averaged():
                 saving.save(values, recipe, keep_last=config.checkpoint.keep_last)
             saved = time.perf_counter()
+            if not failed:
+                callbacks.tell("on_save", view, where)
+                callbacks.check(f"step {step} of {config.steps} is saved in {where}")
+        if failed:
+            saving.finish()
+            raise callbacks.error(f"step {step} of {config.steps} is saved in {where}")
         if signum:
             saving.finish()
-            where = checkpoint_dir(run.output_dir, step)
             raise Interrupted(signum, f"step {step} of {config.steps} is saved in {where}")
     saving.finish()
     deferred.close()  # the last checkpoint is written: a signal ends the run at once again
@@ -203,7 +243,10 @@ def _run(
     if ranks.is_main and config.log.plot:
         plot_loss({run.output_dir.name: run.output_dir / METRICS}, run.output_dir / PLOT)
     barrier(ranks)
-    return TrainResult(run.output_dir / FINAL, run.output_dir / METRICS, step, loss, validation_loss)
+    finished = TrainResult(run.output_dir / FINAL, run.output_dir / METRICS, step, loss, validation_loss)
+    callbacks.tell("on_end", view, finished)
+    callbacks.check(f"the run is complete: {finished.model_dir}")
+    return finished
 
 
 def balance_experts(model: GPTModel, rate: float, layout: Layout) -> ExpertLoad:

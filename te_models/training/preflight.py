@@ -34,6 +34,7 @@ from .data.encoder import load_encoder
 from .data.errors import DataError
 from .log.writers import check_writers
 from .optimizer.qk_clip import check_qk_clip
+from .posttraining.distillation import check_teacher
 from .precision import RecipeSchedule
 from .run_data import open_data, training_windows, validation_windows
 from .trained import check_names, is_frozen
@@ -86,6 +87,8 @@ def check_model(config: TrainConfig, model: ModelConfig, device: str, dims: Para
             "model.path is unset; allowed with posttraining.method = 'dpo': a model folder, whose weights are the "
             "reference"
         )
+    if config.posttraining.method == "distill":
+        check_teacher(config, model)
     check_names(config, model)
     check_layout(config, model, dims)
     if config.parallel.expert_dispatch == "deepep":

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ..config import ConfigError
 from ..sizes import plural
 from .config import DataConfig, TrainConfig
+from .data.batch_size import BatchSize
 from .data.blend import Blend, blend_digest
 from .data.dataset import TokenDataset, check_vocabulary, read_meta
 from .data.errors import DataError
@@ -94,11 +95,13 @@ def packing_of(config: DataConfig) -> Packing:
     return Packing(config.pack_documents, config.reset_position_ids, config.reset_attention_mask, config.eod_mask_loss)
 
 
-def training_windows(config: TrainConfig, data: RunData) -> Blend:
-    """Return the windows that are trained on. Raises DataError where a data set has none."""
+def training_windows(config: TrainConfig, data: RunData, batch: BatchSize | None = None) -> Blend:
+    """Return the windows that are trained on. batch: says where steps begin; None: that does not matter. Raises
+    DataError where a data set has none."""
     d = config.data
     parts = [_windows(config, dataset, "train", d.validation_fraction) for dataset in data.training]
-    return Blend(tuple(parts), tuple(d.weights().values()))
+    later = [] if batch is None else [(batch.position(step), weights) for step, weights in d.later_weights()]
+    return Blend(tuple(parts), tuple(d.weights().values()), tuple(later))
 
 
 def validation_windows(config: TrainConfig, data: RunData) -> dict[str, list[Windows]]:

@@ -43,7 +43,6 @@ from .config import ModelSource, TrainConfig
 from .data.batch_size import BatchSize, batch_size
 from .data.blend import Blend
 from .data.windows import Batch
-from .dpo import DPO, reference_of
 from .log.starts import record_start
 from .log.writers import MetricsWriter, open_writers
 from .lora import Adapters
@@ -53,6 +52,7 @@ from .one_run import alone_in
 from .optimizer.adamw import Optimizer
 from .optimizer.learning_rate import continued_config
 from .optimizer.qk_clip import QKClip
+from .posttraining import DPO, Distillation, load_teacher, reference_of
 from .precision import RecipeSchedule, RoundedWeights, cpu_gemm_of_run
 from .preflight import check_output, check_run
 from .progress import Progress
@@ -160,7 +160,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     if not ranks.is_main:
         data = open_data(config, vocab_size=model_config.vocab_size, may_build=False)
     digest = check_same_data(data, start, ranks)
-    windows = training_windows(config, data)
+    windows = training_windows(config, data, batch)
     validation = {
         name: validation_batches(config, parts, data_ranks, name)
         for name, parts in validation_windows(config, data).items()
@@ -249,15 +249,17 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
 
 
 def objective_of(config: TrainConfig, model: GPTModel, device: str, layout: Layout) -> Objective:
-    """Return what the run minimises: for pairs, with a reference that has the weights the run began with, also where it
-    continues."""
+    """Return what the run minimises: with its teacher, where it has one; for pairs, with a reference that has the
+    weights the run began with, also where it continues."""
     if config.posttraining.method == "none":
         return Objective()
+    compiled: dict[str, Any] = {"compiled": config.compile, "mode": config.compile_mode}
+    if config.posttraining.method == "distill":
+        return Distillation(config, load_teacher(config, device), **compiled)
     copy = None
     if not config.lora.rank:
         copy = build_model(config, device, None, None, layout).requires_grad_(False)
         set_loss_options(copy, config.model)
-    compiled = {"compiled": config.compile, "mode": config.compile_mode}
     return DPO(config.posttraining, reference_of(model, copy, config.posttraining, **compiled))
 
 

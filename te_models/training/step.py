@@ -128,9 +128,9 @@ def make_loss_function(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         arguments: tuple[Any, ...] = (batch,) if isinstance(batch, torch.Tensor) else tuple(batch)
         with compute_precision(precision, recipes.now, device):
-            if weight is None and all(argument is None for argument in arguments[1:]):
-                return function(arguments[0])
             inputs = objective.inputs(Batch(*arguments))
+            if weight is None and not inputs and all(argument is None for argument in arguments[1:]):
+                return function(arguments[0])
             return function(*arguments, weight=weight, **inputs)
 
     return with_precision

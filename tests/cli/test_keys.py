@@ -75,4 +75,4 @@ def test_keys_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_table_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help-keys", "dta"]) == 2
-    assert capsys.readouterr().err.endswith("log, profile; did you mean 'data'?\n")
+    assert capsys.readouterr().err.endswith("log, profile, hub; did you mean 'data'?\n")

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from te_models import GPTModel
 from te_models.cli.main import main
 from te_models.parallel import ParallelDims
 from te_models.training import load_config, read_metrics
+from tests.byte_tokenizer import byte_tokenizer
 from tests.fork_server import run_python
 from tests.structure.test_documented_code import WITHOUT_COMPILER, reader  # noqa: F401  a folder with small models
+from tests.training.runs import tiny_model
 
 RUNS = Path(__file__).parents[2] / "examples"
 CHAT = """{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}\
@@ -32,11 +36,15 @@ SCRIPTS = {
     "upcycle.py": ([MODEL, "corpus/*.py", "--no-compile", *SMALL], "runs/upcycled/final"),
     "trainer_transformers.py": ([MODEL, "corpus/a.py", *SMALL], "runs/trainer/final"),
     "trainer_trl.py": ([INSTRUCT, "chats.jsonl", *SMALL], "runs/trl/final"),
+    "trainer_trl_dpo.py": ([MODEL, "--steps", "2"], "runs/trl-dpo/final"),
+    "trainer_trl_reward.py": ([MODEL, "--steps", "2"], "runs/trl-reward/final"),
+    "trainer_trl_grpo.py": ([MODEL, "--steps", "2"], "runs/trl-grpo/final"),
     "recipe_comparison.py": (["corpus/*.py", "--recipes", "none", "mxfp8", *PYTHON], "runs/recipes/mxfp8/final"),
     "port_of_a_transformer_engine_script.py": (["--hidden", "32", "--length", "8", "--steps", "2"], ""),
 }
 """Script: its arguments, and the model folder that it leaves, if any."""
-EXTRAS = {"trainer_transformers.py": "accelerate", "trainer_trl.py": "trl", "recipe_comparison.py": "matplotlib"}
+EXTRAS = {"trainer_transformers.py": "accelerate", "recipe_comparison.py": "matplotlib"}
+EXTRAS |= dict.fromkeys((name for name in SCRIPTS if name.startswith("trainer_trl")), "trl")
 """Script: the package that it needs beside those of the tests."""
 CONFIGURATIONS = ("finetune.toml", "sft_chat.toml", "lora.toml", "qlora_fp8.toml")
 RANKS = ("ranks/fsdp2.toml", "ranks/tp.toml", "ranks/ep.toml", "ranks/pp.toml")
@@ -87,6 +95,24 @@ def test_a_script_runs(name: str, reader: Path, tmp_path: Path) -> None:  # noqa
     assert done.returncode == 0, done.stderr[-2000:]
     assert not result or (tmp_path / result / "config.json").is_file()
     assert "loss" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "steps", "lr", "least"), [("dpo", 30, 1e-3, 0.9), ("reward", 30, 1e-3, 0.9), ("grpo", 80, 5e-3, 0.4)]
+)
+def test_a_score_becomes_better(name: str, steps: int, lr: float, least: float, tmp_path: Path) -> None:
+    """With TRL's trainers, of a model of random weights."""
+    pytest.importorskip("trl")
+    torch.manual_seed(0)
+    model = GPTModel(tiny_model().replace(vocab_size=300), params_dtype=torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer(["word: a"]).save_pretrained(tmp_path / "model")
+    words = [str(RUNS / f"trainer_trl_{name}.py"), "model", "--steps", str(steps), "--lr", str(lr)]
+    done = run_python(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = re.search(r"^score ([\d.]+) before, ([\d.]+) after", done.stdout, re.MULTILINE)
+    assert found is not None and float(found[2]) > float(found[1]) + 0.2 and float(found[2]) >= least
 
 
 @pytest.mark.usefixtures("shared_tokenizer_process")

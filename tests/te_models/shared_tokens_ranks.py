@@ -6,6 +6,7 @@ the loss, the router loss, logits and all gradients are those of the whole model
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from functools import partial
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from te_models import ConfigError, GPTModel, KVCache, compile_model
+from te_models import ConfigError, GPTModel, KVCache, RouterRecord, compile_model, logprobs
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.plan.rank_shards import Place, parts
 from te_models.config import EmbeddingConfig
@@ -29,8 +30,8 @@ def pair(kind: str, variant: str) -> tuple[GPTModel, GPTModel]:
     config, options = (VARIANTS | FURTHER)[variant], {}
     if variant == "dynamic_rope":  # longer sequences than in the first training, on which the frequencies depend
         config = config.replace(max_position_embeddings=8)
-    if kind == "sp":
-        options = {"tp_group": dist.group.WORLD, "sequence_parallel": True}
+    if kind in ("sp", "tp"):
+        options = {"tp_group": dist.group.WORLD, "sequence_parallel": kind == "sp"}
     models = []
     for its in ({}, options):
         torch.manual_seed(0)
@@ -88,6 +89,29 @@ def is_the_whole_model(kind: str, variant: str) -> None:
         assert wrong_gradients(kind, whole, shared) == []
 
 
+def log_probs(kind: str, variant: str) -> None:
+    """Of the labels of packed rows and of a padded one, with gradients; experts are those of a record."""
+    whole, shared = pair(kind, variant)
+    for model in (whole, shared):
+        model.eval()
+    ids = token_ids(2, 16)
+    documents = (torch.arange(16) >= 5).long().repeat(2, 1)
+    documents[1, :2] = -1
+    with contextlib.ExitStack() as opened:
+        if whole.config.moe is not None:
+            record = RouterRecord()
+            with record.recording(whole), torch.no_grad():
+                whole(ids.flip(0))
+            for model in (whole, shared):
+                opened.enter_context(record.replaying(model))
+        factor = torch.linspace(-1, 1, 32).view(2, 16)
+        expected = logprobs(whole, ids, document_ids=documents)
+        (expected * factor).sum().backward()
+        found = logprobs(shared, ids, document_ids=documents)
+        (found * factor).sum().backward()
+    assert close(found, expected) and wrong_gradients(kind, whole, shared) == []
+
+
 def is_refused() -> None:
     """What such a model cannot do, by name."""
     ids = token_ids(1, 6)
@@ -131,6 +155,7 @@ if __name__ == "__main__":
     asked = sys.argv[2:]
     cases = {name: partial(is_the_whole_model, *name.split()) for name in asked if len(name.split()) == 2}
     cases |= {name: partial(compiles, *name.split()[1:]) for name in asked if name.startswith("compiled")}
+    cases |= {name: partial(log_probs, *name.split()[1:]) for name in asked if name.startswith("logprobs")}
     report_cases(
         cases | {name: is_refused for name in asked if name == "refused"},
         sys.argv[1],

@@ -25,7 +25,7 @@ from te_models.kernels.router import (
     weights_of,
 )
 from te_models.layers.collectives import all_gather
-from te_models.layers.distributed.context_parallel import ContextShard, gather_rows
+from te_models.layers.distributed.context_parallel import ContextShard, gather_rows, own_positions
 from te_models.layers.distributed.sequence_parallel import SequenceShard, gather_tokens_of_ranks, own_share
 from te_models.layers.module.linear import Linear
 
@@ -85,6 +85,7 @@ class MoELayer(nn.Module):
         logits = self.router(tokens)
         weighing: dict[str, Any] = {"score": r.score, "normalize": r.normalize, "normalize_eps": r.normalize_eps}
         weighing["scaling_factor"] = r.scaling_factor
+        replayed = self.router.replayed
         if table is not None:
             assert ids is not None, "the model has asked for them"
             indices = table[ids.flatten()]
@@ -100,6 +101,9 @@ class MoELayer(nn.Module):
                 group_score=r.group_score,
                 **weighing,
             )
+        if replayed is not None:
+            indices = self._replayed(replayed, x, indices)
+            weights = weights_of(logits, indices, score_after_topk=r.score_after_topk, **weighing)
         if self.router.expert_scale is not None:
             weights = weights * self.router.expert_scale.to(weights.dtype)[indices]
         if self.moe.own_norms:
@@ -110,7 +114,22 @@ class MoELayer(nn.Module):
             if self.shared_experts is not None:
                 y = y + self.shared_experts(x)
             y = y if self.moe.output_multiplier == 1.0 else y * self.moe.output_multiplier
-        return y, self._router_output(logits, indices, counts, token_mask, x.shape[0])
+        decided = self._router_output(logits, indices, counts, token_mask, x.shape[0])
+        if self.router.recorded:
+            decided = decided._replace(indices=indices.view(*x.shape[:-1], -1))
+        return y, decided
+
+    def _replayed(self, replayed: Tensor, x: Tensor, chosen: Tensor) -> Tensor:
+        """Return the experts [T, K] of a record [B, S, K], those that the router has chosen where it has -1. x:
+        [B, S, H]. Raises ValueError where the record is of other tokens."""
+        replayed = own_positions(replayed, self.context_shard)
+        if replayed.shape[:-1] != x.shape[:-1]:
+            raise ValueError(
+                f"the RouterRecord that is replayed has choices of {list(replayed.shape[:-1])} tokens; allowed in this "
+                f"call: {list(x.shape[:-1])}"
+            )
+        replayed = replayed.flatten(0, -2)
+        return torch.where(replayed < 0, chosen, replayed)
 
     def _beside(self, x: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """The shared expert and the others, each between norms of its own. x: [B, S, H], not normed."""

@@ -45,6 +45,7 @@ class RouterOutput(NamedTuple):
     mean_probabilities: Tensor | None = None
     dropped_tokens: Tensor | None = None
     choices_per_token: Tensor | None = None
+    indices: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -54,13 +55,17 @@ class Router(nn.Module):
     option of this name, kept in float32; and expert_counts [E] and dropped_tokens [1] int64, which no checkpoint holds:
     how many tokens chose each expert, and found no room, since the last `update_expert_bias` or `take_expert_load`.
 
-    layer_group: the name of the group of the ranks that have the layer; None: all, if any of a whole model."""
+    layer_group: the name of the group of the ranks that have the layer; None: all, if any of a whole model. recorded,
+    replayed: see `RouterRecord`: whether what is decided has the experts of each token, and experts [B, S, K] that take
+    the place of those that would be chosen, -1 for a free choice."""
 
     expert_bias: Tensor | None
     expert_of_token: Tensor | None
     expert_counts: Tensor
     dropped_tokens: Tensor
     layer_group: str | None = None
+    recorded = False
+    replayed: Tensor | None = None
 
     def __init__(self, config: ModelConfig, build: Build, *, hashed: bool = False) -> None:
         super().__init__()

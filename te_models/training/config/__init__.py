@@ -4,7 +4,7 @@
 """
 
 from .optimizer import LoRAConfig, OptimizerConfig, ScheduleConfig
-from .output import CheckpointConfig, EvaluationConfig, LogConfig, ProfileConfig
+from .output import CheckpointConfig, EvaluationConfig, HubConfig, LogConfig, ProfileConfig
 from .parallel import ParallelConfig
 from .posttraining import PosttrainingConfig
 from .precision import PrecisionConfig
@@ -15,6 +15,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "EvaluationConfig",
+    "HubConfig",
     "LoRAConfig",
     "LogConfig",
     "ModelSource",

@@ -42,20 +42,66 @@ class EvaluationConfig(ConfigPart):
     sets: tuple[str, ...] = ()
     """More validation data sets, as "name=folder": the metrics have the loss of each as validation_losses."""
 
+    functions: tuple[str, ...] = ()
+    """Installed functions of the model, as "name=package.module:function": what they return, a number or numbers by
+    name, is measured where the validation loss is, and the metrics have it as evaluations."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness (extra eval) that are measured with them, on one rank."""
+    task_limit: int | None = 100
+    """Documents of each task; null: all."""
+    task_folder: str | None = None
+    """Folder of YAML files with tasks beside the harness's."""
+
     def folders(self) -> dict[str, str]:
         """Return the folders of `sets` by name."""
-        found: dict[str, str] = {}
-        for text in self.sets:
-            name, _, folder = text.partition("=")
-            check(bool(name and folder), "evaluation.sets", text, '"name=folder"')
-            check(name not in found, "evaluation.sets", text, "each name once")
-            found[name] = folder
-        return found
+        return _by_name("evaluation.sets", self.sets, '"name=folder"')
+
+    def named_functions(self) -> dict[str, str]:
+        """Return `functions` by name."""
+        return _by_name("evaluation.functions", self.functions, '"name=package.module:function"')
+
+    @property
+    def measures_more(self) -> bool:
+        """Whether something but the validation loss is measured."""
+        return bool(self.functions or self.tasks)
 
     def _validate(self) -> None:
         self.folders()
+        named = self.named_functions()
+        check("tasks" not in named, "evaluation.functions", list(self.functions), "names other than tasks")
+        check(len({*self.tasks}) == len(self.tasks), "evaluation.tasks", list(self.tasks), "each task once")
+        limit = self.task_limit
+        check(limit is None or limit > 0, "evaluation.task_limit", limit, "a positive integer or null")
         check(self.every >= 0, "evaluation.every", self.every, "zero or a positive integer")
         check(self.batches > 0, "evaluation.batches", self.batches, "a positive integer")
+
+
+def _by_name(key: str, texts: tuple[str, ...], form: str) -> dict[str, str]:
+    """Return what texts such as "name=value" say."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        check(bool(name and value), key, text, form)
+        check(name not in found, key, text, "each name once")
+        found[name] = value
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubConfig(ConfigPart):
+    """Uploading the result to the Hugging Face hub, with a model card of the run's facts."""
+
+    repo_id: str | None = None
+    """Repository, as "organisation/name", that the final model is uploaded to when the run is complete."""
+    private: bool = True
+    """Whether a repository that is made is private."""
+    revision: str | None = None
+    """Branch that is uploaded to; unset: the main one."""
+
+    def _validate(self) -> None:
+        where = self.repo_id
+        check(where is None or 0 < len(where.strip("/")) == len(where), "hub.repo_id", where, "organisation/name")
+        check(where is not None or self.revision is None, "hub.revision", self.revision, "unset without hub.repo_id")
 
 
 @dataclass(frozen=True, kw_only=True)

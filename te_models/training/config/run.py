@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from ...config import ConfigPart, check
 from .optimizer import LoRAConfig, OptimizerConfig, ScheduleConfig
-from .output import CheckpointConfig, EvaluationConfig, LogConfig, ProfileConfig
+from .output import CheckpointConfig, EvaluationConfig, HubConfig, LogConfig, ProfileConfig
 from .parallel import ParallelConfig
 from .posttraining import PosttrainingConfig
 from .precision import PrecisionConfig
@@ -56,6 +56,9 @@ class TrainConfig(ConfigPart):
     """Whether torch uses reproducible kernels only, so that two runs are equal bit for bit."""
     distributed_timeout_minutes: float = 10.0
     """Minutes after which a rank that does not answer ends the run on all ranks."""
+    callbacks: tuple[str, ...] = ()
+    """Installed callbacks of the run, as "package.module:name": a te_models.training.Callback, or a class or function
+    without arguments that returns one."""
     model: ModelSource
     """Where the model comes from."""
     data: DataConfig
@@ -67,7 +70,7 @@ class TrainConfig(ConfigPart):
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """LoRA instead of training the weights."""
     posttraining: PosttrainingConfig = field(default_factory=PosttrainingConfig)
-    """What is learned instead of text: preference pairs."""
+    """What is learned instead of text, preference pairs, or beside it, what a teacher says."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """The learning rate as a function of the step."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -80,6 +83,8 @@ class TrainConfig(ConfigPart):
     """What the run shows and records."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """A trace of some steps by torch.profiler."""
+    hub: HubConfig = field(default_factory=HubConfig)
+    """Uploading the result to the Hugging Face hub."""
 
     def _validate(self) -> None:
         check(0 < self.steps <= _MOST_STEPS, "steps", self.steps, f"a positive integer up to {_MOST_STEPS}")
@@ -142,11 +147,12 @@ class TrainConfig(ConfigPart):
             "'constant' with optimizer.kind = 'schedule_free', whose average takes the place of a decay",
         )
         has_validation = self.data.validation_fraction > 0 or bool(self.evaluation.sets)
+        has_validation |= self.evaluation.measures_more
         check(
             has_validation or not self.evaluation.every,
             "evaluation.every",
             self.evaluation.every,
-            "0 without validation data",
+            "0 without validation data, functions or tasks",
         )
         self._check_pairs()
 
@@ -170,6 +176,8 @@ class TrainConfig(ConfigPart):
             format,
             "another format, 'preference' for the chosen answers alone, or 'preference_pairs' " + where,
         )
+        if self.posttraining.method == "distill":
+            self._check_ranks("with posttraining.method = 'distill'", "every rank has the teacher whole")
         if not pairs:
             return
         if self.data.text:
@@ -179,10 +187,14 @@ class TrainConfig(ConfigPart):
         check(not self.model.mtp, "model.mtp", True, f"false {where}")
         z = self.model.logits_z_loss_coeff
         check(z == 0, "model.logits_z_loss_coeff", z, f"0 {where}")
+        self._check_ranks(where, "ranks share the pairs alone")
+
+    def _check_ranks(self, where: str, why: str) -> None:
+        """Raise ConfigError for a layout in which ranks share more than the data."""
         sizes = [f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model")]
         for name in (*sizes, "data_parallel_shard_size"):
             size = getattr(self.parallel, name)
-            check(size == 1, f"parallel.{name}", size, f"1 {where}: ranks share the pairs alone")
+            check(size == 1, f"parallel.{name}", size, f"1 {where}: {why}")
 
     def _check_overlap(self) -> None:
         """Raise ConfigError where no graph, or only a part of one, would overlap communication and compute."""

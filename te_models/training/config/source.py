@@ -82,6 +82,9 @@ class DataConfig(ConfigPart):
     """Folder of the token data set; built from text where it does not exist."""
     blend: tuple[str, ...] = ()
     """Folders of several token data sets in place of path, as "folder=weight": windows are read by weight."""
+    blend_steps: tuple[str, ...] = ()
+    """Other weights of the blend from a step on (a curriculum), as "1000: folder=weight, folder=weight", in ascending
+    order: folders of blend, 0 for those that a stage leaves out; every folder goes on where it was."""
     text: tuple[str, ...] = ()
     """Files, folders of files or glob patterns to build the data set from: text, .jsonl, .parquet, saved data sets,
     hf:// names."""
@@ -153,7 +156,11 @@ class DataConfig(ConfigPart):
         check(self.tokenizer_workers > 0, "data.tokenizer_workers", self.tokenizer_workers, "a positive integer")
         check((self.path is None) == bool(self.blend), "data.path", self.path, "a folder, or data.blend, and not both")
         check(not (self.blend and self.text), "data.text", list(self.text), "empty with data.blend")
+        check(
+            bool(self.blend) or not self.blend_steps, "data.blend_steps", list(self.blend_steps), "empty without blend"
+        )
         self.weights()
+        self.later_weights()
         self.documents.reading(self.text_field, self.messages_field)
 
     @property
@@ -170,14 +177,38 @@ class DataConfig(ConfigPart):
         """Return the folders that windows are read from, with their weights."""
         if self.path is not None:
             return {self.path: Fraction(1)}
-        found: dict[str, Fraction] = {}
-        for text in self.blend:
-            path, _, weight = text.rpartition("=")
-            try:
-                value = Fraction(weight)
-            except (ValueError, ZeroDivisionError):
-                value = Fraction(0)
-            check(bool(path) and value > 0, "data.blend", text, '"folder=weight" with a positive number')
-            check(path not in found, "data.blend", text, "each folder once")
-            found[path] = value
+        return _weights("data.blend", self.blend, self.blend, least=0 if self.blend_steps else None)
+
+    def later_weights(self) -> list[tuple[int, tuple[Fraction, ...]]]:
+        """Return the steps from which the blend has other weights, with the weights in the order of `blend`."""
+        found: list[tuple[int, tuple[Fraction, ...]]] = []
+        for text in self.blend_steps:
+            step, colon, weights = text.partition(":")
+            known = bool(colon) and step.strip().isascii() and step.strip().isdigit()
+            check(known, "data.blend_steps", text, '"step: folder=weight, folder=weight"')
+            last = found[-1][0] if found else 0
+            check(int(step) > last, "data.blend_steps", text, f"a step after {last}, in ascending order")
+            entries = tuple(entry.strip() for entry in weights.split(","))
+            stage = _weights("data.blend_steps", entries, (text,), least=0)
+            other = sorted(stage.keys() ^ self.weights().keys())
+            check(not other, "data.blend_steps", text, f"each folder of data.blend; {', '.join(other)} is in one alone")
+            found.append((int(step), tuple(stage[path] for path in self.weights())))
         return found
+
+
+def _weights(key: str, entries: tuple[str, ...], said: tuple[str, ...], *, least: int | None) -> dict[str, Fraction]:
+    """Return folders with their weights of texts "folder=weight". least: 0 allows a weight of 0, if not all are."""
+    found: dict[str, Fraction] = {}
+    for i, text in enumerate(entries):
+        path, _, weight = text.rpartition("=")
+        try:
+            value = Fraction(weight)
+        except (ValueError, ZeroDivisionError):
+            value = Fraction(-1)
+        enough = value > 0 or value == least
+        shown = said[i] if len(said) == len(entries) else said[0]
+        check(bool(path) and enough, key, shown, '"folder=weight" with a positive number')
+        check(path not in found, key, shown, "each folder once")
+        found[path] = value
+    check(any(found.values()), key, list(said), "a weight above 0")
+    return found

@@ -14,7 +14,9 @@ from typing import Any, Literal, get_args
 
 from .errors import DataError, listed
 
-Format = Literal["text", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "preference_pairs"]
+Format = Literal[
+    "text", "messages", "sharegpt", "alpaca", "prompt_completion", "reasoning", "preference", "preference_pairs"
+]
 FORMATS: dict[str, dict[str, str]] = {
     "text": {"text": "text"},
     "messages": {"messages": "messages", "tools": "tools", "role": "role", "content": "content"},
@@ -33,6 +35,7 @@ FORMATS: dict[str, dict[str, str]] = {
         "history": "history",
     },
     "prompt_completion": {"prompt": "prompt", "completion": "completion", "tools": "tools"},
+    "reasoning": {"prompt": "prompt", "reasoning": "reasoning", "answer": "answer", "system": "system"},
     "preference": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected", "tools": "tools"},
     "preference_pairs": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected", "tools": "tools"},
 }
@@ -77,7 +80,7 @@ class Fields:
         for name in self.names:
             if name not in known:
                 raise DataError(f"{name!r} is no field of the format {self.format}; allowed: {', '.join(known)}")
-        if self.roles and self.format in ("text", "alpaca"):
+        if self.roles and self.format in ("text", "alpaca", "reasoning"):
             raise DataError(f"roles are given for the format {self.format}, which has none; allowed: with messages")
 
     @property
@@ -142,6 +145,18 @@ def _alpaca(fields: Fields, where: str, row: Mapping[str, Any]) -> Document:
     return Document(where, messages=[*messages, _user(asked), {"role": "assistant", "content": answer}])
 
 
+def _reasoning(fields: Fields, where: str, row: Mapping[str, Any]) -> Document:
+    """A question, the reasoning between marks that templates and readers of published models know, and the answer."""
+
+    def text(part: str) -> str:
+        return _string(where, fields.name(part), row[fields.name(part)])
+
+    system = row.get(fields.name("system"))
+    messages = [{"role": "system", "content": _string(where, fields.name("system"), system)}] if system else []
+    answer = f"<think>\n{text('reasoning').strip()}\n</think>\n\n{text('answer')}"
+    return Document(where, messages=[*messages, _user(text("prompt")), {"role": "assistant", "content": answer}])
+
+
 def _prompt_completion(fields: Fields, where: str, row: Mapping[str, Any]) -> Document:
     return _pair(fields, where, row, "completion")
 
@@ -185,6 +200,7 @@ _READERS = {
     "sharegpt": _messages,
     "alpaca": _alpaca,
     "prompt_completion": _prompt_completion,
+    "reasoning": _reasoning,
     "preference": _preference,
     "preference_pairs": _preference_pair,
 }

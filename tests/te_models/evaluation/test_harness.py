@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from te_models import GPTModel
 from te_models.cli.main import main
 from te_models.extras import installed
+from te_models.training import EvaluationConfig, ModelSource, read_metrics, train
 from tests.byte_tokenizer import byte_tokenizer
-from tests.training.runs import tiny_model
+from tests.training.runs import tiny_model, tiny_run
 
 TASK = """
 task: te_models_choice
@@ -67,3 +68,26 @@ def test_a_task_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["acc,none"] == right / len(ROWS)
     assert main([*words, "--task", "no_such_task"]) == 2
     assert "--task 'no_such_task' is no task of lm-evaluation-harness" in capsys.readouterr().err
+
+
+@pytest.mark.costs(60)
+@pytest.mark.slow
+@pytest.mark.skipif(not installed("eval"), reason="needs lm-evaluation-harness (extra eval)")
+@pytest.mark.filterwarnings("default")
+def test_a_run_measures_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the model in memory, while it is trained: the numbers of `eval` on the exported one."""
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "choice.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl"))
+    torch.manual_seed(0)
+    GPTModel(tiny_model().replace(vocab_size=300), params_dtype=torch.float32).save_pretrained(tmp_path / "model")
+    byte_tokenizer(["def f(x):\n    return x + 1\n"]).save_pretrained(tmp_path / "model")
+    asked = EvaluationConfig(
+        every=2, batches=1, tasks=("te_models_choice",), task_folder=str(tmp_path / "tasks"), task_limit=4
+    )
+    result = train(tiny_run(tmp_path, steps=2, model=ModelSource(path=str(tmp_path / "model")), evaluation=asked))
+    found = read_metrics(result.metrics_file)[-1]["evaluations"]
+    words = ["eval", str(result.model_dir), "--task-folder", str(tmp_path / "tasks"), "--dtype", "float32", "--json"]
+    assert main([*words, "--task", "te_models_choice", "--limit", "4"]) == 0
+    expected = json.loads(capsys.readouterr().out)["tasks"]["te_models_choice"]
+    assert found == {f"tasks/te_models_choice/{name}": value for name, value in expected.items()}

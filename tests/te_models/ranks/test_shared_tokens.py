@@ -22,6 +22,7 @@ SP = (*SP, "gated_heads", "gated_latent", "gated_channels_biases", "keys_of_earl
 CP = ("mixed_layers", "sinks_clip", "softcaps", "chunked_l2_temperature", "dynamic_rope", "latent", "moe")
 CP = (*CP, "gated_heads", "several_attentions", "keys_of_earlier_layers", "sparse_latent")
 CASES = [*(f"sp {name}" for name in (*SP, *FURTHER)), *(f"cp {name}" for name in (*CP, *FURTHER)), "refused"]
+CASES += ["logprobs sp moe_shared", "logprobs cp moe", "logprobs tp softcaps"]
 MODULE = "tests.te_models.shared_tokens_ranks"
 
 
@@ -40,6 +41,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     "cp latent",
     "cp moe_ahead",
     "refused",
+    "logprobs sp moe_shared",
+    "logprobs cp moe",
+    "logprobs tp softcaps",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:

@@ -119,3 +119,58 @@ def test_what_a_blend_cannot_be_is_named(tmp_path: Path) -> None:
     absent = run.replace(data=run.data.replace(blend=(f"{tmp_path / 'absent'}=1",)))
     with pytest.raises(DataError, match="absent is not a token data set"):
         train(absent)
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3).filter(any), min_size=1, max_size=4), st.data())
+@settings(deadline=None, max_examples=40)
+def test_stages_go_on_where_the_ones_before_ended(stages: list[list[int]], data: st.DataObject) -> None:
+    """Every data set is read in order without gaps, and a stage reads by its own weights."""
+    blend = object.__new__(Blend)
+    begins = [0]
+    for _ in stages[1:]:
+        begins.append(begins[-1] + data.draw(st.integers(1, 30)))
+    weights = [tuple(map(Fraction, stage)) for stage in stages]
+    object.__setattr__(blend, "weights", weights[0])
+    object.__setattr__(blend, "later", tuple(zip(begins[1:], weights[1:], strict=True)))
+    seen = [0] * 3
+    for stage, (begin, end) in enumerate(zip(begins, [*begins[1:], begins[-1] + 40], strict=True)):
+        before = list(seen)
+        for position in range(begin, end):
+            i, own = blend.source(position)
+            assert own == seen[i] and weights[stage][i] > 0
+            seen[i] += 1
+            for count, first, weight in zip(seen, before, weights[stage], strict=True):
+                assert abs(count - first - (position + 1 - begin) * weight / sum(weights[stage])) < 3
+
+
+def test_a_curriculum_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """The weights change within the run, and a run that stops after that goes on with them."""
+    config = blended(tmp_path, "whole")
+    json, email = (text.rpartition("=")[0] for text in config.data.blend)
+    data = config.data.replace(blend=(f"{json}=1", f"{email}=0"), blend_steps=(f"2: {json}=0, {email}=1",))
+    config = config.replace(data=data)
+    train(config)
+    parts = config.replace(output_dir=str(tmp_path / "parts"))
+    train(parts.replace(steps=3))
+    train(parts)
+    assert_same_bits(*(tensors_under(tmp_path / name / "final") for name in ("whole", "parts")))
+    other = config.replace(data=data.replace(path=json, blend=(), blend_steps=()), output_dir=str(tmp_path / "other"))
+    train(other)
+    rows = [[row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("whole", "other")]
+    assert rows[0][:2] == rows[1][:2] and rows[0][2:] != rows[1][2:]
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (("a=1",), '"step: folder=weight, folder=weight"'),
+        (("5: a=1, b=1", "5: a=1, b=2"), "a step after 5, in ascending order"),
+        (("5: a=1",), "each folder of data.blend; b is in one alone"),
+        (("5: a=0, b=0",), "a weight above 0"),
+    ],
+)
+def test_a_wrong_curriculum_is_named(steps: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        DataConfig(blend=("a=1", "b=1"), blend_steps=steps)
+    with pytest.raises(ConfigError, match=r"data\.blend_steps is \[.*\]; allowed: empty without blend"):
+        DataConfig(path="a", blend_steps=("5: a=1",))

@@ -53,6 +53,11 @@ CHATS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
         {"instruction": "sing", "input": "", "output": "la"},
         [{"role": "user", "content": "sing"}, {"role": "assistant", "content": "la"}],
     ),
+    "reasoning traces": (
+        "reasoning",
+        {"prompt": "how", "reasoning": " hm\n", "answer": "so", "system": "be kind"},
+        [SYSTEM, U, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nso"}],
+    ),
     "prompt and completion": (
         "prompt_completion",
         {"prompt": [U, A, U], "completion": [A]},

@@ -11,25 +11,21 @@ A reward is beta (log pi - log ref). A batch has the rows chosen, rejected, chos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.kernels.cross_entropy import IGNORE_INDEX
-from te_models.layers import microbatch
 
-from ..compile.cache import backend_for
-from ..compile.compile_model import Mode, compile_model, with_room
-from ..eval_mode import in_eval_mode
-from ..lora.model import without_adapters
-from ..model import GPTModel
-from .config import PosttrainingConfig
-from .data.windows import Batch
-from .objective import Objective
+from ...compile.compile_model import Mode
+from ...model import GPTModel
+from ..config import PosttrainingConfig
+from ..data.windows import Batch
+from ..objective import Objective
+from .frozen import frozen_runner
 
 
 def dpo_losses(log_probs: Tensor, reference: Tensor, config: PosttrainingConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,10 +48,9 @@ def row_log_probs(
     """Return the sum, or the mean, of the log-probabilities of each row's labels, float32 [rows], and the loss of the
     routers where there is one."""
     labels = input_ids if labels is None else labels
-    output = model(input_ids, return_logits=False, return_hidden_states=True)
-    assert output.hidden_states is not None
-    of_tokens = model.output_layer.token_log_probs(output.hidden_states[-1], model.shared_output_weight, labels)
-    found = of_tokens.sum(-1)
+    output = model(input_ids, labels, return_logits=False, return_logprobs=True)
+    assert output.logprobs is not None
+    found = output.logprobs.sum(-1)
     if mean:
         found = found / (labels[:, 1:] != IGNORE_INDEX).sum(-1).clamp(min=1)
     return found, output.aux_loss
@@ -114,29 +109,7 @@ def reference_of(
     reference = model if copy is None else copy
     mean = config.loss_type == "ipo"
 
-    def log_probs(input_ids: Tensor, labels: Tensor | None) -> Tensor:
+    def log_probs(input_ids: Tensor, labels: Tensor | None, *_: Tensor | None) -> Tensor:
         return row_log_probs(reference, input_ids, labels, mean=mean)[0]
 
-    function: Any = log_probs
-    if compiled and mode == "block" and copy is not None:
-        compile_model(copy, "block", dynamic=False)
-    elif compiled and mode == "whole":
-        function = with_room(torch.compile(log_probs, fullgraph=True, dynamic=False, backend=backend_for(reference)))
-
-    def run(batch: Batch) -> Tensor:
-        with torch.no_grad(), _as_reference(reference, adapted=copy is None):
-            found: Tensor = function(batch.input_ids, batch.labels)
-        return found
-
-    return run
-
-
-@contextmanager
-def _as_reference(model: GPTModel, *, adapted: bool) -> Iterator[None]:
-    """Inside, a model computes as it began: without dropout, adapters and weights that were quantized for a step."""
-    with ExitStack() as stack:
-        stack.enter_context(in_eval_mode(model))
-        stack.enter_context(microbatch(first=None))
-        if adapted:
-            stack.enter_context(without_adapters(model))
-        yield
+    return frozen_runner(reference, log_probs, trained=copy is None, compiled=compiled, mode=mode)

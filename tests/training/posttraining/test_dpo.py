@@ -31,7 +31,7 @@ from te_models.training.data.encoder import Encoder
 from te_models.training.data.formats import Document, Fields, RowError
 from te_models.training.data.pairs import Pairs
 from te_models.training.data.windows import Batch
-from te_models.training.dpo import DPO, reference_of
+from te_models.training.posttraining import DPO, reference_of
 from tests.training.runs import assert_same_bits, tensors_under, tiny_model, tiny_run
 
 NAMES = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")

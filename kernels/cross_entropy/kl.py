@@ -1,0 +1,170 @@
+"""Forward Kullback-Leibler divergence of two output layers, without logits of all tokens: what distillation minimises.
+
+T tokens, V words; H and G hidden sizes of student and teacher. Of a token, with logits s and t divided by the
+temperature, KL = sum_v p_t(v) (log p_t(v) - log p_s(v)). Both passes go over blocks of tokens and words as
+`log_probs` does, with sums over blocks that are rescaled to the largest logit so far; the backward pass computes
+the blocks again. Only the student has gradients.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from ..custom_op import Output, absent, gradient_of, like, operation
+from ..gemm.dense import multiply
+from . import log_probs
+from .chunked import add_product
+from .log_probs import block_of_logits, spans
+from .op import scalar_tensor
+
+
+def _divergence(hidden: Tensor) -> tuple[Output, Output]:
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return like(hidden, (hidden.shape[0],), dtype), like(hidden, (2, hidden.shape[0]), dtype)
+
+
+@operation("linear_kl", _divergence)
+def linear_kl_fwd(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    factors: Tensor,
+    softcap: Tensor | None,
+    teacher_softcap: Tensor | None,
+    chunk_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """Return each token's KL, float32 [T] (float64 of such hidden states), and the logsumexp of the student's and the
+    teacher's logits [2, T].
+
+    hidden: [T, H]; weight: [V, H]; teacher_hidden: [T, G]; teacher_weight: [V, G]; biases: [V]. factors: float32 [3],
+    the multipliers of student and teacher, and the temperature. softcaps: float32 scalars. Differentiable once
+    in hidden, weight and bias.
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    found, normalizers = (hidden.new_empty((*size, hidden.shape[0]), dtype=dtype) for size in ((), (2,)))
+    for rows in spans(hidden.shape[0], chunk_tokens):
+        total = hidden.new_full((2, len(hidden[rows])), -torch.inf, dtype=found.dtype)
+        cross = torch.zeros_like(total[0])
+        for columns in spans(weight.shape[0], log_probs.CHUNK_WORDS):
+            s, _ = block_of_logits(hidden[rows], weight[columns], bias, columns, factors[0], softcap)
+            t, _ = block_of_logits(
+                teacher_hidden[rows], teacher_weight[columns], teacher_bias, columns, factors[1], teacher_softcap
+            )
+            s, t = s / factors[2], t / factors[2]
+            before = total
+            total = torch.logaddexp(total, torch.stack([torch.logsumexp(s, -1), torch.logsumexp(t, -1)]))
+            share = (t - total[1, :, None]).exp()
+            cross = cross * (before[1] - total[1]).exp() + (share * (t - s)).sum(-1)
+        found[rows], normalizers[:, rows] = cross - total[1] + total[0], total
+    return found, normalizers
+
+
+def _gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> tuple[Output, ...]:
+    bias_dtype = torch.float32 if bias is None else bias.dtype
+    return (
+        like(hidden) if wanted[0] else absent(hidden),
+        like(weight) if wanted[1] else absent(weight),
+        like(weight, weight.shape[:1], bias_dtype) if wanted[2] else absent(weight, bias_dtype),
+    )
+
+
+@operation("linear_kl_bwd", _gradients)
+def linear_kl_bwd(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    factors: Tensor,
+    softcap: Tensor | None,
+    teacher_softcap: Tensor | None,
+    chunk_tokens: int,
+    wanted: list[bool],
+    normalizers: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients in hidden, weight and bias that are `wanted` (the others empty) of the sum of grad [T] times
+    the KL; other arguments as for `linear_kl_fwd`."""
+    words, dtype = weight.shape[0], normalizers.dtype
+    single = words <= log_probs.CHUNK_WORDS
+    d_hidden = hidden.new_zeros(hidden.shape if wanted[0] else 0, dtype=hidden.dtype if single else dtype)
+    d_weight = weight.new_zeros(weight.shape if wanted[1] else 0, dtype=dtype)
+    d_bias = weight.new_zeros(words if wanted[2] else 0, dtype=dtype)
+    for rows in spans(hidden.shape[0], chunk_tokens):
+        x, scale = hidden[rows], grad[rows, None] * factors[0] / factors[2]
+        for columns in spans(words, log_probs.CHUNK_WORDS):
+            s, slope = block_of_logits(x, weight[columns], bias, columns, factors[0], softcap)
+            t, _ = block_of_logits(
+                teacher_hidden[rows], teacher_weight[columns], teacher_bias, columns, factors[1], teacher_softcap
+            )
+            gradient = (s / factors[2] - normalizers[0, rows, None]).exp_()
+            gradient -= (t / factors[2] - normalizers[1, rows, None]).exp_()
+            gradient = (gradient if slope is None else gradient * slope).mul_(scale)
+            if wanted[2]:
+                d_bias[columns] += gradient.sum(0)
+            gradient = gradient.to(hidden.dtype)
+            if wanted[0]:
+                product = multiply(gradient, weight[columns])
+                d_hidden[rows] = product if single else d_hidden[rows] + product
+            if wanted[1]:
+                add_product(d_weight[columns], gradient.t(), x, rows.start > 0, None)
+    d_bias = d_bias if bias is None else d_bias.to(bias.dtype)
+    return d_hidden.to(hidden.dtype), d_weight.to(weight.dtype), d_bias
+
+
+_SAVED = (
+    "hidden",
+    "weight",
+    "bias",
+    "teacher_hidden",
+    "teacher_weight",
+    "teacher_bias",
+    "factors",
+    "softcap",
+    "teacher_softcap",
+    "chunk_tokens",
+)
+
+
+@gradient_of(linear_kl_fwd, saves=_SAVED, saves_results=(1,), constant=(1,))
+def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str, Tensor]:
+    names = _SAVED[:3]
+    wanted = [name in needs for name in names]
+    arguments = (getattr(saved, name) for name in _SAVED)
+    found = linear_kl_bwd(*arguments, wanted, *saved.results, grad.contiguous())
+    return {name: gradient for name, gradient, asked in zip(names, found, wanted, strict=True) if asked}
+
+
+def linear_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    *,
+    temperature: float = 1.0,
+    multipliers: tuple[float, float] = (1.0, 1.0),
+    softcaps: tuple[float | None, float | None] = (None, None),
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """Return the divergence of the student's distribution of each next token from the teacher's, float32 [T] (float64
+    of such hidden states): KL(teacher || student) of logits divided by the temperature.
+
+    hidden: [T, H]; weight: [V, H]; teacher_hidden: [T, G]; teacher_weight: [V, G]; biases: [V] or None; of one dtype in
+    a model. multipliers, softcaps: of the logits of student and teacher, as in `output_logits`. chunk_tokens: tokens
+    whose logits exist at a time (None: 1024). Differentiable once in hidden, weight and bias.
+    """
+    device = hidden.device
+    factors = torch.stack([scalar_tensor(x, device) for x in (*multipliers, temperature)])
+    caps = [None if cap is None else scalar_tensor(cap, device) for cap in softcaps]
+    own = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias)
+    chunk = log_probs.CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
+    return linear_kl_fwd(*own, factors, *caps, chunk)[0]

@@ -1,0 +1,206 @@
+"""Callbacks: what they are told, that an error in one loses nothing, where named ones come from; evaluations by others'
+code; the upload with its card."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from te_models import GPTModel
+from te_models.config import ConfigError
+from te_models.training import (
+    Callback,
+    CallbackError,
+    EvaluationConfig,
+    HubConfig,
+    PushToHub,
+    RunView,
+    TrainConfig,
+    latest_checkpoint,
+    model_card,
+    read_metrics,
+    train,
+)
+from tests.training.runs import assert_same_bits, tensors_under, tiny_run
+
+LOSS = EvaluationConfig(every=2, batches=1)
+
+
+class Notes(Callback):
+    """Notes what it is told; fails where asked, once."""
+
+    def __init__(self, fail: str = "", step: int = 3) -> None:
+        self.told: list[tuple[str, int, Any]] = []
+        self.fail, self.step = fail, step
+
+    def note(self, event: str, run: RunView, value: Any = None) -> None:
+        self.told.append((event, run.step, value))
+        if event == self.fail and run.step >= self.step:
+            raise RuntimeError("no more")
+
+    def on_begin(self, run: RunView) -> None:
+        assert isinstance(run.model, GPTModel) and (run.rank, run.ranks) == (0, 1)
+        self.note("on_begin", run)
+
+    def on_step(self, run: RunView, loss: float) -> None:
+        self.note("on_step", run, loss)
+
+    def on_evaluate(self, run: RunView, numbers: Mapping[str, float]) -> None:
+        self.note("on_evaluate", run, dict(numbers))
+
+    def on_log(self, run: RunView, row: Mapping[str, Any]) -> None:
+        self.note("on_log", run, row["loss"])
+
+    def on_save(self, run: RunView, checkpoint: Path) -> None:
+        assert checkpoint.is_dir()
+        self.note("on_save", run, checkpoint.name)
+
+    def on_end(self, run: RunView, result: Any) -> None:
+        self.note("on_end", run, result.step)
+
+
+def weight_norm(model: GPTModel) -> dict[str, float]:
+    """An evaluation, which a configuration can name."""
+    assert not model.training and not torch.is_grad_enabled()
+    return {"norm": float(model.embedding.word_embeddings.weight.norm())}
+
+
+def run_of(tmp_path: Path, name: str = "run", **changes: Any) -> TrainConfig:
+    return tiny_run(tmp_path, name, **({"steps": 4, "evaluation": LOSS} | changes))
+
+
+def test_what_a_callback_is_told(tmp_path: Path) -> None:
+    notes = Notes()
+    evaluations = {"own": lambda model: 1.5, "weights": weight_norm}
+    result = train(run_of(tmp_path), callbacks=[notes], evaluations=evaluations)
+    rows = read_metrics(result.metrics_file)
+    events = [(event, step) for event, step, _ in notes.told]
+    of_step = [[("on_step", s), *([("on_evaluate", s)] if s % 2 == 0 else []), ("on_log", s)] for s in (1, 2, 3, 4)]
+    saved = [[], [("on_save", 2)], [], [("on_save", 4)]]
+    expected = [event for told, kept in zip(of_step, saved, strict=True) for event in told + kept]
+    assert events == [("on_begin", 0), *expected, ("on_end", 4)]
+    losses = [value for event, _, value in notes.told if event in ("on_step", "on_log")]
+    assert losses == [loss for row in rows for loss in (row["loss"], row["loss"])]
+    numbers = [value for event, _, value in notes.told if event == "on_evaluate"]
+    assert [set(n) for n in numbers] == [{"validation_loss", "own", "weights/norm"}] * 2
+    assert rows[1]["evaluations"] == {"own": 1.5, "weights/norm": numbers[0]["weights/norm"]}
+    assert "evaluations" not in rows[0] and rows[3]["validation_loss"] == numbers[1]["validation_loss"]
+
+
+@pytest.mark.parametrize("event", ["on_step", "on_evaluate", "on_log", "on_save", "on_end"])
+def test_an_error_names_its_callback_and_loses_nothing(tmp_path: Path, event: str) -> None:
+    config = run_of(tmp_path)
+    step = {"on_evaluate": 4, "on_save": 4, "on_end": 4}.get(event, 3)
+    kept = "the run is complete: " if event == "on_end" else f"step {step} of 4 is saved in "
+    with pytest.raises(CallbackError) as caught:
+        train(config, callbacks=[Notes(event)])
+    name = "tests.training.callbacks.test_callbacks:Notes"
+    said = f"the callback {name} failed in {event} at step {step}: RuntimeError: no more; "
+    assert str(caught.value).startswith(said + kept) and isinstance(caught.value.__cause__, RuntimeError)
+    assert latest_checkpoint(tmp_path / "run").name == f"step-{step:08d}"
+    train(config)  # goes on
+    if event == "on_step":
+        train(run_of(tmp_path, "whole"))
+        assert_same_bits(*(tensors_under(tmp_path / name / "final") for name in ("run", "whole")))
+
+
+def test_evaluations_that_fail_and_those_of_a_configuration(tmp_path: Path) -> None:
+    name = "tests.training.callbacks.test_callbacks:weight_norm"
+    config = run_of(tmp_path, evaluation=LOSS.replace(functions=(f"weights={name}",)))
+    with pytest.raises(CallbackError, match=r"the evaluation odd failed at step 2: TypeError: it returned a str"):
+        train(config, evaluations={"odd": lambda model: "much"})
+    rows = read_metrics(train(config).metrics_file)
+    assert rows[3]["evaluations"].keys() == {"weights/norm"}
+    with pytest.raises(ConfigError, match=r"evaluation\.functions has '.*:gone', and .* has no 'gone'"):
+        train(config.replace(evaluation=LOSS.replace(functions=("a=tests.training.callbacks.test_callbacks:gone",))))
+    with pytest.raises(ConfigError, match=r'evaluation\.functions is .*; allowed: "name=package\.module:function"'):
+        LOSS.replace(functions=("a",))
+
+
+def test_named_callbacks_are_installed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module in the current directory is not imported, wherever Python put that in the path."""
+    (tmp_path / "stranger.py").write_text("raise SystemExit('it ran')\n")
+    monkeypatch.chdir(tmp_path)
+    for entry in ("", str(tmp_path), "."):
+        monkeypatch.setattr(sys, "path", [entry, *sys.path])
+        with pytest.raises(ConfigError, match=r"callbacks has 'stranger:Stop', and no module 'stranger' is installed"):
+            train(run_of(tmp_path, callbacks=("stranger:Stop",)))
+    monkeypatch.undo()
+    for name, said in {
+        "te_models": "callbacks has 'te_models'; allowed: \"package.module:name\"",
+        "te_models.training:gone": "te_models.training has no 'gone'",
+        "te_models.training:list_checkpoints": "list_checkpoints cannot be made: TypeError: ",
+        "math:pi": "which is a float; allowed: a te_models.training.Callback",
+    }.items():
+        with pytest.raises((ConfigError, CallbackError), match=said):
+            train(run_of(tmp_path, callbacks=(name,)))
+
+
+class Named(Notes):
+    """A callback that a configuration names."""
+
+    made: ClassVar[list[Named]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made.append(self)
+
+
+def test_a_named_callback_is_made_and_told(tmp_path: Path) -> None:
+    own = importlib.import_module("tests.training.callbacks.test_callbacks")
+    own.Named.made.clear()
+    train(run_of(tmp_path, callbacks=("tests.training.callbacks.test_callbacks:Named",), steps=2))
+    assert [told.told[-1][0] for told in own.Named.made] == ["on_end"]
+
+
+class Api:
+    """Stands in for huggingface_hub.HfApi."""
+
+    calls: ClassVar[list[tuple[str, dict[str, Any]]]] = []
+
+    def __init__(self, **options: Any) -> None:
+        self.calls.append(("HfApi", options))
+
+    def create_repo(self, repo_id: str, **options: Any) -> None:
+        self.calls.append(("create_repo", {"repo_id": repo_id, **options}))
+
+    def upload_folder(self, **options: Any) -> SimpleNamespace:
+        card = (Path(options["folder_path"]) / "README.md").read_text()
+        self.calls.append(("upload_folder", {**options, "card": card}))
+        return SimpleNamespace(commit_url="https://hub/me/model/commit/1")
+
+
+def test_the_result_is_uploaded_with_its_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    Api.calls.clear()
+    config = run_of(tmp_path, hub=HubConfig(repo_id="me/model"), steps=2)
+    result = train(config, evaluations={"own": lambda model: 0.25})
+    assert [name for name, _ in Api.calls] == ["HfApi", "create_repo", "upload_folder"]
+    assert Api.calls[1][1] == {"repo_id": "me/model", "private": True, "exist_ok": True}
+    uploaded = Api.calls[2][1]
+    assert uploaded["folder_path"] == str(result.model_dir) and uploaded["revision"] is None
+    card = uploaded["card"]
+    assert card == model_card(tmp_path / "run") and card.startswith("---\nlibrary_name: te_models\n---\n\n# run\n")
+    rows = read_metrics(result.metrics_file)
+    for fact in (
+        "| steps | 2 of 2 |",
+        "| model | random weights |",
+        "| precision | fp32, recipe none |",
+        f"| loss | {rows[-1]['loss']:.4f} |",
+        f"| validation loss | {rows[-1]['validation_loss']:.4f} |",
+        f"torch {torch.__version__}",
+        "| own | 0.2500 |",
+        '"sequence_length": 32',
+    ):
+        assert fact in card, fact
+    assert (result.model_dir / "README.md").read_text() == card
+    with pytest.raises(ConfigError, match=r"has no final/config\.json or no starts\.jsonl"):
+        model_card(tmp_path)
+    assert isinstance(PushToHub("me/model"), Callback)
