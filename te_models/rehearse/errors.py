@@ -75,14 +75,14 @@ def decibels(signal: float, noise: float) -> float | None:
 def format_errors(product: Product, recipe: Recipe, earlier: Product | None = None) -> Errors:
     """Return what a recipe does to a layer's operands and products. earlier: what the layer multiplied a step before,
     from whose amaxes delayed scaling scales; ValueError without it where the recipe is DelayedScaling."""
-    found, delayed = Errors(), isinstance(recipe, DelayedScaling)
-    if delayed and earlier is None:
+    found = Errors()
+    if isinstance(recipe, DelayedScaling) and earlier is None:
         raise ValueError("delayed scaling scales by an earlier step, which is missing")
     before = None if earlier is None else _largest(earlier)
     for x, weight, dy, exact in zip(product.x, product.weight, product.dy, product.exact, strict=True):
         operands = {"x": x.float(), "weight": weight.float(), "dy": dy.float()}
         scales = None
-        if delayed and before is not None:
+        if isinstance(recipe, DelayedScaling) and before is not None:
             maxima = recipe.fp8_format.value.max_fwd, recipe.fp8_format.value.max_fwd, recipe.fp8_format.value.max_bwd
             scales = {name: _scale(largest, before[name]) for name, largest in zip(_ROLES, maxima, strict=True)}
         for name, tensor in operands.items():

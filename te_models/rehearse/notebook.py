@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,16 +46,18 @@ class Notebook:
                     f"{folder} has a rehearsal with other settings ({', '.join(differing)}); choose another --output, "
                     f"or move {self.path.name} away"
                 )
-        lines += [json.dumps({"part": name, "value": value}) for name, value in self.parts.items()]
-        replace_text(self.path, "".join(f"{line}\n" for line in lines))
+        lines += [line.decode() for line, _ in found[1:]]
+        replace_text(self.path, "".join(f"{line}\n" for line in lines))  # without one that was cut short
 
     def part(self, name: str, measure: Callable[[], Any]) -> Any:
         """Return a part's value: the one that was written, or what `measure` returns, a JSON value, which is written
         before this returns."""
         if name not in self.parts:
+            begun = time.process_time()
             value = json.loads(json.dumps(measure(), allow_nan=False))
+            row = {"part": name, "value": value, "processor_s": round(time.process_time() - begun, 2)}
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"part": name, "value": value}, allow_nan=False) + "\n")
+                file.write(json.dumps(row, allow_nan=False) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             self.parts[name] = value

@@ -84,8 +84,8 @@ def _thinned(states: list[_State]) -> list[_State]:
     if len(states) <= MOST:
         return states
     low, high = states[0].cost, states[-1].cost
-    spans = {min(int(MOST * (state.cost - low) / (high - low)), MOST - 1): state for state in states[1:-1]}
-    return [states[0], *(state for state in spans.values() if state not in (states[0], states[-1])), states[-1]]
+    spans = {int((MOST - 3) * (state.cost - low) / (high - low)): state for state in states[1:-1]}
+    return [states[0], *spans.values(), states[-1]]
 
 
 def _formats(state: _State) -> tuple[str, ...]:
