@@ -29,10 +29,12 @@ from ..training.optimizer.learning_rate import LearningRate
 from ..training.ranks.layout import ONE_RANK
 from ..training.seeding import derive_seed, rounding_seed, seed_all
 from ..training.setup import set_loss_options, with_loss_chunk
-from ..training.step import make_loss_function, train_step
+from ..training.step import TrainingError, make_loss_function, train_step
 
 _ROWS = 256
 """Positions whose distributions are in memory at a time."""
+_INFINITE = 1e6
+"""What stands for a KL that is not finite."""
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t of a two-sided 95 % interval, for 1, 2, ... degrees of freedom."""
 
@@ -147,6 +149,8 @@ class Teacher:
         each = torch.cat(
             [_divergence(a, b) for a, b in zip(self._logits.split(_ROWS), logits.split(_ROWS), strict=True)]
         )
+        if not bool(each.isfinite().all()):
+            return _INFINITE, 0.0
         return float(each.mean()), float(each.std() / math.sqrt(len(each))) if len(each) > 1 else 0.0
 
 
@@ -168,11 +172,11 @@ def train_briefly(
     held_out: list[Batch],
     device: str,
     after: Callable[[GPTModel], None] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Train `config.steps` steps under `precision`, from the seed of the configuration, and return {"loss": the
-    held-out loss under it afterwards, "losses": of each step}.
+    held-out loss under it afterwards, "losses": of each step}; None where one of them is not finite.
 
-    batches: of a step, by its number; after: called with the model at the end. Raises TrainingError as training does.
+    batches: of a step, by its number; after: called with the model at the end.
     """
     config = config.replace(precision=precision)
     model = build_model(config, device, None)
@@ -187,13 +191,18 @@ def train_briefly(
     for step in range(config.steps):
         seed_all(derive_seed(config.seed, "step", step, 0))
         batch = batches(step).to(device)
-        result = train_step(function, optimizer, [batch], curve.at(step), step=step + 1, ranks=ONE_RANK.gradients)
+        try:
+            result = train_step(function, optimizer, [batch], curve.at(step), step=step + 1, ranks=ONE_RANK.gradients)
+        except TrainingError:
+            return None
         if has_experts:
             balance_experts(model, config.optimizer.moe_router_bias_update_rate, ONE_RANK)
         losses.append(result.loss)
         return_freed_memory()
     with in_eval_mode(model):
         loss = evaluate_model(model, function, held_out, device, ONE_RANK.gradients)
+    if not math.isfinite(loss):
+        return None
     if after is not None:
         after(model)
     return {"loss": loss, "losses": losses}

@@ -52,7 +52,7 @@ class Assigned:
 class Rehearsal:
     """What a rehearsal found. loss: held out, of bf16, in nats per token. errors: by format and unit; divergence: by
     format; front: assignments that none beats in predicted gap and cost; tried: those that were run; chosen: the
-    recommended one, and precision its [precision] table."""
+    recommended one, and precision its [precision] table; diverged: formats under which a loss was not finite."""
 
     options: Options
     model: str
@@ -66,6 +66,7 @@ class Rehearsal:
     chosen: Assigned
     precision: PrecisionConfig
     measured_groups: list[str]
+    diverged: list[str]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -104,6 +105,7 @@ class Rehearsal:
                 found.append(
                     "The upper end of the measured interval is above the budget: more seeds or steps say more."
                 )
+        found += [f"A short run under {name} had a loss that is not finite." for name in self.diverged]
         found += [
             f"Measured of other assignments: {other.name} {gap_text(other.measured)} at {other.cost:.3f}."
             for other in self.tried

@@ -25,6 +25,7 @@ from ..training.config import PrecisionConfig, TrainConfig
 from ..training.one_run import alone_in
 from ..training.precision import cpu_gemm_of_run
 from ..training.ranks.data_parallel import Ranks
+from ..training.step import TrainingError
 from .effect import Interval, Teacher, train_briefly
 from .errors import Errors, format_errors
 from .formats import FORMATS, HIGH, NumberFormat, formats_of
@@ -89,7 +90,10 @@ class _Stages:
         seeds = range(options.seeds)
         groups_known = options.layers or self.setting.model_config.num_layers
         self.total = len(seeds) * (3 + len({f.cost for f in formats})) + len(formats) * (groups_known + 1) + 3
-        high = [self.trained(self.setting.config.precision, seed) for seed in seeds]
+        losses = [self.trained(self.setting.config.precision, seed) for seed in seeds]
+        high = [value for value in losses if value is not None]
+        if len(high) < len(losses):
+            raise TrainingError("a short run in bf16 has a loss that is not finite; lower optimizer.lr?")
         loss = statistics.fmean(high)
         units = self._part("units", "layers", lambda: [dataclasses.asdict(unit) for unit in self._units()])
         units = [Unit(**unit) for unit in units]
@@ -97,7 +101,8 @@ class _Stages:
         errors = self.errors(formats, [unit for unit in units if unit.group in measured])
         divergence = self.divergence(formats, [group for group in groups_of(units) if group in measured])
         candidates = _candidates(formats, divergence, errors)
-        gaps = {f.name: self.gaps(f.precision(self.setting.original.precision), high, seeds) for f in candidates}
+        found = {f.name: self.gaps(f.precision(self.setting.original.precision), high, seeds) for f in candidates}
+        gaps = {name: values for name, values in found.items() if values is not None}
         spread, freedom = _pooled(list(gaps.values()))
         parts = {
             f.name: parts_of(
@@ -128,17 +133,18 @@ class _Stages:
             tried=tried,
             chosen=chosen,
             precision=self.precision(units, chosen.formats),
+            diverged=[name for name in found if name not in gaps],
             measured_groups=[group for group in groups_of(units) if group in measured],
         )
 
     # --- short runs --------------------------------------------------------------------------------------------------
 
-    def trained(self, precision: PrecisionConfig, seed: int) -> float:
-        """Return the held-out loss of a short run."""
+    def trained(self, precision: PrecisionConfig, seed: int) -> float | None:
+        """Return the held-out loss of a short run; None where a loss was not finite."""
         setting = self.setting
         name = "bf16" if precision == setting.config.precision else precision.recipe
 
-        def measure() -> float:
+        def measure() -> float | None:
             first = setting.is_random and precision == setting.config.precision and seed == 0
             found = train_briefly(
                 setting.of_seed(seed),
@@ -148,14 +154,20 @@ class _Stages:
                 setting.device,
                 after=(lambda model: _save(model, self.out / WEIGHTS)) if first else None,
             )
-            return float(found["loss"])
+            return None if found is None else float(found["loss"])
 
         digest = hashlib.sha256(json.dumps(precision.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
         return self._part(f"train {name} {digest} seed {seed}", f"training with {name}, seed {seed}", measure)
 
-    def gaps(self, precision: PrecisionConfig, high: Sequence[float], seeds: Sequence[int]) -> list[float]:
-        """Return the loss gap of each seed, in percent."""
-        return [100 * (self.trained(precision, seed) / high[i] - 1) for i, seed in enumerate(seeds)]
+    def gaps(self, precision: PrecisionConfig, high: Sequence[float], seeds: Sequence[int]) -> list[float] | None:
+        """Return the loss gap of each seed, in percent; None where a loss was not finite."""
+        losses = (self.trained(precision, seed) for seed in seeds)
+        found = []
+        for loss, its in zip(losses, high, strict=True):
+            if loss is None:
+                return None
+            found.append(100 * (loss / its - 1))
+        return found
 
     # --- errors of operands and products -----------------------------------------------------------------------------
 
@@ -259,6 +271,9 @@ class _Stages:
             before = next((one for one in tried if one.formats == point.formats), None)
             if before is None:
                 gaps = self.gaps(self.precision(units, point.formats), high, seeds)
+                if gaps is None:
+                    prediction = dataclasses.replace(prediction, factor=10 * prediction.factor)
+                    continue
                 before = self.assigned(prediction, point, gaps, f"search {number + 1}")
                 tried.append(before)
             if before.measured.mean <= budget:
@@ -308,4 +323,6 @@ def _candidates(
 def _pooled(gaps: Sequence[Sequence[float]]) -> tuple[float, int]:
     """Return the standard deviation of a seed's gap over several formats, and its degrees of freedom."""
     freedom = sum(len(values) - 1 for values in gaps)
+    if freedom == 0:
+        return 0.0, 1
     return math.sqrt(sum((len(v) - 1) * statistics.variance(v) for v in gaps) / freedom), freedom

@@ -80,8 +80,9 @@ def shortened(config: TrainConfig, options: Options) -> TrainConfig:
         prefetch=0,
         validation_fraction=config.data.validation_fraction or _VALIDATION,
     )
-    # the rate of the run's peak, whose warm-up would outlast so few steps
-    schedule = ScheduleConfig(kind="constant", warmup_steps=max(1, options.steps // 4))
+    # the run's own warm-up would outlast so few steps; from random weights a rate that stays leaves the last loss noisy
+    kind = "constant" if config.model.path is not None else "linear"
+    schedule = ScheduleConfig(kind=kind, warmup_steps=max(1, options.steps // 4), min_lr_ratio=0.1)
     return config.replace(
         steps=options.steps,
         compile=False,

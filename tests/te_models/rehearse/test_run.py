@@ -102,6 +102,30 @@ def test_another_rehearsal_is_not_mixed_in(whole: Any) -> None:
         rehearse(config, FEW, out.parent / "damaged")
 
 
+def test_a_format_that_diverges_is_left_out(whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """... and so is everything where all do; bf16 that diverges is an error."""
+    config, first, _, _ = whole
+
+    def diverging(names: tuple[str, ...]) -> Rehearsal:
+        out = tmp_path / "-".join(names)
+        out.mkdir()
+        lines = [json.loads(line) for line in (first / FILE).read_text().splitlines()]
+        for line in lines[1:]:
+            line["value"] = (
+                None if line["part"].startswith(tuple(f"train {name} " for name in names)) else line["value"]
+            )
+        (out / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return rehearse(config, FEW, out)
+
+    monkeypatch.setattr("te_models.rehearse.run.train_briefly", lambda *_, **__: {"loss": 6.0})
+    found = diverging(("nvfp4",))
+    assert found.diverged == ["nvfp4"] and "nvfp4" not in found.chosen.formats
+    assert "A short run under nvfp4 had a loss that is not finite." in found.evidence()
+    assert {*diverging(("nvfp4", "mxfp8")).chosen.formats} == {"bf16"}
+    with pytest.raises(RuntimeError, match="a short run in bf16 has a loss that is not finite"):
+        diverging(("bf16",))
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
