@@ -39,12 +39,12 @@ from . import (
     tokenize,
 )
 from .parser import Formatter, Parser, unknown
-from .training import init, plan, report, train
+from .training import init, plan, rehearse, report, train
 
 GROUPS: dict[str, tuple[Any, ...]] = {
     "convert": (convert, adapters),
     "inspect": (examine, certify, models, info),
-    "train": (init, tokenize, train, report, plan, quickstart),
+    "train": (init, tokenize, rehearse, train, report, plan, quickstart),
     "generate": (generate, evaluate),
     "shell": (completion,),
 }

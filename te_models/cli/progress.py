@@ -42,6 +42,40 @@ def byte_progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
+def part_progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
+    """Yield `report(done_parts, total_parts, what is done now)`; without a terminal it does nothing."""
+    console = rich_console(sys.stderr)
+    if console is None:
+        yield _part_lines(title) if is_terminal(sys.stderr) else lambda done, total, what: None
+        return
+    rich = importlib.import_module("rich.progress")
+    columns = (
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TimeElapsedColumn(),
+        rich.TimeRemainingColumn(),
+        rich.TextColumn("{task.fields[what]}"),
+    )
+    with rich.Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(title, total=None, what="")
+        yield lambda done, total, what: progress.update(task, completed=done, total=total, what=what)
+
+
+def _part_lines(title: str) -> Callable[[int, int, str], None]:
+    """Return what prints a line now and then, as `_lines`."""
+    shown = time.monotonic()
+
+    def report(done: int, total: int, what: str) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= SECONDS_BETWEEN:
+            shown = time.monotonic()
+            print(f"{title}: {done} of {total}: {what}", file=sys.stderr, flush=True)
+
+    return report
+
+
+@contextmanager
 def loading_bars() -> Iterator[None]:
     """Let transformers show how far it is with loading where a person is watching, and only there."""
     logging = require("transformers", "hf", feature="the comparison").utils.logging

@@ -70,6 +70,7 @@ VERBS: dict[str, Sequence[str]] = {
     "verify": ("--logits", "hf", "model", "--text", "text.txt"),
     "init": ("--model", "model", "--task", "pretrain", "--tokenizer", "bytes", "--output", "init.toml"),
     "tokenize": ("text.txt", "--tokenizer", "hf", "--output", "tokens", "--workers", "2"),
+    "rehearse": ("run.toml", "--formats", "mxfp8", "--steps", "1", "--tokens", "32", "--layers", "1", "--no-variants"),
     "train": ("run.toml",),
     "report": ("run", "--output", "report.html"),
     "plan": ("run.toml", "--ranks", "2"),

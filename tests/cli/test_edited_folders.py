@@ -137,6 +137,7 @@ def test_every_verb_that_says_no_verify_has_it(
         "diff": ["diff", "hf", "ours"],
         "info": ["info", "--compile-report", "hf"],
         "train": ["train", "run.toml"],
+        "rehearse": ["rehearse", "run.toml"],
         "export": ["export", "ours", "e"],
         "relayout": ["relayout", "ours", "r", "--layout", "grouped"],
         "reshard": ["reshard", "ours", "s", "--max-shard-size", "100KB"],

@@ -38,6 +38,7 @@ VERBS = (
     "toy",
     "init",
     "tokenize",
+    "rehearse",
     "train",
     "plan",
     "generate",

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from te_models.cli.progress import byte_progress, progress_text
+from te_models.cli.progress import byte_progress, part_progress, progress_text
 from te_models.sizes import format_size
 from tests.cli.terminals import Terminal, without_rich
 
@@ -52,6 +52,23 @@ def test_a_terminal_without_rich_sees_a_plain_line_now_and_then(monkeypatch: pyt
     assert terminal.getvalue() == "import: 2.0 GiB of 4.0 GiB, 50%, 204.8 MiB/s, 0:10 left\n"
 
 
+def test_parts_of_a_work_have_a_bar_or_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich", reason="draws the bar (extra train)")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    with part_progress("rehearsal") as report:
+        report(3, 40, "KL of mxfp8")
+    assert "3/40" in terminal.getvalue() and "KL of mxfp8" in terminal.getvalue()
+    without_rich(monkeypatch)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    clock = iter([100.0, 105.0, 111.0, 112.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with part_progress("rehearsal") as report:
+        report(1, 40, "training with bf16, seed 0")
+        report(2, 40, "training with bf16, seed 1")
+    assert terminal.getvalue() == "rehearsal: 2 of 40: training with bf16, seed 1\n"
+
+
 @pytest.mark.parametrize(("stream", "kind"), [(io.StringIO, "xterm"), (Terminal, "dumb")])
 def test_files_and_terminals_without_a_cursor_see_nothing_that_moves(
     monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], kind: str
@@ -60,4 +77,6 @@ def test_files_and_terminals_without_a_cursor_see_nothing_that_moves(
     monkeypatch.setenv("TERM", kind)
     with byte_progress("import") as report:
         report(1, 2)
+    with part_progress("rehearsal") as report_part:
+        report_part(1, 2, "")
     assert text.getvalue() == ""

@@ -87,6 +87,9 @@ CHANGES = {
     # tests/quickstart runs it
     "docs/quickstart.md": [("te-models quickstart --recipe current", "te-models quickstart --recipe current --help")],
     "docs/parallel.md": [('"cuda", (2, 4)', '"cpu", (1, 1)')],
+    "docs/rehearsal.md": [
+        ("'0.5%', '--formats'", "'90%', '--steps', '1', '--tokens', '16', '--layers', '1', '--formats'")
+    ],
     "docs/training.md": [
         ('["--steps", "500"]', '["--steps", "2"]'),
         # the corpus here has too little text for the windows that fit
@@ -113,6 +116,7 @@ SLOW = dict.fromkeys(
         "docs/tutorials/finetune.md",
         "docs/tutorials/experts.md",
         "docs/planning.md",
+        "docs/rehearsal.md",
         "docs/cli.md",
         "docs/transformers.md",
         "docs/resuming.md",

@@ -36,8 +36,9 @@ class Mark(NamedTuple):
     color: str
 
 
-def chart(title: str, lines: Sequence[Line], *, unit: str = "", marks: Sequence[Mark] = ()) -> str:
-    """Return a chart as an SVG element with titled axes, grid, and values as tooltips; "" for no points."""
+def chart(title: str, lines: Sequence[Line], *, unit: str = "", axis: str = "step", marks: Sequence[Mark] = ()) -> str:
+    """Return a chart as an SVG element with titled axes, grid, and values as tooltips; "" for no points. axis: what the
+    horizontal axis counts."""
     points = [point for line in lines for point in line.points]
     if not points:
         return ""
@@ -59,7 +60,7 @@ def chart(title: str, lines: Sequence[Line], *, unit: str = "", marks: Sequence[
         across, _ = place(x, y_low)
         parts.append(f'<line class="grid" x1="{across}" x2="{across}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
         parts.append(f'<text x="{across}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{number_text(x)}</text>')
-    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">step</text>')
+    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">{escape(axis)}</text>')
     upright = f'transform="rotate(-90 14 {middle})"'
     parts.append(f'<text x="14" y="{middle}" text-anchor="middle" {upright}>{label}</text>')
     for mark in marks:
@@ -72,7 +73,7 @@ def chart(title: str, lines: Sequence[Line], *, unit: str = "", marks: Sequence[
     for line in (line for line in lines if line.kind != "faint"):  # above all lines, which would hide them
         for point in line.points if line.kind == "dots" else spread(line.points):
             across, down = place(*point)
-            told = escape(f"{line.name}, step {number_text(point[0])}: {point[1]:.5g}")
+            told = escape(f"{line.name}, {axis} {number_text(point[0])}: {point[1]:.5g}")
             shape = f'r="3" fill="{line.color}"' if line.kind == "dots" else f'class="value" r="5" fill="{line.color}"'
             parts.append(f'<circle cx="{across}" cy="{down}" {shape}><title>{told}</title></circle>')
     return "".join(parts) + "</svg>"
