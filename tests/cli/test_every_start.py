@@ -142,6 +142,7 @@ REFUSED: dict[str, dict[str, str]] = {
     | {"nothing": r"nothing is not a folder, a URL, nor a hub id \(ORGANISATION/NAME\)"},
     "models": {name: f"no model of the catalogue fits '{start}'" for name, start in STARTS.items()},
     "init": {"nothing": r"nothing is not a folder, nor a hub id \(ORGANISATION/NAME\), nor in the catalogue"},
+    "plan": {"hub": "org/m is not a folder here, and "},  # another process plans, which the hub of this test is not in
     "plan --model": {"nothing": "no model of the catalogue is called 'nothing'; te-models models lists them"},
     "report": dict.fromkeys(STARTS, "has no metrics.jsonl with a step; allowed: the output_dir of a training run"),
     "generate": WITH_ADAPTER,
