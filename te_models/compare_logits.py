@@ -98,6 +98,7 @@ def compare_logits(
     """
     from te_models.checkpoints import open_checkpoint
     from te_models.checkpoints.io.hub import local_folder
+    from te_models.checkpoints.io.model_folder import check_model_folder
     from te_models.checkpoints.io.strict_json import read_object
     from te_models.checkpoints.io.weight_files import open_weights, plain_file
 
@@ -109,10 +110,10 @@ def compare_logits(
     if not limit >= 0:
         raise ValueError(f"tolerance is {tolerance}; allowed: 0 or more")
     folder = local_folder(theirs)
-    if not folder.is_dir():
-        raise ValueError(f"{theirs} is not a folder")
+    check_model_folder(folder)
     if read_object(plain_file(folder, "config.json"), f"{folder}/config.json").get("model_type") == "te_models":
-        raise ValueError(f"{theirs} is a te_models folder; allowed: a Hugging Face folder, which transformers can read")
+        leads = f"transformers can read: te-models export {theirs} OUT writes one"
+        raise ValueError(f"{theirs} is a te_models folder; allowed: a Hugging Face folder, which {leads}")
     # pickled weights, and missing files of either folder, are refused before any is loaded
     open_weights(folder).close()
     with open_checkpoint(ours, verify=verify) as checkpoint:
@@ -120,7 +121,10 @@ def compare_logits(
     model = load_theirs(folder, dtype)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     windows = _windows(folder, vocabulary, tokens, text, seed, longest)
-    expected = [_their_stages(model, window) for window in windows]
+    try:
+        expected = [_their_stages(model, window) for window in windows]
+    except Exception as error:  # of transformers, and of the packages that read quantized weights for it
+        raise _theirs_failed("run", folder, error) from error
     del model
     mine = GPTModel.from_pretrained(ours, dtype=dtype, verify=verify).eval()
     if mine.config.vocab_size != vocabulary:
@@ -162,13 +166,18 @@ def load_theirs(folder: str | os.PathLike[str], dtype: torch.dtype) -> Any:
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:  # the system's; the others are transformers' own
             raise
-        reason = " ".join(str(error).split())
-        reason = reason if len(reason) <= 300 else f"{reason[:297]}..."
-        raise ValueError(f"transformers cannot read {folder}: {type(error).__name__}: {reason}") from error
+        raise _theirs_failed("read", folder, error) from error
     for p in model.parameters():  # dequantized weights are in bfloat16, whatever was asked for
-        if p.is_floating_point() and torch.promote_types(p.dtype, dtype) == dtype:
+        # of FP8 there is no larger dtype: such weights stay as they are stored
+        if p.is_floating_point() and p.itemsize > 1 and torch.promote_types(p.dtype, dtype) == dtype:
             p.data = p.data.to(dtype)
     return model.eval()
+
+
+def _theirs_failed(what: str, folder: str | os.PathLike[str], error: Exception) -> ValueError:
+    reason = " ".join(str(error).split())
+    reason = reason if len(reason) <= 300 else f"{reason[:297]}..."
+    return ValueError(f"transformers cannot {what} {folder}: {type(error).__name__}: {reason}")
 
 
 _OPTIONS = {"local_files_only": True, "trust_remote_code": False}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import weakref
 from array import array
@@ -41,6 +42,20 @@ _TRANSFORMERS_MEMORY_BYTES = 6 << 30
 
 class TokenizerError(ValueError):
     """A tokenizer's files cannot be read, or do not bear to be applied; the message is one sentence that names them."""
+
+
+def tokenizer_folder(name: str | os.PathLike[str]) -> Path:
+    """Return the folder that a tokenizer is read from: a path, or a text that is a hub id, of which no weights are
+    downloaded. Raises TokenizerError where it has no tokenizer.json, CheckpointError as `local_folder` does."""
+    from te_models.checkpoints.io.hub import ALLOWED, local_folder
+    from te_models.checkpoints.io.model_folder import instead_of_model
+
+    folder = local_folder(name, allow_patterns=[pattern for pattern in ALLOWED if pattern != "*.safetensors"])
+    if not (folder / FILE).is_file():
+        allowed = "allowed: one that has, a hub id, or 'bytes'"
+        there = instead_of_model(folder, str(name))  # leads to a model, which has its tokenizer
+        raise TokenizerError(there or f"the tokenizer folder {name} has no {FILE}; {allowed}")
+    return folder
 
 
 class Tokenizer:

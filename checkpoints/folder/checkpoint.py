@@ -15,9 +15,10 @@ from ..families import FAMILIES, family_of
 from ..formats import declares_quantization, without_quantization
 from ..io.header import TensorInfo
 from ..io.hub import local_folder
+from ..io.model_folder import check_model_folder
 from ..io.store import FileStore, Store
 from ..io.strict_json import read_object
-from ..io.weight_files import check_model_folder, open_weights, plain_file
+from ..io.weight_files import open_weights, plain_file
 from ..plan.param_shapes import ExpertLayout, check_held, check_strangers, expected_tensors
 from ..plan.parameters import Parameters
 from ..plan.plan import match_tensors

@@ -6,6 +6,7 @@ torch's writer does the writing, metadata included; what it asks for is read whe
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +60,9 @@ def write_dcp(folder: Path, outputs: Sequence[Written], *, megatron: bool = Fals
     prefix: before the names of weights."""
     outputs = [replace(o, name=o.name if is_optimizer(o.name) else prefix + o.name) for o in outputs]
     writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, sync_files=True)
-    save({}, storage_writer=writer, planner=_Planner(outputs), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as it is meant
+        save({}, storage_writer=writer, planner=_Planner(outputs), no_dist=True)
     if megatron:
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         backend |= {"common_backend": "torch", "common_backend_version": 1}

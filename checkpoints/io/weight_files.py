@@ -103,16 +103,6 @@ def _open_sharded(folder: Path) -> FileStore:
     return store
 
 
-def check_model_folder(folder: Path) -> None:
-    """Raise CheckpointError for what is no folder, or holds an adapter and no model."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder")
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
-        raise CheckpointError(
-            f"{folder} is an adapter, and has no model; te-models merge DIR {folder} OUT adds it to its model's weights"
-        )
-
-
 def plain_file(folder: Path, name: str, named_by: str | None = None, *, sparse: bool = False) -> Path:
     """Return the path of a regular file directly inside `folder`, refusing anything that leads elsewhere.
 

@@ -146,7 +146,8 @@ def export_hf(
     with Conversion(src, dst, options) as conversion:
         ckpt = conversion.ckpt
         if ckpt.kind != "te_models":
-            raise CheckpointError(f"{src} is already a Hugging Face folder")
+            otherwise = f"to write it otherwise, te-models import {src} DIR, then export DIR"
+            raise CheckpointError(f"{src} is already a Hugging Face folder; {otherwise}")
         _check_choice(ckpt, format, allow_requantize=allow_requantize, dequantize=dequantize)
         target = choose_family(ckpt.config, ckpt.source, family)
         target.write_config(ckpt.config)  # raises if the family cannot express the model

@@ -85,8 +85,13 @@ def export_checkpoint(
     with ExitStack() as stack:
         ckpt = open_checkpoint(src, verify=verify)
         stack.callback(ckpt.close)
-        if ckpt.kind != "te_models" or ckpt.formats:
-            raise CheckpointError(f"{src} is no te_models folder of plain weights; import or dequantize it first")
+        if ckpt.kind != "te_models":
+            values = " --dequantize" if ckpt.formats else ""
+            raise CheckpointError(
+                f"{src} is a Hugging Face folder; te-models import {src} DIR{values}, then export DIR"
+            )
+        if ckpt.formats:
+            raise CheckpointError(f"{src} has quantized weights; te-models dequantize {src} DIR, then export DIR")
         ranks, system = None, SYSTEMS.get(to, OWN)
         if to == RANKS:
             ranks = _ranks(ckpt.config, Split(*sizes), make_vocab_size_divisible_by, local_modules)

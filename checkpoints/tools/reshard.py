@@ -12,9 +12,10 @@ from ..folder.te_folder import CONFIG, MODEL_TYPE
 from ..formats import SEPARATE
 from ..io.errors import CheckpointError, shorten
 from ..io.hub import local_folder
+from ..io.model_folder import check_model_folder
 from ..io.store import FileStore
 from ..io.strict_json import read_object
-from ..io.weight_files import check_model_folder, open_weights, plain_file
+from ..io.weight_files import open_weights, plain_file
 from ..plan.plan import Plan, copy_of
 from ..plan.quantized_format import METADATA_KEY, SUFFIXES, Description, quantizer_of, read_metadata
 from ..plan.report import moved_report

@@ -46,7 +46,9 @@ def toy(
         conversion.refuse_mtp("cut")
         ckpt = conversion.ckpt
         if ckpt.kind != "hf":
-            raise CheckpointError(f"{src} is a te_models folder; toy takes a Hugging Face folder")
+            raise CheckpointError(
+                f"{src} is a te_models folder; toy takes a Hugging Face folder: te-models export {src} OUT writes one"
+            )
         family = FAMILIES[ckpt.family or ""]
         chosen = choose_layers(ckpt.config, layers)
         config = small_config(ckpt.config, chosen, experts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from te_models.checkpoints.tools.statistics import count_parameters
@@ -72,5 +73,6 @@ def matching(pattern: str | None) -> list[Entry]:
         if any(fnmatch.fnmatchcase(text, fitting) for text in words):
             found.append(one)
     if not found:
-        raise CatalogueError(f"no model of the catalogue fits {pattern!r}{near_names(word)}")
+        folder = f"; te-models inspect {pattern} shows the folder" if Path(pattern).is_dir() else ""
+        raise CatalogueError(f"no model of the catalogue fits {pattern!r}{folder or near_names(word)}")
     return found

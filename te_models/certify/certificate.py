@@ -159,7 +159,7 @@ def _exact_plan(folder: Path, store: HeaderStore, found: Certificate) -> tuple[P
     """Return the plan of an import that takes over every number; CheckpointError where there is none."""
     ckpt = Checkpoint(folder, files=store, verify=False)
     if ckpt.kind != "hf":
-        raise CheckpointError("this is a te_models folder, which needs no import")
+        raise CheckpointError("this is a te_models folder, which needs no import; te-models verify checks it")
     if ckpt.quantized is not None:
         found.format, found.inexact = ckpt.quantized.format.name, dict(ckpt.quantized.found.inexact)
         unordered = store.first_out_of_order()

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from te_models.checkpoints.io.errors import CheckpointError, quote
-from te_models.checkpoints.io.hub import HUB_ID
+from te_models.checkpoints.io.hub import HUB_ID, local_folder
+from te_models.checkpoints.io.model_folder import check_model_folder
 from te_models.checkpoints.io.weight_files import plain_file
 
 from ..extras import require
@@ -50,10 +51,8 @@ class Source(Protocol):
 class FolderSource:
     """A folder on this machine. Files may be sparse: their data is not read."""
 
-    revision = ""
-
-    def __init__(self, folder: Path) -> None:
-        self.name, self._folder = str(folder), folder
+    def __init__(self, folder: Path, name: str | None = None, revision: str = "") -> None:
+        self.name, self.revision, self._folder = str(folder) if name is None else name, revision, folder
 
     def size(self, file: str) -> int | None:
         path = self._folder / file
@@ -123,6 +122,10 @@ class _MissingError(CheckpointError):
     """A file that a server does not have."""
 
 
+class UnreachableError(CheckpointError):
+    """The hub cannot be asked."""
+
+
 class HubSource:
     """A model of the Hugging Face hub, one revision of it, read by range requests of huggingface_hub."""
 
@@ -132,8 +135,10 @@ class HubSource:
         self.name = repo
         try:
             self.revision: str = hub.HfApi().model_info(repo, revision=revision).sha
-        except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+        except (errors.HfHubHTTPError, errors.HFValidationError) as error:
             raise CheckpointError(f"the hub does not give {repo}: {str(error).splitlines()[0]}") from None
+        except Exception as error:  # there is no network; its client's errors have no base class here
+            raise UnreachableError(f"the hub cannot be reached for {repo}: {str(error).splitlines()[0]}") from None
         self._files: Any = hub.HfFileSystem()
 
     def _path(self, file: str) -> str:
@@ -171,10 +176,26 @@ def source_of(where: str | os.PathLike[str]) -> Source:
     folder = Path(text)
     match = HUB_ID.fullmatch(text)
     if folder.exists() or match is None:
-        if not folder.is_dir():
+        if not folder.exists():
             raise CheckpointError(f"{text} is not a folder, a URL, nor a hub id (ORGANISATION/NAME)")
+        check_model_folder(folder)
         return FolderSource(folder)
-    return HubSource(match["repo"], match["revision"])
+    try:
+        return HubSource(match["repo"], match["revision"])
+    except UnreachableError:
+        cached = _cached(text, match["repo"])
+        if cached is None:
+            raise
+        return cached
+
+
+def _cached(name: str, repo: str) -> Source | None:
+    """Return the copy of a hub id that the hub's client keeps on this machine, whole or not; None: there is none."""
+    try:
+        folder = local_folder(name, local_files_only=True)
+    except CheckpointError:
+        return None
+    return FolderSource(folder, repo, folder.name) if (folder / "config.json").is_file() else None
 
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")

@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from te_models.checkpoints.io.model_folder import ADAPTER, check_model_folder
+
 from ..terminal import say_while_waiting
 from .parser import Verbs, dtype, emit, integer, verb
 
 if TYPE_CHECKING:
     from ..model import GPTModel
-
-CONFIG = "adapter_config.json"
 
 DESCRIPTION = """\
 Write the model of DIR with the adapter of ADAPTER, a folder that training wrote as adapter/ or peft
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     out, begun = Path(args.out), time.perf_counter()
     check_replaceable(out, force=args.force)
     folder = local_folder(args.model)
-    check_model(folder, args.model)
-    check_adapter(args.adapter)
+    check_model_folder(folder, args.model)
+    args.adapter = adapter_folder(args.adapter)
     with open_checkpoint(folder, verify=False) as checkpoint:
         stored = torch_dtype(main_dtype(checkpoint))
     dtype = stored if args.dtype is None else getattr(torch, args.dtype)
@@ -90,10 +90,10 @@ def run_export(args: argparse.Namespace) -> int:
 
     out, begun, folder = Path(args.out), time.perf_counter(), local_folder(args.source)
     check_model(folder, args.source)
-    check_adapter(args.adapter)
+    args.adapter = adapter_folder(args.adapter)
     if out.exists() and not args.force:
         raise ValueError(f"{out} exists; --force replaces it")
-    if out.exists() and not (out / CONFIG).is_file():
+    if out.exists() and not (out / ADAPTER).is_file():
         raise ValueError(f"{out} is no adapter, so --force does not replace it")
     say_while_waiting(f"loading {args.source}")
     model = load_model(folder, args.adapter, verify=not args.no_verify)
@@ -120,21 +120,27 @@ def load_model(folder: Path, adapter: str | None, **how: Any) -> GPTModel:
     return model
 
 
-def check_adapter(adapter: str | None) -> None:
-    """Raise ValueError for a folder that holds no adapter."""
-    if adapter is not None and not (Path(adapter) / CONFIG).is_file():
-        raise ValueError(f"{adapter} has no {CONFIG}; allowed: a folder that training wrote as adapter/, or peft")
+def adapter_folder(adapter: str | None) -> str | None:
+    """Return the folder of an adapter: a path, or a hub id. Raises ValueError for one that holds no adapter."""
+    if adapter is None:
+        return None
+    from te_models.checkpoints.io.hub import local_folder
+
+    folder = local_folder(adapter)
+    if (folder / ADAPTER).is_file():
+        return str(folder)
+    own = Path(adapter) / "adapter"
+    there = f"the adapter of this run is {own}" if (own / ADAPTER).is_file() else ""
+    there = there or "allowed: a folder that training wrote as adapter/, or peft, or a hub id"
+    raise ValueError(f"{adapter} has no {ADAPTER}; {there}")
 
 
 def check_model(folder: Path, named: str) -> None:
-    """Raise ValueError for what is no folder of a model, one of an adapter alone; `named` as the user named it."""
-    if (folder / "config.json").is_file():
-        return
-    if not folder.is_dir():
-        raise ValueError(f"{named} is not a folder; allowed: a model folder, or a hub id as org/name")
-    if not (folder / CONFIG).is_file():
-        raise ValueError(f"{named} is no model folder: it has no config.json; allowed: one that has, or a hub id")
-    from te_models.checkpoints.io.strict_json import read_object
+    """Raise ValueError for what is no folder of a model, `named` as the user named it; the sentence for an adapter
+    names --adapter, which the verb has."""
+    from te_models.checkpoints.io.model_folder import base_of_adapter, is_adapter
 
-    base = read_object(folder / CONFIG).get("base_model_name_or_path") or "DIR"
-    raise ValueError(f"{named} is an adapter, and has no model; name its model, too: {base} --adapter {named}")
+    if is_adapter(folder):
+        base = base_of_adapter(folder)
+        raise ValueError(f"{named} is an adapter, and has no model; name its model, too: {base} --adapter {named}")
+    check_model_folder(folder, named)

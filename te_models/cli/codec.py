@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..tokenizer import FILE, Tokenizer, document_end, read_tokenizer
+from ..tokenizer import FILE, Tokenizer, document_end, read_tokenizer, tokenizer_folder
 
 BYTES = "bytes"
 _END_OF_BYTES = 256
@@ -46,9 +46,7 @@ def open_codec(folder: Path, tokenizer: str | None, feature: str) -> Codec:
     Raises ValueError for a folder without a tokenizer, and as `read_tokenizer` does."""
     if tokenizer == BYTES:
         return Codec(_bytes, _bytes, _text_of_bytes, _END_OF_BYTES, None)
-    from te_models.checkpoints.io.hub import local_folder
-
-    where = folder if tokenizer is None else local_folder(tokenizer)
+    where = folder if tokenizer is None else tokenizer_folder(tokenizer)
     if not (where / FILE).is_file():
         raise ValueError(f"{where} has no {FILE}; --tokenizer names a folder that has one, or 'bytes'")
     read = read_tokenizer(where, feature)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..terminal import Table, say_while_waiting
-from .adapters import check_adapter, check_model, load_model
+from .adapters import adapter_folder, check_model, load_model
 from .codec import Codec, check_device, open_codec
 from .parser import Verbs, count, dtype, emit, integer, verb
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     parts: list[str | Table] = []
     folder = local_folder(args.model)
     check_model(folder, args.model)
-    check_adapter(args.adapter)
+    args.adapter = adapter_folder(args.adapter)
     if args.text:
         result["text"] = _score_text(args, folder)
         rows = [("", "nats per token", "perplexity", "bits per byte", "tokens")]

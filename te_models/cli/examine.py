@@ -161,10 +161,12 @@ def _check_one(args: argparse.Namespace) -> int:
     from te_models.checkpoints import CheckpointError, check_manifest
     from te_models.checkpoints.io.hub import local_folder
     from te_models.checkpoints.io.manifest import MANIFEST, read_manifest
+    from te_models.checkpoints.io.model_folder import check_model_folder
 
     folder = local_folder(args.a)
     files, problem, held = 0, None, ""
     if not (folder / MANIFEST).exists():
+        check_model_folder(folder)
         read_manifest(folder)  # raises: there is nothing that the folder could be checked against
     try:
         files = len(read_manifest(folder))

@@ -96,15 +96,17 @@ def run_export(args: argparse.Namespace) -> int:
 
         return run_export(args)
     _refuse({"--base-model": args.base_model}, "is of adapters: --adapter")
-    if args.to == "gguf":
-        return _export_file(args)
     of_ranks = {f"--{name.replace('_', '-')}": getattr(args, name) for name in RANKS}
     _refuse({} if args.to == "megatron" else of_ranks | {"--local-modules": args.local}, "is of --to megatron")
     _refuse({} if args.to == "transformer_engine" else {"--layout": args.layout}, "is of --to transformer_engine")
-    _refuse({"--type": args.type}, "is of GGUF files: --to gguf; allowed for folders: --dtype, --format")
+    _refuse(
+        {} if args.to == "gguf" else {"--type": args.type},
+        "is of GGUF files: --to gguf; allowed for folders: --dtype, --format",
+    )
     is_run = (Path(args.source) / "training.json").is_file()
-    if args.to == "hf":
-        return _export_run(args) if is_run else _export(args)
+    if args.to in ("hf", "gguf"):
+        write = _export_file if args.to == "gguf" else _export
+        return _export_run(args, write) if is_run else write(args)
     from te_models.checkpoints import export_checkpoint
 
     asked = {"--family": args.family, "--form": args.form, "--format": args.format, "--dequantize": args.dequantize}
@@ -122,21 +124,23 @@ def run_export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _export_run(args: argparse.Namespace) -> int:
+def _export_run(args: argparse.Namespace, write: Callable[[argparse.Namespace], int]) -> int:
     """A training checkpoint, by way of a te_models folder beside the result."""
     from te_models.checkpoints.io.destination import check_destination
 
     from ..training.exporting import export_alone
 
     out = Path(args.out)
-    check_replaceable(out, force=args.force)
-    check_destination(out, overwrite=args.force)
+    if write is _export:
+        check_replaceable(out, force=args.force)
+        check_destination(out, overwrite=args.force)
+    elif out.exists() and not args.force:
+        raise ValueError(f"{out} exists; --force replaces it")
     between = out.with_name(f".{out.name}.from-checkpoint")
-    checkpoint = args.source
     try:
-        export_alone(Path(checkpoint), between)
-        args.source = str(between)
-        return _export(args)
+        export_alone(Path(args.source), between)
+        args.model = between
+        return write(args)
     finally:
         shutil.rmtree(between, ignore_errors=True)
 
@@ -162,7 +166,7 @@ def _export_file(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     with byte_progress(args.verb) as progress:
         options = {"type": args.type or "f16", "family": args.family, "overwrite": args.force}
-        notes = export_gguf(args.source, args.out, progress=progress, **options)
+        notes = export_gguf(_model_of(args), args.out, progress=progress, **options)
     size, seconds = Path(args.out).stat().st_size, round(time.perf_counter() - start, 3)
     result = {"verb": args.verb, "source": args.source, "out": args.out, "seconds": seconds, "bytes": size}
     text = f"in {seconds:.1f} s wrote {args.out}: {format_size(size)}" + "".join(f"\nnote: {note}" for note in notes)
@@ -236,6 +240,11 @@ def run_toy(args: argparse.Namespace) -> int:
     return _convert(args, toy, layers=args.layers or 2, experts=args.experts)
 
 
+def _model_of(args: argparse.Namespace) -> str:
+    """Return the folder that is read: the one that the user named, or the model of the checkpoint that that one is."""
+    return str(getattr(args, "model", args.source))
+
+
 def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: Any) -> int:
     """Run one conversion with progress and print what it did."""
     out, start = Path(args.out), time.perf_counter()
@@ -243,7 +252,7 @@ def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: 
     with byte_progress(args.verb) as progress:
         options |= {"overwrite": args.force, "dry_run": args.dry_run, "max_shard_bytes": args.max_shard_size}
         options |= {"verify": not args.no_verify, "file_digests": args.file_digests}
-        plan = function(args.source, out, progress=progress, **options)
+        plan = function(_model_of(args), out, progress=progress, **options)
     result = {
         "verb": args.verb,
         "source": args.source,

@@ -73,7 +73,7 @@ def export_gguf(
         )
     with open_checkpoint(src) as ckpt:
         if ckpt.kind != "te_models":
-            raise CheckpointError(f"{src} is a Hugging Face folder; import it first")
+            raise CheckpointError(f"{src} is a Hugging Face folder; te-models import {src} DIR, then export DIR")
         target = choose_family(ckpt.config, ckpt.source, family)
         if target.model_type not in ARCHITECTURES:
             raise CheckpointError(f"{target.model_type} is not written to GGUF; allowed: {', '.join(ARCHITECTURES)}")

@@ -18,8 +18,9 @@ from te_models.checkpoints.families import family_of
 from te_models.checkpoints.folder.te_folder import CONFIG, MODEL_TYPE
 from te_models.checkpoints.formats import declares_quantization, without_quantization
 from te_models.checkpoints.io.hub import local_folder
+from te_models.checkpoints.io.model_folder import check_model_folder
 from te_models.checkpoints.io.strict_json import read_object
-from te_models.checkpoints.io.weight_files import check_model_folder, plain_file
+from te_models.checkpoints.io.weight_files import plain_file
 
 from ..catalogue import entry, names, near_names
 from ..config import ModelConfig
@@ -66,7 +67,7 @@ class Base:
             found = entry(name)
             return cls(found.name, found.hub_id, None, found.read_config(), found.format is not None, found.name)
         folder = local_folder(name, allow_patterns=[CONFIG, "hf_quant_config.json"])
-        if not folder.is_dir():
+        if not folder.exists():
             where = "a folder, nor a hub id (ORGANISATION/NAME), nor in the catalogue"
             raise CheckpointError(f"{name} is not {where}{near_names(name)}")
         check_model_folder(folder)

@@ -412,11 +412,13 @@ class GPTModel(SharedModel):
         from te_models.checkpoints import open_checkpoint
         from te_models.checkpoints.folder.provenance import source_of
         from te_models.checkpoints.io.dtypes import as_torch_dtype
+        from te_models.checkpoints.io.header import without_collections
 
         if dequantize and recipe is not None:
             raise ValueError("dequantize stores values, and a recipe quantized weights: choose one of them")
         dtype, storage = as_torch_dtype(dtype), "values" if dequantize else None
-        with open_checkpoint(folder, storage=storage, float32=dequantize, mtp=mtp, verify=verify) as checkpoint:
+        opened = open_checkpoint(folder, storage=storage, float32=dequantize, mtp=mtp, verify=verify)
+        with without_collections(), opened as checkpoint:  # all that is built here stays
             if mtp and not checkpoint.config.mtp_num_layers:
                 raise ValueError(f"mtp is True, and {folder} has no layers that predict further tokens as parameters")
             target = real_device(device)

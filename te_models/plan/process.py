@@ -17,6 +17,8 @@ from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from te_models.checkpoints import CheckpointError
+
 from ..child_process import forks, run_module
 from ..config import ConfigError
 from ..training.config import TrainConfig
@@ -74,6 +76,8 @@ def _of_run(found: list[Plan | ConfigError]) -> Plan | ConfigError:
 
 
 def _read(answer: Task) -> Plan | ConfigError:
+    if "unread" in answer:
+        raise CheckpointError(answer["unread"])
     if "failed" in answer:
         raise _failure(answer["failed"], answer["where"])
     return ConfigError(answer["refused"]) if "refused" in answer else Plan.from_dict(answer)
@@ -133,6 +137,8 @@ def _plan(asked: Task) -> Task:
         return plan_here(config, asked["ranks"], hardware, asked["pipeline_rank"]).to_dict()
     except ConfigError as error:
         return {"refused": str(error)}
+    except CheckpointError as error:  # the folder that the run begins with
+        return {"unread": str(error)}
 
 
 def main() -> None:

@@ -67,7 +67,8 @@ def check_travels(config: TrainConfig) -> None:
     ):
         if value != allowed:
             raise ConfigError(
-                f"{name} is {value!r}, of which other systems' checkpoints hold nothing; allowed: {allowed!r}"
+                f"{name} is {value!r}, of which other systems' checkpoints hold nothing; allowed: {allowed!r}; "
+                "te-models export without --to writes the model alone"
             )
 
 

@@ -137,4 +137,7 @@ def test_what_is_no_model_is_refused_by_its_kind(folders: Folders, capsys: pytes
     init = ["init", "--task", "lora", "--output", out, "--model", adapter]
     for words in (["inspect", adapter], ["export", adapter, out], ["reshard", adapter, out], init):
         assert main(words) == 2
-        assert f"adapter is an adapter, and has no model; te-models merge DIR {adapter} OUT" in capsys.readouterr().err
+        assert (
+            f"adapter is an adapter, and has no model; te-models merge {folders[0]} {adapter} OUT"
+            in capsys.readouterr().err
+        )

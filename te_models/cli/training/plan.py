@@ -46,8 +46,8 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="the training configuration")
     parser.add_argument(
         "--model",
-        metavar="NAME",
-        help="in place of CONFIG.toml: train a model of the catalogue in bfloat16, 8 windows "
+        metavar="MODEL",
+        help="in place of CONFIG.toml: train a model of the catalogue, a folder or a hub id in bfloat16, 8 windows "
         "of up to 4,096 tokens a step",
     )
     parser.add_argument("--ranks", type=count, required=True, metavar="N", help="how many ranks the run has")
@@ -69,17 +69,18 @@ _HARDWARE = {
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, or the plans of all layouts; 1 if nothing fits."""
+    from te_models.checkpoints.io.model_folder import check_model_folder
+
     from ...training.config.file import read_config
 
     if (args.config is None) == (args.model is None):
         raise ValueError("plan needs CONFIG.toml, or --model NAME in place of it")
     if args.model is None:
         config = read_config(Path(args.config), [])
+        if config.model.path is not None and Path(config.model.path).exists():
+            check_model_folder(Path(config.model.path))  # before a process starts
     else:
-        from ...config import ModelConfig
-
-        positions = ModelConfig.from_catalogue(args.model).max_position_embeddings
-        config = usual_run({"name": args.model}, positions)
+        config = usual_run(*_model(args.model))
     say_while_waiting("running a micro-batch on tensors without values")
     from ...plan import Hardware, Refused, plan_layouts, plan_run
 
@@ -94,6 +95,21 @@ def run(args: argparse.Namespace) -> int:
     values = [{"sizes": p.sizes, "refused": p.reason} if isinstance(p, Refused) else p.to_dict() for p in plans]
     emit(args, {"layouts": values}, layouts_table(plans, args.ranks, hardware))
     return 0 if fitting else 1
+
+
+def _model(name: str) -> tuple[dict[str, Any], int]:
+    """Return the keys of a model, of the catalogue or a folder or a hub id, whose configuration alone is read, and its
+    longest sequence."""
+    from ... import catalogue
+    from ...config import ModelConfig
+
+    if "/" in name or Path(name).exists():
+        from ...init.base import Base
+
+        config = Base.read(name).config
+        return {"config": config.to_dict()}, config.max_position_embeddings
+    catalogue.entry(name)
+    return {"name": name}, ModelConfig.from_catalogue(name).max_position_embeddings
 
 
 def usual_run(model: dict[str, Any], positions: int) -> TrainConfig:

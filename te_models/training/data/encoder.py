@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...tokenizer import FILE, ChatTokenizer, Tokenizer, TokenizerError, document_end, ends_of, read_tokenizer
+from te_models.checkpoints import CheckpointError
+
+from ...tokenizer import (
+    ChatTokenizer,
+    Tokenizer,
+    TokenizerError,
+    document_end,
+    ends_of,
+    read_tokenizer,
+    tokenizer_folder,
+)
 from .errors import DataError
 from .formats import Document, RowError
 from .options import DocumentOptions
@@ -110,9 +120,10 @@ def load_encoder(tokenizer: str, *, format: str = "text", options: DocumentOptio
         if format in CHATS:
             raise DataError("the tokenizer 'bytes' has no chat template; allowed for messages: a tokenizer folder")
         return bytes_encoder(options)
-    folder = Path(tokenizer)
-    if not (folder / FILE).is_file():
-        raise DataError(f"the tokenizer folder {folder} has no {FILE}")
+    try:
+        folder = tokenizer_folder(tokenizer)
+    except (TokenizerError, CheckpointError) as error:
+        raise DataError(str(error)) from None
     model = read_tokenizer(folder, "tokenizing text")
     end = _end(folder, model, options)
     chat = _Chats(folder, model, options, end)

@@ -24,7 +24,7 @@ from typing import Any
 from te_models.checkpoints.io.atomic import LOCK, flush, locked_folder, new_folder, remove_locked, replace_text
 
 from ...sizes import plural
-from ...tokenizer import FILE
+from ...tokenizer import FILE, tokenizer_folder
 from .dataset import TokenDataset
 from .documents import Span, documents_of, matching_files, spans_of
 from .encoder import Encoder, Piece, load_encoder
@@ -159,7 +159,7 @@ def _job(parts: list[list[Span]], source: dict[str, Any], encoder: Encoder) -> s
     tokenizer."""
     files = sorted({span.file for part in parts for span in part})
     stats = [(str(file), *_size_and_time(file)) for file in files]
-    folder = Path(encoder.name)
+    folder = Path() if encoder.name == "bytes" else tokenizer_folder(encoder.name)
     names = (FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", *_OF_MODEL)
     digests = [hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in names if (folder / n).is_file()]
     spans = [[asdict(span) | {"file": str(span.file)} for span in part] for part in parts]

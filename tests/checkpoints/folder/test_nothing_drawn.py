@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from te_models.checkpoints.plan import param_shapes
 from te_models.config import AttentionConfig, MLPConfig, ModelConfig
 from te_models.layers import MXFP8BlockScaling, Recipe
 from te_models.memory import ask_for_large_pages
-from te_models.model import build
+from te_models.model import build, gpt
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -101,3 +102,16 @@ def test_large_weights_get_large_pages_and_their_values(tmp_path: Path, monkeypa
     read = GPTModel.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     assert max(asked) == 2**15 * 128 * 2
     assert all(torch.equal(a, b) for a, b in zip(read.parameters(), model.parameters(), strict=True))
+
+
+def test_the_collector_of_cycles_waits_until_a_model_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would look at every object of the process, a tenth of a second, and find nothing; an error lets it go on."""
+    GPTModel(CONFIG).save_pretrained(tmp_path / "model")
+    running, give = [], gpt.give_memory
+    monkeypatch.setattr(gpt, "give_memory", lambda *arguments: (running.append(gc.isenabled()), give(*arguments)))
+    GPTModel.from_pretrained(tmp_path / "model")
+    assert running == [False] and gc.isenabled()
+    monkeypatch.setattr(gpt, "give_memory", lambda *_: pytest.fail("no memory"))
+    with pytest.raises(pytest.fail.Exception, match="no memory"):
+        GPTModel.from_pretrained(tmp_path / "model")
+    assert gc.isenabled()
