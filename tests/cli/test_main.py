@@ -45,6 +45,7 @@ VERBS = (
     "info",
     "certify",
     "models",
+    "adopt",
     "completion",
 )
 
