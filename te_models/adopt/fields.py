@@ -14,9 +14,10 @@ from ..checkpoints.families.base.family import Family
 from ..checkpoints.families.base.fields import Entry, Field, Fixed, Flag, Only, Renamed, Spread
 from .moves import OF_TRAINING, Move, outside_of
 from .near import Near, agrees, with_defaults
-from .pool import Pool, from_paths
+from .pool import Pool
 from .probe import Built, KnownType, small_size
 from .solve import TOLERANCE, Paths, State, difference, our_logits, search, weights_of
+from .toggles import usual_paths
 
 SAME, REFUSED, WRONG = "same", "refused", "wrong"
 
@@ -75,35 +76,9 @@ def entries_for(near: Near, state: State, base: Built) -> tuple[Entry, ...]:
     for entry in entries:
         told |= entry.read(base.values)
     settled |= {path: value for path, value in state.paths.items() if path not in told or told[path] != value}
-    usual = _usual()
+    usual = usual_paths()
     fixed = [Fixed(p, v) for p, v in settled.items() if told.get(p, usual.get(p, None)) != v or p in told]
     return (*entries, *fixed)
-
-
-def _usual() -> Paths:
-    """Return the defaults of ModelConfig's parts."""
-    small = from_paths(
-        {
-            "vocab_size": 8,
-            "hidden_size": 8,
-            "num_layers": 1,
-            "max_position_embeddings": 8,
-            "attention.num_attention_heads": 1,
-            "mlp.ffn_hidden_size": 8,
-            "moe.num_moe_experts": 2,
-            "moe.moe_router_topk": 1,
-            "moe.moe_ffn_hidden_size": 8,
-        }
-    )
-    return dict(_flat(small.to_dict()))
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def neutral(family: Family, base: Built) -> Family:
@@ -236,7 +211,7 @@ def _new(move: Move, known: KnownType, pool: Pool, base: Built, family: Family) 
     if error > TOLERANCE:
         return
     changed = {p: v for p, v in state.paths.items() if paths.get(p) != v}
-    usual = _usual()
+    usual = usual_paths()
     old = {p: before.get(p, usual.get(p)) for p in changed}
     default, value = known.defaults.get(move.name), move.values[move.name]
     if not changed:

@@ -21,6 +21,8 @@ from te_models.config import (
     RouterConfig,
 )
 
+from .pool import from_paths
+
 PARTS: dict[str, Any] = {
     "": ModelConfig,
     "norm.": NormConfig,
@@ -122,3 +124,29 @@ def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
             if number not in found.values():
                 found[f"{name}:{how}"] = number
     return found
+
+
+def usual_paths() -> dict[str, Any]:
+    """Return the defaults of ModelConfig's parts."""
+    small = from_paths(
+        {
+            "vocab_size": 8,
+            "hidden_size": 8,
+            "num_layers": 1,
+            "max_position_embeddings": 8,
+            "attention.num_attention_heads": 1,
+            "mlp.ffn_hidden_size": 8,
+            "moe.num_moe_experts": 2,
+            "moe.moe_router_topk": 1,
+            "moe.moe_ffn_hidden_size": 8,
+        }
+    )
+    return dict(_flat(small.to_dict()))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

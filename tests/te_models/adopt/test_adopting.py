@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from te_models.adopt import AdoptError, adopt, known_type, outcome, write
 from te_models.checkpoints import FAMILIES
+from te_models.checkpoints.families.base.fields import Flag
 from te_models.cli.main import main
 from tests.checkpoints.hf_cases import transformers
-
-from te_models.adopt import AdoptError, adopt, known_type, outcome, write  # isort: skip
 
 EVERYDAY = ("llama", "mistral", "cohere")
 
@@ -44,6 +44,32 @@ def test_a_hidden_family_is_found_again(tmp_path: Path, model_type: str) -> None
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert report["verdict"] == "declared" and report["meanings"]["hidden_size"] == "hidden_size"
     assert "initializer_range" in report["of_training"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_is_found_of_any_family_has_transformers_logits(model_type: str) -> None:
+    """With other weights than it was found with, and in the form that transformers holds in memory."""
+    try:
+        found = adopt(model_type)
+    except AdoptError as error:
+        pytest.skip(f"transformers makes no small model: {error}")
+    if found.family is None:
+        pytest.skip(f"no declaration is found: {found.report.lacking['']}")
+    for seed, options in enumerate(found.cases.values(), 100):
+        built = known_type(model_type).build(options, seed=seed)
+        assert outcome(found.family, built, seed=seed)[0] == "same", options
+        assert outcome(found.family, built, memory=True, seed=seed)[0] in ("same", "refused"), options
+
+
+def test_a_flag_sets_other_paths_where_it_is_true() -> None:
+    llama = FAMILIES["llama"]
+    flag = Flag("side_by_side", (("block", "parallel"),), (("block", "pre"),), default=False)
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = llama.read_config({**sizes, "intermediate_size": 8})
+    for value, block in ((True, "parallel"), (False, "pre")):
+        assert flag.read({"side_by_side": value}) == {"block": block}
+        assert flag.write(config.replace(block=block)) == {"side_by_side": value}
 
 
 def test_a_type_with_an_element_that_is_missing_gets_a_report_alone(tmp_path: Path, capsys: Any) -> None:
