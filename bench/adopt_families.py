@@ -51,7 +51,8 @@ def one(name: str) -> dict[str, Any]:
     for seed, options in enumerate(list(adopted.cases.values())[:12], 100):
         built = known.build(options, seed=seed)
         checked.append(outcome(adopted.family, built, seed=seed)[0])
-        checked.append(outcome(adopted.family, built, memory=True, seed=seed)[0])
+        got, why = outcome(adopted.family, built, memory=True, seed=seed)
+        checked.append(got if got != "wrong" or why.startswith("logits") else "no form as in memory")
     return result | {"begun_with": report.begun_with, "checked": sorted(set(checked)), "models": len(checked)}
 
 

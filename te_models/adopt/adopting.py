@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..checkpoints import FAMILIES
 from ..checkpoints.families.base.family import Family
 from ..checkpoints.families.base.names import Fused, Names
@@ -112,13 +114,23 @@ def _solved(near: Near, known: KnownType, pool: Pool, base: Built, report: Repor
         missing, left = unexplained(found.names, state.config(), shapes)
         report.missing[near.name] = [*(f"no {name}" for name in missing[:4]), *left[:8]]
         return None
-    state, error = search(state, base, pool, values)
+    state, error = search(_with_output(state, base), base, pool, values)
     if error > TOLERANCE:
         report.lacking[""] = (
             f"its tensors are those of a model like {near.name}, and the logits differ by {error:.1e} of the largest, "
             "so an element is missing that has no tensor of its own"
         )
         return None
+    return state
+
+
+def _with_output(state: State, base: Built) -> State:
+    """Return the state with the name of an output layer that repeats the embedding, and that files leave out."""
+    embedding = base.published.get(f"{state.names.embedding}.weight")
+    for name, tensor in base.memory.items():
+        repeats = name not in base.published and embedding is not None and torch.equal(tensor, embedding)
+        if repeats and name.endswith(".weight") and not name.endswith(f"{state.names.embedding}.weight"):
+            return replace(state, names=replace(state.names, output=name.removesuffix(".weight")))
     return state
 
 
