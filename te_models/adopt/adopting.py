@@ -171,7 +171,7 @@ def _proofs(
             rows.append((move.label, *outcome(family, move.built)))
     draw = random.Random(0)
     usable = [m for m in found if m.built is not None and not m.inert and m.name != "sizes" and m.name not in _SIZES]
-    for number in range(8):
+    for number in range(6):
         chosen = draw.sample(usable, min(len(usable), 2 + number % 3)) if usable else []
         changed: Values = {}
         for move in chosen:
