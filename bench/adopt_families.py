@@ -49,7 +49,7 @@ def one(name: str) -> dict[str, Any]:
     known = known_type(name)
     checked = []
     for seed, options in enumerate(list(adopted.cases.values())[:12], 100):
-        built = known.build(options, seed=seed)
+        built = known.build({**adopted.sizes, **options}, seed=seed)
         checked.append(outcome(adopted.family, built, seed=seed)[0])
         got, why = outcome(adopted.family, built, memory=True, seed=seed)
         checked.append(got if got != "wrong" or why.startswith("logits") else "no form as in memory")

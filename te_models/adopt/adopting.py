@@ -32,10 +32,12 @@ from .solve import TOLERANCE, State, search, structure
 
 @dataclass
 class Adopted:
-    """What was found, and the family; None where no declaration has transformers' logits."""
+    """What was found, and the family; None where no declaration has transformers' logits. sizes: what the small models
+    are made with; cases: the fields that are moved, by what is said of them."""
 
     report: Report
     family: Family | None = None
+    sizes: Values = field(default_factory=dict)
     cases: dict[str, Values] = field(default_factory=dict)
 
 
@@ -92,8 +94,8 @@ def adopt(source: str | os.PathLike[str], *, hidden: Collection[str] = ()) -> Ad
         report.lacking = dict(declared.lacking)
         report.verdict, report.begun_with = "declared", near.name
         report.meanings = meanings_of(family, known.defaults)
-        cases = {m.label[:80]: {**arguments, **m.values} for m in found if _is_same(family, m)}
-        return Adopted(report, family, {"as it is": arguments, **cases})
+        cases = {m.label[:80]: m.values for m in found if _is_same(family, m)}
+        return Adopted(report, family, arguments, {"as it is": {}, **cases})
     report.lacking.setdefault("", "no element and no names that were tried give its tensors and logits")
     return Adopted(report)
 
@@ -213,7 +215,7 @@ def write(adopted: Adopted, folder: Path, *, overwrite: bool = False) -> list[st
     if family is not None:
         note = f"adopted from transformers {report.transformers}, near {report.begun_with}."
         texts[f"{stem}.py"] = source_of(family, report.begun_with or "", note)
-        texts[f"test_{stem}.py"] = test_source(family, adopted.cases, f"{stem}.py")
+        texts[f"test_{stem}.py"] = test_source(family, adopted.sizes, adopted.cases, f"{stem}.py")
     with new_folder(folder, overwrite=overwrite) as content:
         for name, text in texts.items():
             (content / name).write_text(text, encoding="utf-8")

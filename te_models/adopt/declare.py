@@ -258,7 +258,7 @@ def _broken(line: str) -> list[str]:
     return [b for one in lines for b in (_broken(one) if len(one) > WIDTH and one.rstrip().endswith("),") else [one])]
 
 
-def test_source(family: Family, cases: Mapping[str, Mapping[str, Any]], file: str) -> str:
+def test_source(family: Family, sizes: Mapping[str, Any], cases: Mapping[str, Mapping[str, Any]], file: str) -> str:
     """Return the text of a family's test: small models with each field moved, against transformers."""
     transformers = require("transformers", "hf", feature="adopt")
     writer = Writer()
@@ -269,6 +269,7 @@ def test_source(family: Family, cases: Mapping[str, Mapping[str, Any]], file: st
             type=family.model_type,
             version=transformers.__version__,
             rows="\n".join(rows),
+            sizes="\n".join(f"    {writer.value(name)}: {writer.value(value)}," for name, value in sizes.items()),
             file=file.removesuffix(".py"),
             constant=constant,
         )
@@ -287,10 +288,14 @@ import pytest
 
 from te_models.adopt import known_type, outcome
 
+SIZES: dict[str, Any] = {{
+{sizes}
+}}
+"""What a small model is made with; sizes that shapes tell apart."""
 CASES: dict[str, dict[str, Any]] = {{
 {rows}
 }}
-"""What a small model is made with, each size another one, by the field that is moved."""
+"""The fields that are moved."""
 
 
 def family() -> Any:
@@ -306,13 +311,13 @@ def family() -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_logits(case: str, seed: int) -> None:
     """1e-5 of the largest logit in float32, of rows of 1, 4 and 23 tokens."""
-    built = known_type("{type}").build(CASES[case], seed=seed)
+    built = known_type("{type}").build({{**SIZES, **CASES[case]}}, seed=seed)
     assert outcome(family(), built, seed=seed)[0] == "same", outcome(family(), built, seed=seed)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_configuration_written_again_is_the_same_model(case: str) -> None:
-    declared, values = family(), known_type("{type}").values(CASES[case])
+    declared, values = family(), known_type("{type}").values({{**SIZES, **CASES[case]}})
     config = declared.read_config(values)
     assert declared.read_config(declared.write_config(config)) == config
 '''

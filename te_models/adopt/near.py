@@ -79,7 +79,7 @@ def adapted(family: Family, pool: Pool, known: KnownType, built: Built) -> tuple
             required = isinstance(entry, Field) and entry.default is REQUIRED
             if not required and type(entry).__name__ not in ("HeadDim", "KeyValueHeads"):
                 if not any(isinstance(value, list | tuple) for value in values.values()):  # which is by layer
-                    entries += [Fixed(path, value) for path, value in values.items()]
+                    entries += [Fixed(path, value) for path, value in values.items() if "dropout" not in path]
             else:
                 entries.append(entry)
     if not _rotates(entries, built.values):

@@ -27,6 +27,8 @@ Values = dict[str, Any]
 LENGTHS = (1, 4, 23)
 """Tokens of a row: one, fewer than a small window, and more than any window or original length."""
 WINDOW = 5
+MOST_NUMBERS = 64_000_000
+"""Parameters of a small model."""
 
 # What a size is called -> what small models have; no two differ only by chance, so that shapes tell sizes apart.
 _SMALL: tuple[tuple[str, int], ...] = (
@@ -142,6 +144,7 @@ class KnownType:
                 elif name in self.defaults:
                     arguments[name] = value
             try:
+                self._check_size(arguments)
                 built = self.build_parts(arguments)
             except Exception as error:  # transformers checks what it is made with in many ways
                 first = first or f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
@@ -149,6 +152,17 @@ class KnownType:
             if all(bool(logits.isfinite().all()) for logits in built.logits.values()):
                 return arguments, built
         raise AdoptError(f"transformers makes no small model of {self.model_type!r}: {first}")
+
+    def _check_size(self, arguments: Mapping[str, Any]) -> None:
+        """Raise AdoptError for a model that is not small, as where a folder's file has sizes of names nobody knows."""
+        config = self.config(arguments)
+        with quiet(), torch.device("meta"):
+            model = self.model_class._from_config(config, attn_implementation="eager")
+        numbers = sum(parameter.numel() for parameter in model.parameters())
+        if numbers > MOST_NUMBERS:
+            raise AdoptError(
+                f"a small model of {self.model_type!r} has {numbers:,} parameters; allowed: {MOST_NUMBERS:,}"
+            )
 
     def _repairs(self) -> Iterator[Values]:
         """Yield changes of usual small sizes, for classes that do not take these."""

@@ -41,6 +41,8 @@ def test_a_hidden_family_is_found_again(tmp_path: Path, model_type: str) -> None
     assert outcome(family, built, seed=11)[0] == "same", outcome(family, built, seed=11)
     original = FAMILIES[model_type].read_config(built.values)
     assert family.read_config(built.values).replace(norm=original.norm) == original
+    declared = loaded(tmp_path / "out" / f"test_{model_type}.py", "CASES")
+    assert set(declared) == set(found.cases) and "intermediate_size = 64" in declared
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert report["verdict"] == "declared" and report["meanings"]["hidden_size"] == "hidden_size"
     assert "initializer_range" in report["of_training"]
@@ -57,7 +59,7 @@ def test_what_is_found_of_any_family_has_transformers_logits(model_type: str) ->
     if found.family is None:
         pytest.skip(f"no declaration is found: {found.report.lacking['']}")
     for seed, options in enumerate(found.cases.values(), 100):
-        built = known_type(model_type).build(options, seed=seed)
+        built = known_type(model_type).build({**found.sizes, **options}, seed=seed)
         assert outcome(found.family, built, seed=seed)[0] == "same", options
         assert outcome(found.family, built, memory=True, seed=seed)[0] in ("same", "refused"), options
 
