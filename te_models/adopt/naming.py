@@ -224,7 +224,7 @@ def _named(marked: Names, chosen: Mapping[str, str], layer: str) -> Names:
         marks, plain = getattr(marked, part), getattr(usual, part)
         plain = plain if len(plain) == len(marks) else (one,)
         found = tuple(map(name, marks, plain))
-        values[part] = getattr(usual, part) if found == plain else found
+        values[part] = getattr(usual, part) if part == "shared_fc1" and found == plain else found
     kind = marked.experts
     if isinstance(kind, PerExpert):
         d = PerExpert()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -47,7 +48,9 @@ def nearest(pool: Pool, built: Built, known: KnownType, most: int = 4) -> list[N
             continue
         explained, alike = _explained(state, family, shapes)
         fields_alike = len(family.known & set(known.defaults)) / max(len(family.known | set(known.defaults)), 1)
-        routed = any("expert" in module for module in shapes) == any(path.startswith("moe.") for path in state.paths)
+        routed = any(re.search("expert|router|moe", module) for module in shapes) == any(
+            path.startswith("moe.") for path in state.paths
+        )
         score = explained + 0.5 * alike + fields_alike + routed
         found.append((score, Near(name, family, explained, entries, state)))
     ordered = [near for _, near in sorted(found, key=lambda pair: -pair[0])]

@@ -187,6 +187,7 @@ def _other_names(names: Names) -> Iterator[Names]:
         yield replace(names, heads_in_turn=not names.heads_in_turn)
         yield replace(names, qkv_blocks=None if names.qkv_blocks else 4)
     yield replace(names, halves_swapped=not names.halves_swapped)
+    yield replace(names, embedding=names.output, output=names.embedding)
     if isinstance(names.experts, Fused):
         yield replace(names, experts=replace(names.experts, interleaved=not names.experts.interleaved))
     if len(names.fc1) == 2:
