@@ -27,6 +27,7 @@ from ..suggestions import did_you_mean
 from ..terminal import complain, one_line, say
 from . import (
     adapters,
+    adopt,
     certify,
     completion,
     convert,
@@ -42,7 +43,7 @@ from .parser import Formatter, Parser, unknown
 from .training import init, plan, rehearse, report, train
 
 GROUPS: dict[str, tuple[Any, ...]] = {
-    "convert": (convert, adapters),
+    "convert": (convert, adapters, adopt),
     "inspect": (examine, certify, models, info),
     "train": (init, tokenize, rehearse, train, report, plan, quickstart),
     "generate": (generate, evaluate),

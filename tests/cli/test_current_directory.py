@@ -56,6 +56,7 @@ VERBS: dict[str, Sequence[str]] = {
     "inspect": ("model",),
     "certify": ("hf",),
     "info": (),
+    "adopt": ("olmo", "adopted", "--again"),
     "models": ("llama",),
     "merge": ("model", "adapter", "with-adapter"),
     "upcycle": ("model", "moe", "--experts", "2", "--topk", "1"),

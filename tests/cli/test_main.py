@@ -46,6 +46,7 @@ VERBS = (
     "info",
     "certify",
     "models",
+    "adopt",
     "completion",
 )
 

@@ -249,6 +249,21 @@ class Only(_OfOneField):
 
 
 @dataclass(frozen=True)
+class Flag(_OfOneField):
+    """A field that is true or false: the paths and their values where it is one, and where it is the other."""
+
+    true: tuple[tuple[str, Any], ...]
+    false: tuple[tuple[str, Any], ...]
+    default: bool = False
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        return dict(self.true if read_typed(hf, self.hf, bool, self.default) else self.false)
+
+    def write(self, config: ModelConfig) -> Values:
+        return {self.hf: all(get_path(config, path) == value for path, value in self.true)}
+
+
+@dataclass(frozen=True)
 class Converted(_OfOneField):
     """A number that ModelConfig keeps as another one: `to_ours` of it, and `to_theirs` of that.
 

@@ -1,0 +1,227 @@
+"""From a model type that only transformers knows to a family: the whole chain."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoints import FAMILIES
+from ..checkpoints.families.base.family import Family
+from ..checkpoints.families.base.names import Fused, Names
+from ..checkpoints.io.atomic import new_folder
+from ..checkpoints.io.hub import local_folder
+from ..checkpoints.io.strict_json import read_object
+from ..extras import require
+from .declare import source_of, test_source
+from .fields import SAME, WRONG, Declaration, declare, outcome, reads_alike
+from .moves import Move, moved, moves
+from .naming import solve, unexplained
+from .near import Near, nearest
+from .pool import Pool, pool_of
+from .probe import AdoptError, Built, KnownType, Values, known_type
+from .report import Report, markdown, meanings_of, sort_moves
+from .solve import TOLERANCE, State, search, structure
+
+
+@dataclass
+class Adopted:
+    """What was found, and the family; None where no declaration has transformers' logits. sizes: what the small models
+    are made with; cases: the fields that are moved, by what is said of them."""
+
+    report: Report
+    family: Family | None = None
+    sizes: Values = field(default_factory=dict)
+    cases: dict[str, Values] = field(default_factory=dict)
+
+
+def model_type_of(source: str | os.PathLike[str]) -> tuple[str, Values]:
+    """Return the model type that `source` means, with the fields of its config.json: a folder, a hub id of which
+    config.json alone is read, or a model type of transformers."""
+    name = os.fspath(source)
+    folder = Path(name)
+    if not folder.exists() and "/" not in name and not name.endswith((".json", ".")):
+        return name, {}
+    if not folder.is_dir():
+        folder = local_folder(name, allow_patterns=["config.json"])
+    if not (folder / "config.json").is_file():
+        raise AdoptError(f"{name} has no config.json; allowed: a folder with one, a hub id, or a model type")
+    values = read_object(folder / "config.json")
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        raise AdoptError(f"config.json of {name} has model_type = {model_type!r}, which is no word")
+    return model_type, values
+
+
+def adopt(source: str | os.PathLike[str], *, hidden: Collection[str] = ()) -> Adopted:
+    """Return a family for a model type that transformers knows and te_models does not.
+
+    Arguments:
+        source: a folder with a config.json, a hub id, or a model type.
+        hidden: families that count as unknown; the type itself always does.
+
+    Raises AdoptError where transformers does not know the type, or makes no small model of it.
+    """
+    model_type, values = model_type_of(source)
+    known = known_type(model_type)
+    pool = pool_of({model_type, *hidden})
+    fields_of_file = {k: v for k, v in values.items() if k in known.defaults}
+    arguments, base = known.working(fields_of_file)
+    report = Report(model_type, known.architecture, require("transformers", "hf", feature="adopt").__version__)
+    beginnings = nearest(pool, base, known, 4)
+    report.near = [(near.name, near.explained) for near in beginnings]
+    found = moves(known, arguments, base)
+    sort_moves(report, found)
+    for near in beginnings:
+        state = _solved(near, known, pool, base, report)
+        if state is None:
+            continue
+        declared = declare(near, state, known, pool, base, found)
+        if "" in declared.lacking:
+            report.missing[near.name] = [declared.lacking[""]]
+            continue
+        family = _with_forms(declared.family, base, pool)
+        report.proofs, culprit = _proofs(family, declared, known, arguments, base, found)
+        if culprit:
+            report.missing[near.name] = [culprit]
+            continue
+        report.lacking = dict(declared.lacking)
+        report.verdict, report.begun_with = "declared", near.name
+        report.meanings = meanings_of(family, known.defaults)
+        cases = {m.label[:80]: m.values for m in found if _is_same(family, m)}
+        return Adopted(report, family, arguments, {"as it is": {}, **cases})
+    report.lacking.setdefault("", "no element and no names that were tried give its tensors and logits")
+    return Adopted(report)
+
+
+def _is_same(family: Family, move: Move) -> bool:
+    return move.built is not None and move.name != "sizes" and outcome(family, move.built)[0] == SAME
+
+
+def _solved(near: Near, known: KnownType, pool: Pool, base: Built, report: Report) -> State | None:
+    """Return the model that has transformers' tensors and logits, from a near family; None where there is none."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in base.published.items()}
+    values = {name: value for name, value in base.values.items() if name in known.defaults}
+    begun = structure(near.state, shapes, pool, near.state.names, values)
+    if begun is None:
+        return None
+    state, found = begun
+    if found.cost:
+        missing, left = unexplained(found.names, state.config(), shapes)
+        report.missing[near.name] = [*(f"no {name}" for name in missing[:4]), *left[:8]]
+        return None
+    state, error = search(_with_output(state, base), base, pool, values)
+    if error > TOLERANCE:
+        report.lacking[""] = (
+            f"its tensors are those of a model like {near.name}, and the logits differ by {error:.1e} of the largest, "
+            "so an element is missing that has no tensor of its own"
+        )
+        return None
+    return state
+
+
+def _with_output(state: State, base: Built) -> State:
+    """Return the state with the name of an output layer that repeats the embedding, and that files leave out."""
+    embedding = base.published.get(f"{state.names.embedding}.weight")
+    for name, tensor in base.memory.items():
+        repeats = name not in base.published and embedding is not None and torch.equal(tensor, embedding)
+        if repeats and name.endswith(".weight") and not name.endswith(f"{state.names.embedding}.weight"):
+            return replace(state, names=replace(state.names, output=name.removesuffix(".weight")))
+    return state
+
+
+def _with_forms(family: Family, base: Built, pool: Pool) -> Family:
+    """Return the family with the form in which transformers holds the model in memory, where it is another one."""
+    tied = {name for name in base.memory if name not in base.published}
+    if set(base.memory) == set(base.published) or not any(name not in base.memory for name in base.published):
+        return family
+    config = family.read_config(base.values)
+    shapes = {name: tuple(tensor.shape) for name, tensor in base.memory.items()}
+    drop = {
+        n for n in tied if config.embedding.share_embeddings_and_output_weights and n == f"{family.names.output}.weight"
+    }
+    shapes = {name: shape for name, shape in shapes.items() if name not in drop}
+    for names, _ in solve(config, shapes, pool, family.names)[:4]:
+        if names.cost:
+            break
+        like: dict[str, Any] = {"form": "fused", "transposed": family.names.transposed}
+        like |= {key: getattr(family.names, key) for key in ("heads_in_turn", "halves_swapped", "qkv_blocks")}
+        forms: list[Names] = [replace(names.names, **like)]
+        if isinstance(names.names.experts, Fused):
+            forms.append(replace(forms[0], experts=replace(names.names.experts, interleaved=True)))
+        for form in forms:
+            other = replace(family, other_names=(form,))
+            if outcome(other, base, memory=True)[0] == SAME:
+                return other
+    return family
+
+
+def _proofs(
+    family: Family, declared: Declaration, known: KnownType, arguments: Values, base: Built, found: list[Move]
+) -> tuple[list[tuple[str, str, str]], str]:
+    """Return what a family makes of all moves, of other weights and of fields moved together; and what it gets wrong,
+    "" for nothing. Only a refusal by name is allowed beside the same logits."""
+    rows: list[tuple[str, str, str]] = [("as it is", *outcome(family, base))]
+    for move in found:
+        if move.built is not None:
+            rows.append((move.label, *outcome(family, move.built)))
+    draw = random.Random(0)
+    usable = [m for m in found if m.built is not None and not m.inert and m.name != "sizes" and m.name not in _SIZES]
+    for number in range(6):
+        chosen = draw.sample(usable, min(len(usable), 2 + number % 3)) if usable else []
+        changed: Values = {}
+        for move in chosen:
+            changed |= move.values
+        together = moved(known, arguments, changed or {"use_cache": True}, base, seed=number + 1)
+        if together.built is not None:
+            rows.append((f"seed {number + 1}: {together.label}", *outcome(family, together.built, seed=number + 1)))
+    for move in found:
+        if (
+            move.built is not None
+            and outcome_of(rows, move.label) == SAME
+            and not reads_alike(family, move.built, known)
+        ):
+            rows.append((f"{move.label}, without what has the class's default", WRONG, "another model is read"))
+    wrong = [f"{label}: {why}" for label, got, why in rows if got == WRONG]
+    if rows[0][1] != SAME:
+        wrong.append("the base model itself is refused")
+    for move in found:
+        if move.built is not None and move.name in ("sizes", *_LAYERS) and outcome_of(rows, move.label) != SAME:
+            wrong.append(f"{move.label}: {next(why for label, _, why in rows if label == move.label)}")
+    return rows, wrong[0] if wrong else ""
+
+
+def outcome_of(rows: list[tuple[str, str, str]], label: str) -> str:
+    """Return what was found of the model of a label."""
+    return next((got for name, got, _ in rows if name == label), "")
+
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_SIZES = (*_LAYERS, "hidden_size", "num_attention_heads")
+
+
+def write(adopted: Adopted, folder: Path, *, overwrite: bool = False) -> list[str]:
+    """Write the report, and the family with its test where there is one; return the files' names. Nothing is there
+    until all of it is."""
+    report, family = adopted.report, adopted.family
+    stem = report.model_type.replace("-", "_")
+    texts = {"report.json": json.dumps(report.to_dict(), indent=2) + "\n", "report.md": markdown(report)}
+    if family is not None:
+        note = f"adopted from transformers {report.transformers}, near {report.begun_with}."
+        texts[f"{stem}.py"] = source_of(family, report.begun_with or "", note)
+        texts[f"test_{stem}.py"] = test_source(family, adopted.sizes, adopted.cases, f"{stem}.py")
+    with new_folder(folder, overwrite=overwrite) as content:
+        for name, text in texts.items():
+            (content / name).write_text(text, encoding="utf-8")
+    return sorted(texts)
+
+
+def is_known(model_type: str) -> bool:
+    """Whether te_models has a family of this type already."""
+    return model_type in FAMILIES

@@ -1,0 +1,291 @@
+"""What each field of an unknown configuration does: the entries of its configuration map, each proven by moves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from te_models.config import ConfigError, ModelConfig
+
+from ..checkpoints import CheckpointError
+from ..checkpoints.families.base.family import Family
+from ..checkpoints.families.base.fields import Entry, Field, Fixed, Flag, Only, Renamed, Spread
+from .moves import OF_TRAINING, Move, outside_of
+from .near import Near, agrees, with_defaults
+from .pool import Pool
+from .probe import Built, KnownType, small_size
+from .solve import TOLERANCE, Paths, State, difference, our_logits, search, weights_of
+from .toggles import usual_paths
+
+SAME, REFUSED, WRONG = "same", "refused", "wrong"
+
+
+@dataclass
+class Declaration:
+    """A family under way."""
+
+    family: Family
+    meanings: dict[str, str] = field(default_factory=dict)
+    """Field -> what was found of it, in words."""
+    lacking: dict[str, str] = field(default_factory=dict)
+    """Field whose other values are refused -> why."""
+
+
+def outcome(family: Family, built: Built, *, memory: bool = False, seed: int = 0) -> tuple[str, str]:
+    """Return whether a family has a model's tensors and logits, refuses it, or neither; and why."""
+    try:
+        config = family.read_config(built.values)
+    except CheckpointError as error:
+        return REFUSED, str(error)
+    except Exception as error:  # an entry that does not expect what the field holds
+        return WRONG, f"{type(error).__name__}: {error}"
+    tensors = built.memory if memory else built.published
+    names = family.names
+    try:
+        if memory:
+            form, _ = family.best_form(config, tensors)
+            names = family.forms[form]
+        unused = [name for name in tensors if family.unused.holds(name, built.values)]
+        weights = weights_of(config, names, tensors, unused)
+        error_size = difference(our_logits(config, weights, built.logits, seed), built.logits)
+    except (CheckpointError, ConfigError, ValueError, RuntimeError, AssertionError, TypeError, KeyError) as error:
+        return WRONG, f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    if error_size <= TOLERANCE:
+        return SAME, f"{error_size:.1e}"
+    return WRONG, f"logits differ by {error_size:.1e} of the largest"
+
+
+def entries_for(near: Near, state: State, base: Built) -> tuple[Entry, ...]:
+    """Return a near family's entries, those that say otherwise than what was found replaced by what was."""
+    entries: list[Entry] = []
+    settled: dict[str, Any] = {}
+    for entry in near.entries:
+        try:
+            said = entry.read(base.values)
+        except Exception:  # the entry does not expect what the field holds
+            continue
+        if not set(said) <= set(state.paths):
+            continue
+        if all(state.paths.get(path) == value for path, value in said.items()):
+            entries.append(entry)
+        else:
+            settled |= {path: state.paths[path] for path in said}
+    told: Paths = {}
+    for entry in entries:
+        told |= entry.read(base.values)
+    settled |= {path: value for path, value in state.paths.items() if path not in told or told[path] != value}
+    usual = usual_paths()
+    fixed = [Fixed(p, v) for p, v in settled.items() if told.get(p, usual.get(p, None)) != v or p in told]
+    return (*entries, *fixed)
+
+
+def neutral(family: Family, base: Built) -> Family:
+    """Return the family with `Only` entries for the fields that the base model has and that no entry speaks of."""
+    for _ in range(40):
+        try:
+            family.read_config(base.values)
+            return family
+        except CheckpointError as error:
+            match = re.match(r"config.json has (\w+) = ", str(error))
+            if match is None or match[1] in family.known or match[1] not in base.values:
+                return family
+            family = replace(family, fields=(*family.fields, Only(match[1], base.values[match[1]])))
+    return family
+
+
+def declare(near: Near, state: State, known: KnownType, pool: Pool, base: Built, found: list[Move]) -> Declaration:
+    """Return the family of what was found, with each field's entry proven by the moves of it as far as can be."""
+    family = Family(
+        model_type=known.model_type,
+        architecture=known.architecture,
+        fields=entries_for(near, state, base),
+        mixers=near.family.mixers if state.extra else None,
+        names=state.names,
+        unused=near.family.unused,
+        keeps_dtype=near.family.keeps_dtype,
+    )
+    result = Declaration(neutral(family, base))
+    if outcome(result.family, base)[0] != SAME:
+        result.lacking[""] = outcome(result.family, base)[1]
+        return result
+    for _ in range(2):
+        again = False
+        for move in found:
+            if move.built is None or move.inert:
+                continue
+            got, why = outcome(result.family, move.built)
+            if got == SAME:
+                continue
+            better = repair(result.family, move, found, known, pool, near, base, _blamed(move, got, why))
+            if better is not None:
+                result.family, again = better, True
+            elif got == WRONG:
+                result.family = _refusing(result.family, move.name, base, known)
+                result.lacking[move.name] = why
+                again = True
+        if not again:
+            break
+    return result
+
+
+def score(family: Family, found: Iterable[Move], names: Iterable[str]) -> tuple[int, int]:
+    """Return how many moves of these fields a family reads wrong, and how many it refuses."""
+    wrong = refused = 0
+    chosen = set(names)
+    for move in found:
+        if move.built is not None and move.name in chosen:
+            got = outcome(family, move.built)[0]
+            wrong, refused = wrong + (got == WRONG), refused + (got == REFUSED)
+    return wrong, refused
+
+
+def _blamed(move: Move, got: str, why: str) -> tuple[str, ...]:
+    """Return the fields that a move or its refusal speaks of."""
+    match = re.search(r"config.json has (?:a |an |the |\d+ )?(\w+)", why) if got == REFUSED else None
+    named = (match[1],) if match and move.built and match[1] in move.built.values and match[1] != move.name else ()
+    return (*named, *move.values)
+
+
+def repair(
+    family: Family,
+    move: Move,
+    found: list[Move],
+    known: KnownType,
+    pool: Pool,
+    near: Near,
+    base: Built,
+    blamed: tuple[str, ...],
+) -> Family | None:
+    """Return the family with another entry for a field, one that reads more moves of it right; None without one."""
+    concerned = {*blamed, *(n for e in family.fields if set(blamed) & set(e.names) for n in e.names)}
+    best, least = None, score(family, found, concerned)
+    entries = (e for name in blamed for e in candidates(name, known, pool, near))
+    for entry in (*entries, *_new(move, known, pool, base, family)):
+        other = neutral(_with(family, entry, base), base)
+        if outcome(other, base)[0] != SAME or outcome(other, move.built or base)[0] != SAME:
+            continue
+        if not agrees(entry, known.defaults):
+            continue
+        its = score(other, found, {*concerned, *entry.names})
+        before = score(family, found, {*concerned, *entry.names})
+        if its < before and (best is None or its < least):
+            best, least = other, its
+        if best is not None and least == (0, 0):
+            return best
+    return best
+
+
+def candidates(field_name: str, known: KnownType, pool: Pool, near: Near) -> Iterator[Entry]:
+    """Yield the entries of other families that may say what a field does."""
+    seen: list[Entry] = []
+    order = {name: i for i, name in enumerate([near.name])}
+    for _, entry in sorted(pool.entries.get(field_name, ()), key=lambda pair: order.get(pair[0], 9)):
+        its = with_defaults(entry, known.defaults)
+        if its not in seen and not isinstance(its, Only):
+            seen.append(its)
+            yield its
+    for path in sorted(pool.meanings(field_name)):
+        for name in sorted(pool.synonyms[path]):
+            for _, entry in pool.entries.get(name, ())[:3]:
+                if not isinstance(entry, Renamed) and entry.names == (name,) and name != field_name:
+                    its = with_defaults(Renamed(entry, {name: field_name}), known.defaults)
+                    if its not in seen:
+                        seen.append(its)
+                        yield its
+
+
+def _new(move: Move, known: KnownType, pool: Pool, base: Built, family: Family) -> Iterator[Entry]:
+    """Yield entries for a field that no family reads so: what has to change of our model when it is moved."""
+    if move.built is None or len(move.values) != 1:
+        return
+    without = replace(family, fields=tuple(e for e in family.fields if not (isinstance(e, Only) and e.hf == move.name)))
+    try:
+        before = _paths_of(without, base.values)
+        paths = _paths_of(without, move.built.values)
+    except CheckpointError:
+        return
+    values = {k: v for k, v in move.built.values.items() if k in known.defaults}
+    state, error = search(State(paths, family.names), move.built, pool, values, budget=250)
+    if error > TOLERANCE:
+        return
+    changed = {p: v for p, v in state.paths.items() if paths.get(p) != v}
+    usual = usual_paths()
+    old = {p: before.get(p, usual.get(p)) for p in changed}
+    default, value = known.defaults.get(move.name), move.values[move.name]
+    if not changed:
+        return
+    if isinstance(default, bool):
+        if all(isinstance(v, bool) for v in changed.values()) and set(changed.values()) == {value}:
+            if len(changed) == 1:
+                yield Field(move.name, next(iter(changed)), bool, default)
+            yield Spread(move.name, tuple(changed), default)
+        true, false = (changed, old) if value else (old, changed)
+        yield Flag(move.name, tuple(true.items()), tuple(false.items()), default)
+    elif isinstance(default, float | int) and len(changed) == 1:
+        path, number = next(iter(changed.items()))
+        if number == value:
+            yield Field(move.name, path, float if isinstance(number, float) else int, default)
+    elif default is None and len(changed) == 1:
+        path, number = next(iter(changed.items()))
+        if number == value and isinstance(value, float | int):
+            yield Field(move.name, path, bool if isinstance(value, bool) else type(number), None)
+
+
+def _paths_of(family: Family, values: Mapping[str, Any]) -> Paths:
+    found: Paths = {}
+    for entry in family.fields:
+        found |= entry.read(values)
+    return found
+
+
+def _with(family: Family, entry: Entry, base: Built) -> Family:
+    """Return the family with an entry in place of those that read its fields or say the same."""
+    try:
+        says = set(entry.read(base.values))
+    except Exception:  # the entry does not expect what the field holds
+        return family
+    entries: list[Entry] = []
+    for other in family.fields:
+        if set(other.names) & set(entry.names):
+            continue
+        if isinstance(other, Fixed) and other.path in says:
+            continue
+        entries.append(other)
+    return replace(family, fields=(*entries, entry))
+
+
+def _refusing(family: Family, name: str, base: Built, known: KnownType) -> Family:
+    """Return the family with other values of a field refused; what its entry said stays."""
+    entries: list[Entry] = []
+    for entry in family.fields:
+        if name in entry.names and not isinstance(entry, Only):
+            if len(entry.names) > 1:
+                entries.append(entry)
+                continue
+            try:
+                entries += [Fixed(path, value) for path, value in entry.read(base.values).items()]
+            except CheckpointError:
+                continue
+        elif name not in entry.names:
+            entries.append(entry)
+    return replace(family, fields=(*entries, Only(name, base.values.get(name))))
+
+
+def reads_alike(family: Family, built: Built, known: KnownType) -> bool:
+    """Whether the family reads a file without the fields that have the class's defaults as the whole one."""
+    try:
+        return family.read_config(outside_of(built.values, known.defaults)) == family.read_config(built.values)
+    except CheckpointError:
+        return False
+
+
+def config_of(family: Family, built: Built) -> ModelConfig:
+    """Return our configuration of a small model."""
+    return family.read_config(built.values)
+
+
+def is_of_training(name: str) -> bool:
+    """Whether a field is of training alone, by its name."""
+    return any(word in name for word in OF_TRAINING) or (name.endswith("_dropout") and small_size(name) is None)

@@ -1,0 +1,274 @@
+"""The model of one configuration: which elements and names give transformers' tensors and logits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.config import ConfigError, ModelConfig
+
+from ..checkpoints import CheckpointError
+from ..checkpoints.families.base.family import Family
+from ..checkpoints.families.base.names import Fused, Names
+from ..checkpoints.io.store import MemoryStore
+from ..checkpoints.plan.param_shapes import expected_tensors
+from ..checkpoints.plan.plan import make_plan
+from ..checkpoints.plan.stream import carry_out
+from ..checkpoints.plan.te_namespace import te_namespace
+from ..model import GPTModel
+from .naming import Found, key_of, solve
+from .pool import Pool, from_paths
+from .probe import Built, tokens
+from .toggles import numbers_of, options
+
+TOLERANCE = 1e-5
+Paths = dict[str, Any]
+STAGES: tuple[tuple[str, tuple[int, ...], tuple[str, ...]], ...] = (
+    ("both", (1, 4), ("norm.", "embedding.", "block")),
+    ("attention", (1, 4), ("mlp.", "moe.", "residual_multiplier", "block", "layer_scalar")),
+    ("mlp", (1,), ("attention.", "block")),
+    ("mlp", (1, 4), ("attention.", "rope.", "embedding.position", "embedding.multiplier")),
+    ("mlp", (1, 4, 23), ("attention.", "rope.", "embedding.position", "layer_types")),
+    ("", (1, 4, 23), ("",)),
+)
+"""What adds nothing, lengths of rows, and what begins the elements that are in question."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A model under way: paths of ModelConfig with their values, and the weight map."""
+
+    paths: Paths
+    names: Names
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What a family's `mixers` say beside them."""
+    keeps_dtype: tuple[str, ...] = ("*.router.expert_bias",)
+
+    def config(self) -> ModelConfig:
+        return from_paths({**self.paths, **self.extra})
+
+    def with_paths(self, changes: Mapping[str, Any]) -> State:
+        return replace(self, paths={**self.paths, **changes})
+
+
+def weights_of(config: ModelConfig, names: Names, tensors: Mapping[str, Tensor], unused: Iterable[str] = ()) -> Any:
+    """Return our tensors of files' ones; CheckpointError where they are not exactly the model's."""
+    namespace = Family("candidate", "", (), names=names).namespace(config)
+    store = MemoryStore(dict(tensors))
+    copies = {copy for copy, original in names.copies(config) if copy in tensors and original in tensors}
+    plan = make_plan(
+        store.tensors,
+        namespace,
+        te_namespace(config, "grouped"),
+        where="the state dict",
+        unused={*unused, *copies},
+        passthrough={},
+    )
+    return carry_out(plan, store)
+
+
+@torch.no_grad()
+def our_logits(
+    config: ModelConfig, weights: Mapping[str, Tensor], lengths: Iterable[int], seed: int = 0
+) -> dict[int, Tensor]:
+    """Return the logits of our model with these weights."""
+    model = GPTModel(config, device="meta")
+    model.to_empty(device="cpu")
+    for name, tensor in model.stored_tensors():
+        tensor.copy_(weights[name])
+    model.eval()
+    return {n: model(tokens(n, config.vocab_size, seed)).logits for n in lengths}
+
+
+def difference(got: Mapping[int, Tensor], expected: Mapping[int, Tensor]) -> float:
+    """Return the largest difference over the largest logit, of all lengths that both have; inf where one is not
+    finite or of another shape."""
+    worst = 0.0
+    for n, mine in got.items():
+        theirs = expected[n]
+        if mine.shape != theirs.shape or not bool(mine.isfinite().all()):
+            return math.inf
+        worst = max(worst, ((mine - theirs).abs().max() / theirs.abs().max()).item())
+    return worst
+
+
+def error_of(
+    state: State, tensors: Mapping[str, Tensor], expected: Mapping[int, Tensor], lengths: Iterable[int], seed: int = 0
+) -> float:
+    """Return how far the logits of a candidate are from transformers'; inf where it does not fit."""
+    try:
+        config = state.config()
+        weights = weights_of(config, state.names, tensors)
+        return difference(our_logits(config, weights, lengths, seed), expected)
+    except (CheckpointError, ConfigError, ValueError, RuntimeError, AssertionError, TypeError, KeyError, IndexError):
+        return math.inf
+
+
+def structure(
+    state: State, shapes: Mapping[str, tuple[int, ...]], pool: Pool, near: Names, values: Mapping[str, Any]
+) -> tuple[State, Found] | None:
+    """Return the state with elements turned on or off until its tensors are those of the files as nearly as can be."""
+    try:
+        config = state.config()
+    except ConfigError:
+        return None
+    solved = solve(config, shapes, pool, near)
+    if not solved:
+        return None
+    best, keys = solved[0][0], {key for _, key in solved[:3]}
+    while best.cost:
+        improved: tuple[int, State, Found] | None = None
+        for changes in _changes(state, numbers_of(values)):
+            tried = state.with_paths(changes)
+            try:
+                other = tried.config()
+            except ConfigError:
+                continue
+            same = expected_tensors(other) == expected_tensors(config) and other.block == config.block
+            found = [] if same else solve(other, shapes, pool, near, keys)
+            if found and found[0][0].cost < (improved[0] if improved else best.cost):
+                improved = found[0][0].cost, tried, found[0][0]
+        if improved is None:
+            break
+        _, state, best = improved
+        config = state.config()
+    return replace(state, names=best.names), best
+
+
+_TOGETHER: tuple[Paths, ...] = (
+    {"norm.normalization": "LayerNorm", "norm.bias": True},
+    {"norm.normalization": "LayerNorm", "norm.has_weight": False},
+    {"norm.normalization": "RMSNorm", "norm.bias": False},
+    {"mlp.gated": False, "mlp.bias": True},
+    {"attention.output_gate": True, "attention.output_gate_by": "head"},
+    {"attention.qk_layernorm": "head", "attention.qk_layernorm_bias": True},
+    {"attention.add_qkv_bias": True, "attention.add_output_bias": True, "mlp.bias": True},
+)
+"""Elements that are valid, or usual, only together."""
+
+
+def _changes(state: State, numbers: Mapping[str, float], prefixes: tuple[str, ...] = ("",)) -> Iterator[Paths]:
+    """Yield every change of one element, and of some that belong together."""
+    try:
+        current = state.config().to_dict()
+    except ConfigError:
+        current = {}
+    for path, values in options(numbers):
+        if not path.startswith(prefixes) or (path.startswith("moe.") and current.get("moe") is None):
+            continue
+        for value in values:
+            if _at(current, path) != value:
+                yield {path: value}
+    for path in ("moe.shared_expert_intermediate_size", "attention.kv_channels", "embedding.position_offset"):
+        if path.startswith(prefixes) and (current.get("moe") is not None or not path.startswith("moe.")):
+            for value in (None, *{int(n) for how, n in numbers.items() if how.endswith(":") and n == int(n)}):
+                if value != _at(current, path) and (value is not None or "offset" not in path):
+                    yield {path: value}
+    for changes in _TOGETHER:
+        if any(path.startswith(prefixes) for path in changes):
+            yield changes
+
+
+def _at(values: Any, path: str) -> Any:
+    for name in path.split("."):
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values
+
+
+def _other_names(names: Names) -> Iterator[Names]:
+    """Yield weight maps with the same tensors in another order."""
+    if len(names.qkv) == 1:
+        yield replace(names, heads_in_turn=not names.heads_in_turn)
+        yield replace(names, qkv_blocks=None if names.qkv_blocks else 4)
+    yield replace(names, halves_swapped=not names.halves_swapped)
+    yield replace(names, embedding=names.output, output=names.embedding)
+    if isinstance(names.experts, Fused):
+        yield replace(names, experts=replace(names.experts, interleaved=not names.experts.interleaved))
+    if len(names.fc1) == 2:
+        yield replace(names, fc1=names.fc1[::-1])
+    present = [slot for slot, norm in enumerate(names.norms) if norm]
+    for order in itertools.permutations(present):
+        if list(order) != present and len(present) > 1:
+            norms: list[str | None] = [None] * 4
+            for slot, other in zip(present, order):
+                norms[slot] = names.norms[other]
+            yield replace(names, norms=tuple(norms))
+
+
+def _alternatives(
+    state: State,
+    shapes: Mapping[str, tuple[int, ...]],
+    pool: Pool,
+    prefixes: tuple[str, ...],
+    numbers: Mapping[str, float],
+) -> Iterator[State]:
+    """Yield states that differ in one element, or in the order of what tensors hold."""
+    for names in _other_names(state.names):
+        yield replace(state, names=names)
+    config = state.config()
+    for changes in _changes(state, numbers, prefixes):
+        tried = state.with_paths(changes)
+        try:
+            other = tried.config()
+        except ConfigError:
+            continue
+        if other == config:
+            continue
+        if expected_tensors(other) != expected_tensors(config) or other.block != config.block:
+            found = solve(other, shapes, pool, state.names, {key_of(state.names, other)})
+            if not found or found[0][0].cost:
+                continue
+            tried = replace(tried, names=found[0][0].names)
+        yield tried
+
+
+def search(
+    state: State, built: Built, pool: Pool, values: Mapping[str, Any], *, budget: int = 400
+) -> tuple[State, float]:
+    """Return the state whose logits are transformers', or the nearest that was found, with its error."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in built.published.items()}
+    error = error_of(state, built.published, built.logits, built.logits)
+    try:
+        state.config()
+    except ConfigError:
+        return state, math.inf
+    if error <= TOLERANCE:
+        return state, error
+    numbers = numbers_of(values)
+    tried = 0
+    for what, lengths, prefixes in STAGES:
+        if what and what not in built.without:
+            continue
+        tensors, expected = built.without[what] if what else (built.published, built.logits)
+        now = error_of(state, tensors, expected, lengths)
+        while now > TOLERANCE and tried < budget:
+            best, least, scores = None, now, []
+            for other in _alternatives(state, shapes, pool, prefixes, numbers):
+                tried += 1
+                its = error_of(other, tensors, expected, lengths)
+                scores.append((its, len(scores), other))
+                if its < least:
+                    best, least = other, its
+                if its <= TOLERANCE or tried >= budget:
+                    break
+            if least > TOLERANCE and least > 0.2 * now:
+                for _, _, first in sorted(scores)[:4]:
+                    for other in _alternatives(first, shapes, pool, prefixes, {}):
+                        tried += 1
+                        its = error_of(other, tensors, expected, lengths)
+                        if its < least:
+                            best, least = other, its
+                        if its <= TOLERANCE or tried >= budget:
+                            break
+                    if least <= TOLERANCE or tried >= budget:
+                        break
+            if best is None or least > 0.9 * now:
+                break
+            state, now = best, least
+    return state, error_of(state, built.published, built.logits, built.logits)
