@@ -154,9 +154,15 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
         )
     compute = sum(waits.values())
     seconds = {key: moved.sent / _bandwidth(key[1], layout, hardware) for key, moved in traffic.items()}
-    overlapped = sum(s for key, s in seconds.items() if _overlaps(*key))
-    waits["sharded parameters, beyond compute"] = max(0.0, overlapped - compute)
-    waits |= {f"{kind} over {over}": s for (kind, over), s in seconds.items() if not _overlaps(kind, over)}
+    overlapped = {key for key in traffic if _overlaps(*key, config)}
+    at_end = {key: found.once[key].sent / _bandwidth(key[1], layout, hardware) for key in overlapped & {*found.once}}
+    each = (sum(seconds[key] for key in overlapped) - sum(at_end.values())) / micro_batches
+    compute_each, last = compute / micro_batches, each + sum(at_end.values())
+    if stages is not None:  # what stages send of parameters is not told by micro-batch
+        compute_each, each = compute, 0.0
+    beyond = max(0.0, each - compute_each) * (micro_batches - 1) + max(0.0, last - compute_each)
+    waits["gradients and sharded parameters, beyond compute"] = beyond
+    waits |= {f"{kind} over {over}": s for (kind, over), s in seconds.items() if (kind, over) not in overlapped}
     return Plan(
         sizes={**dims.sizes(), "sequence_parallel": config.parallel.sequence_parallel},
         ranks=ranks,
@@ -175,13 +181,18 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
     )
 
 
-_OVERLAPPED = ("dp_shard", "dp_shard_cp", "fsdp", "dp_replicate")
+_OVERLAPPED = ("dp", "dp_shard", "dp_shard_cp", "fsdp", "dp_replicate")
 """Dimensions whose collectives run while the layers compute."""
 
 
-def _overlaps(kind: str, dimension: str) -> bool:
+def _overlaps(kind: str, dimension: str, config: TrainConfig) -> bool:
     """Whether a collective runs while the layers compute; experts wait for their rows, whatever the ranks are called
-    that share them."""
+    that share them. Whole gradients are summed while the last backward pass runs, unless it is one compiled graph, or
+    that of a pipeline."""
+    parallel = config.parallel
+    at_once = config.compile and config.compile_mode == "whole"
+    if parallel.data_parallel_shard_size == 1 and (at_once or parallel.pipeline_model_parallel_size > 1):
+        return False
     return dimension in _OVERLAPPED and kind != "all_to_all"
 
 

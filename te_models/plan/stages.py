@@ -23,8 +23,9 @@ from ..training.build import build_optimizer, random_model
 from ..training.config import TrainConfig
 from ..training.lora import Adapters
 from ..training.ranks.layout import Layout
+from ..training.ranks.reduction import reduce_gradients
 from ..training.setup import set_loss_options, with_loss_chunk
-from ..training.step import make_pipeline, reduce_gradients
+from ..training.step import make_pipeline
 from ..training.trained import with_layers_alone
 from .micro_batch import Recorded, as_few_operations, by_kind, divided, of_layers, recorder_of, suppose_balance
 from .simulation import joined, without_values

@@ -143,6 +143,7 @@ def _run(
             before=run.quantize_weights,
             statistics=noting,
             objective=run.objective,
+            reduction=run.reduction,
         )
         load = None
         if has_experts:

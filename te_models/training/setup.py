@@ -53,6 +53,7 @@ from .progress import Progress
 from .ranks.agreement import check_same_settings, check_shared
 from .ranks.data_parallel import Ranks, barrier
 from .ranks.layout import Layout, layout_of
+from .ranks.reduction import Reduction
 from .run_data import open_data, training_windows, validation_batches, validation_windows
 from .seeding import derive_seed, rounding_seed, seed_all
 from .step import LossFunction, make_loss_function, make_pipeline, make_weight_cache
@@ -89,6 +90,7 @@ class SetUp:
     optimizer: Optimizer
     saving: Saving
     loss_function: LossFunction | Pipeline
+    reduction: Reduction
     objective: Objective
     quantize_weights: Callable[[], None] | None
     stage: tuple[Any, ...]
@@ -174,6 +176,8 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         )
     same_layers = None if layout.mesh is None else layout.mesh.same_layers
     quantize_weights = make_weight_cache(model, config.precision, device, same_layers)
+    once, staged = config.parallel.reduces_once, layout.stages is not None
+    reduction = Reduction(optimizer, layout.gradients, model, once=once and not staged, overlaps=not staged)
     set_rounding_seed(model, rounding_seed(config.seed, ranks.rank))
     stages = None if layout.mesh is None else layout.mesh.stages
     stage = () if stages is None else ("stage", stages.rank())  # whose dropout is its own
@@ -208,6 +212,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         optimizer=optimizer,
         saving=saving,
         loss_function=loss_function,
+        reduction=reduction,
         objective=objective,
         quantize_weights=quantize_weights,
         stage=stage,

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from te_models.kernels.cross_entropy import IGNORE_INDEX
-from te_models.layers import Recipe, autocast, cache_weights, collect_statistics, gradient_of, microbatch
-from te_models.layers.tensor.fsdp import local_part
+from te_models.layers import Recipe, autocast, cache_weights, collect_statistics, microbatch
 
 from ..compile.async_tensor_parallel import overlapping_backend_for, share_memory_of_ranks
 from ..compile.cache import backend_for
@@ -34,8 +33,9 @@ from .host import reads_are_free
 from .objective import TERMS, Objective
 from .optimizer.adamw import Optimizer
 from .precision import build_recipe
-from .ranks.data_parallel import Ranks, average_gradients, mean_over_ranks
+from .ranks.data_parallel import Ranks, mean_over_ranks
 from .ranks.layout import Layout
+from .ranks.reduction import Reduction
 
 LossFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """Of a Batch, or input ids [B, S] alone, and a weight: see `make_loss_function`."""
@@ -214,18 +214,21 @@ def train_step(
     before: Callable[[], None] | None = None,
     statistics: bool = False,
     objective: Objective | None = None,
+    reduction: Reduction | None = None,
 ) -> StepResult:
     """Do one step on this rank's micro-batches `[B, S]`, all of one shape, and return what happened. The loss is the
     mean over the predictions that are scored, in all micro-batches on all ranks.
 
     loss_function: of the model, or the pipeline that has its stages; objective: what it computes. before: see
-    `make_weight_cache`. statistics: note what the recipe does to its operands, in the last micro-batch only, because
+    `make_weight_cache`. reduction: when gradients are averaged over the ranks; None: at the end. statistics:
+    note what the recipe does to its operands, in the last micro-batch only, because
     each pass replaces what was noted.
     The host reads nothing before the whole step is queued, and then six numbers (on CPU it reads as it goes). Raises
     TrainingError, leaving the parameters as they were, if the loss is not finite, or the gradient without
     `optimizer.skip_nonfinite`.
     """
     optimizer.zero_grad()
+    reduction = reduction or Reduction(optimizer, ranks)
     total: torch.Tensor | int = 0  # the cross entropy, and the terms that are added to it
     if before is not None:
         with collect_statistics(statistics):
@@ -241,10 +244,11 @@ def train_step(
             noting = statistics and i == len(micro_batches)
             with microbatch(first=None if before is None else False), collect_statistics(noting):
                 loss, terms = loss_function(batch) if weight is None else loss_function(batch, weight)
-            (loss / len(micro_batches)).backward()
+            with reduction.backward(last=i == len(micro_batches)):
+                (loss / len(micro_batches)).backward()
             optimizer.accumulate_gradients()
             total = total + torch.cat([(loss.detach() - terms[:TERMS].sum())[None], terms]) / len(micro_batches)
-    reduce_gradients(optimizer, ranks)
+    reduction.finish()
     if isinstance(loss_function, Pipeline):
         loss_function.sum_embedding_gradients()
     assert isinstance(total, torch.Tensor), "there are micro-batches"
@@ -273,24 +277,6 @@ def check_finite(loss: float, grad_norm: float, step: int, *, skips: bool) -> No
     if not (math.isfinite(loss) and (skips or math.isfinite(grad_norm))):
         hint = "optimizer.skip_nonfinite goes on past it" if math.isfinite(loss) else "lower optimizer.lr?"
         raise TrainingError(f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; {hint}")
-
-
-@torch.no_grad()
-def reduce_gradients(optimizer: Optimizer, ranks: Ranks) -> None:
-    """Average gradients over the ranks that hold different data or sequence parts.
-
-    FSDP2 has averaged its shards already; an expert is averaged only over the ranks that hold it.
-    """
-    experts = optimizer.experts
-    whole = [p for p in optimizer.parameters.values() if local_part(p) is p]
-    if experts is None:
-        average_gradients(whole, ranks)
-        return
-    average_gradients(whole, ranks, distributed=experts.parameters, copies=experts.copies)
-    for parameter in experts.parameters:
-        gradient = gradient_of(parameter)
-        if gradient is not None and local_part(parameter) is not parameter:
-            local_part(gradient).div_(experts.token_shares)
 
 
 @torch.no_grad()
