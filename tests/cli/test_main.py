@@ -40,6 +40,7 @@ VERBS = (
     "tokenize",
     "train",
     "plan",
+    "launch",
     "generate",
     "quickstart",
     "info",
