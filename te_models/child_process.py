@@ -110,7 +110,7 @@ def run_program(
     import subprocess
     import tempfile
 
-    with tempfile.TemporaryFile() as output:  # no pipe: what the program left running could keep it open
+    with tempfile.TemporaryFile(dir=folder) as output:  # no pipe: what the program left running could keep it open
         process = subprocess.Popen(
             command,
             cwd=folder,

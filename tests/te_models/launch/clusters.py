@@ -66,8 +66,8 @@ def cluster(folder: Path, nodes: int) -> dict[str, str]:
 
 RECORDER = """#!/bin/bash
 # python: one line for each call, of its words and a variable, as this shell quotes them
-printf '%q ' "${HOSTILE-unset}" "$PWD" "$@" >> {log}
-printf '\\n' >> {log}
+printf -v line '%q ' "${HOSTILE-unset}" "$PWD" "$@"
+printf '%s\\n' "$line" >> {log}
 """
 
 
