@@ -11,9 +11,10 @@ from te_models.checkpoints import open_checkpoint
 from ..config import ConfigError, ModelConfig
 from ..training.build import read_model_config
 from ..training.config import TrainConfig
+from ..training.data.batch_size import with_global_batch
 from ..training.preflight import check_layout
 from ..training.ranks.data_parallel import Ranks
-from ..training.ranks.layout import Layout, layout_of
+from ..training.ranks.layout import Layout, balanced, layout_of
 from ..training.trained import check_names, step_flops_per_token
 from .micro_batch import record
 from .simulation import Traffic, fake_ranks, fake_tensors
@@ -132,8 +133,10 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
     rank = pipeline_rank * (ranks // pipeline)
     with fake_ranks(ranks, rank):
         layout = layout_of(config.parallel, Ranks(rank, ranks), "cpu")
+        config = with_global_batch(config, layout.data.world_size)
         check_layout(config, model, layout.dims)
         check_names(config, model)
+        layout = balanced(layout, config, model)
         with fake_tensors():
             found = (record if layout.stages is None else record_stages)(config, model, layout)
         dims, stages = layout.dims, layout.stages

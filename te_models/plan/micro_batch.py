@@ -26,6 +26,7 @@ from ..training.config import TrainConfig
 from ..training.lora import Adapters
 from ..training.ranks.layout import Layout
 from ..training.ranks.reduction import Reduction
+from ..training.setup import set_recomputation
 from ..training.step import make_loss_function
 from ..training.trained import trained_by_layer, with_layers_alone
 from .simulation import Moved, Recorder, joined, without_values
@@ -83,6 +84,7 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
     gpt.activation_checkpointing = config.model.activation_checkpointing
     gpt.activation_func_fp8_input_store = config.model.activation_func_fp8_input_store
     gpt.output_layer.loss_chunk_tokens = config.model.loss_chunk(model.vocab_size, config.micro_batch_tokens)
+    set_recomputation(gpt, config.model)
     suppose_balance(gpt)
     held = [list(gpt.parameters()), list(gpt.buffers())]
     if config.posttraining.method == "dpo" and not config.lora.rank:

@@ -139,7 +139,8 @@ def stages_of_layers(
     assert stages is not None
     edges = [sum(map(len, chosen[:i])) for i in range(len(chosen) + 1)]
     spans = tuple(range(begin, end) for begin, end in pairwise(edges))
-    layout = dataclasses.replace(layout, stages=FewLayers(stages.ranks, stages.schedule, stages.stages_per_rank, spans))
+    few_layers = FewLayers(stages.ranks, stages.schedule, stages.stages_per_rank, spans=spans)
+    layout = dataclasses.replace(layout, stages=few_layers)
     config = with_loss_chunk(config, None, model.vocab_size).replace(compile=False)
     config = _with_micro_batches(config, config.data.gradient_accumulation)
     layers = [layer for layers in chosen for layer in layers]

@@ -25,6 +25,7 @@ from ..compile.async_tensor_parallel import overlapping_backend_for, share_memor
 from ..compile.cache import backend_for
 from ..compile.compile_model import Mode, compile_model, with_room
 from ..model import GPTModel
+from ..model.recompute import offloading
 from ..parallel.pipeline import Pipeline
 from .config import PrecisionConfig, TrainConfig
 from .data.batch_size import batch_size
@@ -87,6 +88,7 @@ def make_loss_function(
     mode: Mode = "whole",
     async_tensor_parallel: bool = False,
     objective: Objective | None = None,
+    offloaded: bool = False,
 ) -> LossFunction:
     """Return `f(batch, weight) -> (loss to minimise, what is added to the cross entropy in it)`, a float32 scalar and
     float32 [3]: the terms of the routers, of the layers that predict further tokens, and of the logits' z-loss; behind
@@ -96,7 +98,8 @@ def make_loss_function(
     multiplied by; None: 1.
 
     Compiled, it is one graph; with mode "block", one graph per kind of layer, one of the output layer, the rest eager.
-    What would break a graph is an error. async_tensor_parallel: see `compile_model`.
+    What would break a graph is an error. async_tensor_parallel: see `compile_model`. offloaded: what the backward pass
+    needs waits in main memory.
     """
     recipe, objective = build_recipe(precision, model.config.num_layers), objective or Objective()
 
@@ -124,7 +127,7 @@ def make_loss_function(
         batch: torch.Tensor | Batch, weight: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         arguments: tuple[Any, ...] = (batch,) if isinstance(batch, torch.Tensor) else tuple(batch)
-        with compute_precision(precision, recipe, device):
+        with compute_precision(precision, recipe, device), offloading() if offloaded else contextlib.nullcontext():
             if weight is None and all(argument is None for argument in arguments[1:]):
                 return function(arguments[0])
             inputs = objective.inputs(Batch(*arguments))

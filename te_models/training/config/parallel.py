@@ -32,6 +32,11 @@ class ParallelConfig(ConfigPart):
     pipeline_schedule: str = "1F1B"
     """Schedule of the pipeline, by torch's name: 1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble,
     ZBVZeroBubble, DualPipeV."""
+    pipeline_split: tuple[int, ...] = ()
+    """Layers of each pipeline stage, in their order; unset means as many each."""
+    pipeline_balance: bool = False
+    """Whether stages have the layers with which the slowest one takes least: by FLOPs, the output layer and the layers
+    that predict further tokens counted, which are the last stage's."""
     context_parallel_size: int = 1
     """Ranks that share each sequence; they read the same windows."""
     expert_model_parallel_size: int = 1
@@ -79,6 +84,10 @@ class ParallelConfig(ConfigPart):
         staged = self.pipeline_model_parallel_size > 1
         allowed = "'1F1B' with pipeline_model_parallel_size = 1"
         check(staged or schedule == "1F1B", "parallel.pipeline_schedule", schedule, allowed)
+        split, balanced = list(self.pipeline_split), self.pipeline_balance
+        check(staged or not split, "parallel.pipeline_split", split, "unset with pipeline_model_parallel_size = 1")
+        allowed = "False with pipeline_model_parallel_size = 1, or pipeline_split"
+        check((staged and not split) or not balanced, "parallel.pipeline_balance", balanced, allowed)
         where = "parallel.virtual_pipeline_model_parallel_size"
         check(staged or virtual is None, where, virtual, "null with pipeline_model_parallel_size = 1")
         sharded = self.data_parallel_shard_size != 1

@@ -97,6 +97,9 @@ class TrainConfig(ConfigPart):
             check(dtype != "fp32", "precision.dtype", dtype, f"'bf16' and 'bf16-mixed' {where}")
         if self.parallel.async_tensor_parallel:
             self._check_overlap()
+        offloaded, staged = self.model.activation_offloading, self.parallel.pipeline_model_parallel_size > 1
+        allowed = "False with a graph of the whole loss, or pipeline stages"
+        check(not (offloaded and (whole or staged)), "model.activation_offloading", True, allowed)
         warmup, decay = self.schedule.warmup_steps, self.schedule.decay_steps or 0
         name, length = ("steps", self.steps) if self.schedule.steps is None else ("schedule.steps", self.schedule.steps)
         check(warmup + decay <= length, "schedule.warmup_steps", warmup, f"warm-up and decay within {name} = {length}")
