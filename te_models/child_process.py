@@ -100,22 +100,24 @@ def exit_code(process: subprocess.Popen[bytes], seconds: float) -> int | None:
     return process.returncode
 
 
-def run_program(command: Sequence[str], folder: Path, seconds: float) -> tuple[int, str]:
-    """Run a program, named by its whole path, in a folder that is the caller's; return its exit status, and what it
-    said in the C locale. Raises OSError where it does not start, and TimeoutError after so many seconds, when it is
-    killed with all that it has started."""
+def run_program(
+    command: Sequence[str], folder: Path, seconds: float, environment: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Run a program, named by its whole path, in a folder; return its exit status, and what it said. environment: None
+    is this process's in the C locale, with temporary files in the folder, which is the caller's then. Raises OSError
+    where it does not start, and TimeoutError after so many seconds, when it is killed with all that it has started."""
     import signal
     import subprocess
+    import tempfile
 
-    said = folder / "said"  # no pipe: what the program left running could keep it open
-    with said.open("wb") as output:
+    with tempfile.TemporaryFile(dir=folder) as output:  # no pipe: what the program left running could keep it open
         process = subprocess.Popen(
             command,
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=os.environ | {"LC_ALL": "C", "TMPDIR": str(folder)},
+            env=os.environ | {"LC_ALL": "C", "TMPDIR": str(folder)} if environment is None else environment,
             start_new_session=True,
         )
         try:
@@ -127,7 +129,8 @@ def run_program(command: Sequence[str], folder: Path, seconds: float) -> tuple[i
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    return status, said.read_text(encoding="utf-8", errors="replace")
+        output.seek(0)
+        return status, output.read().decode("utf-8", errors="replace")
 
 
 def forks() -> ForkContext:

@@ -192,17 +192,20 @@ def checkpointed(
     function: Callable[..., Any],
     *arguments: Any,
     get_rng_state_tracker: Callable[[], Any] | None = None,
+    save: Saved | None = None,
     **named: Any,
 ) -> Any:
-    """Return `function(*arguments)`, saving only the arguments for the backward pass, in which it runs again."""
+    """Return `function(*arguments)`, saving only the arguments for the backward pass, in which it runs again. save: see
+    `recompute_contexts`; not with a tracker."""
     if compiling():
         if get_rng_state_tracker is not None:
             raise ValueError(
                 "get_rng_state_tracker is given in a compiled graph, which cannot set states; allowed: None"
             )
         # in a graph the compiler recomputes what it traced: no state is looked up a second time
-        return checkpoint_of_torch(function, *arguments, use_reentrant=False, **named)
-    contexts: Callable[[], tuple[Any, Any]] = recompute_contexts
+        selective: dict[str, Any] = {} if save is None else {"context_fn": partial(recompute_contexts, save)}
+        return checkpoint_of_torch(function, *arguments, use_reentrant=False, **selective, **named)
+    contexts: Callable[[], tuple[Any, Any]] = recompute_contexts if save is None else partial(recompute_contexts, save)
     if get_rng_state_tracker is not None:
         contexts = partial(_contexts_with_tracker, get_rng_state_tracker)
     return checkpoint_of_torch(function, *arguments, use_reentrant=False, context_fn=contexts, **named)

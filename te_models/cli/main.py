@@ -40,12 +40,12 @@ from . import (
     tokenize,
 )
 from .parser import Formatter, Parser, unknown
-from .training import init, plan, rehearse, report, train
+from .training import init, launch, plan, rehearse, report, train
 
 GROUPS: dict[str, tuple[Any, ...]] = {
     "convert": (convert, adapters, adopt),
     "inspect": (examine, certify, models, info),
-    "train": (init, tokenize, rehearse, train, report, plan, quickstart),
+    "train": (init, tokenize, rehearse, train, launch, report, plan, quickstart),
     "generate": (generate, evaluate),
     "shell": (completion,),
 }
@@ -63,8 +63,12 @@ Exit codes: 0 done; 1 the answer is no; 2 bad input; 3 the work failed; 130 inte
 """
 
 
-def build_parser(keys: train.Keys = "none") -> Parser:
-    """Return the parser of all verbs. keys: whether `train` has the options of its keys, and in its help."""
+TAKE_KEYS = {"train": train, "launch": launch}
+"""The verbs whose options are the keys of a run, too."""
+
+
+def build_parser(keys: train.Keys = "none", verb: str = "train") -> Parser:
+    """Return the parser of all verbs. keys: whether `verb` has the options of a run's keys, and in its help."""
     parser = Parser(
         prog="te-models",
         usage="te-models [-h] [--version] VERB ...",
@@ -79,7 +83,8 @@ def build_parser(keys: train.Keys = "none") -> Parser:
     for heading, modules in GROUPS.items():
         before = len(verbs._choices_actions)
         for module in modules:
-            module.add(verbs, **({"keys": keys} if module is train else {}))
+            own = {"keys": keys if module is TAKE_KEYS[verb] else "none"} if module in TAKE_KEYS.values() else {}
+            module.add(verbs, **own)
         rows = [(choice.dest, choice.help or "") for choice in verbs._choices_actions[before:]]
         listing.append(f"{heading}:\n" + "\n".join(f"  {name:<14}{summary}" for name, summary in rows))
     parser.description = "\n\n".join([parser.description or "", *listing])
@@ -144,7 +149,7 @@ def _is_panic(error: BaseException) -> bool:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     words = sys.argv[1:] if argv is None else argv
-    parser = build_parser("hidden" if list(words[:1]) == ["train"] else "none")
+    parser = build_parser("hidden", words[0]) if words and words[0] in TAKE_KEYS else build_parser()
     verbs = verbs_of(parser).choices
     if words and words[0].startswith("-") and words[0] not in parser._option_string_actions:
         parser.error(unknown(words[:1], "te-models", parser))

@@ -29,6 +29,24 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     return 2.0 * _active_weights(config) + _mixer_flops(config, sequence_length)
 
 
+def flops_by_layer(config: ModelConfig, sequence_length: int) -> tuple[list[float], float]:
+    """Return the FLOPs of a forward pass per token of each layer, and of what is behind the last one: the output layer,
+    and the layers that predict further tokens. Blocks that layers share count nowhere."""
+    layers, further = _mixer_flops_by_layer(config, sequence_length), 0.0
+    for name, shape in expected_tensors(config, "grouped").items():
+        if len(shape) < 2 or any(word in name for word in _NO_GEMM):
+            continue
+        flops = 2.0 * _share(config, name) * math.prod(shape)
+        if name.startswith("decoder.layers."):
+            layers[int(name.split(".")[2])] += flops
+        elif name.startswith(("output_layer.", "mtp.")):
+            further += flops
+    heads = config.mtp_num_layers  # each has the output layer once more
+    logits = 2.0 * config.vocab_size * config.hidden_size
+    tied = config.embedding.share_embeddings_and_output_weights
+    return layers, further + logits * (heads + int(tied))
+
+
 def training_flops_per_token(
     config: ModelConfig,
     sequence_length: int,
@@ -77,13 +95,17 @@ def _share(config: ModelConfig, name: str) -> float:
 
 def _mixer_flops(config: ModelConfig, length: int) -> float:
     """Return the FLOPs of mixers beside their weights' GEMMs, as of scores and of their sum of values, per token."""
-    total = 0.0
+    return sum(_mixer_flops_by_layer(config, length))
+
+
+def _mixer_flops_by_layer(config: ModelConfig, length: int) -> list[float]:
+    found = []
     for layer in range(config.num_layers):
         window = config.window_size(layer) or config.chunk_size(layer)
         attention, mixer = config.attention_of(layer), config.mixer_of(layer)
-        total += 0.0 if attention is None else attention.flops(_keys_seen(length, window))
-        total += 0.0 if mixer is None else mixer.flops(length)
-    return total
+        own = 0.0 if attention is None else attention.flops(_keys_seen(length, window))
+        found.append(own + (0.0 if mixer is None else mixer.flops(length)))
+    return found
 
 
 def _keys_seen(length: int, window: int | None) -> float:

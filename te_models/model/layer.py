@@ -103,6 +103,7 @@ class TransformerLayer(nn.Module):
         self.alternating_updates = None if lanes is None else AlternatingUpdates(config, lanes, build.whole)
         self.per_layer_embedding = None if embedding is None else PerLayerEmbedding(config, embedding, build.whole)
         self.layer_scalar = LayerScalar(build) if config.layer_scalar else None
+        self.recompute_save: list[Any] | None = None  # operations whose results a recomputation finds saved
 
     def forward(
         self,
@@ -139,7 +140,7 @@ class TransformerLayer(nn.Module):
         arguments = (*arguments, choice, tokens)
         if self.shared_use is not None:
             arguments = (*arguments, shared)
-        return checkpointed(self._run, *arguments) if recompute else self._run(*arguments)
+        return checkpointed(self._run, *arguments, save=self.recompute_save) if recompute else self._run(*arguments)
 
     def _run(
         self,

@@ -34,7 +34,7 @@ V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 """Schedules in which the first rank has the first and the last stage."""
 LATER = ("ScheduleInterleavedZeroBubble", *V_SHAPED)
 """Schedules that compute weight gradients apart from the gradients of activations."""
-WHERE = "parallel.pipeline_schedule"
+WHERE, SPLIT = "parallel.pipeline_schedule", "parallel.pipeline_split"
 
 
 def schedule_class(name: str) -> Any:
@@ -54,12 +54,13 @@ def schedule_class(name: str) -> Any:
 @dataclass(frozen=True)
 class StageLayout:
     """Which stages each of `ranks` ranks has under a schedule. stages_per_rank: None means one, or two under schedules
-    of several stages a rank. Raises ConfigError for a schedule that torch does not know, and for a number of stages
-    that it does not have."""
+    of several stages a rank. split: how many layers each stage has, in their order; (): as many each. Raises
+    ConfigError for a schedule that torch does not know, and for a number of stages that it does not have."""
 
     ranks: int
     schedule: str = "1F1B"
     stages_per_rank: int | None = None
+    split: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -72,6 +73,12 @@ class StageLayout:
             where = "parallel.virtual_pipeline_model_parallel_size"
             raise ConfigError(f"{where} is {asked} with {WHERE} = {self.schedule!r}; allowed: {allowed}", where)
         object.__setattr__(self, "stages_per_rank", per_rank)
+        if self.split and (len(self.split) != self.stages or min(self.split) < 1):
+            raise ConfigError(
+                f"{SPLIT} is {list(self.split)}; allowed: a number of layers, 1 or more, for each of "
+                f"{self.stages} stages",
+                SPLIT,
+            )
 
     @property
     def stages(self) -> int:
@@ -95,8 +102,8 @@ class StageLayout:
         return tuple(range(rank, self.stages, self.ranks))
 
     def layers(self, num_layers: int) -> list[range]:
-        """Return the layers of each stage: as many each, at most one more where they do not divide. Raises ConfigError
-        where there are fewer layers than stages."""
+        """Return the layers of each stage: those of `split`, or as many each, at most one more where they do not
+        divide. Raises ConfigError where there are fewer layers than stages, or the split is of another number."""
         if num_layers < self.stages:
             where = "parallel.pipeline_model_parallel_size"
             raise ConfigError(
@@ -105,7 +112,35 @@ class StageLayout:
                 where,
             )
         edges = [num_layers * stage // self.stages for stage in range(self.stages + 1)]
+        if self.split:
+            edges = [sum(self.split[:stage]) for stage in range(self.stages + 1)]
+            if edges[-1] != num_layers:
+                raise ConfigError(
+                    f"{SPLIT} is {list(self.split)}, {edges[-1]} layers, and the model has {num_layers}", SPLIT
+                )
         return [range(begin, end) for begin, end in pairwise(edges)]
+
+
+def balanced_split(layers: Sequence[float], stages: int, last: float) -> tuple[int, ...]:
+    """Return how many consecutive layers each stage has so that the stage which takes longest takes as little as it
+    can. layers: what each takes; last: what the last stage takes beside its layers."""
+    total = [0.0]
+    for cost in layers:
+        total.append(total[-1] + cost)
+    # best[s][n]: of the first n layers in s stages, the longest stage and where the last of them begins
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for stage in range(1, stages + 1):
+        more = last if stage == stages else 0.0
+        found = {}
+        for end in range(stage, len(layers) - (stages - stage) + 1):
+            choices = ((max(best[-1][b][0], total[end] - total[b] + more), -b) for b in best[-1] if b < end)
+            longest, begin = min(choices)
+            found[end] = longest, -begin
+        best.append(found)
+    edges = [len(layers)]
+    for stage in range(stages, 0, -1):
+        edges.append(best[stage][edges[-1]][1])
+    return tuple(end - begin for begin, end in pairwise(reversed(edges)))
 
 
 Fields = Mapping[str, Tensor]

@@ -11,9 +11,10 @@ from te_models.checkpoints import open_checkpoint
 from ..config import ConfigError, ModelConfig
 from ..training.build import read_model_config
 from ..training.config import TrainConfig
+from ..training.data.batch_size import with_global_batch
 from ..training.preflight import check_layout
 from ..training.ranks.data_parallel import Ranks
-from ..training.ranks.layout import Layout, layout_of
+from ..training.ranks.layout import Layout, balanced, layout_of
 from ..training.trained import check_names, step_flops_per_token
 from .micro_batch import record
 from .simulation import Traffic, fake_ranks, fake_tensors
@@ -134,8 +135,10 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
     rank = pipeline_rank * (ranks // pipeline)
     with fake_ranks(ranks, rank):
         layout = layout_of(config.parallel, Ranks(rank, ranks), "cpu")
+        config = with_global_batch(config, layout.data.world_size)
         check_layout(config, model, layout.dims)
         check_names(config, model)
+        layout = balanced(layout, config, model)
         with fake_tensors():
             found = (record if layout.stages is None else record_stages)(config, model, layout)
         dims, stages = layout.dims, layout.stages
@@ -156,9 +159,15 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
         )
     compute = sum(waits.values())
     seconds = {key: moved.sent / _bandwidth(key[1], layout, hardware) for key, moved in traffic.items()}
-    overlapped = sum(s for key, s in seconds.items() if _overlaps(*key))
-    waits["sharded parameters, beyond compute"] = max(0.0, overlapped - compute)
-    waits |= {f"{kind} over {over}": s for (kind, over), s in seconds.items() if not _overlaps(kind, over)}
+    overlapped = {key for key in traffic if _overlaps(*key, config)}
+    at_end = {key: found.once[key].sent / _bandwidth(key[1], layout, hardware) for key in overlapped & {*found.once}}
+    each = (sum(seconds[key] for key in overlapped) - sum(at_end.values())) / micro_batches
+    compute_each, last = compute / micro_batches, each + sum(at_end.values())
+    if stages is not None:  # what stages send of parameters is not told by micro-batch
+        compute_each, each = compute, 0.0
+    beyond = max(0.0, each - compute_each) * (micro_batches - 1) + max(0.0, last - compute_each)
+    waits["gradients and sharded parameters, beyond compute"] = beyond
+    waits |= {f"{kind} over {over}": s for (kind, over), s in seconds.items() if (kind, over) not in overlapped}
     return Plan(
         sizes={**dims.sizes(), "sequence_parallel": config.parallel.sequence_parallel},
         ranks=ranks,
@@ -177,13 +186,18 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
     )
 
 
-_OVERLAPPED = ("dp_shard", "dp_shard_cp", "fsdp", "dp_replicate")
+_OVERLAPPED = ("dp", "dp_shard", "dp_shard_cp", "fsdp", "dp_replicate")
 """Dimensions whose collectives run while the layers compute."""
 
 
-def _overlaps(kind: str, dimension: str) -> bool:
+def _overlaps(kind: str, dimension: str, config: TrainConfig) -> bool:
     """Whether a collective runs while the layers compute; experts wait for their rows, whatever the ranks are called
-    that share them."""
+    that share them. Whole gradients are summed while the last backward pass runs, unless it is one compiled graph, or
+    that of a pipeline."""
+    parallel = config.parallel
+    at_once = config.compile and config.compile_mode == "whole"
+    if parallel.data_parallel_shard_size == 1 and (at_once or parallel.pipeline_model_parallel_size > 1):
+        return False
     return dimension in _OVERLAPPED and kind != "all_to_all"
 
 

@@ -34,7 +34,9 @@ def plan_layouts(config: TrainConfig, ranks: int, hardware: Hardware) -> list[Pl
     sizes, runs = [], []
     data = config.data
     length = {"sequence_length": data.sequence_length, "tokens": data.micro_batch_size * data.sequence_length}
-    for its in layouts_of(model_of(config), ranks, hardware.node_ranks, data.gradient_accumulation, **length):
+    batch = data.global_batch_size
+    micro_batches = data.gradient_accumulation if batch is None else batch // data.micro_batch_size
+    for its in layouts_of(model_of(config), ranks, hardware.node_ranks, micro_batches, **length):
         try:
             runs.append(_run(config, ranks, its))
             sizes.append(its)

@@ -25,7 +25,9 @@ from ..training.build import build_optimizer, random_model
 from ..training.config import TrainConfig
 from ..training.lora import Adapters
 from ..training.ranks.layout import Layout
-from ..training.step import make_loss_function, reduce_gradients
+from ..training.ranks.reduction import Reduction
+from ..training.setup import set_recomputation
+from ..training.step import make_loss_function
 from ..training.trained import trained_by_layer, with_layers_alone
 from .simulation import Moved, Recorder, joined, without_values
 
@@ -82,6 +84,7 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
     gpt.activation_checkpointing = config.model.activation_checkpointing
     gpt.activation_func_fp8_input_store = config.model.activation_func_fp8_input_store
     gpt.output_layer.loss_chunk_tokens = config.model.loss_chunk(model.vocab_size, config.micro_batch_tokens)
+    set_recomputation(gpt, config.model)
     suppose_balance(gpt)
     held = [list(gpt.parameters()), list(gpt.buffers())]
     if config.posttraining.method == "dpo" and not config.lora.rank:
@@ -93,13 +96,21 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
         found.optimizer = recorder.live - found.parameters
         loss_function = make_loss_function(gpt.train(), config.precision, "cpu", compiled=False)
         shape = config.data.micro_batch_size * config.window_rows, config.data.sequence_length
-        loss, _ = loss_function(torch.zeros(shape, dtype=torch.int64, device="cpu"))
-        loss.backward()
-        del loss
-        optimizer.accumulate_gradients()
-        found.each, recorder.traffic = recorder.traffic, {}
-        reduce_gradients(optimizer, layout.gradients)
-        found.once, found.peak = recorder.traffic, recorder.peak
+        once = config.parallel.reduces_once and layout.dims.is_sharded and config.data.gradient_accumulation > 1
+        reduction = Reduction(optimizer, layout.gradients, gpt, once=once)
+        passes: list[Moved] = []
+        for last in (False, True) if once else (True,):
+            recorder.traffic = {}
+            loss, _ = loss_function(torch.zeros(shape, dtype=torch.int64, device="cpu"))
+            with reduction.backward(last=last):
+                loss.backward()
+            del loss
+            optimizer.accumulate_gradients()
+            passes.append(recorder.traffic)
+        found.each, recorder.traffic = passes[0], {}
+        reduction.finish()
+        found.once = joined(recorder.traffic, joined(passes[-1], passes[0], -1.0))
+        found.peak = recorder.peak
     return found
 
 

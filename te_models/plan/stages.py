@@ -23,8 +23,9 @@ from ..training.build import build_optimizer, random_model
 from ..training.config import TrainConfig
 from ..training.lora import Adapters
 from ..training.ranks.layout import Layout
+from ..training.ranks.reduction import reduce_gradients
 from ..training.setup import set_loss_options, with_loss_chunk
-from ..training.step import make_pipeline, reduce_gradients
+from ..training.step import make_pipeline
 from ..training.trained import with_layers_alone
 from .micro_batch import Recorded, as_few_operations, by_kind, divided, of_layers, recorder_of, suppose_balance
 from .simulation import joined, without_values
@@ -138,7 +139,8 @@ def stages_of_layers(
     assert stages is not None
     edges = [sum(map(len, chosen[:i])) for i in range(len(chosen) + 1)]
     spans = tuple(range(begin, end) for begin, end in pairwise(edges))
-    layout = dataclasses.replace(layout, stages=FewLayers(stages.ranks, stages.schedule, stages.stages_per_rank, spans))
+    few_layers = FewLayers(stages.ranks, stages.schedule, stages.stages_per_rank, spans=spans)
+    layout = dataclasses.replace(layout, stages=few_layers)
     config = with_loss_chunk(config, None, model.vocab_size).replace(compile=False)
     config = _with_micro_batches(config, config.data.gradient_accumulation)
     layers = [layer for layers in chosen for layer in layers]

@@ -224,7 +224,10 @@ def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_R
     everywhere = None if model.whole is None else dict(model.whole.named_parameters())
     freeze(model, config.optimizer.freeze, everywhere)
     sharded = layout.dims.is_sharded  # whose gradients arrive as the ranks' averages
-    micro_batches = config.data.gradient_accumulation * (1 if sharded else layout.gradients.world_size)
+    # FSDP2 adds the micro-batches of a step up in float32 where it reduces once
+    once = sharded and layout.stages is None and config.parallel.reduces_once
+    micro_batches = 1 if once else config.data.gradient_accumulation
+    micro_batches *= 1 if sharded else layout.gradients.world_size
     main_grads = needs_main_grads(config, micro_batches)
     for module in model.modules() if main_grads and not sharded else ():
         if isinstance(module, GemmModule | Table | OutputLayer):

@@ -43,7 +43,7 @@ from .optimizer.learning_rate import LearningRate
 from .preflight import FINAL, FINAL_EMA
 from .ranks.data_parallel import Ranks, barrier, largest_over_ranks, ranks_from_environment
 from .ranks.layout import Layout
-from .row import Rows
+from .row import Rows, busy_seconds
 from .seeding import derive_seed, seed_all
 from .setup import SetUp, set_up
 from .step import LossFunction, TrainingError, evaluate, train_step
@@ -142,7 +142,7 @@ def _run(
     deferred = opened.enter_context(contextlib.ExitStack())
     deferred.enter_context(signals.deferred())
     while step < config.steps:
-        step_begun = time.perf_counter()
+        step_begun, busy = time.perf_counter(), busy_seconds()
         saving.check()
         profiler.begin(step + 1)
         seed_all(derive_seed(config.seed, "step", step, layout.gradients.rank, *run.stage))
@@ -171,6 +171,7 @@ def _run(
             statistics=noting,
             objective=run.objective,
             rounded=run.rounded,
+            reduction=run.reduction,
         )
         clip = {} if run.qk_clip is None else run.qk_clip.step(run.optimizer, skipped=result.skipped)
         load = None
@@ -183,9 +184,11 @@ def _run(
         profiler.end(step)
         if device == "cpu":
             return_freed_memory()
-        seconds = time.perf_counter() - step_begun
+        seconds, busy = time.perf_counter() - step_begun, busy_seconds() - busy
 
-        row = rows.row(step, result, lr, load, seconds, data_s, (windows_of_step, position), histograms=histograms)
+        row = rows.row(
+            step, result, lr, load, seconds, data_s, busy, (windows_of_step, position), histograms=histograms
+        )
         row |= clip
         view = replace(view, step=step)
         callbacks.tell("on_step", view, result.loss)

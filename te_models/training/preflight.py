@@ -15,6 +15,7 @@ from te_models.checkpoints.folder.hf_config import find_family
 from ..compile import async_tensor_parallel
 from ..config import ConfigError, ModelConfig
 from ..extras import require
+from ..model import recompute
 from ..model.parallel import (
     check_deepep,
     check_deepep_device,
@@ -97,6 +98,10 @@ def check_model(config: TrainConfig, model: ModelConfig, device: str, dims: Para
         raise ConfigError(
             f"parallel.async_tensor_parallel is True; allowed on {device}: False, because ranks exchange rows through "
             f"memory that devices share, which torch has on {' and '.join(async_tensor_parallel.DEVICES)} alone"
+        )
+    if config.model.activation_offloading and device not in recompute.OFFLOADED:
+        raise ConfigError(
+            f"model.activation_offloading is True; allowed on {device}: False, because activations are in main memory"
         )
     _check_sizes(config, model, device, dims)
     if config.optimizer.qk_clip_threshold is not None:
@@ -224,7 +229,8 @@ def _check_stages(config: TrainConfig, model: ModelConfig, ranks: int) -> None:
     from ..parallel.pipeline import StageLayout
 
     parallel = config.parallel
-    stages = StageLayout(ranks, parallel.pipeline_schedule, parallel.virtual_pipeline_model_parallel_size)
+    per_rank = parallel.virtual_pipeline_model_parallel_size
+    stages = StageLayout(ranks, parallel.pipeline_schedule, per_rank, parallel.pipeline_split)
     stages.layers(model.num_layers)
     if config.compile and stages.is_later:
         raise ConfigError(

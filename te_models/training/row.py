@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from te_models.layers import quantization_statistics
 
 from ..model.moe.expert_bias import ExpertLoad
+from ..terminal import say
 from .metrics import finite
 from .ranks.data_parallel import Ranks, largest_over_ranks
 from .setup import SetUp
@@ -34,6 +36,7 @@ class Rows:
     device: str
     ranks: Ranks
     tflop_per_token: float
+    stragglers: Stragglers = field(default_factory=lambda: Stragglers())
     begun: float = field(default_factory=time.perf_counter)
 
     @classmethod
@@ -50,14 +53,16 @@ class Rows:
         load: ExpertLoad | None,
         seconds: float,
         data_s: float,
+        compute_s: float,
         windows: tuple[int, int],
         *,
         histograms: bool = False,
     ) -> dict[str, Any]:
         """Return the row of a finished step; called by all ranks.
 
-        load: of the experts of all layers; None: there are none. seconds, data_s: what this rank took for the step, and
-        of it for reading the data. windows: how many the step read, and all steps until now, on all ranks.
+        load: of the experts of all layers; None: there are none. seconds, data_s, compute_s: what this rank took for
+        the step, and of it for reading the data, and for computing. windows: how many the step read, and all steps
+        until now, on all ranks.
         histograms: whether the row has the tokens of each expert.
         """
         config, length = self.run.config, self.run.config.data.sequence_length * self.run.config.window_rows
@@ -83,6 +88,10 @@ class Rows:
         tokens = windows[0] * length
         row |= {"tokens_per_second": tokens / seconds, "seconds": time.perf_counter() - self.begun}
         row |= spread_over_ranks(seconds, data_s, self.device, self.ranks)
+        if self.ranks.world_size > 1 and self.device == "cpu":
+            row |= self.stragglers.step(compute_of_ranks(compute_s, self.ranks))
+            if self.ranks.is_main and self.stragglers.news:
+                say(f"note: {self.stragglers.news}")
         row["tflops"] = self.tflop_per_token * tokens / seconds
         if config.log.peak_tflops is not None:
             row["mfu"] = row["tflops"] / config.log.peak_tflops
@@ -91,6 +100,50 @@ class Rows:
     def quantization(self) -> dict[str, dict[str, float | None]]:
         """Return what the recipe did to the operands of the last step that noted it."""
         return finite(quantization_statistics(self.run.model))
+
+
+def busy_seconds() -> float:
+    """Return how long this thread has computed, or has waited for a processor to do so: not what it slept, as in a
+    collective."""
+    try:
+        running, queued = Path("/proc/thread-self/schedstat").read_text().split()[:2]
+    except (OSError, ValueError):  # no Linux
+        return time.thread_time()
+    return (int(running) + int(queued)) / 1e9
+
+
+def compute_of_ranks(seconds: float, ranks: Ranks) -> list[float]:
+    """Return what each rank computed; called by all ranks."""
+    own = torch.zeros(ranks.world_size, dtype=torch.float64, device="cpu")
+    own[ranks.rank] = seconds
+    return largest_over_ranks(own, ranks).tolist()
+
+
+@dataclass
+class Stragglers:
+    """Notices a rank that computes longer than the others, for which these wait in every collective. news: a sentence
+    about one, after the step that makes it certain."""
+
+    news: str | None = None
+    _last: int = -1
+    _steps: int = 0
+
+    def step(self, seconds: list[float]) -> dict[str, float | int]:
+        """Return the columns of the metrics. seconds: what each rank computed in a step."""
+        slowest = max(range(len(seconds)), key=seconds.__getitem__)
+        median = sorted(seconds)[(len(seconds) - 1) // 2]
+        slow = seconds[slowest] > STRAGGLES * median
+        self._steps = (self._steps + 1 if slowest == self._last else 1) if slow else 0
+        self._last = slowest
+        self.news = None
+        if self._steps == STEPS:
+            times = f"{seconds[slowest] / max(median, 1e-9):.1f}"
+            self.news = f"rank {slowest} computes {times} times as long as the median rank, for {STEPS} steps in a row"
+        return {"compute_s_min": min(seconds), "compute_s_max": seconds[slowest], "slowest_rank": slowest}
+
+
+STRAGGLES, STEPS = 1.5, 10
+"""How many times as long as the median a straggler computes, and in how many steps in a row."""
 
 
 def peak_memory(device: str) -> int:

@@ -20,9 +20,10 @@ from te_models.layers import set_rounding_seed
 from te_models.layers.module.model_state import quantized_modules
 from te_models.layers.module.weight_cache import forget_cached_weights
 
-from ..config import ModelConfig
+from ..config import ConfigError, ModelConfig
 from ..model import GPTModel
 from ..model.parallel import reshard
+from ..model.recompute import matching_modules, recompute_modules, save_results
 from ..parallel.parts import ModelParts
 from ..parallel.pipeline import Pipeline
 from ..terminal import say
@@ -40,7 +41,7 @@ from .checkpoints.start import (
     set_newer_aside,
 )
 from .config import ModelSource, TrainConfig
-from .data.batch_size import BatchSize, batch_size
+from .data.batch_size import BatchSize, batch_size, with_global_batch
 from .data.blend import Blend
 from .data.windows import Batch
 from .log.starts import record_start
@@ -58,7 +59,8 @@ from .preflight import check_output, check_run
 from .progress import Progress
 from .ranks.agreement import check_same_settings, check_shared
 from .ranks.data_parallel import Ranks, barrier
-from .ranks.layout import Layout, layout_of
+from .ranks.layout import Layout, balanced, layout_of
+from .ranks.reduction import Reduction
 from .run_data import open_data, training_windows, validation_batches, validation_windows
 from .seeding import derive_seed, rounding_seed, seed_all
 from .step import LossFunction, make_loss_function, make_pipeline, make_weight_cache
@@ -98,6 +100,7 @@ class SetUp:
     optimizer: Optimizer
     saving: Saving
     loss_function: LossFunction | Pipeline
+    reduction: Reduction
     objective: Objective
     quantize_weights: Callable[[], None] | None
     recipes: RecipeSchedule
@@ -137,6 +140,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     check_shared(output_dir, ranks)
     layout = layout_of(config.parallel, ranks, device)
     data_ranks = layout.data
+    config = with_global_batch(config, data_ranks.world_size)
     batch = batch_size(config.data, data_ranks.world_size)
     checkpoint, start = open_start(config, output_dir, ranks)
     if start:
@@ -145,6 +149,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     config = opened.enter_context(cpu_gemm_of_run(config, start, ranks, device))
     step, position = (start.step, start.position) if start else (0, 0)
     model_config, notes = check_run(config, start, checkpoint, device, layout.dims, reads_text=ranks.is_main)
+    layout = balanced(layout, config, model_config)
     if ranks.is_main:
         read_metrics(output_dir / METRICS)  # a damaged one is refused now, and not when the loss is drawn
     config = with_loss_chunk(config, start, model_config.vocab_size)
@@ -198,9 +203,12 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
             async_tensor_parallel=config.parallel.async_tensor_parallel,
             objective=objective,
             recipes=recipes,
+            offloaded=config.model.activation_offloading,
         )
     same_layers = None if layout.mesh is None else layout.mesh.same_layers
     quantize_weights = make_weight_cache(model, config.precision, device, same_layers, recipes)
+    once, staged = config.parallel.reduces_once, layout.stages is not None
+    reduction = Reduction(optimizer, layout.gradients, model, once=once and not staged, overlaps=not staged)
     set_rounding_seed(model, rounding_seed(config.seed, ranks.rank))
     stages = None if layout.mesh is None else layout.mesh.stages
     stage = () if stages is None else ("stage", stages.rank())  # whose dropout is its own
@@ -237,6 +245,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         optimizer=optimizer,
         saving=saving,
         loss_function=loss_function,
+        reduction=reduction,
         objective=objective,
         quantize_weights=quantize_weights,
         recipes=recipes,
@@ -291,11 +300,23 @@ def with_loss_chunk(config: TrainConfig, start: TrainingState | None, vocab_size
     return config.replace(model=model.replace(loss_chunk_tokens=chunk))
 
 
+def set_recomputation(model: GPTModel, options: ModelSource) -> None:
+    """Have modules be recomputed in backward passes, as a run asks for it. Raises ConfigError for a name that means
+    none."""
+    try:
+        names = matching_modules(model, options.recompute_modules, model.whole)
+        recompute_modules(model, names, options.recompute_save_ops)
+        save_results(model, options.recompute_save_ops)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def set_loss_options(model: GPTModel, options: ModelSource) -> None:
     """Set what trades time for memory, in every pipeline stage of a model, and the terms of the loss."""
     for part in (model, *(stage.model for stage in model.pipeline_stages)):
         part.activation_checkpointing = options.activation_checkpointing
         part.activation_func_fp8_input_store = options.activation_func_fp8_input_store
+    set_recomputation(model, options)
     if model.post_process:
         assert options.loss_chunk_tokens != "auto", "with_loss_chunk has decided"
         model.output_layer.loss_chunk_tokens = options.loss_chunk_tokens

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 from te_models.kernels.cross_entropy import IGNORE_INDEX
-from te_models.layers import Recipe, autocast, cache_weights, collect_statistics, gradient_of, microbatch
-from te_models.layers.tensor.fsdp import local_part
+from te_models.layers import Recipe, autocast, cache_weights, collect_statistics, microbatch
 
 from ..compile.async_tensor_parallel import overlapping_backend_for, share_memory_of_ranks
 from ..compile.cache import backend_for
 from ..compile.compile_model import Mode, compile_model, with_room
 from ..model import GPTModel
+from ..model.recompute import offloading
 from ..parallel.pipeline import Pipeline
 from .config import PrecisionConfig, TrainConfig
 from .data.batch_size import batch_size
@@ -34,8 +34,9 @@ from .host import reads_are_free
 from .objective import TERMS, Objective
 from .optimizer.adamw import Optimizer
 from .precision import RecipeSchedule
-from .ranks.data_parallel import Ranks, average_gradients, mean_over_ranks
+from .ranks.data_parallel import Ranks, mean_over_ranks
 from .ranks.layout import Layout
+from .ranks.reduction import Reduction
 
 LossFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """Of a Batch, or input ids [B, S] alone, and a weight: see `make_loss_function`."""
@@ -88,6 +89,7 @@ def make_loss_function(
     async_tensor_parallel: bool = False,
     objective: Objective | None = None,
     recipes: RecipeSchedule | None = None,
+    offloaded: bool = False,
 ) -> LossFunction:
     """Return `f(batch, weight) -> (loss to minimise, what is added to the cross entropy in it)`, a float32 scalar and
     float32 [3]: the terms of the routers, of the layers that predict further tokens, and of the logits' z-loss; behind
@@ -98,7 +100,8 @@ def make_loss_function(
 
     Compiled, it is one graph; with mode "block", one graph per kind of layer, one of the output layer, the rest eager.
     What would break a graph is an error. async_tensor_parallel: see `compile_model`. recipes: whose recipe in force
-    the layers run under, with a graph for each; None: the first one of `precision`.
+    the layers run under, with a graph for each; None: the first one of `precision`. offloaded: what the backward pass
+    needs waits in main memory.
     """
     objective = objective or Objective()
     recipes = recipes or RecipeSchedule.first(precision, model.config.num_layers)
@@ -127,7 +130,8 @@ def make_loss_function(
         batch: torch.Tensor | Batch, weight: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         arguments: tuple[Any, ...] = (batch,) if isinstance(batch, torch.Tensor) else tuple(batch)
-        with compute_precision(precision, recipes.now, device):
+        offload = offloading() if offloaded else contextlib.nullcontext()
+        with compute_precision(precision, recipes.now, device), offload:
             inputs = objective.inputs(Batch(*arguments))
             if weight is None and not inputs and all(argument is None for argument in arguments[1:]):
                 return function(arguments[0])
@@ -220,18 +224,21 @@ def train_step(
     statistics: bool = False,
     objective: Objective | None = None,
     rounded: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    reduction: Reduction | None = None,
 ) -> StepResult:
     """Do one step on this rank's micro-batches `[B, S]`, all of one shape, and return what happened. The loss is the
     mean over the predictions that are scored, in all micro-batches on all ranks.
 
     loss_function: of the model, or the pipeline that has its stages; objective: what it computes. before: see
-    `make_weight_cache`. statistics: note what the recipe does to its operands, in the last micro-batch only, because
-    each pass replaces what was noted. rounded: what the passes run in, and the update does not.
+    `make_weight_cache`. reduction: when gradients are averaged over the ranks; None: at the end. statistics: note
+    what the recipe does to its operands, in the last micro-batch only, because each pass replaces what was noted.
+    rounded: what the passes run in, and the update does not.
     The host reads nothing before the whole step is queued, and then six numbers (on CPU it reads as it goes). Raises
     TrainingError, leaving the parameters as they were, if the loss is not finite, or the gradient without
     `optimizer.skip_nonfinite`.
     """
     optimizer.zero_grad()
+    reduction = reduction or Reduction(optimizer, ranks)
     total: torch.Tensor | int = 0  # the cross entropy, and the terms that are added to it
     if before is not None:
         with collect_statistics(statistics):
@@ -248,10 +255,11 @@ def train_step(
                 noting = statistics and i == len(micro_batches)
                 with microbatch(first=None if before is None else False), collect_statistics(noting):
                     loss, terms = loss_function(batch) if weight is None else loss_function(batch, weight)
-                (loss / len(micro_batches)).backward()
+                with reduction.backward(last=i == len(micro_batches)):
+                    (loss / len(micro_batches)).backward()
                 optimizer.accumulate_gradients()
                 total = total + torch.cat([(loss.detach() - terms[:TERMS].sum())[None], terms]) / len(micro_batches)
-    reduce_gradients(optimizer, ranks)
+    reduction.finish()
     if isinstance(loss_function, Pipeline):
         loss_function.sum_embedding_gradients()
     assert isinstance(total, torch.Tensor), "there are micro-batches"
@@ -280,24 +288,6 @@ def check_finite(loss: float, grad_norm: float, step: int, *, skips: bool) -> No
     if not (math.isfinite(loss) and (skips or math.isfinite(grad_norm))):
         hint = "optimizer.skip_nonfinite goes on past it" if math.isfinite(loss) else "lower optimizer.lr?"
         raise TrainingError(f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; {hint}")
-
-
-@torch.no_grad()
-def reduce_gradients(optimizer: Optimizer, ranks: Ranks) -> None:
-    """Average gradients over the ranks that hold different data or sequence parts.
-
-    FSDP2 has averaged its shards already; an expert is averaged only over the ranks that hold it.
-    """
-    experts = optimizer.experts
-    whole = [p for p in optimizer.parameters.values() if local_part(p) is p]
-    if experts is None:
-        average_gradients(whole, ranks)
-        return
-    average_gradients(whole, ranks, distributed=experts.parameters, copies=experts.copies)
-    for parameter in experts.parameters:
-        gradient = gradient_of(parameter)
-        if gradient is not None and local_part(parameter) is not parameter:
-            local_part(gradient).div_(experts.token_shares)
 
 
 @torch.no_grad()

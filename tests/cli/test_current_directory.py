@@ -75,6 +75,7 @@ VERBS: dict[str, Sequence[str]] = {
     "train": ("run.toml",),
     "report": ("run", "--output", "report.html"),
     "plan": ("run.toml", "--ranks", "2"),
+    "launch": ("run.toml", "--slurm", "--nproc-per-node", "1"),
     "generate": ("model", "--prompt", "def", "--max-new-tokens", "2"),
     "eval": ("model", "--text", "text.txt", "--seq-length", "16", "--stride", "8"),
     "completion": ("bash",),

@@ -150,7 +150,7 @@ def test_every_verb_that_says_no_verify_has_it(
         "init": ["init", "--model", "hf", "--task", "lora"],
     }
     # read no model, or its headers alone
-    without = {"completion", "quickstart", "report", "tokenize", "certify", "models", "adopt"}
+    without = {"completion", "quickstart", "report", "tokenize", "certify", "models", "adopt", "launch"}
     assert {*words, *without} == set(verbs_of(build_parser()).choices)
     for name in sorted(words.keys() - {"plan", "init"}):  # these two read configurations and headers alone
         code = main(words[name])

@@ -41,6 +41,7 @@ VERBS = (
     "rehearse",
     "train",
     "plan",
+    "launch",
     "generate",
     "quickstart",
     "info",

@@ -112,6 +112,7 @@ CHANGES = {
 SLOW = dict.fromkeys(
     (
         "docs/tutorials/ranks.md",
+        "docs/tutorials/cluster.md",
         "docs/tutorials/quantize.md",
         "docs/tutorials/finetune.md",
         "docs/tutorials/experts.md",

@@ -157,7 +157,7 @@ def gradients_are_those_of_one_rank(name: str, layout: str) -> None:
     from te_models.training.optimizer.adamw import Optimizer
     from te_models.training.ranks.data_parallel import Ranks
     from te_models.training.ranks.experts import expert_ranks
-    from te_models.training.step import reduce_gradients
+    from te_models.training.ranks.reduction import reduce_gradients
 
     config, mesh = (CONFIGS | {"six": SIX_EXPERTS})[name], mesh_of(layout)
     if mesh.dims.tensor_model_parallel_size > 1:

@@ -112,6 +112,9 @@ def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
 
 _FREE = {
     "model.activation_checkpointing",
+    "model.recompute_modules",
+    "model.recompute_save_ops",
+    "model.activation_offloading",
     "model.loss_chunk_tokens",
     "data.tokenizer_workers",
     "data.prefetch",
@@ -153,7 +156,7 @@ def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> N
         raise ConfigError(
             f"cannot continue from step {start.step}: a step had {accumulated * before_ranks} micro-batches, "
             f"{_ACCUMULATION} {accumulated} on each of {before_ranks} ranks, and has {per_step} on "
-            f"{ranks.world_size}; allowed: a gradient_accumulation with the same product"
+            f"{ranks.world_size}; allowed: a gradient_accumulation with the same product, or data.global_batch_size"
         )
 
 

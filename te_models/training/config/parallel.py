@@ -32,6 +32,11 @@ class ParallelConfig(ConfigPart):
     pipeline_schedule: str = "1F1B"
     """Schedule of the pipeline, by torch's name: 1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble,
     ZBVZeroBubble, DualPipeV."""
+    pipeline_split: tuple[int, ...] = ()
+    """Layers of each pipeline stage, in their order; unset means as many each."""
+    pipeline_balance: bool = False
+    """Whether stages have the layers with which the slowest one takes least: by FLOPs, the output layer and the layers
+    that predict further tokens counted, which are the last stage's."""
     context_parallel_size: int = 1
     """Ranks that share each sequence; they read the same windows."""
     expert_model_parallel_size: int = 1
@@ -48,6 +53,10 @@ class ParallelConfig(ConfigPart):
     reshard_after_forward: int | Literal["default", "always", "never"] = "default"
     """Whether FSDP2 frees gathered parameters between forward and backward pass: of layers (default), of all (always),
     or down to shards over that many ranks, from which the backward pass gathers (a number)."""
+    reduce_gradients: Literal["step", "micro_batch"] | None = None
+    """How often FSDP2 adds up the gradients of the ranks: once a step, for which each rank holds whole gradients in
+    float32 (step), or after each micro-batch (micro_batch); unset means micro_batch, or step with pipeline stages.
+    Without shards it is once a step."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which FSDP2 adds up the gradients of the ranks."""
     cpu_offload: bool = False
@@ -56,6 +65,12 @@ class ParallelConfig(ConfigPart):
     async_tensor_parallel: bool = False
     """Whether split layers exchange rows while they multiply: with sequence_parallel, compiled, on CUDA, in the dtypes
     fp32 and bf16 without a recipe."""
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients are reduced once a step, whatever its micro-batches."""
+        asked, sharded = self.reduce_gradients, self.data_parallel_shard_size != 1
+        return not sharded or self.pipeline_model_parallel_size > 1 if asked is None else asked == "step"
 
     def _validate(self) -> None:
         names = (name for name in self.__dataclass_fields__ if name.endswith("_size"))
@@ -69,6 +84,10 @@ class ParallelConfig(ConfigPart):
         staged = self.pipeline_model_parallel_size > 1
         allowed = "'1F1B' with pipeline_model_parallel_size = 1"
         check(staged or schedule == "1F1B", "parallel.pipeline_schedule", schedule, allowed)
+        split, balanced = list(self.pipeline_split), self.pipeline_balance
+        check(staged or not split, "parallel.pipeline_split", split, "unset with pipeline_model_parallel_size = 1")
+        allowed = "False with pipeline_model_parallel_size = 1, or pipeline_split"
+        check((staged and not split) or not balanced, "parallel.pipeline_balance", balanced, allowed)
         where = "parallel.virtual_pipeline_model_parallel_size"
         check(staged or virtual is None, where, virtual, "null with pipeline_model_parallel_size = 1")
         sharded = self.data_parallel_shard_size != 1
@@ -81,3 +100,10 @@ class ParallelConfig(ConfigPart):
         check(sharded or not offloaded, "parallel.cpu_offload", offloaded, "False with data_parallel_shard_size = 1")
         where = "parallel.reduce_dtype"
         check(sharded or self.reduce_dtype == "float32", where, self.reduce_dtype, "'float32' without shards")
+        where, often = "parallel.reduce_gradients", self.reduce_gradients
+        each = often == "micro_batch"
+        check(sharded or not each, where, often, "'step' with data_parallel_shard_size = 1")
+        check(not (staged and each), where, often, "'step' with pipeline stages, whose schedule adds gradients up")
+        narrow = often == "step" and self.reduce_dtype != "float32"
+        why = "in which the gradients of micro-batches would be added up"
+        check(not narrow, where, often, f"'micro_batch' with reduce_dtype = {self.reduce_dtype!r}, {why}")

@@ -103,6 +103,9 @@ class TrainConfig(ConfigPart):
         if self.parallel.async_tensor_parallel:
             self._check_overlap()
         self.precision.check_schedule(self.steps)
+        offloaded, staged = self.model.activation_offloading, self.parallel.pipeline_model_parallel_size > 1
+        allowed = "False with a graph of the whole loss, or pipeline stages"
+        check(not (offloaded and (whole or staged)), "model.activation_offloading", True, allowed)
         warmup, decay = self.schedule.warmup_steps, self.schedule.decay_steps or 0
         name, length = ("steps", self.steps) if self.schedule.steps is None else ("schedule.steps", self.schedule.steps)
         check(warmup + decay <= length, "schedule.warmup_steps", warmup, f"warm-up and decay within {name} = {length}")

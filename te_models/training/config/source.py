@@ -37,6 +37,14 @@ class ModelSource(ConfigPart):
     """Whether the experts of a layer are one tensor (grouped) or one each."""
     activation_checkpointing: bool = False
     """Whether only the input of each layer is kept for the backward pass, which computes the rest again."""
+    recompute_modules: tuple[str, ...] = ()
+    """Modules of which the same holds in place of whole layers: patterns of names such as "decoder.layers.*.mlp"."""
+    recompute_save_ops: tuple[str, ...] = ()
+    """Operations whose results are kept and not computed again: gemm, attention, all_to_all, or torch's names such as
+    "aten.mm"."""
+    activation_offloading: bool = False
+    """Whether what layers keep for the backward pass waits in main memory; on a device, and without a graph of the
+    whole loss."""
     activation_func_fp8_input_store: bool = False
     """Whether the inputs of the MLPs' activations are kept in FP8 (E4M3) for the backward pass, whose derivatives are
     then at rounded values: half the memory of the largest tensors that are kept."""
@@ -57,6 +65,11 @@ class ModelSource(ConfigPart):
         present = [name for name in ("path", "name", "config", "config_file") if getattr(self, name) is not None]
         check(len(present) == 1, "model", " and ".join(present) or "empty", "one of path, name, config and config_file")
         check(self.path is not None or not self.mtp, "model.mtp", self.mtp, "false without path; see mtp_num_layers")
+        names, whole = list(self.recompute_modules), self.activation_checkpointing
+        check(not (names and whole), "model.recompute_modules", names, "none with activation_checkpointing = true")
+        saved, some = list(self.recompute_save_ops), bool(names) or whole
+        allowed = "none without recompute_modules or activation_checkpointing"
+        check(some or not saved, "model.recompute_save_ops", saved, allowed)
         z = self.logits_z_loss_coeff
         check(z >= 0, "model.logits_z_loss_coeff", z, "zero or a positive number")
         chunk = self.loss_chunk_tokens
@@ -134,6 +147,9 @@ class DataConfig(ConfigPart):
     """Windows in a micro-batch."""
     gradient_accumulation: int = 1
     """Micro-batches of each rank in an optimizer step."""
+    global_batch_size: int | None = None
+    """Windows of an optimizer step on all ranks, from which gradient_accumulation follows for as many ranks as a run
+    has: it goes on with fewer or more of them; unset means what gradient_accumulation makes."""
     rampup_batch_size: tuple[int, ...] = ()
     """Growing batches, as [start, increment, samples]: steps of all ranks begin with so many windows, which grow by
     increment up to the full batch after so many windows; unset means full batches from the beginning."""
@@ -146,6 +162,10 @@ class DataConfig(ConfigPart):
         check(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2 tokens")
         for name in ("micro_batch_size", "gradient_accumulation"):
             check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a positive integer")
+        batch, count = self.global_batch_size, self.gradient_accumulation
+        check(batch is None or batch > 0, "data.global_batch_size", batch, "a positive integer")
+        follows = "1, or unset, with data.global_batch_size, from which it follows"
+        check(batch is None or count == 1, "data.gradient_accumulation", count, follows)
         ramp = self.rampup_batch_size
         known = len(ramp) in (0, 3) and all(number > 0 for number in ramp)
         check(known, "data.rampup_batch_size", list(ramp), "three positive integers: start, increment and samples")

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...config import ConfigError
+
+if TYPE_CHECKING:
+    from ..config import TrainConfig
 
 KEY = "data.rampup_batch_size"
 
@@ -61,6 +64,21 @@ class BatchSize:
                 return position + (steps - done) * self.windows
             position += self.at(position)
         return position
+
+
+def with_global_batch(config: TrainConfig, ranks: int) -> TrainConfig:
+    """Return a configuration whose `gradient_accumulation` makes `data.global_batch_size` on so many ranks with data of
+    their own; ConfigError where none does."""
+    data = config.data
+    if data.global_batch_size is None:
+        return config
+    multiple = data.micro_batch_size * ranks
+    if data.global_batch_size % multiple:
+        where = "data.global_batch_size"
+        allowed = f"a multiple of {multiple}, the windows of one micro-batch on each of {ranks} ranks"
+        raise ConfigError(f"{where} is {data.global_batch_size}; allowed: {allowed}", where)
+    count = data.global_batch_size // multiple
+    return config.replace(data=data.replace(gradient_accumulation=count, global_batch_size=None))
 
 
 def batch_size(data: Any, ranks: int) -> BatchSize:

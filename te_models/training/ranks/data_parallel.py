@@ -1,9 +1,9 @@
 """Data parallelism over processes that torchrun started: which windows are mine, and the mean of everybody's gradients.
 
 Every rank holds the whole model, but for experts where they are distributed (`expert_ranks`). Gradients are averaged in
-one all-reduce per dtype over a flat buffer, after the last micro-batch; the reduction gives the same bits on every
-rank, so parameters never drift apart. Without torchrun's environment there is one rank and nothing here communicates.
-Parameters that FSDP2 shards are no concern of this file: their gradients arrive as averages.
+`buckets`; the reduction gives the same bits on every rank, so parameters never drift apart. Without torchrun's
+environment there is one rank and nothing here communicates. Parameters that FSDP2 shards are no concern of this file:
+their gradients arrive as averages.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from te_models.layers import gradient_of
 from te_models.layers.collectives import check_group
+
+from .buckets import BUCKET, Bucket, InOrder, filled
 
 if TYPE_CHECKING:
     from .monitor import RankMonitor
@@ -117,35 +119,33 @@ def average_gradients(
     for name, process_group in {"copies": copies, "group": group}.items():
         if process_group is not None:
             check_group(name, process_group)
+    buckets = gradient_buckets(parameters, ranks, distributed=distributed, copies=copies, group=group)
+    InOrder(buckets).finish()
+
+
+def gradient_buckets(
+    parameters: Iterable[torch.nn.Parameter],
+    ranks: Ranks,
+    *,
+    distributed: Iterable[torch.nn.Parameter] = (),
+    copies: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None,
+    limit: int = BUCKET,
+) -> list[Bucket]:
+    """Return what `average_gradients` sums, in the order of the parameters. limit: bytes of a bucket."""
     if ranks.world_size == 1 and copies is None:
-        return
+        return []
     own = {id(parameter) for parameter in distributed}
-    everyone: list[torch.Tensor] = []
-    few: list[torch.Tensor] = []
+    everyone: list[torch.nn.Parameter] = []
+    few: list[torch.nn.Parameter] = []
     for parameter in parameters:
-        gradient = gradient_of(parameter)
-        if gradient is not None:
-            (few if id(parameter) in own else everyone).append(gradient)
+        (few if id(parameter) in own else everyone).append(parameter)
+    found: list[Bucket] = []
     if ranks.world_size > 1:
-        _sum(everyone, ranks.group if group is None else group, ranks.world_size)
-    if copies is not None and copies.size() > 1:
-        _sum(few, copies, ranks.world_size)
-    else:
-        for gradient in few:
-            gradient.div_(ranks.world_size)
-
-
-def _sum(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | None, count: int) -> None:
-    """Replace gradients by their sums over a group divided by `count`, in one all-reduce per dtype."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for together in by_dtype.values():
-        flat = torch.cat([g.reshape(-1) for g in together])
-        dist.all_reduce(flat, group=group)
-        flat.div_(count)
-        for gradient, part in zip(together, flat.split([g.numel() for g in together]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        of_all = partial(Bucket, ranks.group if group is None else group, ranks.world_size)
+        found += filled(of_all, everyone, limit)
+    shared = copies is not None and copies.size() > 1
+    return [*found, *filled(partial(Bucket, copies, ranks.world_size, shared), few, limit)]
 
 
 def mean_over_ranks(value: torch.Tensor, ranks: Ranks) -> torch.Tensor:

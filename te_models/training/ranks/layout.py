@@ -6,10 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...config import ModelConfig
+from ...model.flops import flops_by_layer
 from ...model.parallel import groups_of
 from ...parallel.dims import ParallelDims
-from ...parallel.pipeline import StageLayout
-from ..config import ParallelConfig
+from ...parallel.pipeline import StageLayout, balanced_split
+from ..config import ParallelConfig, TrainConfig
 from .data_parallel import Ranks
 
 if TYPE_CHECKING:
@@ -52,6 +54,17 @@ class Layout:
 ONE_RANK = Layout(ParallelDims(ranks=1), None, Ranks(), Ranks())
 
 
+def balanced(layout: Layout, config: TrainConfig, model: ModelConfig) -> Layout:
+    """Return the layout with stages that take equally long, where the run asks for it."""
+    stages = layout.stages
+    if stages is None or not config.parallel.pipeline_balance:
+        return layout
+    stages.layers(model.num_layers)  # refuses more stages than layers
+    layers, last = flops_by_layer(model, config.data.sequence_length)
+    split = balanced_split(layers, stages.stages, last)
+    return dataclasses.replace(layout, stages=dataclasses.replace(stages, split=split))
+
+
 def layout_of(config: ParallelConfig, ranks: Ranks, device: str) -> Layout:
     """Return the layout that a configuration describes for so many ranks; called by all of them.
 
@@ -61,7 +74,8 @@ def layout_of(config: ParallelConfig, ranks: Ranks, device: str) -> Layout:
     stages = None
     if dims.pipeline_model_parallel_size > 1:
         per_rank = config.virtual_pipeline_model_parallel_size
-        stages = StageLayout(dims.pipeline_model_parallel_size, config.pipeline_schedule, per_rank)
+        ranks_of_stages = dims.pipeline_model_parallel_size
+        stages = StageLayout(ranks_of_stages, config.pipeline_schedule, per_rank, config.pipeline_split)
     if dims.is_whole and dims.expert_model_parallel_size == dims.context_parallel_size == 1:
         return Layout(dims, None, ranks, ranks)
     mesh = dims.build_mesh(device)

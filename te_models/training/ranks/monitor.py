@@ -12,6 +12,8 @@ timeout counts while rank 0 tokenizes text or writes files.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import os
 import sys
@@ -196,10 +198,20 @@ class RankMonitor:
         return f"rank {rank} stopped answering"
 
     def _conclude(self, lost: str | None, everyone: int = 0) -> None:
+        if lost is not None and self.lost is None and not self._closing and " failed: " not in lost:
+            show_stacks(self.rank, lost)
         with self._news:
             self.lost = self.lost or lost
             self._open = max(self._open, everyone)
             self._news.notify_all()
+
+
+def show_stacks(rank: int, lost: str) -> None:
+    """Write where each thread of this process is to standard error: every rank does, so that what a rank waits for can
+    be seen beside what the others do."""
+    print(f"te-models: {lost}; rank {rank} is here:", file=sys.stderr, flush=True)
+    with contextlib.suppress(Exception):  # standard error may be no file
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
 
 
 def _store_keeper() -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import combinations, pairwise
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 
 from te_models import GPTModel
 from te_models.config import ConfigError
+from te_models.model.flops import flops_by_layer, forward_flops_per_token
 from te_models.parallel import StageLayout
-from te_models.parallel.pipeline import Pipeline
+from te_models.parallel.pipeline import Pipeline, balanced_split
+from te_models.training import ParallelConfig
 from tests.te_models.configs import FURTHER, VARIANTS, token_ids
 from tests.training.runs import tiny_model
 
@@ -130,6 +134,41 @@ def test_layers_are_shared_evenly() -> None:
     assert [len(layers) for layers in StageLayout(4).layers(10)] == [2, 3, 2, 3]
     with pytest.raises(ConfigError, match="is 4 with 1 stages each, and the model has 3 layers"):
         StageLayout(4).layers(3)
+
+
+def test_layers_are_split_as_asked() -> None:
+    assert StageLayout(3, split=(1, 3, 2)).layers(6) == [range(1), range(1, 4), range(4, 6)]
+    with pytest.raises(ConfigError, match=r"pipeline_split is \[1, 3, 2\], 6 layers, and the model has 7"):
+        StageLayout(3, split=(1, 3, 2)).layers(7)
+    for split in ((1, 2), (0, 3, 3)):
+        with pytest.raises(ConfigError, match="a number of layers, 1 or more, for each of 3 stages"):
+            StageLayout(3, split=split)
+    for options in ({"pipeline_split": (2, 2)}, {"pipeline_balance": True}):
+        with pytest.raises(ConfigError, match="with pipeline_model_parallel_size = 1"):
+            ParallelConfig(**options)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_slowest_stage_is_as_fast_as_it_can_be(seed: int) -> None:
+    """Against all splits."""
+    random = Random(seed)
+    layers, last = [random.uniform(1, 3) for _ in range(8)], random.uniform(0, 4)
+
+    def longest(edges: tuple[int, ...]) -> float:
+        spans = pairwise((0, *edges, 8))
+        return max(sum(layers[a:b]) + last * (b == 8) for a, b in spans)
+
+    for stages in (2, 3, 4, 8):
+        split = balanced_split(layers, stages, last)
+        assert sum(split) == 8 and len(split) == stages and min(split) >= 1
+        edges = tuple(sum(split[:i]) for i in range(1, stages))
+        assert longest(edges) == pytest.approx(min(map(longest, combinations(range(1, 8), stages - 1))))
+
+
+def test_flops_of_layers_are_those_of_the_model() -> None:
+    for name in ("dense", "tied", "latent", "moe_shared", "mixed_layers"):
+        layers, behind = flops_by_layer(VARIANTS[name], 16)
+        assert sum(layers) + behind == pytest.approx(forward_flops_per_token(VARIANTS[name], 16))
 
 
 @pytest.mark.parametrize(

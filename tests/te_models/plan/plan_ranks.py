@@ -22,13 +22,15 @@ from te_models.training import LoRAConfig, OptimizerConfig, TrainConfig
 from te_models.training.build import build_optimizer
 from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.ranks.layout import Layout, layout_of
-from te_models.training.step import make_pipeline, reduce_gradients
+from te_models.training.ranks.reduction import reduce_gradients
+from te_models.training.step import make_pipeline
 from tests.training.runs import tiny_model, tiny_run
 
 LAYERS = 6
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "fsdp2": {"data_parallel_shard_size": 2},
+    "fsdp2 once": {"data_parallel_shard_size": 2, "reduce_gradients": "step"},
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp2": {"context_parallel_size": 2},

@@ -126,10 +126,16 @@ SCHEDULES = {
 """Layouts of two pipeline stages under other schedules than 1F1B; most of them have two stages a rank."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp2 offloaded": {"data_parallel_shard_size": 2, "cpu_offload": True},
+    "pp2 split": {"pipeline_model_parallel_size": 2, "pipeline_split": (3, 1)},
+    "pp2 ZBVZeroBubble balanced": {
+        "pipeline_model_parallel_size": 2,
+        "pipeline_schedule": "ZBVZeroBubble",
+        "pipeline_balance": True,
+    },
     "ep2 quantized": {"expert_model_parallel_size": 2, "expert_dispatch": "all_to_all_quantized"},
 }
 """Layouts with options that do not go with every model, recipe and optimizer."""
-DATA_RANKS = dict.fromkeys(SCHEDULES, 1) | {
+DATA_RANKS = dict.fromkeys([*SCHEDULES, "pp2 split", "pp2 ZBVZeroBubble balanced"], 1) | {
     "one": 1,
     "tp2": 1,
     "tp2 sp": 1,

@@ -25,7 +25,7 @@ from te_models.training import (
 from te_models.training.metrics import read_metrics
 from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.ranks.experts import ExpertRanks
-from te_models.training.step import reduce_gradients
+from te_models.training.ranks.reduction import reduce_gradients
 from tests.training.processes import train_on_ranks
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 

@@ -63,6 +63,8 @@ TRAINED = [
     Case("moe", "fp32", "cp2"),
     Case("mla_moe", "fp32", "ep2 fsdp2"),
     Case("tied", "fp32", "pp2"),
+    Case("tied", "fp32", "pp2 split"),
+    Case("deep", "fp32", "pp2 ZBVZeroBubble balanced"),
     Case("deep", "delayed", "pp2"),
     Case("deep", "fp32", "pp2 Interleaved1F1B"),
     Case("deep", "bf16", "pp2 ZBVZeroBubble"),
