@@ -11,7 +11,7 @@ from torch import Tensor
 from te_models.suggestions import shown
 
 from ..distributed.tensor_parallel import InitMethod
-from ..functional.linear import linear
+from ..gemm.autograd import linear
 from ..te_arguments import takes_at_default, takes_parallel_options
 from .norm import PrecedingNorm
 from .parameters_split import ParametersSplit, SplitParameters

@@ -13,8 +13,8 @@ from te_models.kernels.activation import Activation
 from te_models.suggestions import shown
 
 from ..distributed.tensor_parallel import InitMethod, TensorParallelModule
-from ..functional.fused_quantize import Prologue
-from ..functional.linear import linear
+from ..gemm.autograd import linear
+from ..gemm.prologue import Prologue
 from ..recipe.activation_checkpoint import checkpointed
 from ..te_arguments import SHAPES, takes_at_default, takes_parallel_options, takes_without_effect
 from .base import GemmModule

@@ -11,9 +11,9 @@ from torch import Tensor
 from te_models.kernels.activation import Activation
 
 from ..distributed.tensor_parallel import InitMethod, ParallelMode
-from ..functional.fused_quantize import Prologue
-from ..functional.linear import linear
-from ..functional.linear_op import Boundary, check_boundary, linear_layer
+from ..gemm.autograd import linear
+from ..gemm.prologue import Prologue
+from ..gemm.registered import Boundary, check_boundary, linear_layer
 from ..te_arguments import takes_parallel_options
 from .parameters_split import ParametersSplit, SplitParameters
 from .primary_weights import default_init_method, store_weights_as_asked

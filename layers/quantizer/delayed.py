@@ -39,7 +39,8 @@ from ..te_arguments import torch_dtype
 from . import Fields, Float8CurrentScalingQuantizer, Quantizer, Usage
 from .fp8 import quantize_by_scale, quantize_rows_with, rows_by_usage
 from .group_offsets import GroupOffsets
-from .tensor_types import TENSOR_TYPES, empty_tensor, quantized
+from .maker import TensorMaker
+from .tensor_types import TENSOR_TYPES
 from .value import value_class
 
 ROLES = ("input", "weight", "grad_output")
@@ -65,7 +66,7 @@ class DelayedScalingQuantizer(Float8CurrentScalingQuantizer):
         return Float8Quantizer(scale, amax, self.fp8_dtype)
 
 
-class Float8Quantizer:
+class Float8Quantizer(TensorMaker):
     """A live per-tensor quantizer: multiplies by `scale` and records the largest magnitude it sees in `amax`.
 
     scale: float32 [] or [1], or [G] for G groups of rows; amax: float32 of the same shape, or None to record nothing;
@@ -78,6 +79,7 @@ class Float8Quantizer:
     FORMAT: ClassVar[str] = "float8"
     BLOCK_SCALES_ONLY: ClassVar[bool] = False
     symmetric: ClassVar[bool] = True
+    rowwise = columnwise = True
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class Float8Quantizer:
         self.scale = scale
         self.amax = amax
         self.fp8_dtype = torch_dtype(fp8_dtype)
-        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
+        self.set_usage(rowwise=rowwise, columnwise=columnwise)
 
     @property
     def value(self) -> Float8CurrentScalingQuantizer:
@@ -211,37 +213,17 @@ class Float8Quantizer:
         """Return how many rows one scale spans, for alignment: any number will do."""
         return 1
 
-    def quantize(
-        self, tensor: Tensor, key: Tensor | None = None, *, out: Any = None, dtype: torch.dtype | None = None
-    ) -> Any:
-        """Return a tensor [..., C] as a `Float8Tensor`, recording its amax; as `Quantizer.quantize`."""
-        return quantized(self, tensor, key, dtype) if out is None else self.update_quantized(tensor, out)
-
-    def __call__(self, tensor: Tensor, key: Tensor | None = None) -> Any:
-        """Return `quantize(tensor)`."""
-        return self.quantize(tensor)
-
-    def multi_quantize(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return `quantize` of each tensor."""
-        return [self.quantize(tensor) for tensor in tensors]
+    def _asked_value(self) -> Quantizer:
+        return self.value
 
     def calibrate(self, tensor: Tensor) -> None:
         """Record the amax of a tensor of any shape, as if it was quantized."""
         self.record(q.amax(tensor.detach().reshape(1, -1)))
 
-    def make_empty(
-        self,
-        shape: Sequence[int],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        requires_grad: bool = False,
-    ) -> Any:
-        """Return an uninitialised `Float8Tensor`, see `Quantizer.make_empty`."""
-        return empty_tensor(self.value, shape, dtype, device).requires_grad_(requires_grad)
-
     @torch.no_grad()
-    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
+    def update_quantized(
+        self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None, key: Tensor | None = None
+    ) -> Any:
         """Quantize src into dst with this scale, recording its amax, and return dst: see `Quantizer.update_quantized`.
         ValueError for another format, and for another shape."""
         if not isinstance(dst, TENSOR_TYPES[self.FORMAT]) or dst.quantizer.fp8_dtype != self.fp8_dtype:
@@ -252,19 +234,9 @@ class Float8Quantizer:
             raise ValueError(f"cannot quantize shape {tuple(src.shape)} into a tensor of shape {tuple(dst.shape)}")
         return dst.overwrite(self.quantize_fields(src.to(dst.device).reshape(dst.matrix_shape)), noop=noop_flag)
 
-    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Change the usages; None leaves one as it is."""
-        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
-        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
-
-    def get_usages(self) -> dict[str, bool]:
-        """Return {"rowwise": ..., "columnwise": ...}."""
-        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
-
     def copy(self) -> Float8Quantizer:
         """Return another quantizer with the same tensors."""
-        usages = {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
-        return Float8Quantizer(self.scale, self.amax, self.fp8_dtype, **usages)
+        return Float8Quantizer(self.scale, self.amax, self.fp8_dtype, **self.get_usages())
 
     def quantize_grouped(self, x: Tensor, key: Tensor | None = None) -> Any:
         """Return x: [G, R, C] as one `GroupedTensor`, recording amaxes; scale and amax are [G]."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from te_models.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, QuantizedTensor
 from te_models.layers.collectives import all_reduce
 from te_models.layers.distributed.tensor_parallel import part_of
-from te_models.layers.functional.grouped_linear import add_bias_rows
+from te_models.layers.gemm.grouped import add_bias_rows
 from te_models.layers.module.weight_cache import forget_cached_weights
 
 from .layers import (

@@ -30,7 +30,7 @@ from te_models.layers.distributed.context_parallel import (
 )
 from te_models.layers.distributed.tensor_parallel import TensorParallelModule
 from te_models.layers.distributed.vocab_parallel import gather_logits, vocab_parallel_linear_cross_entropy
-from te_models.layers.functional.wgrad import main_grad_of
+from te_models.layers.gemm.wgrad import main_grad_of
 
 from ..config import ModelConfig
 from .build import Build, WordsOfRank, init_method

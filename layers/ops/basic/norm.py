@@ -11,7 +11,7 @@ from te_models.kernels.derivative import gradients_of
 from te_models.kernels.norm import Norm, l2_norm
 from te_models.kernels.without_autocast import autocast_dtype
 
-from ...functional.fused_quantize import fused_output, fused_storage
+from ...gemm.prologue import fused_output, fused_storage
 from ...module.norm import LayerNorm as LayerNormModule
 from ...module.norm import RMSNorm as RMSNormModule
 from ...module.norm import flat_input, flat_parameter

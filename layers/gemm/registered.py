@@ -24,12 +24,14 @@ from ..quantizer.state import NO_STATE, QuantizerState
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import QuantizedStorage
-from .dense_gemms import bias_gradient, dense_fprop, dense_gradients, plain_weight
-from .fused_quantize import Prologue
-from .gemm_operand import operands_on
-from .linear import GemmCall, calibrate, stored_linear
-from .saved_input import SavedInput
+from .autograd import GemmCall
+from .encode import ONE_MATRIX, Form
+from .gradients import Forms, fprop, gradients
+from .plain import calibrate, stored_linear
+from .product import bias_gradient, target
+from .prologue import Prologue
 from .scaling import GemmConfig, GemmOptions, Scaling
+from .weight import plain_weights
 from .wgrad import WeightGradient
 
 Boundary = Literal["kernel", "layer"]
@@ -87,7 +89,7 @@ def linear_layer_forward(
     needs: list[bool],
 ) -> Forward:
     """x: [T, K] in the compute dtype; weight: [N, K]; torch_gradients: without a recipe, and without a main gradient,
-    as `linear` is then; the rest as in `dense_fprop`."""
+    as `linear` is then; the rest as in `fprop`."""
     if torch_gradients:
         if isinstance(weight, QuantizedTensor):
             y = stored_linear(x, weight, bias)
@@ -97,7 +99,7 @@ def linear_layer_forward(
     quantizers = _own(quantizers)
     live = QuantizerState(scale, amax, None, statistics)
     config = GemmConfig(quantizers, GemmOptions(save_original_input or quantizers is HIGH_PRECISION), gemm)
-    y, _, tensors = dense_fprop(x, weight, bias, cached, Scaling(config, live), x.dtype, (False, needs[1]))
+    y, _, tensors = fprop(x, (weight,), bias, cached, ONE_MATRIX, Scaling(config, live), x.dtype, (False, needs[1]))
     described = _saved(x, quantizers, save_original_input, needs)
     if isinstance(described, QuantizedResult):
         return Forward(y, described.make(tensors))
@@ -152,10 +154,9 @@ def linear_layer_backward(
         quantizers = _own(quantizers)
         config = GemmConfig(quantizers, GemmOptions(wgrad=wgrad), gemm)
         scaling = Scaling.of_backward(config, scale, key, live_gradient, gradient_log, grad_statistics)
-        form, tensors = _as_saved(saved, quantizers)
-        dx, dw = dense_gradients(
-            dy.contiguous(), weight, cached, main_grad, scaling, form, tensors, dy.dtype, (needs[0], needs[1])
-        )
+        forms, tensors = _forms(saved, quantizers, dy)
+        into, wanted = () if main_grad is None else (main_grad,), (needs[0], needs[1])
+        dx, (dw,) = gradients(dy.contiguous(), (weight,), cached, into, ONE_MATRIX, scaling, forms, tensors, wanted)
         db = bias_gradient(dy, bias_dtype) if needs[2] and bias_dtype is not None else None
         return dx, dw, db
 
@@ -166,7 +167,7 @@ def _as_torch(
     """Return the gradients that autograd derives of `linear` without a recipe, by the same products."""
     dx = dw = db = None
     if needs[0]:
-        dx = multiply(dy, plain_weight(weight, dy.dtype))
+        dx = multiply(dy, plain_weights((weight,), dy.dtype, groups=False))
     if needs[1]:
         assert isinstance(x, Tensor)
         dw = multiply(x.t(), dy).t().contiguous().to(weight.dtype)
@@ -175,14 +176,16 @@ def _as_torch(
     return dx, dw, db
 
 
-def _as_saved(saved: Tensor | QuantizedStorage | None, quantizers: GemmQuantizers) -> tuple[SavedInput, list[Tensor]]:
+def _forms(
+    saved: Tensor | QuantizedStorage | None, quantizers: GemmQuantizers, dy: Tensor
+) -> tuple[Forms, list[Tensor]]:
+    to, override = target(dy.device, dy.dtype), quantizers.backward_override
     if saved is None:
-        return SavedInput("nothing"), []
-    on = operands_on(saved.device)
+        return Forms(to), []
     if isinstance(saved, Tensor):
-        return SavedInput("original" if quantizers.backward_override is None else "plain", on=on), [saved]
-    form = "fields" if quantizers.backward_override is None else "dequantized"
-    return SavedInput(form, saved.quantizer.field_names(), tuple(saved.shape), on=on), list(saved.fields.values())
+        return Forms(to, Form("plain" if override else "original")), [saved]
+    form = Form("dequantized" if override else "fields", saved.quantizer.field_names(), tuple(saved.shape))
+    return Forms(to, form), list(saved.fields.values())
 
 
 _function = differentiable(linear_layer_forward, linear_layer_backward, gradients=("x", "weight", "bias"))

@@ -13,7 +13,7 @@ from ..quantizer.group_offsets import GroupOffsets
 from ..quantizer.identity import UNQUANTIZED
 from ..quantizer.state import NO_STATE, AnyQuantizer, QuantizerState, unrecorded, with_gradient_state, with_state
 from ..recipe.base import GemmQuantizers
-from ..tensor.storage import QuantizedStorage
+from ..tensor.storage import QuantizedFields, QuantizedStorage
 from .wgrad import WeightGradient
 
 
@@ -85,18 +85,18 @@ class Scaling(NamedTuple):
         return quantizer
 
     def record_statistics(
-        self, x: Tensor | QuantizedStorage, weight: Callable[[], Tensor] | None, offsets: GroupOffsets | None = None
+        self, x: Tensor | QuantizedStorage, weight: Tensor | QuantizedStorage, offsets: GroupOffsets | None = None
     ) -> None:
         """Record the statistics of quantizing the input and the weight, where they are wanted, and not of what comes
-        quantized: they describe the values before. weight: returns the values; offsets: the groups of x, if any."""
+        quantized: they describe the values before. offsets: the groups of x, if any."""
         statistics, index = self.state.statistics, self.config.index
         if statistics is None:
             return
         of_gemm = statistics[(index or 0) % statistics.shape[0]]
-        if isinstance(x, Tensor):
+        if not isinstance(x, QuantizedFields):
             record_statistics(of_gemm[0], self.for_input(), x, offsets=offsets)
-        if weight is not None:
-            record_statistics(of_gemm[1], self.for_weight(), weight())
+        if not isinstance(weight, QuantizedFields):
+            record_statistics(of_gemm[1], self.for_weight(), weight)
 
 
 def record_statistics(
