@@ -30,8 +30,9 @@ from .plain import calibrate, stored_linear
 from .product import bias_gradient, quantized_gemms
 from .prologue import Prologue, fused_output, fused_storage, input_quantizer
 from .quantized_rows import permuted
+from .registered import Boundary, as_one_operation
 from .rows import AlignedGroups, Groups
-from .scaling import GemmConfig, GemmOptions, Scaling
+from .scaling import GemmCall, GemmConfig, GemmOptions, Scaling
 from .wgrad import main_grads
 
 
@@ -75,6 +76,7 @@ class Arguments(NamedTuple):
 
 
 _COUNT = len(Arguments._fields)
+_SAVED_AS_THEY_ARE = slice(Arguments._fields.index("norm_weight"), Arguments._fields.index("group") + 1)
 _NO_GRADIENTS: Any = Arguments(*(None,) * _COUNT)  # type: ignore[arg-type]
 
 
@@ -130,20 +132,7 @@ class Gemms(torch.autograd.Function):
         rows = ONE_MATRIX if a.m_splits is None else _rows(a, a.align, a.aligned, a.dtype)
         needs = (a.needs_x, a.needs_weight)
         y, ctx.forms, tensors = fprop(x, weights, a.bias, a.cached, rows, scaling, a.dtype, needs)
-        saved = _Saved(
-            before,
-            a.norm_weight,
-            a.norm_bias,
-            a.slot_of_row,
-            a.row_of_slot,
-            a.padding_rows,
-            a.m_splits,
-            a.ends,
-            a.group,
-            a.cached,
-            a.scale,
-            a.key,
-        )
+        saved = _Saved(before, *a[_SAVED_AS_THEY_ARE], a.cached, a.scale, a.key)
         ctx.save_for_backward(*saved, *statistics, *weights, *tensors)
         # not saved: backward writes to them, also between the forward and the backward pass of another call
         ctx.main_grads, ctx.grad_statistics = arguments[_COUNT + a.count :], a.grad_statistics
@@ -183,28 +172,21 @@ class Gemms(torch.autograd.Function):
         return *found, *dw, *(None,) * len(ctx.main_grads)
 
 
-class GemmCall(NamedTuple):
-    """What a module hands down for one call of its GEMM, or of all GEMMs of a grouped layer.
-
-    config: quantizers and options, None for high precision whose gradients go to autograd; cached: the weight quantized
-    in an earlier micro-batch; amaxes: where a calibration records the amaxes of the input and of the weight.
-    """
-
-    config: GemmConfig | None
-    state: QuantizerState
-    cached: QuantizedTensor | None = None
-    amaxes: tuple[Tensor, Tensor] | None = None
-
-
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, call: GemmCall | None, prologue: Prologue | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    call: GemmCall | None,
+    prologue: Prologue | None = None,
+    boundary: Boundary = "kernel",
 ) -> Tensor:
     """Return `x @ weight^T + bias` in the compute dtype.
 
     x: [..., in], with a prologue its input; weight: [out, in], plain or quantized; bias: [out] or None; call: what the
-    module computes it with, None for plain high precision.
+    module computes it with, None for plain high precision; boundary: "layer" makes one operation of it and one of its
+    backward pass, with the same numbers; a prologue runs in front of that.
     """
-    fused = None if prologue is None else _fused_dtype(x, weight, call, prologue)
+    fused = None if prologue is None or boundary == "layer" else _fused_dtype(x, weight, call, prologue)
     if prologue is not None and fused is None:
         x, prologue = prologue.run(x), None
     dtype = compute_dtype(x) if fused is None else fused
@@ -212,6 +194,8 @@ def linear(
         x = x.to(dtype)
     if call is not None and call.amaxes is not None:
         calibrate(x, weight, call.amaxes)
+    if boundary == "layer":
+        return as_one_operation(x, weight, bias, call)
     if call is None or call.config is None:
         if isinstance(weight, QuantizedTensor):
             return stored_linear(x, weight, bias)

@@ -13,11 +13,12 @@ from te_models.kernels.without_autocast import compute_dtype
 from ..quantizer.delayed import update_amax_
 from ..quantizer.group_offsets import GroupOffsets
 from ..tensor.quantized_tensor import QuantizedTensor
-from .autograd import Arguments, GemmCall, Gemms
+from .autograd import Arguments, Gemms
 from .plain import largest, plain_grouped_linear
 from .product import bias_rows_gradient
 from .quantized_rows import is_aligned, rows_or_values
 from .rows import row_alignment
+from .scaling import GemmCall
 from .weight import stacked_values
 from .wgrad import main_grads
 

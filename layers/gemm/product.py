@@ -180,7 +180,15 @@ def product(left: GemmOperand, right: GemmOperand, dtype: torch.dtype, bias: Ten
     """Return `left @ right^T + bias` in `dtype`: [M, C] by [N, C] -> [M, N]."""
     if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
         return scaled_gemm(left, right, dtype, bias)
-    a, b = both_dequantized("scaled_gemm", left, right, dtype)
+    if (
+        isinstance(left, Operand)
+        and isinstance(right, Operand)
+        and left.emulates is right.emulates is None
+        and left.values.dtype == right.values.dtype
+    ):
+        a, b = left, right
+    else:
+        a, b = both_dequantized("scaled_gemm", left, right, dtype)
     return gemm(a, Operand(b.values.mT, b.scale), dtype, bias)
 
 

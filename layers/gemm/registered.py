@@ -15,7 +15,6 @@ from torch import Tensor
 from te_models.kernels.custom_op import Alias, Output, differentiable, like, operation
 from te_models.kernels.gemm.dense import linear as dense
 from te_models.kernels.gemm.dense import multiply
-from te_models.kernels.without_autocast import compute_dtype
 from te_models.suggestions import shown
 
 from ..dynamo.custom_op import QuantizedResult, quantized_like
@@ -24,13 +23,11 @@ from ..quantizer.state import NO_STATE, QuantizerState
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import QuantizedStorage
-from .autograd import GemmCall
 from .encode import ONE_MATRIX, Form
 from .gradients import Forms, fprop, gradients
-from .plain import calibrate, stored_linear
+from .plain import stored_linear
 from .product import bias_gradient, target
-from .prologue import Prologue
-from .scaling import GemmConfig, GemmOptions, Scaling
+from .scaling import GemmCall, GemmConfig, GemmOptions, Scaling
 from .weight import plain_weights
 from .wgrad import WeightGradient
 
@@ -191,17 +188,11 @@ def _forms(
 _function = differentiable(linear_layer_forward, linear_layer_backward, gradients=("x", "weight", "bias"))
 
 
-def linear_layer(
-    x: Tensor, weight: Tensor, bias: Tensor | None, call: GemmCall | None, prologue: Prologue | None = None
-) -> Tensor:
-    """Do what `linear` does, as one operation and one of the backward pass; the prologue runs in front of it.
+def as_one_operation(x: Tensor, weight: Tensor, bias: Tensor | None, call: GemmCall | None) -> Tensor:
+    """Return `linear` of x [..., in] in the compute dtype as one operation, whose backward pass is one, too.
 
     Raises ValueError for a weight whose wrapper waits for `grad_added_to_main_grad`, which no operation sets.
     """
-    x = x if prologue is None else prologue.run(x)
-    x = x.to(compute_dtype(x))
-    if call is not None and call.amaxes is not None:
-        calibrate(x, weight, call.amaxes)
     config = None if call is None else call.config
     quantizers, options, index = GemmConfig(HIGH_PRECISION) if config is None else config
     live = NO_STATE if call is None else call.state

@@ -13,6 +13,7 @@ from ..quantizer.group_offsets import GroupOffsets
 from ..quantizer.identity import UNQUANTIZED
 from ..quantizer.state import NO_STATE, AnyQuantizer, QuantizerState, unrecorded, with_gradient_state, with_state
 from ..recipe.base import GemmQuantizers
+from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import QuantizedFields, QuantizedStorage
 from .wgrad import WeightGradient
 
@@ -34,6 +35,19 @@ class GemmConfig(NamedTuple):
     quantizers: GemmQuantizers
     options: GemmOptions = DEFAULT_OPTIONS
     index: int | None = 0
+
+
+class GemmCall(NamedTuple):
+    """What a module hands down for one call of its GEMM, or of all GEMMs of a grouped layer.
+
+    config: quantizers and options, None for high precision whose gradients go to autograd; cached: the weight quantized
+    in an earlier micro-batch; amaxes: where a calibration records the amaxes of the input and of the weight.
+    """
+
+    config: GemmConfig | None
+    state: QuantizerState
+    cached: QuantizedTensor | None = None
+    amaxes: tuple[Tensor, Tensor] | None = None
 
 
 class Scaling(NamedTuple):

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from te_models.kernels.compiling import compiling
 from te_models.kernels.torch_versions import exporting
 
-from ..gemm.autograd import GemmCall
-from ..gemm.scaling import DEFAULT_OPTIONS, GemmConfig, GemmOptions
+from ..gemm.scaling import DEFAULT_OPTIONS, GemmCall, GemmConfig, GemmOptions
 from ..gemm.wgrad import weight_gradient
 from ..quantizer.delayed import ROLES, update_amax_
 from ..quantizer.state import NO_STATE, QuantizerState

@@ -13,7 +13,7 @@ from te_models.kernels.activation import Activation
 from ..distributed.tensor_parallel import InitMethod, ParallelMode
 from ..gemm.autograd import linear
 from ..gemm.prologue import Prologue
-from ..gemm.registered import Boundary, check_boundary, linear_layer
+from ..gemm.registered import Boundary, check_boundary
 from ..te_arguments import takes_parallel_options
 from .parameters_split import ParametersSplit, SplitParameters
 from .primary_weights import default_init_method, store_weights_as_asked
@@ -96,8 +96,7 @@ class Linear(SplitParameters):
         if self.parallel_mode == "column":
             x, prologue = self.whole_rows(x if prologue is None else prologue.run(x)), None
         bias = None if self.return_bias else own
-        run = linear if self.boundary == "kernel" else linear_layer
-        y = run(x, weight, None if row else bias, call, prologue)
+        y = linear(x, weight, None if row else bias, call, prologue, self.boundary)
         y = self.summed(y, bias) if row else y
         if fp8_output:
             y = self.output(y)

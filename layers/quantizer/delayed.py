@@ -37,7 +37,7 @@ from te_models.suggestions import shown
 
 from ..te_arguments import torch_dtype
 from . import Fields, Float8CurrentScalingQuantizer, Quantizer, Usage
-from .fp8 import quantize_by_scale, quantize_rows_with, rows_by_usage
+from .fp8 import OneScale, quantize_by_scale
 from .group_offsets import GroupOffsets
 from .maker import TensorMaker
 from .tensor_types import TENSOR_TYPES
@@ -66,7 +66,7 @@ class DelayedScalingQuantizer(Float8CurrentScalingQuantizer):
         return Float8Quantizer(scale, amax, self.fp8_dtype)
 
 
-class Float8Quantizer(TensorMaker):
+class Float8Quantizer(OneScale, TensorMaker):
     """A live per-tensor quantizer: multiplies by `scale` and records the largest magnitude it sees in `amax`.
 
     scale: float32 [] or [1], or [G] for G groups of rows; amax: float32 of the same shape, or None to record nothing;
@@ -141,7 +141,7 @@ class Float8Quantizer(TensorMaker):
         """Quantize x for a GEMM, recording its amax."""
         if self.amax is not None:
             self.amax.copy_(q.raised_amax(x, self.amax))
-        return self.value.rounded(x, self.scale, self.scale[..., None, None], dtype)
+        return self.rounded(x, self.scale, self.scale[..., None, None], dtype)
 
     def scaled_operand(self, x: Tensor, usage: Usage, key: Tensor | None = None) -> ScaledOperand | None:
         """Quantize x for a GEMM that takes quantized numbers, recording its amax."""
@@ -159,34 +159,14 @@ class Float8Quantizer(TensorMaker):
         own = Float8Quantizer(rows.per_row(self.scale), None, self.fp8_dtype)
         return own.statistics(rows.zero_outside(x)[:, None, :], key, rows.count() * x.shape[1])
 
-    def rows_operand(
-        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: GroupOffsets, key: Tensor | None = None
-    ) -> Operand:
-        """Quantize rows sorted by group, [T, C], with a scale per group; scale and amax are [G]."""
-        self.record(rows.amax(x))
-        return self.value.rounded(x, self.scale, rows.per_row(self.scale)[:, None], dtype)
-
-    def quantize_rows(
-        self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
-    ) -> Fields:
-        """Quantize x: [T, C] group by group, recording amaxes; scale and amax are [G], else ValueError."""
-        return quantize_rows_with(self._group_scales(x, m_splits), x, m_splits, self.fp8_dtype)[0]
-
-    def quantize_rows_for_gemms(
-        self, x: Tensor, m_splits: Tensor, usages: Sequence[Usage], align: int, key: Tensor | None = None
-    ) -> dict[Usage, Fields]:
-        """Quantize x: [T, C] group by group for the GEMMs of these usages, as `Quantizer.quantize_rows_for_gemms`."""
-        return rows_by_usage(self._group_scales(x, m_splits), x, m_splits, self.fp8_dtype, usages, align)
-
     def quantizes_rows(self, usage: Usage, align: int) -> bool:
         """Whether `quantize_rows_for_gemms` makes the copy for a usage: each of them."""
         return True
 
-    def _group_scales(self, x: Tensor, m_splits: Tensor) -> Tensor:
-        """Return the scale of each group, [G], and record the amaxes of x."""
-        amax, groups = q.grouped_amax(x, m_splits), m_splits.shape[0]
-        if self.scale.shape != (groups,):
-            shape = tuple(self.scale.shape)
+    def scale_of_groups(self, amax: Tensor) -> Tensor:
+        """Record the amaxes of groups, [G], and return the scale of each. ValueError for another number of scales."""
+        if self.scale.shape != amax.shape:
+            shape, groups = tuple(self.scale.shape), amax.shape[0]
             raise ValueError(f"the quantizer's scale has shape {shape}; allowed: ({groups},), one per group of rows")
         self.record(amax)
         return self.scale

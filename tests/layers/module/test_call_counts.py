@@ -6,13 +6,14 @@ Calls into torch are not counted, nor what torch calls; in Python 3.11 every com
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 import te_models.kernels
 import te_models.layers
@@ -33,8 +34,8 @@ FOLDERS = {
 # all calls of a forward and a backward pass
 LIMITS = {
     ("linear", None): (11, 8, 5, 5, 20),
-    ("linear", "mxfp8"): (36, 19, 10, 19, 98),
-    ("linear", "nvfp4"): (84, 25, 14, 37, 181),
+    ("linear", "mxfp8"): (35, 19, 10, 18, 95),
+    ("linear", "nvfp4"): (83, 25, 14, 36, 178),
     ("grouped", "mxfp8"): (84, 32, 13, 47, 214),
 }
 
@@ -91,6 +92,52 @@ def test_a_forward_pass_is_few_calls_in_few_files(kind: str, name: str | None, g
     own = [file for file in way.calls if file.startswith(FOLDERS["layers"])]
     found = len(way.calls), len(set(way.calls)), way.depth, len(own), len(both.calls)
     assert all(measured <= limit for measured, limit in zip(found, LIMITS[kind, name], strict=True)), found
+
+
+def tensors_in(value: object, depth: int = 3) -> Iterator[Tensor]:
+    """The tensors of an argument or a result, those in tuples, too."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple) and depth:
+        for part in value:
+            yield from tensors_in(part, depth - 1)
+
+
+def test_the_way_of_a_weight_to_its_gemm_is_short() -> None:
+    """Followed from `Linear.forward`: functions of ours with the weight among their arguments, or what one of them made
+    of it; the folders they are in, and the names they call it."""
+    layer, x = Linear(96, 128, bias=False, params_dtype=torch.bfloat16), torch.randn(64, 96, dtype=torch.bfloat16)
+    places, weight = {layer.weight.data_ptr()}, tuple(layer.weight.shape)
+    results: list[Tensor] = []  # which hold their memory, so that no other tensor gets the same place
+    functions: dict[str, Path] = {}
+    names: set[str] = set()
+
+    def named(frame: FrameType) -> list[str]:
+        values = frame.f_locals
+        return [name for name in values if any(t.data_ptr() in places for t in tensors_in(values[name]))]
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event not in ("call", "return") or not code.co_filename.startswith(tuple(FOLDERS.values())):
+            return
+        if event == "call" and (found := named(frame)):
+            functions[code.co_qualname] = Path(code.co_filename)
+            names.update(found)
+        elif event == "return" and code.co_qualname in functions:
+            made = [t for t in tensors_in(argument) if tuple(t.shape) in (weight, weight[::-1])]
+            results.extend(made)
+            places.update(t.data_ptr() for t in made)
+
+    with autocast(recipe=recipe("mxfp8")):
+        layer(x)
+        sys.setprofile(note)
+        try:
+            layer(x)
+        finally:
+            sys.setprofile(None)
+    assert "gemm" in functions and len(functions) <= 12, list(functions)
+    assert len({file.parent for file in functions.values()}) <= 7, functions
+    assert len(names) <= 6, names
 
 
 ASKING = {"choose", "has_library", "compiling", "unobserved", "eager_on_cpu", "plain_on_cpu", "exporting"}
