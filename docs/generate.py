@@ -153,12 +153,11 @@ def te_deviations() -> str:
 WHERE = (
     (
         "Where is the weight quantized in the forward GEMM (fprop)?",
-        "layers dense_fprop",
-        "layers grouped_fprop",
-        "layers quantize_weight",
+        "layers/gemm fprop",
+        "layers encode_weight",
     ),
     ("Which quantizer does an operand get, with which live tensors?", "layers Scaling"),
-    ("Where is the input saved for the weight gradient?", "layers quantize_and_save"),
+    ("Where is the input saved for the weight gradient?", "layers encode_input"),
     ("Where is a number format defined?", "kernels quantize_blockwise", "kernels quantize_nvfp4"),
     ("Which GEMM implementation runs, and why?", "kernels/gemm choose", "kernels choose_scaled"),
     ("What decides whether C++ or a definition runs?", "kernels explain"),

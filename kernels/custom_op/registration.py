@@ -382,16 +382,13 @@ def direct(op: CustomOpDef) -> Callable[..., Any]:
 
 
 def _unseen(args: tuple[Any, ...]) -> bool:
-    return (
-        not torch.is_grad_enabled()
-        and unobserved()
-        and all(
-            type(a) in (Tensor, nn.Parameter)
-            and a.is_cpu
-            and a.layout is torch.strided
-            and not a.is_neg()  # which the dispatcher sees to
-            and not a._is_zerotensor()
-            for a in args
-            if isinstance(a, Tensor)
-        )
-    )
+    if torch.is_grad_enabled() or not unobserved():
+        return False
+    for a in args:
+        if not isinstance(a, Tensor):
+            continue
+        if type(a) not in (Tensor, nn.Parameter) or not a.is_cpu or a.layout is not torch.strided:
+            return False
+        if a.is_neg() or a._is_zerotensor():  # which the dispatcher sees to
+            return False
+    return True

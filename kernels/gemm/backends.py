@@ -105,7 +105,7 @@ def record(choice: Choice, *, strict: bool) -> None:
     """Count a choice. A last backend raises ValueError when strict; where it is a fallback it warns once per reason."""
     if (strict and choice.backend == EMULATION) or (choice.fallback and _strict_now()):
         raise ValueError(f"{choice}; strict asks for a GEMM on the quantized numbers themselves")
-    if compiling():
+    if torch.compiler.is_compiling() and compiling():
         if choice.fallback:
             _traced_fallback(choice.operation, choice.backend, str(choice))
         return

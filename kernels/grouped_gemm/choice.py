@@ -19,8 +19,11 @@ from ..gemm.operand import ScaledOperand
 
 def choose_plain(operation: str, a: Tensor, b: Tensor, hw: Hardware) -> Choice:
     """Choose for unquantized operands: Triton, torch's grouped GEMM, else the reference's loop of GEMMs."""
-    backends = (("triton", _against_triton(hw, (8, 0))), ("native", _against_native_plain(a, b, hw)))
-    return first_possible(operation, backends, last="loop", fallback=hw.type != "cpu")
+    if hw.type != "cuda":
+        reason = f"it needs a CUDA device, this is {hw.type}"
+        return Choice(operation, "loop", (("triton", reason), ("native", reason)), fallback=hw.type != "cpu")
+    backends = (("triton", _against_triton(hw, (8, 0))), ("native", _against_native_plain(a, b)))
+    return first_possible(operation, backends, last="loop", fallback=True)
 
 
 def choose_scaled(
@@ -71,9 +74,7 @@ def _against_triton(hw: Hardware, capability: tuple[int, int]) -> str | None:
     return None if hw.capability >= capability else f"it needs compute capability {capability[0]}.{capability[1]}"
 
 
-def _against_native_plain(a: Tensor, b: Tensor, hw: Hardware) -> str | None:
-    if hw.type != "cuda":
-        return f"it needs a CUDA device, this is {hw.type}"
+def _against_native_plain(a: Tensor, b: Tensor) -> str | None:
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
         return f"it multiplies bfloat16, this is {a.dtype}"
     if a.shape[-1] % 8 or b.shape[-1] % 8:

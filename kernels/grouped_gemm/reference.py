@@ -53,8 +53,13 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool) -> T
     if many:
         # views of all groups by three calls: with a slice for each, a dozen rows take as long to name as to multiply
         matrices = (b.transpose(1, 2) if transpose_b else b).unbind()
+        wide = in_float32(a)
         for g, begin, count in many:
-            multiply(a.narrow(0, begin, count), matrices[g], out.narrow(0, begin, count))
+            left, into = a.narrow(0, begin, count), out.narrow(0, begin, count)
+            if wide:
+                product(left, matrices[g], None, out.dtype, into)
+            else:
+                torch.mm(left, matrices[g], out=into)
     if end < out.shape[0]:
         out[end:].zero_()
     return out

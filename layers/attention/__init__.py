@@ -1,4 +1,4 @@
 """Softmax attention over given queries, keys and values: masks, windows, and where rows stand in their sequences.
 
-May import: `te_models.kernels` and the rooms before it: quantizer, tensor, recipe, functional, distributed, module.
+May import: `te_models.kernels` and the rooms before it: quantizer, tensor, recipe, gemm, distributed, module.
 """

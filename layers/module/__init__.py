@@ -1,4 +1,4 @@
 """The layers with weights, and what they have in common: quantizers, state, primary weights.
 
-May import: `te_models.kernels` and the rooms before it: quantizer, tensor, recipe, functional, distributed.
+May import: `te_models.kernels` and the rooms before it: quantizer, tensor, recipe, gemm, distributed.
 """

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from te_models.kernels.compiling import compiling
 from te_models.kernels.torch_versions import exporting
 
-from ..functional.linear import GemmCall
-from ..functional.scaling import DEFAULT_OPTIONS, GemmConfig, GemmOptions
-from ..functional.wgrad import weight_gradient
+from ..gemm.scaling import DEFAULT_OPTIONS, GemmCall, GemmConfig, GemmOptions
+from ..gemm.wgrad import weight_gradient
 from ..quantizer.delayed import ROLES, update_amax_
 from ..quantizer.state import NO_STATE, QuantizerState
 from ..recipe.activation_checkpoint import (
@@ -194,7 +193,7 @@ class QuantizedModule(RecipeStateModule):
 
 class GemmModule(QuantizedModule):
     """fuse_wgrad_accumulation: weight gradients are added to `weight.main_grad` in place and `weight.grad` stays None,
-    or becomes zeros where a wrapper waits for it (see `functional.wgrad`); a call with `is_first_microbatch=True`
+    or becomes zeros where a wrapper waits for it (see `gemm.wgrad`); a call with `is_first_microbatch=True`
     writes them there instead, so that nobody has to zero it. delay_wgrad_compute: backward leaves weight gradients out
     until `backward_dw()`. save_original_input: save the input as it is for wgrad and quantize it in the backward pass,
     which saves memory where several layers share it. Names and meanings are Transformer Engine's."""

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from te_models.kernels.permute import Permutation
 
 from ..distributed.tensor_parallel import WHOLE, Split, TensorParallelModule
-from ..functional.gemm_operand import quantized_gemms
-from ..functional.grouped_linear import add_bias_rows, gradient_into, grouped_linear, written_into
-from ..functional.grouped_operand import row_align_of
+from ..gemm.grouped import add_bias_rows, gradient_into, grouped_linear, written_into
+from ..gemm.product import quantized_gemms
+from ..gemm.quantized_rows import row_align_of
 from ..quantizer.group_offsets import check_values
 from ..tensor.grouped_tensor import GroupedTensor
 from ..tensor.quantized_tensor import QuantizedTensor

@@ -8,7 +8,7 @@ from torch import Tensor
 from te_models.suggestions import shown
 
 from ..distributed.tensor_parallel import WHOLE, Split
-from ..functional.linear import linear
+from ..gemm.autograd import linear
 from .norm import PrecedingNorm
 from .options import DEFAULT_NORM, DEFAULT_PARAMETERS, IN_BACKWARD, Parameters, PrecedingNormOptions, WeightGradients
 from .parameters_split import ParametersSplit, SplitParameters

@@ -7,9 +7,9 @@ from torch import Tensor
 from te_models.kernels.activation import Activation
 
 from ..distributed.tensor_parallel import WHOLE, Split
-from ..functional.fused_quantize import Prologue
-from ..functional.linear import linear
-from ..functional.linear_op import Boundary, check_boundary, linear_layer
+from ..gemm.autograd import linear
+from ..gemm.prologue import Prologue
+from ..gemm.registered import Boundary, check_boundary
 from .options import DEFAULT_PARAMETERS, IN_BACKWARD, Parameters, WeightGradients
 from .parameters_split import ParametersSplit, SplitParameters
 from .primary_weights import store_weights_as_asked
@@ -76,8 +76,7 @@ class Linear(SplitParameters):
         if self.parallel_mode == "column":
             x, prologue = self.whole_rows(x if prologue is None else prologue.run(x)), None
         bias = None if self.return_bias else own
-        run = linear if self.boundary == "kernel" else linear_layer
-        y = run(x, weight, None if row else bias, call, prologue)
+        y = linear(x, weight, None if row else bias, call, prologue, self.boundary)
         y = self.summed(y, bias) if row else y
         if fp8_output:
             y = self.output(y)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from te_models.kernels.norm import Norm, layer_norm, rms_norm
 from te_models.suggestions import shown
 
-from ..functional.fused_quantize import Prologue
+from ..gemm.prologue import Prologue
 from .extra_state import leave_extra_state
 from .options import Parameters, PrecedingNormOptions
 from .primary_weights import empty_parameter, materialising

@@ -13,8 +13,8 @@ from te_models.kernels.compiling import compiling
 from te_models.suggestions import shown
 
 from ..distributed.tensor_parallel import TensorParallelModule
-from ..functional.fused_quantize import quantized_gradient, quantized_output
-from ..functional.linear import GemmCall
+from ..gemm.prologue import quantized_gradient, quantized_output
+from ..gemm.scaling import GemmCall
 from ..quantizer import Quantizer
 from ..quantizer.state import AnyQuantizer
 from ..recipe.base import HIGH_PRECISION

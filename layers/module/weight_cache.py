@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from te_models.kernels.compiling import compiling
 from te_models.kernels.torch_versions import equal_values
 
-from ..functional.scaling import record_statistics
+from ..gemm.scaling import record_statistics
 from ..quantizer import Quantizer
 from ..quantizer.state import value_of, with_state
 from ..recipe.context import state

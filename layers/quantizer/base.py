@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -19,17 +19,17 @@ from te_models.kernels.torch_versions import equal_values, register_constants
 from te_models.suggestions import shown
 
 from .group_offsets import GroupOffsets
-from .tensor_types import TENSOR_TYPES, empty_tensor, quantized
+from .maker import TensorMaker
+from .tensor_types import TENSOR_TYPES
 from .value import ValueObject, WithUsages, derived
 
 Usage = Literal["rowwise", "columnwise"]
 Fields = dict[str, Tensor]
 Parts = Sequence[Tensor]
-Q = TypeVar("Q", bound="Quantizer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantizer(ValueObject):
+class Quantizer(TensorMaker, ValueObject):
     """Base of all quantizers. rowwise, columnwise: which copies `quantize` makes.
 
     key, in every method that takes one: int64 [2], (seed, counter), what stochastic rounding draws from; formats that
@@ -53,8 +53,6 @@ class Quantizer(ValueObject):
 
     rowwise: bool = True
     columnwise: bool = True
-    _usages_asked: ClassVar[tuple[bool, bool] | None] = None
-    """Of an object that `set_usage` was called on: (rowwise, columnwise)."""
 
     def __post_init__(self) -> None:
         if not (self.rowwise or self.columnwise):
@@ -118,7 +116,8 @@ class Quantizer(ValueObject):
         """Whether `quantize_rows_for_gemms` makes the copy for a usage, with blocks of as many rows as are aligned."""
         if not self.symmetric and usage not in self._usages:
             return False
-        return usage == "rowwise" or self.row_block(usage) in (1, align)
+        block = self._columnwise_block
+        return usage == "rowwise" or block is None or block[0] in (1, align)
 
     def quantize_rows_for_gemms(
         self, x: Tensor, m_splits: Tensor, usages: Sequence[Usage], align: int, key: Tensor | None = None
@@ -126,8 +125,11 @@ class Quantizer(ValueObject):
         """Quantize x: [T, C] group by group, in one pass for all usages, and return for each the fields that a GEMM
         takes, under the names of its `member`. align: the multiple of rows at which groups begin in a columnwise copy.
         """
-        fields = self.quantize_rows(x, m_splits, key, ("rowwise",) if self.symmetric else usages)
-        return dict.fromkeys(usages, fields)
+        if self.symmetric or len(usages) == 1:
+            fields = self.quantize_rows(x, m_splits, key, ("rowwise",) if self.symmetric else usages)
+            return dict.fromkeys(usages, fields)
+        fields = self.quantize_rows(x, m_splits, key, usages)
+        return {usage: {name: fields[name] for name in fields if name.startswith(usage)} for usage in usages}
 
     def rows_statistics(self, x: Tensor, rows: GroupOffsets, key: Tensor | None = None) -> dict[str, Tensor]:
         """Return `statistics` of rows sorted by group, x: [T, C], every group quantized by itself."""
@@ -194,9 +196,14 @@ class Quantizer(ValueObject):
         quantized."""
         return None if self.KEEPS_VALUES else self.FORMAT
 
+    @derived
+    def exact_in_bfloat16(self) -> bool:
+        """Whether this format's operand values are exact in bfloat16."""
+        return True
+
     def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which this format's operand values are exact, given the compute dtype."""
-        return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        return torch.bfloat16 if dtype == torch.bfloat16 and self.exact_in_bfloat16 else torch.float32
 
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
         """Quantize x for one GEMM: an operand in x's orientation, no quantized copy made."""
@@ -293,16 +300,22 @@ class Quantizer(ValueObject):
     def operand_and_fields(
         self, x: Tensor, dtype: torch.dtype, usage: Usage, key: Tensor | None = None
     ) -> tuple[Operand, Fields]:
-        """Quantize x: [..., R, C]; return (the rowwise operand, fields of `usage` and others); ValueError as below."""
-        fields = self.quantize_fields(x, key)
-        return self.operand_of_fields(fields, "rowwise", dtype, x.shape), fields
+        """Quantize x: [..., R, C]; return (the rowwise operand, the fields of `usage`); ValueError as below."""
+        stored = self._stored_for(usage)
+        parts = self._quantize(x, stored, key)
+        fields = dict(zip([f"{stored}_{part}" for part in self.PARTS], parts, strict=True))
+        if stored == "rowwise":
+            return self._operand(parts, stored, dtype, x.shape), fields
+        return self.operand(x, "rowwise", dtype, key), fields
 
     def operand_and_fields_in_graph(self, x: Tensor, dtype: torch.dtype, usage: Usage) -> tuple[Operand, Fields] | None:
-        """Return `operand_and_fields` of x [R, C] in a graph that a CPU runs, with the fields of `usage` alone, where
-        there are operations for it; None where the graph stores x itself."""
+        """Return `operand_and_fields` of x [R, C] in a graph that a CPU runs, where there are operations for it; None
+        where the graph stores x itself."""
+        fields = self.fields_in_graph(x, usage)
+        return None if fields is None else (self.operand(x, "rowwise", dtype), fields)
 
     def fields_in_graph(self, x: Tensor, usage: Usage) -> Fields | None:
-        """Return the fields of `usage` of x [R, C], whose blocks have scales of their own, as above."""
+        """Like `operand_and_fields_in_graph`, but only the stored fields; None if this format has no such operation."""
 
     def dequantize_fields(self, fields: Fields, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
         """Return the values the fields stand for: [..., rows, columns]."""
@@ -335,73 +348,15 @@ class Quantizer(ValueObject):
             )
         return stored
 
-    # --- tensors, as programs of Transformer Engine make them --------------------------------------------------------
-
-    @property
-    def rowwise_usage(self) -> bool:
-        """Whether `quantize` makes the rowwise copy: `rowwise`, or what `set_usage` said later."""
-        return self.get_usages()["rowwise"]
-
-    @property
-    def columnwise_usage(self) -> bool:
-        """Whether `quantize` makes the columnwise copy: `columnwise`, or what `set_usage` said later."""
-        return self.get_usages()["columnwise"]
-
-    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Let `quantize`, `make_empty` and `copy` of this very object make other copies; None leaves one as it is.
-
-        For programs of Transformer Engine. The value stays what it was: its fields, what it equals, and what layers and
-        tensors that have it do with it; `with_usage` returns another value. An object that was told so is no constant
-        of a graph (TypeError), but `quantize` and `copy` in a graph follow it.
-        """
-        before = self._usages_asked or (self.rowwise, self.columnwise)
-        usages = (before[0] if rowwise is None else rowwise, before[1] if columnwise is None else columnwise)
-        object.__setattr__(self, "_usages_asked", usages)
-
-    def get_usages(self) -> dict[str, bool]:
-        """Return {"rowwise": ..., "columnwise": ...}, as `quantize` makes them."""
-        rowwise, columnwise = self._usages_asked or (self.rowwise, self.columnwise)
-        return {"rowwise": rowwise, "columnwise": columnwise}
+    # --- tensors -----------------------------------------------------------------------------------------------------
 
     def copy(self) -> Self:
         """Return an equal quantizer that makes the copies that this object was told to make last."""
-        rowwise, columnwise = self._usages_asked or (self.rowwise, self.columnwise)
-        return self.with_usage(rowwise=rowwise, columnwise=columnwise)
+        return self.with_usage(**self.get_usages())
 
-    def quantize(
-        self, tensor: Tensor, key: Tensor | None = None, *, out: Any = None, dtype: torch.dtype | None = None
-    ) -> Any:
-        """Return a tensor [..., C] as a `QuantizedTensor` of the same logical shape.
-
-        Leading dimensions are flattened: what is quantized is the matrix [rows, C], of a tensor without dimensions
-        [1, 1]. The gradient passes unchanged, as in Transformer Engine. out: a tensor to `update_quantized` and return;
-        dtype: the logical dtype, None for the tensor's own; key: see `Quantizer`.
-        """
-        if out is not None:
-            return self.update_quantized(tensor, out, key=key)
-        return quantized(_asked(self), tensor, key, dtype)
-
-    def __call__(self, tensor: Tensor, key: Tensor | None = None) -> Any:
-        """Return `quantize(tensor, key)`."""
-        return self.quantize(tensor, key)
-
-    def multi_quantize(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return `quantize` of each tensor."""
-        return [self.quantize(tensor) for tensor in tensors]
-
-    def calibrate(self, tensor: Tensor) -> None:
-        """Do nothing: only delayed scaling has a state to record in."""
-
-    def make_empty(
-        self,
-        shape: Sequence[int],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        requires_grad: bool = False,
-    ) -> Any:
-        """Return an uninitialised tensor of this logical shape [..., C] and dtype. device: None is torch's default."""
-        return empty_tensor(_asked(self), shape, dtype, device).requires_grad_(requires_grad)
+    def _asked(self) -> Self:
+        asked = self._usages_asked
+        return self if asked is None else self.with_usage(rowwise=asked[0], columnwise=asked[1])
 
     def update_quantized(
         self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None, key: Tensor | None = None
@@ -483,12 +438,6 @@ class Quantizer(ValueObject):
     def _from_json(cls, field: str, value: Any) -> Any:
         """Undo `_to_json` for one field."""
         return value
-
-
-def _asked(quantizer: Q) -> Q:
-    """Return the value that makes the copies which `set_usage` of this object asked for last, or else itself."""
-    asked = quantizer._usages_asked
-    return quantizer if asked is None else quantizer.with_usage(rowwise=asked[0], columnwise=asked[1])
 
 
 def _to_json(value: Any) -> Any:

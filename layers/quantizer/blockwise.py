@@ -67,8 +67,8 @@ class _BlockwiseQuantizer(FP8Quantizer):
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
         block: tuple[int, int] = self.block if usage == "rowwise" else self._columnwise_block  # type: ignore[assignment]
         epsilon = self._epsilon or 0.0  # 0 as a literal: a dynamic graph has other floats as variables
-        kind, exact_dtype = self.scale_kind, self.gemm_dtype(dtype)
-        return Operand(q.round_blockwise(x, block, self.fp8_dtype, kind, exact_dtype, epsilon=epsilon), None)
+        exact_dtype = dtype if self.exact_in_bfloat16 and dtype is torch.bfloat16 else torch.float32
+        return Operand(q.round_blockwise(x, block, self.fp8_dtype, self.scale_kind, exact_dtype, epsilon=epsilon), None)
 
     def quantize_fields(
         self, x: Tensor, key: Tensor | None = None, amaxes: Mapping[Usage, Tensor] | None = None
@@ -91,22 +91,18 @@ class _BlockwiseQuantizer(FP8Quantizer):
         self, x: Tensor, dtype: torch.dtype, usage: Usage, key: Tensor | None = None
     ) -> tuple[Operand, Fields]:
         block: tuple[int, int] = self.block  # type: ignore[assignment]  # blocks are what this format has
-        kind, exact_dtype = self.scale_kind, self.gemm_dtype(dtype)
+        exact_dtype = dtype if self.exact_in_bfloat16 and dtype is torch.bfloat16 else torch.float32
         if self.fp8_dtype is torch.float8_e4m3fn:
             stored: tuple[int, int] = block if usage == "rowwise" else self._columnwise_block  # type: ignore[assignment]
-            found = cpu_fields.encode_blocks(x, stored, block, kind, self._epsilon, exact_dtype)
+            found = cpu_fields.encode_blocks(x, stored, block, self.scale_kind, self._epsilon, exact_dtype)
             if found is not None:
                 return Operand(found[0], None), self._fields(found[1:], (usage,))
         if len(self._usages) == 1:
             return super().operand_and_fields(x, dtype, usage, key)
         values, parts = q.quantize_and_round(
-            x, block, self.fp8_dtype, kind, exact_dtype, epsilon=self._epsilon, both=True
+            x, block, self.fp8_dtype, self.scale_kind, exact_dtype, epsilon=self._epsilon, both=True
         )
-        return Operand(values, None), self._fields(parts, self._usages)
-
-    def operand_and_fields_in_graph(self, x: Tensor, dtype: torch.dtype, usage: Usage) -> tuple[Operand, Fields] | None:
-        fields = self.fields_in_graph(x, usage)
-        return None if fields is None else (self.operand(x, "rowwise", dtype), fields)
+        return Operand(values, None), self._fields(parts[:2] if usage == "rowwise" else parts[2:], (usage,))
 
     def fields_in_graph(self, x: Tensor, usage: Usage) -> Fields | None:
         if self.fp8_dtype is not torch.float8_e4m3fn or cpu_fields.chosen(x) is not Backend.OPERATION:
@@ -121,16 +117,15 @@ class _BlockwiseQuantizer(FP8Quantizer):
         found = cpu_fields.decoded(data, scale_inv, self._block_of(usage), dtype)
         return super()._operand(parts, usage, dtype, shape) if found is None else Operand(found, None)
 
-    def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        # a float32 scale times an FP8 value is not exact in bfloat16
-        exact = dtype == torch.bfloat16 and self.scale_kind != "float32"
-        return torch.bfloat16 if exact else torch.float32
+    @derived
+    def exact_in_bfloat16(self) -> bool:
+        return self.scale_kind != "float32"  # a float32 scale times an FP8 value is not
 
     def quantize_rows(
         self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
     ) -> Fields:
-        usages = self._usages if usages is None else usages
-        usages = [usage for usage in self._usages if usage in usages]
+        if usages is None or len(usages) > 1:
+            usages = self._usages if usages is None else [usage for usage in self._usages if usage in usages]
         parts = self._all_in_one_pass(x, m_splits, usages)
         if parts is None:
             parts = q.quantize_grouped_blockwise(
@@ -151,10 +146,11 @@ class _BlockwiseQuantizer(FP8Quantizer):
         parts: list[Tensor] = []
         for usage in usages:
             padded = x
-            if m_splits is not None and self.row_block(usage) > 1:
+            block_rows = 1 if m_splits is None else self.row_block(usage)
+            if block_rows > 1:
                 if cpu_fields.chosen(x) is not Backend.COMPILED:
                     return None
-                padded = pad_rows(x, m_splits, self.row_block(usage))
+                padded = pad_rows(x, m_splits, block_rows)
             found = self._in_one_pass(padded, usage, measured=False)
             if found is None:
                 return None

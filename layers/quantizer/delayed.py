@@ -36,9 +36,10 @@ from te_models.kernels.quantize import cpu_fields
 from te_models.suggestions import shown
 
 from . import Fields, Float8CurrentScalingQuantizer, Quantizer, Usage
-from .fp8 import quantize_by_scale, quantize_rows_with, rows_by_usage
+from .fp8 import OneScale, quantize_by_scale
 from .group_offsets import GroupOffsets
-from .tensor_types import TENSOR_TYPES, empty_tensor, quantized
+from .maker import TensorMaker
+from .tensor_types import TENSOR_TYPES
 from .value import torch_dtype, value_class
 
 ROLES = ("input", "weight", "grad_output")
@@ -64,7 +65,7 @@ class DelayedScalingQuantizer(Float8CurrentScalingQuantizer):
         return Float8Quantizer(scale, amax, self.fp8_dtype)
 
 
-class Float8Quantizer:
+class Float8Quantizer(OneScale, TensorMaker):
     """A live per-tensor quantizer: multiplies by `scale` and records the largest magnitude it sees in `amax`.
 
     scale: float32 [] or [1], or [G] for G groups of rows; amax: float32 of the same shape, or None to record nothing;
@@ -77,6 +78,7 @@ class Float8Quantizer:
     FORMAT: ClassVar[str] = "float8"
     BLOCK_SCALES_ONLY: ClassVar[bool] = False
     symmetric: ClassVar[bool] = True
+    rowwise = columnwise = True
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class Float8Quantizer:
         self.scale = scale
         self.amax = amax
         self.fp8_dtype = torch_dtype(fp8_dtype)
-        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
+        self.set_usage(rowwise=rowwise, columnwise=columnwise)
 
     @property
     def value(self) -> Float8CurrentScalingQuantizer:
@@ -138,7 +140,7 @@ class Float8Quantizer:
         """Quantize x for a GEMM, recording its amax."""
         if self.amax is not None:
             self.amax.copy_(q.raised_amax(x, self.amax))
-        return self.value.rounded(x, self.scale, self.scale[..., None, None], dtype)
+        return self.rounded(x, self.scale, self.scale[..., None, None], dtype)
 
     def scaled_operand(self, x: Tensor, usage: Usage, key: Tensor | None = None) -> ScaledOperand | None:
         """Quantize x for a GEMM that takes quantized numbers, recording its amax."""
@@ -156,34 +158,14 @@ class Float8Quantizer:
         own = Float8Quantizer(rows.per_row(self.scale), None, self.fp8_dtype)
         return own.statistics(rows.zero_outside(x)[:, None, :], key, rows.count() * x.shape[1])
 
-    def rows_operand(
-        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: GroupOffsets, key: Tensor | None = None
-    ) -> Operand:
-        """Quantize rows sorted by group, [T, C], with a scale per group; scale and amax are [G]."""
-        self.record(rows.amax(x))
-        return self.value.rounded(x, self.scale, rows.per_row(self.scale)[:, None], dtype)
-
-    def quantize_rows(
-        self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
-    ) -> Fields:
-        """Quantize x: [T, C] group by group, recording amaxes; scale and amax are [G], else ValueError."""
-        return quantize_rows_with(self._group_scales(x, m_splits), x, m_splits, self.fp8_dtype)[0]
-
-    def quantize_rows_for_gemms(
-        self, x: Tensor, m_splits: Tensor, usages: Sequence[Usage], align: int, key: Tensor | None = None
-    ) -> dict[Usage, Fields]:
-        """Quantize x: [T, C] group by group for the GEMMs of these usages, as `Quantizer.quantize_rows_for_gemms`."""
-        return rows_by_usage(self._group_scales(x, m_splits), x, m_splits, self.fp8_dtype, usages, align)
-
     def quantizes_rows(self, usage: Usage, align: int) -> bool:
         """Whether `quantize_rows_for_gemms` makes the copy for a usage: each of them."""
         return True
 
-    def _group_scales(self, x: Tensor, m_splits: Tensor) -> Tensor:
-        """Return the scale of each group, [G], and record the amaxes of x."""
-        amax, groups = q.grouped_amax(x, m_splits), m_splits.shape[0]
-        if self.scale.shape != (groups,):
-            shape = tuple(self.scale.shape)
+    def scale_of_groups(self, amax: Tensor) -> Tensor:
+        """Record the amaxes of groups, [G], and return the scale of each. ValueError for another number of scales."""
+        if self.scale.shape != amax.shape:
+            shape, groups = tuple(self.scale.shape), amax.shape[0]
             raise ValueError(f"the quantizer's scale has shape {shape}; allowed: ({groups},), one per group of rows")
         self.record(amax)
         return self.scale
@@ -210,37 +192,17 @@ class Float8Quantizer:
         """Return how many rows one scale spans, for alignment: any number will do."""
         return 1
 
-    def quantize(
-        self, tensor: Tensor, key: Tensor | None = None, *, out: Any = None, dtype: torch.dtype | None = None
-    ) -> Any:
-        """Return a tensor [..., C] as a `Float8Tensor`, recording its amax; as `Quantizer.quantize`."""
-        return quantized(self, tensor, key, dtype) if out is None else self.update_quantized(tensor, out)
-
-    def __call__(self, tensor: Tensor, key: Tensor | None = None) -> Any:
-        """Return `quantize(tensor)`."""
-        return self.quantize(tensor)
-
-    def multi_quantize(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return `quantize` of each tensor."""
-        return [self.quantize(tensor) for tensor in tensors]
+    def _asked_value(self) -> Quantizer:
+        return self.value
 
     def calibrate(self, tensor: Tensor) -> None:
         """Record the amax of a tensor of any shape, as if it was quantized."""
         self.record(q.amax(tensor.detach().reshape(1, -1)))
 
-    def make_empty(
-        self,
-        shape: Sequence[int],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        requires_grad: bool = False,
-    ) -> Any:
-        """Return an uninitialised `Float8Tensor`, see `Quantizer.make_empty`."""
-        return empty_tensor(self.value, shape, dtype, device).requires_grad_(requires_grad)
-
     @torch.no_grad()
-    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
+    def update_quantized(
+        self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None, key: Tensor | None = None
+    ) -> Any:
         """Quantize src into dst with this scale, recording its amax, and return dst: see `Quantizer.update_quantized`.
         ValueError for another format, and for another shape."""
         if not isinstance(dst, TENSOR_TYPES[self.FORMAT]) or dst.quantizer.fp8_dtype != self.fp8_dtype:
@@ -251,19 +213,9 @@ class Float8Quantizer:
             raise ValueError(f"cannot quantize shape {tuple(src.shape)} into a tensor of shape {tuple(dst.shape)}")
         return dst.overwrite(self.quantize_fields(src.to(dst.device).reshape(dst.matrix_shape)), noop=noop_flag)
 
-    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Change the usages; None leaves one as it is."""
-        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
-        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
-
-    def get_usages(self) -> dict[str, bool]:
-        """Return {"rowwise": ..., "columnwise": ...}."""
-        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
-
     def copy(self) -> Float8Quantizer:
         """Return another quantizer with the same tensors."""
-        usages = {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
-        return Float8Quantizer(self.scale, self.amax, self.fp8_dtype, **usages)
+        return Float8Quantizer(self.scale, self.amax, self.fp8_dtype, **self.get_usages())
 
     def quantize_grouped(self, x: Tensor, key: Tensor | None = None) -> Any:
         """Return x: [G, R, C] as one `GroupedTensor`, recording amaxes; scale and amax are [G]."""

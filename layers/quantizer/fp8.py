@@ -76,9 +76,49 @@ def check_epsilon(epsilon: float) -> None:
         raise ValueError(f"amax_epsilon is {shown(epsilon)}; allowed: a finite number from 0 on")
 
 
+class OneScale:
+    """What quantizers with one scale per matrix do with rows of groups: each group has its own."""
+
+    fp8_dtype: torch.dtype
+
+    def scale_of_groups(self, amax: Tensor) -> Tensor:
+        """Return the scale of each group, [G], of these amaxes, [G]."""
+        raise NotImplementedError
+
+    def rounded(self, x: Tensor, scale: Tensor, per_row: Tensor, dtype: torch.dtype) -> Operand:
+        """Return x as the operand it is with these scales, no quantized copy made. scale: one per matrix or group, what
+        is left for the epilogue; per_row: the same, broadcastable to x."""
+        exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        values = q.round_per_tensor(x, per_row, self.fp8_dtype, exact)
+        return Operand(values, torch.div(torch.ones_like(scale), scale))
+
+    def rows_operand(
+        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: GroupOffsets, key: Tensor | None = None
+    ) -> Operand:
+        """See `Quantizer.rows_operand`."""
+        scale = self.scale_of_groups(rows.amax(x))
+        return self.rounded(x, scale, rows.per_row(scale)[:, None], dtype)
+
+    def quantize_rows(
+        self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
+    ) -> Fields:
+        """See `Quantizer.quantize_rows`."""
+        scale = self.scale_of_groups(q.grouped_amax(x, m_splits))
+        return quantize_rows_with(scale, x, m_splits, self.fp8_dtype)[0]
+
+    def quantize_rows_for_gemms(
+        self, x: Tensor, m_splits: Tensor, usages: Sequence[Usage], align: int, key: Tensor | None = None
+    ) -> dict[Usage, Fields]:
+        """See `Quantizer.quantize_rows_for_gemms`."""
+        apart = "columnwise" in usages and align > 1
+        scale = self.scale_of_groups(q.grouped_amax(x, m_splits))
+        copies = quantize_rows_with(scale, x, m_splits, self.fp8_dtype, align=align, columnwise=apart)
+        return {usage: copies[-1 if usage == "columnwise" else 0] for usage in usages}
+
+
 @value_class
 @dataclass(frozen=True, kw_only=True)
-class Float8CurrentScalingQuantizer(FP8Quantizer):
+class Float8CurrentScalingQuantizer(OneScale, FP8Quantizer):
     """One float32 scale per matrix, from its own amax. Fields: data [..., R, C], scale_inv [...].
 
     Taken as in Transformer Engine: device, the second positional argument, which nothing depends on (there is no
@@ -125,12 +165,6 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
         data, scale_inv = parts
         return q.dequantize_per_tensor(data, scale_inv[..., None, None], dtype)
 
-    def rounded(self, x: Tensor, scale: Tensor, per_row: Tensor, dtype: torch.dtype) -> Operand:
-        """Return x as the operand it is with these scales, no quantized copy made. scale: one per matrix or group, what
-        is left for the epilogue; per_row: the same, broadcastable to x."""
-        values = q.round_per_tensor(x, per_row, self.fp8_dtype, self.gemm_dtype(dtype))
-        return Operand(values, torch.div(torch.ones_like(scale), scale))
-
     def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
         pow2, epsilon = self.force_pow_2_scales, self.amax_epsilon or 0.0  # a literal, as in blockwise
         return Operand(*q.round_current(x, self.fp8_dtype, self.gemm_dtype(dtype), pow2=pow2, epsilon=epsilon))
@@ -150,26 +184,12 @@ class Float8CurrentScalingQuantizer(FP8Quantizer):
         # by way of float32: the compiler vectorises FP8 -> float32, but not FP8 -> bfloat16 (8 times slower on CPU)
         return Operand(q.fp8_to_float(data).to(dtype), scale_inv)
 
-    def rows_operand(
-        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: GroupOffsets, key: Tensor | None = None
-    ) -> Operand:
-        scale = self.scale(rows.amax(x))
-        return self.rounded(x, scale, rows.per_row(scale)[:, None], dtype)
-
     def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand:
         data, scale_inv = parts
         return ScaledOperand(data, scale_inv, "per_tensor")
 
-    def quantize_rows(
-        self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
-    ) -> Fields:
-        return quantize_rows_with(self.scale(q.grouped_amax(x, m_splits)), x, m_splits, self.fp8_dtype)[0]
-
-    def quantize_rows_for_gemms(
-        self, x: Tensor, m_splits: Tensor, usages: Sequence[Usage], align: int, key: Tensor | None = None
-    ) -> dict[Usage, Fields]:
-        scale = self.scale(q.grouped_amax(x, m_splits))
-        return rows_by_usage(scale, x, m_splits, self.fp8_dtype, usages, align)
+    def scale_of_groups(self, amax: Tensor) -> Tensor:
+        return self.scale(amax)
 
     def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         data, scale_inv = fields["rowwise_data"], fields["rowwise_scale_inv"]
@@ -190,12 +210,3 @@ def quantize_rows_with(
     scale_inv = torch.div(torch.ones_like(scale), scale)
     copies = q.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype, align=align, columnwise=columnwise)
     return [{"rowwise_data": data, "rowwise_scale_inv": scale_inv} for data in copies]
-
-
-def rows_by_usage(
-    scale: Tensor, x: Tensor, m_splits: Tensor, fp8_dtype: torch.dtype, usages: Sequence[Usage], align: int
-) -> dict[Usage, Fields]:
-    """Return the fields of `quantize_rows_with` that a GEMM of each usage takes."""
-    apart = "columnwise" in usages and align > 1
-    copies = quantize_rows_with(scale, x, m_splits, fp8_dtype, align=align, columnwise=apart)
-    return {usage: copies[-1 if usage == "columnwise" else 0] for usage in usages}

@@ -22,16 +22,16 @@ def check_values(m_splits: Tensor, rows: int) -> None:
     A graph raises RuntimeError when it runs. Eagerly on an accelerator, where looking makes the host wait, nothing is
     checked.
     """
-    if compiling():
-        asserted(
-            (m_splits >= 0).all() & (m_splits.sum() <= rows),
-            "m_splits are wrong; allowed: numbers from 0 on that add up to at most the number of rows",
-        )
-    elif type(m_splits) is Tensor and host_reads(m_splits):
+    if type(m_splits) is Tensor and host_reads(m_splits):
         splits = m_splits.tolist()
         if min(splits) < 0 or sum(splits) > rows:
             allowed = f"numbers from 0 on that add up to at most {rows}, the number of rows"
             raise ValueError(f"m_splits is {splits}; allowed: {allowed}, and these add up to {sum(splits)}")
+    elif compiling():
+        asserted(
+            (m_splits >= 0).all() & (m_splits.sum() <= rows),
+            "m_splits are wrong; allowed: numbers from 0 on that add up to at most the number of rows",
+        )
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,10 @@ class HybridQuantizer(Quantizer):
     def row_block(self, usage: Usage) -> int:
         return self.member(usage).row_block(usage)
 
-    def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        dtypes = [self.member(usage).gemm_dtype(dtype) for usage in self._usages]
-        return torch.float32 if torch.float32 in dtypes else dtypes[0]
+    @derived
+    def exact_in_bfloat16(self) -> bool:
+        of_usage = {"rowwise": self.rowwise_quantizer, "columnwise": self.columnwise_quantizer}
+        return all(of_usage[usage].exact_in_bfloat16 for usage in self._usages)
 
     def field_names(self) -> tuple[str, ...]:
         return tuple([f"{usage}_{part}" for usage in self._usages for part in self.member(usage).PARTS])
@@ -115,6 +116,14 @@ class HybridQuantizer(Quantizer):
             for name, value in member.quantize_fields(x, key, own_amaxes).items():
                 fields[f"{usage}_{name.partition('_')[2]}"] = value
         return fields
+
+    def operand_and_fields(
+        self, x: Tensor, dtype: torch.dtype, usage: Usage, key: Tensor | None = None
+    ) -> tuple[Operand, Fields]:
+        fields = {name: field for name, field in self.quantize_fields(x, key).items() if name.startswith(usage)}
+        if usage == "rowwise":
+            return self.operand_of_fields(fields, usage, dtype, x.shape), fields
+        return self.operand(x, "rowwise", dtype, key), fields
 
     def _member_fields(self, fields: Fields, usage: Usage) -> tuple[Quantizer, Fields]:
         """Return the quantizer of a usage and the fields under the names it gave them."""

@@ -108,10 +108,9 @@ class NVFP4Quantizer(Quantizer):
         # the copies are made differently, or the one copy is packed along its rows
         return None if self.with_rht or self.symmetric or self.row_scaled else super().of_transpose()
 
-    def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        # a row's float32 scale times a value is not exact in bfloat16
-        exact = dtype == torch.bfloat16 and not self.row_scaled_nvfp4
-        return torch.bfloat16 if exact else torch.float32
+    @derived
+    def exact_in_bfloat16(self) -> bool:
+        return not self.row_scaled_nvfp4  # a row's float32 scale times a value is not
 
     def part_dtype(self, part: str) -> torch.dtype | None:
         return {"data": torch.uint8, "scale_inv": torch.float8_e4m3fn, "amax": torch.float32}[part]
@@ -275,7 +274,7 @@ class NVFP4Quantizer(Quantizer):
         whole = chosen is Backend.COMPILED and (self.with_rht or rows % _BLOCK == 0)
         return cpu_fields.decode_nvfp4(packed, scales, dtype) if whole else None
 
-    def operand_and_fields_in_graph(self, x: Tensor, dtype: torch.dtype, usage: Usage) -> tuple[Operand, Fields] | None:
+    def fields_in_graph(self, x: Tensor, usage: Usage) -> Fields | None:
         # the transform fills up the rows to whole blocks, whatever their number
         if not self._rotates(usage) or self.stochastic_rounding or not self._ordinary:
             return None
@@ -283,7 +282,7 @@ class NVFP4Quantizer(Quantizer):
             return None
         parts = cpu_fields.store_nvfp4(self._transformed(x, usage).mT.contiguous())
         names = [f"{usage}_{part}" for part in self.PARTS]
-        return self.operand(x, "rowwise", dtype), dict(zip(names, parts, strict=True))
+        return dict(zip(names, parts, strict=True))
 
     def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand | None:
         if self.row_scaled_nvfp4 or self.nvfp4_e4m3_max != 448:

@@ -20,7 +20,7 @@ from te_models import layers
 from te_models.layers import LayerNormMLP, QuantizedTensor
 from te_models.layers.collectives import all_reduce
 from te_models.layers.distributed.tensor_parallel import part_of
-from te_models.layers.functional.grouped_linear import add_bias_rows
+from te_models.layers.gemm.grouped import add_bias_rows
 from te_models.layers.module.grouped_linear import GroupedLinear
 from te_models.layers.module.layernorm_linear import LayerNormLinear
 from te_models.layers.module.linear import Linear

@@ -14,7 +14,7 @@ from te_models.kernels.embedding import embedding
 from te_models.layers.distributed.sequence_parallel import norm_own_tokens, own_tokens
 from te_models.layers.distributed.tensor_parallel import TensorParallelModule
 from te_models.layers.distributed.vocab_parallel import vocab_parallel_embedding
-from te_models.layers.functional.wgrad import main_grad_of
+from te_models.layers.gemm.wgrad import main_grad_of
 from te_models.layers.tensor.fsdp import sharded
 
 from ..config import ModelConfig, reads_tokens

@@ -17,7 +17,7 @@ from te_models.kernels.activation import Activation
 from te_models.kernels.gemm import linear
 from te_models.kernels.without_autocast import compute_dtype
 from te_models.layers import current_recipe
-from te_models.layers.functional.gemm_operand import quantized_gemms
+from te_models.layers.gemm.product import quantized_gemms
 from te_models.layers.module.linear import Linear
 
 from ..config import MLPConfig, ModelConfig

@@ -32,7 +32,7 @@ from te_models.layers.distributed.vocab_parallel import (
     vocab_parallel_linear_cross_entropy,
     vocab_parallel_linear_log_probs,
 )
-from te_models.layers.functional.wgrad import main_grad_of
+from te_models.layers.gemm.wgrad import main_grad_of
 
 from ..config import ModelConfig
 from .build import Build, WordsOfRank, init_method

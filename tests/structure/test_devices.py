@@ -96,7 +96,7 @@ FLAG = "torch's flag before a call of ours, in what every layer does"
 MAY_ASK = {
     "layers/attention/dot_product_attention.py": "masks, windows and dropout that a device's attention has not",
     "layers/distributed/deepep.py": "the library is for one device",
-    "layers/functional/gemm_operand.py": "the one place that knows what GEMMs of a device take",
+    "layers/gemm/product.py": "the one place that knows what GEMMs of a device take",
     "layers/module/autocast.py": FLAG,
     "layers/module/base.py": FLAG,
     "layers/module/recipe_state.py": "the meta device has no values",
@@ -115,17 +115,17 @@ NO_SECOND = "a graph has no second derivatives"
 OPERANDS = "operands of a graph are its own operations"
 MAY_DIFFER = {
     "layers/dynamo/quantizer_string.py": "the string is a constant of a graph",
-    "layers/functional/double_backward.py": NO_SECOND,
-    "layers/functional/fused_quantize.py": NO_NEW,
-    "layers/functional/gemm_operand.py": OPERANDS,
-    "layers/functional/weight_format.py": "what a graph compares of a weight's format",
+    "layers/gemm/double_backward.py": NO_SECOND,
+    "layers/gemm/prologue.py": NO_NEW,
+    "layers/gemm/product.py": OPERANDS,
+    "layers/gemm/weight.py": "what a graph compares of a weight's format",
     "layers/te/ops/fuser.py": NO_SECOND,
     "layers/optimizers/adamw_update.py": "torch's fused kernel cannot be in a graph",
     "layers/quantizer/base.py": NO_NEW,
     "layers/quantizer/group_offsets.py": "splits whose check is part of a graph",
 } | dict.fromkeys(
     (
-        "layers/functional/wgrad.py",
+        "layers/gemm/wgrad.py",
         "layers/module/autocast.py",
         "layers/module/base.py",
         "layers/module/delayed_scaling.py",

@@ -13,8 +13,8 @@ from te_models.kernels.activation import Activation
 from te_models.suggestions import shown
 
 from ...distributed.tensor_parallel import InitMethod, TensorParallelModule
-from ...functional.fused_quantize import Prologue
-from ...functional.linear import linear
+from ...gemm.autograd import linear
+from ...gemm.prologue import Prologue
 from ...module.base import GemmModule
 from ...module.norm import PrecedingNorm
 from ...module.options import Parameters, PrecedingNormOptions, WeightGradients

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ...distributed.tensor_parallel import InitMethod, ParallelMode, Split
-from ...functional.linear_op import Boundary
+from ...gemm.registered import Boundary
 from ...module import linear
 from ...module.options import Parameters, WeightGradients
 from ...module.parameters_split import ParametersSplit

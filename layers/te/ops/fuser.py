@@ -15,7 +15,7 @@ from torch import Tensor
 from te_models.kernels.compiling import compiling
 from te_models.kernels.torch_versions import fix_width, own_result
 
-from ...functional.double_backward import made_inside
+from ...gemm.double_backward import made_inside
 from .call import Computed, Input, Needs, OperationCall, OperationContext, QuantizedRows, as_input, as_result
 from .operation import BasicOperation, FusedOperation, FusibleOperation, Step, check_computed, check_gradients
 

@@ -14,7 +14,7 @@ from te_models.kernels.gemm.few_rows import library
 from te_models.kernels.gemm.few_rows.op import FEW, dequantize
 from te_models.kernels.quantize.cpu_graph import library as shared
 from te_models.layers import Linear, MXFP8BlockScaling, quantized_model_init
-from te_models.layers.functional.gemm_operand import stored_for_few_rows
+from te_models.layers.gemm.product import stored_for_few_rows
 from te_models.layers.quantizer import Quantizer
 from te_models.layers.quantizer.blockwise import Float8BlockQuantizer, MXFP8Quantizer
 from te_models.layers.quantizer.fp8 import Float8CurrentScalingQuantizer

@@ -13,7 +13,8 @@ from te_models.kernels.gemm.backends import Hardware
 from te_models.kernels.grouped_gemm import op, scaled
 from te_models.kernels.permute import Permutation
 from te_models.kernels.permute.quantized import permute_quantized_op
-from te_models.layers.functional import gemm_operand, grouped_operand
+from te_models.layers.gemm import product as gemm_operand
+from te_models.layers.gemm import quantized_rows
 from tests.patches import Patching
 
 # torch with an older CUDA: 128-blocks then are for Triton, too
@@ -46,4 +47,4 @@ def rows_as_on_a_gpu(monkeypatch: Patching) -> None:
 
     monkeypatch.setattr(launch, "as_accelerator", True)
     monkeypatch.setattr(libraries, "answers", NoLibrary())
-    monkeypatch.setattr(grouped_operand, "permute_quantized", permuted)
+    monkeypatch.setattr(quantized_rows, "permute_quantized", permuted)

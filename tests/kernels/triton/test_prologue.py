@@ -15,8 +15,8 @@ from te_models.kernels.norm import Norm
 from te_models.kernels.norm import op as norm_op
 from te_models.kernels.norm import quantized as norm_quantized
 from te_models.layers import LayerNormLinear, LayerNormMLP
-from te_models.layers.functional import gemm_operand
-from te_models.layers.functional import linear as dense
+from te_models.layers.gemm import autograd as dense
+from te_models.layers.gemm import product as gemm_operand
 from tests.layers.te.ops.steps import assert_equal, step
 
 MODULES = {

@@ -18,8 +18,8 @@ from te_models.layers import (
     ops,
     recipe,
 )
-from te_models.layers.functional import gemm_operand
-from te_models.layers.functional import linear as dense
+from te_models.layers.gemm import autograd as dense
+from te_models.layers.gemm import product as gemm_operand
 from te_models.layers.quantizer import MXFP8Quantizer
 from tests.layers.te.ops.steps import NAMES, assert_equal, step
 

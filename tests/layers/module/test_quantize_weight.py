@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from te_models.kernels import quantize as q
 from te_models.layers import GroupedLinear, LayerNormMLP, Linear, autocast, ops, recipe
-from te_models.layers.functional import dense_gemms, gemm_operand, grouped_gemms
+from te_models.layers.gemm import encode, gradients
+from te_models.layers.gemm import product as gemm_operand
 from tests.layers.te.ops.steps import NAMES, assert_equal, step
 
 SPLITS = [5, 0, 30]
@@ -64,10 +65,11 @@ def test_no_bit_changes(kind: str, name: str, shapes: list, monkeypatch: pytest.
         assert [shapes.count(shape) for shape in weight_shapes] == [1] * len(weight_shapes)
     shapes.clear()
 
-    def twice(quantizer: Any, weight: Tensor, dtype: torch.dtype, needed: bool) -> Any:
-        return gemm_operand.quantized_operand(quantizer, weight, "rowwise", dtype), {}
+    def twice(weight: Tensor, scaling: Any, dtype: torch.dtype, *rest: Any) -> Any:
+        quantizer = scaling.for_weight(records=True)
+        return encode.Encoded(gemm_operand.quantized_operand(quantizer, weight, "rowwise", dtype))
 
-    monkeypatch.setattr(dense_gemms, "quantize_weight", twice)
+    monkeypatch.setattr(gradients, "encode_weight", twice)
     assert_equal(step(module, name, [x], run=run_of(kind, module)), got)
     if name != "nvfp4":
         assert [shapes.count(shape) for shape in weight_shapes] == [2] * len(weight_shapes)
@@ -77,15 +79,14 @@ def test_no_bit_changes(kind: str, name: str, shapes: list, monkeypatch: pytest.
 def test_no_weight_is_saved_without_need(kind: str, shapes: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not under no_grad, for an input without a gradient, for a backward pass in high precision, or on CPU."""
     needed = []
-    original = dense_gemms.fprop_weight
+    original = gradients.encode_weight
 
     def spy(*arguments: Any) -> Any:
         found = original(*arguments)
-        needed.append(bool(found[1]))
+        needed.append(bool(found.tensors))
         return found
 
-    for where in (dense_gemms, grouped_gemms):
-        monkeypatch.setattr(where, "fprop_weight", spy)
+    monkeypatch.setattr(gradients, "encode_weight", spy)
     module, x = MODULES[kind](), torch.randn(35, 96)
     run = run_of(kind, module)
     with autocast(recipe=recipe("mxfp8")):

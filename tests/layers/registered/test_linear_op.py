@@ -30,7 +30,7 @@ from te_models.layers import (
     collect_statistics,
     quantized_model_init,
 )
-from te_models.layers.functional.linear_op import linear_layer_backward, linear_layer_forward
+from te_models.layers.gemm.registered import linear_layer_backward, linear_layer_forward
 from tests.kernels.described import Calls, check_description
 from tests.layers.module.test_compile_claims import nodes_of, reachable
 from tests.layers.quantizer.examples import EXAMPLES

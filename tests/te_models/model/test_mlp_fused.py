@@ -10,8 +10,8 @@ from torch import Tensor
 
 from te_models.kernels.quantize import QuantizedOutput
 from te_models.layers import autocast, recipe
-from te_models.layers.functional import gemm_operand
-from te_models.layers.functional import linear as dense
+from te_models.layers.gemm import autograd as dense
+from te_models.layers.gemm import product as gemm_operand
 from te_models.model.build import Build
 from te_models.model.mlp import MLP
 from tests.te_models.configs import tiny

@@ -11,8 +11,9 @@ from torch._dynamo.utils import counters
 
 from te_models import ModelConfig, MoELayer, RouterConfig
 from te_models.layers import autocast, recipe
-from te_models.layers.functional import gemm_operand, grouped_operand
-from te_models.layers.functional import grouped_linear as grouped_function
+from te_models.layers.gemm import grouped as grouped_function
+from te_models.layers.gemm import product as gemm_operand
+from te_models.layers.gemm import quantized_rows
 from te_models.model.moe import dispatch
 from tests.te_models.configs import tiny_moe
 
@@ -56,7 +57,7 @@ def test_the_permuted_rows_are_made_quantized(case: str, monkeypatch: pytest.Mon
     expected = step(built(config), name)
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     calls: list[str] = []
-    for where, which in ((grouped_function, "permute"), (dispatch, "permute"), (grouped_operand, "permute_quantized")):
+    for where, which in ((grouped_function, "permute"), (dispatch, "permute"), (quantized_rows, "permute_quantized")):
         function = getattr(where, which)
         monkeypatch.setattr(where, which, lambda *a, w=which, f=function, **k: (calls.append(w), f(*a, **k))[1])
     found = step(built(config), name)

@@ -11,7 +11,7 @@ import torch
 
 from te_models.config import ConfigError
 from te_models.layers import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, PerModuleRecipe
-from te_models.layers.functional.scaling import record_statistics
+from te_models.layers.gemm.scaling import record_statistics
 from te_models.training import (
     EvaluationConfig,
     LogConfig,

@@ -8,7 +8,7 @@ from torch import Tensor
 from te_models.kernels.activation import Activation
 from te_models.kernels.without_autocast import autocast_dtype
 
-from ....functional.fused_quantize import fused_output, fused_storage
+from ....gemm.prologue import fused_output, fused_storage
 from ...arguments import takes_at_default
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
 from ..operation import BasicOperation

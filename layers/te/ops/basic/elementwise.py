@@ -13,7 +13,7 @@ from torch import Tensor
 from te_models.suggestions import shown
 
 from ....distributed.tensor_parallel import Split, TensorParallelModule, split_group
-from ....functional.dense_gemms import bias_gradient
+from ....gemm.product import bias_gradient
 from ....module.primary_weights import empty_parameter
 from ...arguments import takes_also, takes_without_effect
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext

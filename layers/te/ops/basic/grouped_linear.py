@@ -9,10 +9,13 @@ from torch import Tensor
 
 from te_models.kernels.without_autocast import autocast_dtype, require_floating
 
-from ....functional.grouped_gemms import bias_rows_gradient, grouped_fprop, grouped_gradients, stacked
-from ....functional.linear import largest
-from ....functional.scaling import GemmConfig, Scaling
-from ....functional.wgrad import main_grads
+from ....gemm.gradients import fprop, gradients
+from ....gemm.plain import largest
+from ....gemm.product import bias_rows_gradient
+from ....gemm.rows import Groups, row_alignment
+from ....gemm.scaling import GemmConfig, Scaling
+from ....gemm.weight import stacked_values
+from ....gemm.wgrad import main_grads
 from ....quantizer.delayed import update_amax_
 from ....quantizer.group_offsets import GroupOffsets
 from ....quantizer.state import QuantizerState
@@ -57,7 +60,7 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
         quantizers, options = self.gemm_quantizers(), self.gemm_options(*weights)
         recorded = None
         if self.calibrating():
-            self.calibrate("weight", largest(stacked(weights)))
+            self.calibrate("weight", largest(stacked_values(weights)))
             recorded = self.calibration_amax("input")
         quantizers = quantizers or HIGH_PRECISION
         constants = GroupedConstants(GemmConfig(quantizers, options, None), len(weights), autocast_dtype(device_type))
@@ -83,11 +86,12 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
             update_amax_(recorded, rows.amax(matrix))
         scaling = Scaling(constants.config, QuantizerState(*tensors[:_STATE]))
         needs = (call.needs.input, any(call.needs.parameters[: constants.weights]))
-        y, saved, tensors = grouped_fprop(matrix, weights, cached, rows, scaling, matrix.dtype, needs)
+        groups = _groups(rows, constants, matrix.dtype)
+        y, forms, tensors = fprop(matrix, weights, None, cached, groups, scaling, matrix.dtype, needs)
         if biases:
             bias = biases[0] if biases[0].dim() == 2 else torch.stack(biases)
             y = y + (_scaled_rows(rows, bias, *call.extra_inputs[1:]).to(y.dtype))
-        return Computed(y, (*rows.tensors(), *tensors), notes=(saved, matrix.dtype))
+        return Computed(y, (*rows.tensors(), *tensors), notes=(forms, matrix.dtype))
 
     def op_forward_save_ctx(self, ctx: OperationContext, x: Tensor, computed: Computed, call: OperationCall) -> None:
         cached, _, *tensors = call.tensors
@@ -104,23 +108,15 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
     def op_backward(self, ctx: OperationContext, dy: Tensor, extra_gradients: tuple[Tensor, ...]) -> Gradients:
         m_splits, ends, group, cached, scale, key, scales, *rest = ctx.saved
         gradient, gradient_log, grad_statistics, *into = ctx.live
-        constants, x_dtype, bias_dtype, stacked_bias, saved, dtype = ctx.constants
+        constants, x_dtype, bias_dtype, stacked_bias, forms, dtype = ctx.constants
         dy, rows = dy.to(dtype), GroupOffsets(m_splits, ends, group)
         weights, rest = tuple(rest[: constants.weights]), rest[constants.weights :]
         count = len(ctx.needs.parameters) - constants.weights if self.scale_bias else 0
         biases, rest = rest[:count], rest[count:]
-        dx, dw = grouped_gradients(
-            dy,
-            weights,
-            cached,
-            tuple(into),
-            rows,
-            Scaling.of_backward(constants.config, scale, key, gradient, gradient_log, grad_statistics),
-            saved,
-            rest,
-            dtype,
-            (ctx.needs.input, any(ctx.needs.parameters[: constants.weights])),
-        )
+        scaling = Scaling.of_backward(constants.config, scale, key, gradient, gradient_log, grad_statistics)
+        groups = _groups(rows, constants, dtype)
+        needs = (ctx.needs.input, any(ctx.needs.parameters[: constants.weights]))
+        dx, dw = gradients(dy, weights, cached, tuple(into), groups, scaling, forms, rest, needs)
         db: tuple[Tensor | None, ...] = (None,) * (len(ctx.needs.parameters) - constants.weights)
         if any(ctx.needs.parameters[constants.weights :]):
             scaled = dy if scales is None else dy.float() * scales.float()[:, None]
@@ -132,6 +128,10 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
             wanted = ctx.needs.extra_inputs[1]
             of_extra += ((dy.float() * rows.per_row(bias).float()).sum(-1).to(scales.dtype) if wanted else None,)
         return Gradients(None if dx is None else dx.to(x_dtype), (*dw, *db), of_extra)
+
+
+def _groups(rows: GroupOffsets, constants: GroupedConstants, dtype: torch.dtype) -> Groups:
+    return Groups(rows, row_alignment(constants.config.quantizers, rows.m_splits.device), dtype)
 
 
 def _scaled_rows(rows: GroupOffsets, bias: Tensor, scales: Tensor | None = None) -> Tensor:

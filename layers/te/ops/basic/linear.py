@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from te_models.kernels.without_autocast import autocast_dtype, require_floating
 
 from ....distributed.tensor_parallel import InitMethod, ParallelMode, Split, TensorParallelModule, split_group
-from ....functional.dense_gemms import dense_fprop, dense_gradients, scaled_values
-from ....functional.fused_quantize import input_quantizer, readable_as_input
-from ....functional.linear import largest
-from ....functional.saved_input import SavedInput
-from ....functional.scaling import GemmConfig, Scaling
+from ....gemm.encode import ONE_MATRIX
+from ....gemm.gradients import Forms, fprop, gradients
+from ....gemm.plain import largest
+from ....gemm.product import scaled_values
+from ....gemm.prologue import input_quantizer, readable_as_input
+from ....gemm.scaling import GemmConfig, Scaling
 from ....module.base import GemmModule, QuantizedModule
 from ....module.options import WeightGradients
 from ....module.primary_weights import default_init_method, empty_parameter, store_weights_as_asked
@@ -33,7 +34,7 @@ from ..operation import BasicOperation, FusibleOperation
 from .collectives import AllReduce, ReduceScatter
 from .elementwise import Bias
 
-_INPUT_ITSELF = ("plain", "original")  # forms of `SavedInput` in which the input is saved as it is
+_INPUT_ITSELF = ("plain", "original")  # kinds of `Form` in which the input is saved as it is
 
 
 class LinearConstants(NamedTuple):
@@ -54,7 +55,7 @@ class LinearNotes(NamedTuple):
     """How the backward pass reads what was saved. dtype: of the GEMMs; x_dtype, x_shape: of the input."""
 
     config: GemmConfig
-    saved: SavedInput
+    forms: Forms
     dtype: torch.dtype
     x_dtype: torch.dtype
     x_shape: torch.Size
@@ -158,8 +159,8 @@ class BasicLinear(TEState, TensorParallelModule, GemmModule, BasicOperation):
             if recorded is not None:
                 update_amax_(recorded, largest(rows))
         scaling = Scaling(config, QuantizerState(*state))
-        y, saved, tensors = dense_fprop(rows, weight, bias, cached, scaling, dtype, needs)
-        notes = LinearNotes(config, saved, dtype, x.dtype, x.shape)
+        y, forms, tensors = fprop(rows, (weight,), bias, cached, ONE_MATRIX, scaling, dtype, needs)
+        notes = LinearNotes(config, forms, dtype, x.dtype, x.shape)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return Computed(self.summed(y, None) if self._sums() else y, tensors, notes=notes)
 
@@ -175,7 +176,7 @@ class BasicLinear(TEState, TensorParallelModule, GemmModule, BasicOperation):
         (weight,), (cached, main_grad, _, *tensors) = call.parameters, call.tensors
         state, notes = QuantizerState(*tensors), computed.notes
         saved: tuple[Any, ...] = computed.saved
-        very = notes.saved.form in _INPUT_ITSELF and isinstance(x, Tensor) and x.dtype == notes.dtype
+        very = notes.forms.x.kind in _INPUT_ITSELF and isinstance(x, Tensor) and x.dtype == notes.dtype
         if very and not self._gathers():
             saved = (x, *saved[1:])  # the very input, not a matrix made of it: it has second derivatives
         ctx.save_for_backward(weight, cached, state.scale, state.key, *saved)
@@ -188,26 +189,17 @@ class BasicLinear(TEState, TensorParallelModule, GemmModule, BasicOperation):
         main_grad, gradient, gradient_log, grad_statistics = ctx.live
         notes: LinearNotes = ctx.constants
         scaling = Scaling.of_backward(notes.config, scale, key, gradient, gradient_log, grad_statistics)
-        if notes.saved.form in _INPUT_ITSELF:
+        if notes.forms.x.kind in _INPUT_ITSELF:
             tensors[0] = tensors[0].reshape(-1, tensors[0].shape[-1])
         if self._sums():
             dy = self.summed_gradient(dy)
         rows = dy.to(notes.dtype).reshape(-1, dy.shape[-1])
-        dx, dw = dense_gradients(
-            rows,
-            weight,
-            cached,
-            main_grad,
-            scaling,
-            notes.saved,
-            tensors,
-            notes.dtype,
-            (ctx.needs.input, ctx.needs.parameters[0]),
-        )
+        into, needs = () if main_grad is None else (main_grad,), (ctx.needs.input, ctx.needs.parameters[0])
+        dx, dw = gradients(rows, (weight,), cached, into, ONE_MATRIX, scaling, notes.forms, tensors, needs)
         if dx is not None:
             dx = dx.to(notes.x_dtype).view(notes.x_shape)
             dx = self.rows_gradient(dx) if self.parallel_mode == "column" else dx
-        return Gradients(dx, (dw,))
+        return Gradients(dx, dw)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}"

@@ -11,7 +11,7 @@ from te_models.kernels.derivative import gradients_of
 from te_models.kernels.norm import Norm, l2_norm
 from te_models.kernels.without_autocast import autocast_dtype
 
-from ....functional.fused_quantize import fused_output, fused_storage
+from ....gemm.prologue import fused_output, fused_storage
 from ....module.norm import flat_input, flat_parameter
 from ...arguments import takes_also, takes_without_effect
 from ...modules.norm import LayerNorm as LayerNormModule

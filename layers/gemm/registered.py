@@ -15,7 +15,6 @@ from torch import Tensor
 from te_models.kernels.custom_op import Alias, Output, differentiable, like, operation
 from te_models.kernels.gemm.dense import linear as dense
 from te_models.kernels.gemm.dense import multiply
-from te_models.kernels.without_autocast import compute_dtype
 from te_models.suggestions import shown
 
 from ..dynamo.custom_op import QuantizedResult, quantized_like
@@ -24,12 +23,12 @@ from ..quantizer.state import NO_STATE, QuantizerState
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import QuantizedStorage
-from .dense_gemms import bias_gradient, dense_fprop, dense_gradients, plain_weight
-from .fused_quantize import Prologue
-from .gemm_operand import operands_on
-from .linear import GemmCall, calibrate, stored_linear
-from .saved_input import SavedInput
-from .scaling import GemmConfig, GemmOptions, Scaling
+from .encode import ONE_MATRIX, Form
+from .gradients import Forms, fprop, gradients
+from .plain import stored_linear
+from .product import bias_gradient, target
+from .scaling import GemmCall, GemmConfig, GemmOptions, Scaling
+from .weight import plain_weights
 from .wgrad import WeightGradient
 
 Boundary = Literal["kernel", "layer"]
@@ -87,7 +86,7 @@ def linear_layer_forward(
     needs: list[bool],
 ) -> Forward:
     """x: [T, K] in the compute dtype; weight: [N, K]; torch_gradients: without a recipe, and without a main gradient,
-    as `linear` is then; the rest as in `dense_fprop`."""
+    as `linear` is then; the rest as in `fprop`."""
     if torch_gradients:
         if isinstance(weight, QuantizedTensor):
             y = stored_linear(x, weight, bias)
@@ -97,7 +96,7 @@ def linear_layer_forward(
     quantizers = _own(quantizers)
     live = QuantizerState(scale, amax, None, statistics)
     config = GemmConfig(quantizers, GemmOptions(save_original_input or quantizers is HIGH_PRECISION), gemm)
-    y, _, tensors = dense_fprop(x, weight, bias, cached, Scaling(config, live), x.dtype, (False, needs[1]))
+    y, _, tensors = fprop(x, (weight,), bias, cached, ONE_MATRIX, Scaling(config, live), x.dtype, (False, needs[1]))
     described = _saved(x, quantizers, save_original_input, needs)
     if isinstance(described, QuantizedResult):
         return Forward(y, described.make(tensors))
@@ -152,10 +151,9 @@ def linear_layer_backward(
         quantizers = _own(quantizers)
         config = GemmConfig(quantizers, GemmOptions(wgrad=wgrad), gemm)
         scaling = Scaling.of_backward(config, scale, key, live_gradient, gradient_log, grad_statistics)
-        form, tensors = _as_saved(saved, quantizers)
-        dx, dw = dense_gradients(
-            dy.contiguous(), weight, cached, main_grad, scaling, form, tensors, dy.dtype, (needs[0], needs[1])
-        )
+        forms, tensors = _forms(saved, quantizers, dy)
+        into, wanted = () if main_grad is None else (main_grad,), (needs[0], needs[1])
+        dx, (dw,) = gradients(dy.contiguous(), (weight,), cached, into, ONE_MATRIX, scaling, forms, tensors, wanted)
         db = bias_gradient(dy, bias_dtype) if needs[2] and bias_dtype is not None else None
         return dx, dw, db
 
@@ -166,7 +164,7 @@ def _as_torch(
     """Return the gradients that autograd derives of `linear` without a recipe, by the same products."""
     dx = dw = db = None
     if needs[0]:
-        dx = multiply(dy, plain_weight(weight, dy.dtype))
+        dx = multiply(dy, plain_weights((weight,), dy.dtype, groups=False))
     if needs[1]:
         assert isinstance(x, Tensor)
         dw = multiply(x.t(), dy).t().contiguous().to(weight.dtype)
@@ -175,30 +173,26 @@ def _as_torch(
     return dx, dw, db
 
 
-def _as_saved(saved: Tensor | QuantizedStorage | None, quantizers: GemmQuantizers) -> tuple[SavedInput, list[Tensor]]:
+def _forms(
+    saved: Tensor | QuantizedStorage | None, quantizers: GemmQuantizers, dy: Tensor
+) -> tuple[Forms, list[Tensor]]:
+    to, override = target(dy.device, dy.dtype), quantizers.backward_override
     if saved is None:
-        return SavedInput("nothing"), []
-    on = operands_on(saved.device)
+        return Forms(to), []
     if isinstance(saved, Tensor):
-        return SavedInput("original" if quantizers.backward_override is None else "plain", on=on), [saved]
-    form = "fields" if quantizers.backward_override is None else "dequantized"
-    return SavedInput(form, saved.quantizer.field_names(), tuple(saved.shape), on=on), list(saved.fields.values())
+        return Forms(to, Form("plain" if override else "original")), [saved]
+    form = Form("dequantized" if override else "fields", saved.quantizer.field_names(), tuple(saved.shape))
+    return Forms(to, form), list(saved.fields.values())
 
 
 _function = differentiable(linear_layer_forward, linear_layer_backward, gradients=("x", "weight", "bias"))
 
 
-def linear_layer(
-    x: Tensor, weight: Tensor, bias: Tensor | None, call: GemmCall | None, prologue: Prologue | None = None
-) -> Tensor:
-    """Do what `linear` does, as one operation and one of the backward pass; the prologue runs in front of it.
+def as_one_operation(x: Tensor, weight: Tensor, bias: Tensor | None, call: GemmCall | None) -> Tensor:
+    """Return `linear` of x [..., in] in the compute dtype as one operation, whose backward pass is one, too.
 
     Raises ValueError for a weight whose wrapper waits for `grad_added_to_main_grad`, which no operation sets.
     """
-    x = x if prologue is None else prologue.run(x)
-    x = x.to(compute_dtype(x))
-    if call is not None and call.amaxes is not None:
-        calibrate(x, weight, call.amaxes)
     config = None if call is None else call.config
     quantizers, options, index = GemmConfig(HIGH_PRECISION) if config is None else config
     live = NO_STATE if call is None else call.state

@@ -31,7 +31,7 @@ from ..recipe.context import state as active
 from ..tensor.formats import TENSOR_CLASSES
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import STORAGE_CLASSES, QuantizedStorage
-from .gemm_operand import in_cpu_graph
+from .product import in_cpu_graph
 from .scaling import Scaling
 
 

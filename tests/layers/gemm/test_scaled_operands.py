@@ -22,7 +22,7 @@ from te_models.layers import (
     recipe,
     set_rounding_seed,
 )
-from te_models.layers.functional import gemm_operand
+from te_models.layers.gemm import product as gemm_operand
 
 pytestmark = pytest.mark.usefixtures("definitions")
 RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4"]

@@ -13,7 +13,8 @@ from ..quantizer.group_offsets import GroupOffsets
 from ..quantizer.identity import UNQUANTIZED
 from ..quantizer.state import NO_STATE, AnyQuantizer, QuantizerState, unrecorded, with_gradient_state, with_state
 from ..recipe.base import GemmQuantizers
-from ..tensor.storage import QuantizedStorage
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.storage import QuantizedFields, QuantizedStorage
 from .wgrad import WeightGradient
 
 
@@ -34,6 +35,19 @@ class GemmConfig(NamedTuple):
     quantizers: GemmQuantizers
     options: GemmOptions = DEFAULT_OPTIONS
     index: int | None = 0
+
+
+class GemmCall(NamedTuple):
+    """What a module hands down for one call of its GEMM, or of all GEMMs of a grouped layer.
+
+    config: quantizers and options, None for high precision whose gradients go to autograd; cached: the weight quantized
+    in an earlier micro-batch; amaxes: where a calibration records the amaxes of the input and of the weight.
+    """
+
+    config: GemmConfig | None
+    state: QuantizerState
+    cached: QuantizedTensor | None = None
+    amaxes: tuple[Tensor, Tensor] | None = None
 
 
 class Scaling(NamedTuple):
@@ -85,18 +99,18 @@ class Scaling(NamedTuple):
         return quantizer
 
     def record_statistics(
-        self, x: Tensor | QuantizedStorage, weight: Callable[[], Tensor] | None, offsets: GroupOffsets | None = None
+        self, x: Tensor | QuantizedStorage, weight: Tensor | QuantizedStorage, offsets: GroupOffsets | None = None
     ) -> None:
         """Record the statistics of quantizing the input and the weight, where they are wanted, and not of what comes
-        quantized: they describe the values before. weight: returns the values; offsets: the groups of x, if any."""
+        quantized: they describe the values before. offsets: the groups of x, if any."""
         statistics, index = self.state.statistics, self.config.index
         if statistics is None:
             return
         of_gemm = statistics[(index or 0) % statistics.shape[0]]
-        if isinstance(x, Tensor):
+        if not isinstance(x, QuantizedFields):
             record_statistics(of_gemm[0], self.for_input(), x, offsets=offsets)
-        if weight is not None:
-            record_statistics(of_gemm[1], self.for_weight(), weight())
+        if not isinstance(weight, QuantizedFields):
+            record_statistics(of_gemm[1], self.for_weight(), weight)
 
 
 def record_statistics(

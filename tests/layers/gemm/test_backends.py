@@ -63,7 +63,7 @@ def test_a_process_that_cannot_compile_has_the_same_bits(tmp_path: Path) -> None
     code = (
         "import json, torch, warnings; warnings.simplefilter('ignore')\n"
         "from te_models.kernels.backend import fallbacks\n"
-        "from tests.layers.functional.test_backends import *\n"
+        "from tests.layers.gemm.test_backends import *\n"
         "found = [bits(name, torch.bfloat16, *SIZES[1]) for name in RECIPES]\n"
         "print(json.dumps([found, sum(fallbacks.values())]))\n"
     )

@@ -31,8 +31,9 @@ from te_models.layers import (
     recipe,
     set_rounding_seed,
 )
-from te_models.layers.functional import gemm_operand, grouped_operand
-from te_models.layers.functional import grouped_linear as grouped_function
+from te_models.layers.gemm import grouped as grouped_function
+from te_models.layers.gemm import product as gemm_operand
+from te_models.layers.gemm import quantized_rows
 from te_models.layers.quantizer import group_offsets
 from tests.kernels.triton.as_on_a_gpu import NoLibrary
 
@@ -252,7 +253,7 @@ def test_tokens_are_permuted_padded_and_quantized_in_one_pass(
     assert found == 1, "on a CPU the compiler fuses the steps"
     as_on_an_accelerator(monkeypatch)
     calls: list[str] = []
-    for where, which in ((grouped_function, "permute"), (grouped_operand, "permute_quantized")):
+    for where, which in ((grouped_function, "permute"), (quantized_rows, "permute_quantized")):
         function = getattr(where, which)
         monkeypatch.setattr(where, which, lambda *a, w=which, f=function, **k: (calls.append(w), f(*a, **k))[1])
     found, got = experts_step(layer(), chosen)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from te_models.layers import GroupedLinear, GroupedRows, Quantizer, autocast, recipe
-from te_models.layers.functional import gemm_operand, grouped_operand
+from te_models.layers.gemm import product as gemm_operand
+from te_models.layers.gemm import quantized_rows
 from tests.layers.te.ops.steps import assert_equal, fresh, reset
 
 NAMES = ["current", "block", "mxfp8", "nvfp4"]
@@ -97,7 +98,7 @@ def test_splits_must_be_theirs() -> None:
     quantized = GroupedRows.quantize_rows(torch.randn(50, 96), m_splits, input_quantizer(module, "mxfp8"))
     with pytest.raises(ValueError, match="are not those that the rows were quantized under"):
         module(quantized, torch.tensor([5, 1, 36]))
-    assert grouped_operand.rows_or_values(quantized, m_splits.int(), None, torch.float32, 1).shape == (50, 96)
+    assert quantized_rows.rows_or_values(quantized, m_splits.int(), None, torch.float32, 1).shape == (50, 96)
 
 
 def test_a_missing_copy_is_an_error() -> None:

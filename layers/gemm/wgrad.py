@@ -22,8 +22,6 @@ from torch import Tensor
 
 from te_models.kernels.compiling import compiling
 
-from .gemm_operand import GemmOperand
-
 
 @dataclass(eq=False)
 class WeightGradient:
@@ -90,7 +88,7 @@ def _into_main_grad(weight: Tensor, later: list[Callable[[], None]] | None, over
 def run_wgrad(
     wgrad: WeightGradient | None,
     weights: tuple[Tensor, ...],
-    operands: Sequence[GemmOperand],
+    operands: Sequence[Any],
     compute: Callable[[], tuple[Tensor | None, ...]],
 ) -> tuple[Tensor | None, ...]:
     """Run `compute` now or queue it; return what autograd gets. operands: what it reads; compute: returns the gradient
@@ -99,7 +97,9 @@ def run_wgrad(
     What is not quantized is queued as it is, the caller's own tensors: a copy would take the memory that is free by
     then. As autograd does for what it saved, a queued computation raises RuntimeError where one was written to since.
     """
-    if wgrad is None or wgrad.later is None:
+    if wgrad is None:
+        return compute()
+    if wgrad.later is None:
         return _announced(wgrad, weights, compute())
     if compiling():
         raise RuntimeError("delay_wgrad_compute does not work inside torch.compile: the computation is a later call")

@@ -1,0 +1,48 @@
+"""Layers without a recipe, and what a calibration measures of them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from te_models.kernels import quantize as q
+from te_models.kernels.gemm import few_rows
+from te_models.kernels.gemm.dense import linear as dense
+from te_models.kernels.grouped_gemm import stored_grouped_gemm
+
+from ..quantizer.delayed import update_amax_
+from ..tensor.quantized_tensor import QuantizedTensor
+from .product import grouped_gemm_directly, stored_for_few_rows
+from .weight import Weights, plain_weights
+
+
+def stored_linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight^T + bias` in x's dtype; the stored numbers are multiplied where that is faster. x: [..., in];
+    weight: [out, in]; bias: [out] or None."""
+    bias = None if bias is None else bias.to(x.dtype)
+    operand = stored_for_few_rows(x, weight)
+    if operand is not None:
+        y = few_rows.linear(x.reshape(-1, x.shape[-1]), operand, bias)
+        return y.view(*x.shape[:-1], weight.shape[0])
+    return dense(x, weight.dequantize(x.dtype), bias)
+
+
+def plain_grouped_linear(x: Tensor, weights: Weights, m_splits: Tensor) -> Tensor:
+    """Return `x[g] @ weight[g]^T` for each group of rows in x's dtype; stored numbers as in `stored_linear`. x: [T,
+    in]; weights: one [G, out, in] or G of [out, in]; m_splits: [G]."""
+    weight = weights[0]
+    if weight.dim() == 3 and isinstance(weight, QuantizedTensor):
+        stored = stored_for_few_rows(x, weight)
+        if stored is not None:
+            return stored_grouped_gemm(x, stored, m_splits)
+    return grouped_gemm_directly(x, plain_weights(weights, x.dtype, groups=True), m_splits)
+
+
+def largest(x: Tensor) -> Tensor:
+    """Return the amax of a tensor, [] for a matrix and [G] for G of them."""
+    return q.amax(x.dequantize() if isinstance(x, QuantizedTensor) else x.detach())
+
+
+def calibrate(x: Tensor, weight: Tensor, amaxes: tuple[Tensor, Tensor]) -> None:
+    """Record the amaxes of an input [..., in] and of a weight. amaxes: where."""
+    update_amax_(amaxes[0], largest(x.reshape(-1, x.shape[-1])))
+    update_amax_(amaxes[1], largest(weight))
