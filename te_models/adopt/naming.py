@@ -14,8 +14,8 @@ from typing import Any
 from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.families.base.family import Family
 from te_models.checkpoints.families.base.names import Fused, Names, PerExpert
-from te_models.config import ModelConfig
 
+from ..config import ModelConfig
 from .pool import GLOBAL, SINGLE, Pool
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -12,9 +12,8 @@ from te_models.checkpoints.families.base.family import Family
 from te_models.checkpoints.families.base.fields import REQUIRED, Entry, Field, Fixed, Only, Renamed
 from te_models.checkpoints.families.base.rope import Rope, RopePerLayerType
 from te_models.checkpoints.families.base.text_part import text_part
-from te_models.config import ConfigError
 
-from ..config import ModelConfig
+from ..config import ConfigError, ModelConfig
 from .naming import layer_prefix, split
 from .pool import Pool, from_paths, read_leniently
 from .probe import Built, KnownType, small_size

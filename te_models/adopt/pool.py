@@ -12,7 +12,8 @@ from te_models.checkpoints.families.base.family import Family
 from te_models.checkpoints.families.base.fields import Entry, Renamed, Values
 from te_models.checkpoints.families.base.names import Fused, Names, PerExpert
 from te_models.checkpoints.families.base.text_part import text_part
-from te_models.config import ConfigError, ModelConfig
+
+from ..config import ConfigError, ModelConfig
 
 GLOBAL = ("embedding", "positions", "embedding_norm", "final_norm", "output")
 SINGLE = ("sinks", "gate", "proj", "fc2", "router", "selection_bias", "shared_fc2", "shared_gate")

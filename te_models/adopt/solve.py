@@ -19,8 +19,8 @@ from te_models.checkpoints.plan.param_shapes import expected_tensors
 from te_models.checkpoints.plan.plan import make_plan
 from te_models.checkpoints.plan.stream import carry_out
 from te_models.checkpoints.plan.te_namespace import te_namespace
-from te_models.config import ConfigError, ModelConfig
 
+from ..config import ConfigError, ModelConfig
 from ..model import GPTModel
 from .naming import Found, key_of, solve
 from .pool import Pool, from_paths
