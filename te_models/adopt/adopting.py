@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from ..checkpoints import FAMILIES
-from ..checkpoints.families.base.family import Family
-from ..checkpoints.families.base.names import Fused, Names
-from ..checkpoints.io.atomic import new_folder
-from ..checkpoints.io.hub import local_folder
-from ..checkpoints.io.strict_json import read_object
+from te_models.checkpoints import FAMILIES
+from te_models.checkpoints.families.base.family import Family
+from te_models.checkpoints.families.base.names import Fused, Names
+from te_models.checkpoints.io.atomic import new_folder
+from te_models.checkpoints.io.hub import local_folder
+from te_models.checkpoints.io.strict_json import read_object
+
 from ..extras import require
 from .declare import source_of, test_source
 from .fields import SAME, WRONG, Declaration, declare, outcome, reads_alike

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from ..checkpoints import FAMILIES
-from ..checkpoints.families.base import common
-from ..checkpoints.families.base.common import ACTIVATIONS, decoder_fields
-from ..checkpoints.families.base.family import Family
-from ..checkpoints.families.base.fields import REQUIRED, Choice, Entry, Field, Fixed, Renamed
-from ..checkpoints.families.base.names import Names
+from te_models.checkpoints import FAMILIES
+from te_models.checkpoints.families.base import common
+from te_models.checkpoints.families.base.common import ACTIVATIONS, decoder_fields
+from te_models.checkpoints.families.base.family import Family
+from te_models.checkpoints.families.base.fields import REQUIRED, Choice, Entry, Field, Fixed, Renamed
+from te_models.checkpoints.families.base.names import Names
+
 from ..extras import require
 
 WIDTH = 120

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from te_models.config import ConfigError, ModelConfig
+from te_models.checkpoints import CheckpointError
+from te_models.checkpoints.families.base.family import Family
+from te_models.checkpoints.families.base.fields import Entry, Field, Fixed, Flag, Only, Renamed, Spread
 
-from ..checkpoints import CheckpointError
-from ..checkpoints.families.base.family import Family
-from ..checkpoints.families.base.fields import Entry, Field, Fixed, Flag, Only, Renamed, Spread
+from ..config import ConfigError, ModelConfig
 from .moves import OF_TRAINING, Move, outside_of
 from .near import Near, agrees, with_defaults
 from .pool import Pool

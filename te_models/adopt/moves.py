@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.families.base.common import ACTIVATIONS
+from te_models.checkpoints.families.base.common import ACTIVATIONS
+
 from .probe import Built, KnownType, Values, small_size
 
 _OTHER_SIZES = {67: 71, 48: 60, 28: 20, 36: 44, 56: 64, 6: 4, 16: 8, 64: 96, 8: 4, 3: 2, 5: 7, 20: 14, 12: 18, 10: 8}

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from te_models.config import ModelConfig
+from te_models.checkpoints import CheckpointError
+from te_models.checkpoints.families.base.family import Family
+from te_models.checkpoints.families.base.names import Fused, Names, PerExpert
 
-from ..checkpoints import CheckpointError
-from ..checkpoints.families.base.family import Family
-from ..checkpoints.families.base.names import Fused, Names, PerExpert
+from ..config import ModelConfig
 from .pool import GLOBAL, SINGLE, Pool
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -87,7 +87,7 @@ def variants(names: Names, config: ModelConfig, shapes: Shapes) -> Iterator[tupl
         fused = (f"{_MARK}experts_fc1", f"{_MARK}experts_fc2")
         experts = (*experts, Fused(*fused), Fused(*fused, transposed=True))
     gated = 2 if config.mlp.gated else 1
-    for qkv, fc1, shared, kind, turned in itertools.product(
+    for qkv, fc1, shared, kind, in_out in itertools.product(
         (3, 1), {gated, 1}, {gated, 1} if config.moe else {1}, experts, (False, True)
     ):
         key = (
@@ -96,7 +96,7 @@ def variants(names: Names, config: ModelConfig, shapes: Shapes) -> Iterator[tupl
             shared == gated or config.moe is None,
             type(kind),
             getattr(kind, "transposed", None),
-            turned,
+            in_out,
         )
         yield (
             key,
@@ -114,7 +114,7 @@ def variants(names: Names, config: ModelConfig, shapes: Shapes) -> Iterator[tupl
                 fc1=tuple(f"{_MARK}fc1_{fc1}_{k}" for k in range(fc1)),
                 shared_fc1=tuple(f"{_MARK}shared_fc1_{shared}_{k}" for k in range(shared)),
                 experts=kind,
-                transposed=turned,
+                transposed=in_out,
                 selection_bias_unsqueezed=names.selection_bias_unsqueezed,
                 mtp=None,
             ),
@@ -201,9 +201,9 @@ def _usual(mark: str, name: str, pool: Pool) -> float:
 def key_of(names: Names, config: ModelConfig) -> Key:
     """Return which of the variants a weight map is."""
     gated = 2 if config.mlp.gated else 1
-    turned = getattr(names.experts, "transposed", None)
+    in_out = getattr(names.experts, "transposed", None)
     joined = len(names.qkv) == 1, len(names.fc1) == gated, len(names.shared_fc1) == gated or config.moe is None
-    return (*joined, type(names.experts), turned, names.transposed)
+    return (*joined, type(names.experts), in_out, names.transposed)
 
 
 def _named(marked: Names, chosen: Mapping[str, str], layer: str) -> Names:

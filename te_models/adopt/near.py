@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from te_models.config import ConfigError
+from te_models.checkpoints import CheckpointError
+from te_models.checkpoints.families.base.family import Family
+from te_models.checkpoints.families.base.fields import REQUIRED, Entry, Field, Fixed, Only, Renamed
+from te_models.checkpoints.families.base.rope import Rope, RopePerLayerType
+from te_models.checkpoints.families.base.text_part import text_part
 
-from ..checkpoints import CheckpointError
-from ..checkpoints.families.base.family import Family
-from ..checkpoints.families.base.fields import REQUIRED, Entry, Field, Fixed, Only, Renamed
-from ..checkpoints.families.base.rope import Rope, RopePerLayerType
-from ..checkpoints.families.base.text_part import text_part
-from ..config import ModelConfig
+from ..config import ConfigError, ModelConfig
 from .naming import layer_prefix, split
 from .pool import Pool, from_paths, read_leniently
 from .probe import Built, KnownType, small_size

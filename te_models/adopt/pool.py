@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from te_models.config import ConfigError, ModelConfig
+from te_models.checkpoints import FAMILIES, CheckpointError
+from te_models.checkpoints.families.base.family import Family
+from te_models.checkpoints.families.base.fields import Entry, Renamed, Values
+from te_models.checkpoints.families.base.names import Fused, Names, PerExpert
+from te_models.checkpoints.families.base.text_part import text_part
 
-from ..checkpoints import FAMILIES, CheckpointError
-from ..checkpoints.families.base.family import Family
-from ..checkpoints.families.base.fields import Entry, Renamed, Values
-from ..checkpoints.families.base.names import Fused, Names, PerExpert
-from ..checkpoints.families.base.text_part import text_part
+from ..config import ConfigError, ModelConfig
 
 GLOBAL = ("embedding", "positions", "embedding_norm", "final_norm", "output")
 SINGLE = ("sinks", "gate", "proj", "fc2", "router", "selection_bias", "shared_fc2", "shared_gate")

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..checkpoints.families.base.family import Family
-from ..checkpoints.families.base.fields import Fixed, Only
+from te_models.checkpoints.families.base.family import Family
+from te_models.checkpoints.families.base.fields import Fixed, Only
+
 from ..sizes import plural
 from .fields import SAME, is_of_training
 from .moves import Move

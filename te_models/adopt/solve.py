@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.config import ConfigError, ModelConfig
+from te_models.checkpoints import CheckpointError
+from te_models.checkpoints.families.base.family import Family
+from te_models.checkpoints.families.base.names import Fused, Names
+from te_models.checkpoints.io.store import MemoryStore
+from te_models.checkpoints.plan.param_shapes import expected_tensors
+from te_models.checkpoints.plan.plan import make_plan
+from te_models.checkpoints.plan.stream import carry_out
+from te_models.checkpoints.plan.te_namespace import te_namespace
 
-from ..checkpoints import CheckpointError
-from ..checkpoints.families.base.family import Family
-from ..checkpoints.families.base.names import Fused, Names
-from ..checkpoints.io.store import MemoryStore
-from ..checkpoints.plan.param_shapes import expected_tensors
-from ..checkpoints.plan.plan import make_plan
-from ..checkpoints.plan.stream import carry_out
-from ..checkpoints.plan.te_namespace import te_namespace
+from ..config import ConfigError, ModelConfig
 from ..model import GPTModel
 from .naming import Found, key_of, solve
 from .pool import Pool, from_paths

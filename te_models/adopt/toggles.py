@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, Literal
 
-from te_models.config import (
+from ..config import (
     AttentionConfig,
     EmbeddingConfig,
     MLPConfig,
@@ -20,7 +20,6 @@ from te_models.config import (
     RopeConfig,
     RouterConfig,
 )
-
 from .pool import from_paths
 
 PARTS: dict[str, Any] = {

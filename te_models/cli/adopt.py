@@ -36,9 +36,10 @@ def add(verbs: Verbs) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Adopt, write, and print what was found."""
+    from te_models.checkpoints.io.destination import check_destination
+
     from ..adopt import adopt, write
     from ..adopt.adopting import is_known, model_type_of
-    from ..checkpoints.io.destination import check_destination
 
     model_type, _ = model_type_of(args.source)
     if is_known(model_type) and not args.again:
