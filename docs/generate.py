@@ -165,7 +165,7 @@ WHERE = (
     ("What does each recipe say about each operand?", "layers MXFP8BlockScaling"),
     (
         "Where do Transformer Engine's arguments become ours?",
-        "layers/te/modules Linear",
+        "layers/te/module Linear",
         "layers takes_parallel_options",
     ),
     ("What does the router do with groups of experts?", "kernels router_topk", "te_models Router"),

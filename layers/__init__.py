@@ -65,11 +65,11 @@ from .te.checkpoint import checkpoint
 from .te.cross_entropy import parallel_cross_entropy
 from .te.global_state import FP8GlobalStateManager
 from .te.grouped import bgrad_group_quantize, group_quantize
-from .te.modules.grouped_linear import GroupedLinear
-from .te.modules.layernorm_linear import LayerNormLinear
-from .te.modules.layernorm_mlp import LayerNormMLP
-from .te.modules.linear import Linear
-from .te.modules.norm import LayerNorm, RMSNorm
+from .te.module.grouped_linear import GroupedLinear
+from .te.module.layernorm_linear import LayerNormLinear
+from .te.module.layernorm_mlp import LayerNormMLP
+from .te.module.linear import Linear
+from .te.module.norm import LayerNorm, RMSNorm
 from .te.names import (
     fp8_autocast,
     fp8_model_init,

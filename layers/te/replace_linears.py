@@ -13,7 +13,7 @@ from te_models.suggestions import shown
 
 from ..module.autocast import quantized_model_init
 from ..recipe.base import Recipe
-from .modules.linear import Linear
+from .module.linear import Linear
 
 OUTPUT_LAYER = ("lm_head", "*.lm_head")
 """What `replace_linears` leaves alone unless told otherwise, beside `model.get_output_embeddings()`."""

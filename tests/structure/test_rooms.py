@@ -125,6 +125,19 @@ def test_a_room_holds_at_most_twenty_files() -> None:
     assert counts["checkpoints"] <= 3
 
 
+def test_a_room_of_tests_holds_at_most_twenty_files() -> None:
+    """As in the package, whose rooms the tests' rooms mirror."""
+    counts = Counter(file.parent for file in (ROOT / "tests").rglob("*.py"))
+    assert {str(room): n for room, n in counts.items() if n > MOST_FILES} == {}
+
+
+def test_every_file_of_tests_begins_with_a_docstring() -> None:
+    """Tests read as a specification: every file says first what it claims, or what it is for."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    assert len(files) > 300
+    assert [str(file) for file in files if not re.match(r'"""\s*[^\s"]', file.read_text(encoding="utf-8"))] == []
+
+
 def test_no_file_is_longer_than_five_hundred_lines() -> None:
     lengths = {name: len(file.read_text(encoding="utf-8").splitlines()) for name, file in modules().items()}
     assert {name: n for name, n in lengths.items() if n > 500} == {}

@@ -17,8 +17,8 @@ from ...attention.mask import AttentionMask, Window
 from ...collectives import ranks_of
 from ...distributed.tensor_parallel import InitMethod
 from ..arguments import SHAPES, takes_parallel_options, takes_without_effect
-from ..modules.layernorm_linear import LayerNormLinear
-from ..modules.linear import Linear
+from ..module.layernorm_linear import LayerNormLinear
+from ..module.linear import Linear
 from .dot_product_attention import AttentionOptions, DotProductAttention
 from .qkv import QkNorm, join_parameters, qk_norm, split_kv, split_qkv
 from .qkv_format import QkvFormat

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from te_models.kernels.norm import l2_norm
 from te_models.suggestions import shown
 
-from ..modules.norm import NORMS
+from ..module.norm import NORMS
 
 QkNorm = Literal["RMSNorm", "LayerNorm", "L2Normalization"]
 

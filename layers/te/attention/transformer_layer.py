@@ -18,8 +18,8 @@ from te_models.suggestions import shown
 from ...attention.mask import AttentionMask, Window
 from ...distributed.tensor_parallel import InitMethod
 from ..arguments import SHAPES, takes_parallel_options, takes_without_effect
-from ..modules.layernorm_mlp import LayerNormMLP
-from ..modules.norm import NORMS
+from ..module.layernorm_mlp import LayerNormMLP
+from ..module.norm import NORMS
 from .dot_product_attention import CoreOptions
 from .multihead_attention import MultiheadAttention, RotaryAngles
 from .qkv import QkNorm

@@ -21,7 +21,7 @@ from ....quantizer.group_offsets import GroupOffsets
 from ....quantizer.state import QuantizerState
 from ....recipe.base import HIGH_PRECISION
 from ...arguments import THEIR_NAMES, takes_also, takes_at_default
-from ...modules.grouped_linear import GroupedLinear as GroupedLinearModule
+from ...module.grouped_linear import GroupedLinear as GroupedLinearModule
 from ..call import Computed, Gradients, OperationArguments, OperationCall, OperationContext
 from ..operation import BasicOperation
 

@@ -14,8 +14,8 @@ from te_models.kernels.without_autocast import autocast_dtype
 from ....gemm.prologue import fused_output, fused_storage
 from ....module.norm import flat_input, flat_parameter
 from ...arguments import takes_also, takes_without_effect
-from ...modules.norm import LayerNorm as LayerNormModule
-from ...modules.norm import RMSNorm as RMSNormModule
+from ...module.norm import LayerNorm as LayerNormModule
+from ...module.norm import RMSNorm as RMSNormModule
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
 from ..operation import BasicOperation
 
