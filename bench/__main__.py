@@ -35,7 +35,7 @@ LEFT_OUT = {
     "training_curves": "seven runs of 300 steps, a quarter of an hour of processor time",
     "recipe_gap": "ninety runs of 1,000 steps, 52 minutes of processor time",
     "qat": "fifteen runs of 200 steps, some minutes: python -m bench.qat",
-    "optimizers": "twelve runs of 200 steps, some minutes: python -m bench.optimizers",
+    "optimizers": "twelve runs of 100 steps, some minutes: python -m bench.optimizers",
     "rehearsal": "it rehearses SmolLM2-135M and runs it over fresh seeds: most of an hour of processor time",
     "memory": "42 processes, two thirds of them compile: twenty minutes",
     "generation": "three models, four prompts each in two dtypes, recipes and the compiled model: half an hour",

@@ -17,14 +17,16 @@ from typing import Any
 import torch
 
 from bench.common import interleave, ratio, versions, write_result
-from bench.small_runs import EVERY, MODEL, SEEDS, STEPS, small_run, summary, validation_curve
+from bench.small_runs import MODEL, SEEDS, small_run, summary, validation_curve
 from te_models import GPTModel
-from te_models.training import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from te_models.training import EvaluationConfig, OptimizerConfig, PrecisionConfig, ScheduleConfig
 from te_models.training.build import build_optimizer
 from te_models.training.optimizer.qk_clip import QKClip
 from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.step import make_loss_function
 
+STEPS, EVERY = 100, 20
+MEASURED = EvaluationConfig(every=EVERY, batches=4)
 CONSTANT = ScheduleConfig(kind="constant", warmup_steps=20)
 VARIANTS: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": OptimizerConfig(lr=3e-3)},
@@ -68,11 +70,10 @@ def main() -> None:
     parser.add_argument("--cost", action="store_true", help="the cost of a step alone")
     torch.set_num_threads(1)
     alone = parser.parse_args().cost
-    curves = (
-        {}
-        if alone
-        else {n: [validation_curve(small_run(f"o-{n}", s, **c)) for s in SEEDS] for n, c in VARIANTS.items()}
-    )
+    curves: dict[str, list[list[float]]] = {}
+    for name, changes in VARIANTS.items() if not alone else ():
+        runs = [small_run(f"optimizers-{name}", seed, steps=STEPS, evaluation=MEASURED, **changes) for seed in SEEDS]
+        curves[name] = [validation_curve(run) for run in runs]
     cost = costs()
     for name, its in cost.items():
         print(name, its)

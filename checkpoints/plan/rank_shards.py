@@ -10,7 +10,7 @@ tensor parallelism may split further.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -172,17 +172,33 @@ def _part(config: ModelConfig, name: str, shape: Shape, place: Place) -> RankPar
     return RankPart(dim, tuple(ranges), experts)
 
 
-def joined_rows(config: ModelConfig, name: str, shape: Shape) -> tuple[int, ...]:
-    """Return the rows of each matrix that a weight [out, in], or a stack of them, joins: q, k and v, gate and up, or
-    what a mixer names; one number for a weight that is one matrix. shape: of the whole parameter."""
-    dim, blocks = len(shape) - 2, (shape[-2],)
+def joined_blocks(config: ModelConfig, name: str, shape: Shape) -> dict[str, int]:
+    """Return the rows of each matrix that a weight [out, in], or a stack of them, joins, by name: "q", "k", "v" and
+    "gate" of attention, "gate" and "up" of an MLP, "q" and "kv" of a projection to latents, and the numbers of what a
+    mixer joins; nothing for a weight that is one matrix. shape: of the whole parameter."""
+    dim = len(shape) - 2
+    if dim < 0:
+        return {}
+    layer = _layer_of(config, name)
+    attention = config.attention_of(layer)
     if name.endswith(".linear_qkv_down.weight"):
-        attention = config.attention_of(_layer_of(config, name))
         assert attention is not None and attention.mla is not None, "the layer has its parameters"
         latent = attention.mla.kv_lora_rank + attention.mla.qk_pos_emb_head_dim
-        return shape[dim] - latent, latent
+        return {"q": shape[dim] - latent, "kv": latent}
     split = _split(config, name, shape)
-    return split[1] if split is not None and split[0] == dim and sum(split[1]) == shape[dim] else blocks
+    if split is None or split[0] != dim or sum(split[1]) != shape[dim] or len(split[1]) < 2:
+        return {}
+    names: Iterable[str] = map(str, range(len(split[1])))
+    if name.endswith(".self_attention.linear_qkv.weight") and attention is not None:
+        names = attention.qkv_blocks(own_keys=config.kv_source(layer) is None)
+    elif _MLP.fullmatch(name) is not None:
+        names = ("gate", "up")
+    return dict(zip(names, split[1], strict=True))
+
+
+def joined_rows(config: ModelConfig, name: str, shape: Shape) -> tuple[int, ...]:
+    """Return the rows of `joined_blocks`; one number for a weight that is one matrix."""
+    return tuple(joined_blocks(config, name, shape).values()) or (shape[-2],)
 
 
 def _layer_of(config: ModelConfig, name: str) -> int:

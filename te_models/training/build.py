@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint
+from te_models.checkpoints import CheckpointError, open_checkpoint
 from te_models.checkpoints.folder.provenance import source_of
-from te_models.checkpoints.plan.rank_shards import joined_rows
 from te_models.layers import QuantizedTensor, gradient_of, quantized_model_init, share_scales
 from te_models.layers.module.base import GemmModule
 from te_models.layers.tensor.fsdp import local_part, one_per_matrix
@@ -28,12 +27,13 @@ from .checkpoints.checks import MODEL
 from .config import TrainConfig
 from .config.file import BALANCE
 from .optimizer.adamw import Optimizer
-from .optimizer.groups import freeze, uses_muon
+from .optimizer.groups import freeze
 from .optimizer.whole_matrix import divided_matrices
 from .precision import build_recipe
 from .ranks.experts import expert_ranks
 from .ranks.layout import ONE_RANK, Layout
 from .seeding import derive_seed
+from .trained import blocks_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-mixed": torch.float32}
 
@@ -248,20 +248,10 @@ def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_R
         groups=None if parts is None else parts.groups(),
         main_grads=main_grads,
         divided=None if parts is None or config.optimizer.kind != "muon" else divided_matrices(parts),
-        joined=_joined_rows(config, model),
+        blocks=blocks_of(model.config, model.expert_layout),
         everywhere=everywhere,
-        own=None if parts is None or not config.optimizer.freeze_experts else parts.stored(),
+        own=None if parts is None or not config.optimizer.needs_parts else parts.stored(),
     )
-
-
-def _joined_rows(config: TrainConfig, model: GPTModel) -> dict[str, tuple[int, ...]]:
-    """Return the rows of each matrix of the weights that join several, by name, where Muon takes them one by one."""
-    if config.optimizer.kind != "muon" or config.optimizer.muon_split == "none":
-        return {}
-    shapes = expected_tensors(model.config, model.expert_layout)
-    matrices = (name for name, p in model.named_parameters() if name in shapes and uses_muon(name, p))
-    rows = {name: joined_rows(model.config, name, shapes[name]) for name in matrices}
-    return {name: found for name, found in rows.items() if len(found) > 1}
 
 
 def _add_to_main_grad(parameter: torch.Tensor) -> None:

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 from te_models.checkpoints import expected_tensors
-from te_models.checkpoints.plan.param_shapes import is_linear_weight
+from te_models.checkpoints.plan.param_shapes import ExpertLayout, is_linear_weight
+from te_models.checkpoints.plan.rank_shards import joined_blocks
 
 from ..config import ConfigError, ModelConfig
 from ..lora.model import targeted
@@ -42,12 +43,20 @@ def step_flops_per_token(config: TrainConfig, model: ModelConfig) -> float:
     )
 
 
+def blocks_of(model: ModelConfig, layout: ExpertLayout) -> dict[str, dict[str, int]]:
+    """Return the rows of each matrix that a weight joins, by its name and theirs, of the weights that join several."""
+    shapes = expected_tensors(model, layout)
+    found = {name: joined_blocks(model, name, shape) for name, shape in shapes.items()}
+    return {name: blocks for name, blocks in found.items() if blocks}
+
+
 def check_names(config: TrainConfig, model: ModelConfig) -> None:
     """Raise ConfigError for a glob of the run that means no parameter, or no layer, of the model."""
     names, optimizer = list(expected_tensors(model, config.model.expert_layout)), config.optimizer
     adapted_layers(config, model)
+    blocks = [f"{name}.{own}" for name, its in blocks_of(model, config.model.expert_layout).items() for own in its]
     for key in ("lr_mult", "wd_mult") if not config.lora.rank else ():
-        check_patterns(f"optimizer.{key}", optimizer.multipliers(key), names)
+        check_patterns(f"optimizer.{key}", optimizer.multipliers(key), names + (blocks if key == "lr_mult" else []))
     check_patterns("optimizer.freeze", optimizer.freeze, names)
     check_patterns("optimizer.freeze_experts", optimizer.frozen_experts(), names)
 

@@ -238,12 +238,17 @@ class AttentionConfig(MixerConfig):
         """Key and value heads, and channels of each head of k and of v."""
         return self.num_query_groups or self.num_attention_heads, self.key_channels, self.value_channels
 
-    def qkv_rows(self, *, own_keys: bool = True) -> tuple[int, ...]:
-        """Rows of what `linear_qkv` joins: q, k, v where it is not k, and the gate where each channel has one; without
-        own_keys k and v are another layer's."""
+    def qkv_blocks(self, *, own_keys: bool = True) -> dict[str, int]:
+        """Rows of what `linear_qkv` joins, by name: q, k, v where it is not k, and the gate where each channel has one;
+        without own_keys k and v are another layer's."""
         groups, keys, values = self.key_value_sizes
-        both = (groups * keys, 0 if self.key_is_value else groups * values) if own_keys else ()
-        return tuple(n for n in (self.num_attention_heads * keys, *both, self.gate_rows) if n)
+        both = {"k": groups * keys, "v": 0 if self.key_is_value else groups * values} if own_keys else {}
+        found = {"q": self.num_attention_heads * keys, **both, "gate": self.gate_rows}
+        return {name: rows for name, rows in found.items() if rows}
+
+    def qkv_rows(self, *, own_keys: bool = True) -> tuple[int, ...]:
+        """Rows of `qkv_blocks`."""
+        return tuple(self.qkv_blocks(own_keys=own_keys).values())
 
     @property
     def has_bias_apart(self) -> bool:

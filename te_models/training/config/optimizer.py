@@ -27,7 +27,8 @@ class OptimizerConfig(ConfigPart):
     lr: float = 3e-4
     """Peak learning rate."""
     lr_mult: tuple[str, ...] = ()
-    """Multipliers of the learning rate, as "pattern=number" with a glob over parameter names."""
+    """Multipliers of the learning rate, as "pattern=number" with a glob over parameter names, and over those of the
+    matrices that a weight joins, such as linear_qkv.weight.k and linear_fc1.weight.up."""
     wd_mult: tuple[str, ...] = ()
     """Multipliers of weight_decay, as "pattern=number"; a parameter that matches decays, also where it would not."""
     freeze: tuple[str, ...] = ()
@@ -89,6 +90,11 @@ class OptimizerConfig(ConfigPart):
             check(pattern not in found, f"optimizer.{key}", text, "each pattern once")
             found[pattern] = value
         return found
+
+    @property
+    def needs_parts(self) -> bool:
+        """Whether the optimizer asks what part of each parameter a rank has."""
+        return bool(self.freeze_experts or self.lr_mult)
 
     def frozen_experts(self) -> dict[str, tuple[int, ...]]:
         """Return the numbers of `freeze_experts` by pattern."""

@@ -128,6 +128,9 @@ class TrainConfig(ConfigPart):
         )
         clip = optimizer.qk_clip_threshold
         check(clip is None or not adapted, "optimizer.qk_clip_threshold", clip, "null with lora.rank")
+        by_block = self.compile and not whole
+        where = "null with compile_mode = 'block', in which layers share a graph; or 'whole', or compile = false"
+        check(clip is None or not by_block, "optimizer.qk_clip_threshold", clip, where)
         dispatch = self.parallel.expert_dispatch
         recipe = next((name for name in self.precision.recipe_names if name not in ("block", "mxfp8")), None)
         check(

@@ -9,7 +9,7 @@ that is filled before each step: its value is data, so nothing that reads it spe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from ..config import OptimizerConfig
 from ..host import reads_are_free
 from ..ranks.experts import ExpertRanks
 from .frozen_experts import FrozenExperts
-from .groups import optimizer_groups
+from .groups import BlockRates, optimizer_groups
 from .muon import Muon
 from .whole_matrix import DividedMatrix
 
@@ -155,7 +155,8 @@ class Optimizer:
         main_grads: give every parameter a float32 `main_grad`, which is then its gradient: `accumulate_gradients`
             follows each backward pass.
         divided: the parameters whose matrices ranks have in parts, by name; None: none.
-        joined: the rows of each matrix that a parameter joins, by name, which Muon takes one by one; None: none does.
+        blocks: the rows of each matrix that a parameter joins, by the names of both, which have learning rates of their
+            own and which Muon takes one by one; None: none does.
         everywhere: the names of the whole model's parameters, which patterns may mean; None: these.
         own: what part of each parameter this rank has, by name; None: it has all of each.
     """
@@ -173,7 +174,7 @@ class Optimizer:
         elsewhere: Collection[str] = (),
         main_grads: bool = False,
         divided: Mapping[str, DividedMatrix] | None = None,
-        joined: Mapping[str, Sequence[int]] | None = None,
+        blocks: Mapping[str, Mapping[str, int]] | None = None,
         everywhere: Iterable[str] | None = None,
         own: Mapping[str, LocalPart] | None = None,
     ) -> None:
@@ -193,7 +194,10 @@ class Optimizer:
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         self._rates: list[tuple[torch.Tensor, float]] = []
         groups_of: dict[str, list[dict[str, Any]]] = {"adamw": [], "muon": [], "schedule_free": []}
-        for (kind, rate, decay), members in optimizer_groups(config, self.parameters, everywhere).items():
+        self._block_rates = BlockRates(config, self.parameters, blocks or {}, own)
+        rates = self._block_rates.largest
+        groups_by = optimizer_groups(config, self.parameters, everywhere, blocks, rates)
+        for (kind, rate, decay), members in groups_by.items():
             lr = self.lr if rate == 1.0 else torch.zeros_like(self.lr)
             self._rates += [(lr, rate)]
             groups_of[kind].append({"params": members, "weight_decay": decay, "lr": lr})
@@ -207,7 +211,9 @@ class Optimizer:
                 adjust_lr=config.muon_adjust_lr,
                 master_weights=config.master_weights,
                 divided=self._by_parameter(divided),
-                joined=self._by_parameter(joined),
+                joined=self._by_parameter(
+                    {name: tuple(its.values()) for name, its in (blocks or {}).items() if config.muon_split != "none"}
+                ),
             )
         self._schedule_free = None
         if groups_of["schedule_free"]:
@@ -293,7 +299,9 @@ class Optimizer:
         for own, rate in self._rates:
             if own is not self.lr:
                 own.fill_(lr * rate)
-        with self._frozen.unchanged(self.parameters, self.masters if self._frozen.rows else {}):
+        masters = self.masters if self._frozen.rows or self._block_rates.largest else {}
+        frozen, rates = self._frozen, self._block_rates
+        with frozen.unchanged(self.parameters, masters), rates.applied(self.parameters, masters):
             for optimizer in self._optimizers():
                 optimizer.step(noop=noop)
         self._update_averages(noop)

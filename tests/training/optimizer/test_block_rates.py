@@ -1,0 +1,118 @@
+"""Learning rates of the matrices that a weight joins: a step is that of the matrices as parameters of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models.checkpoints import expected_tensors
+from te_models.checkpoints.plan.rank_shards import joined_blocks, joined_rows
+from te_models.config import AttentionConfig, ConfigError
+from te_models.training import ModelSource, OptimizerConfig, ScheduleConfig, train
+from te_models.training.optimizer.adamw import Optimizer
+from te_models.training.trained import blocks_of
+from tests.training.processes import train_on_ranks
+from tests.training.runs import balanced_model, curve, tiny_model, tiny_run
+
+ROWS = {"q": 8, "k": 4, "v": 4}
+RATES = {"q": 1.0, "k": 0.5, "v": 0.0}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_is_that_of_matrices_apart(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    whole = torch.nn.Parameter(torch.randn(16, 12).to(dtype))
+    apart = {name: torch.nn.Parameter(part.clone()) for name, part in _parts(whole.detach()).items()}
+    options: dict[str, Any] = {"kind": kind, "master_weights": True, "clip_grad_norm": None}
+    ours = Optimizer(
+        [("linear_qkv.weight", whole)],
+        OptimizerConfig(lr_mult=("*.weight.k=0.5", "*.v=0"), **options),
+        blocks={"linear_qkv.weight": ROWS},
+    )
+    table = tuple(f"{name}={RATES[name]}" for name in apart)
+    theirs = Optimizer(apart.items(), OptimizerConfig(lr_mult=table, **options))
+    for step in range(4):
+        torch.manual_seed(step)
+        whole.grad = torch.randn(16, 12).to(dtype)
+        for name, part in _parts(whole.grad).items():
+            apart[name].grad = part.clone()
+        ours.step(0.01, noop=torch.tensor(step == 2))
+        theirs.step(0.01, noop=torch.tensor(step == 2))
+    for name, part in _parts(ours.masters.get("linear_qkv.weight", whole.detach())).items():
+        torch.testing.assert_close(part, theirs.masters.get(name, apart[name].detach()), rtol=1e-6, atol=1e-7)
+    for name, part in _parts(whole.detach()).items():
+        torch.testing.assert_close(
+            part, apart[name].detach(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-7
+        )
+
+
+def _parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    return dict(zip(ROWS, weight.split(list(ROWS.values())), strict=True))
+
+
+def test_the_first_pattern_that_means_a_block_or_its_weight_wins() -> None:
+    def shares(*lr_mult: str) -> tuple[list[float], list[float]]:
+        weight = torch.nn.Parameter(torch.zeros(16, 12))
+        weight.grad = torch.ones(16, 12)
+        config = OptimizerConfig(lr_mult=lr_mult, weight_decay=0.0, clip_grad_norm=None)
+        optimizer = Optimizer([("linear_qkv.weight", weight)], config, blocks={"linear_qkv.weight": ROWS})
+        optimizer.step(0.01)
+        steps = [round(float(part[0, 0]) / -0.01, 3) for part in _parts(weight.detach()).values()]
+        return steps, list(ROWS.values())
+
+    assert shares("*.k=0.5", "*=2")[0] == [2.0, 0.5, 2.0]
+    assert shares("*=2", "*.k=0.5")[0] == [2.0, 2.0, 2.0]
+    assert shares("linear_qkv.weight=3")[0] == [3.0, 3.0, 3.0]
+    assert shares("*.q=2", "*.k=2", "*.v=2")[0] == [2.0, 2.0, 2.0]
+
+
+def test_blocks_are_named_and_cover_what_they_join() -> None:
+    model = tiny_model()
+    blocks = blocks_of(model, "grouped")
+    assert blocks["decoder.layers.0.self_attention.linear_qkv.weight"] == {"q": 64, "k": 32, "v": 32}
+    assert blocks["decoder.layers.1.mlp.linear_fc1.weight"] == {"gate": 128, "up": 128}
+    assert not any(name.endswith(("linear_proj.weight", "linear_fc2.weight", "embeddings.weight")) for name in blocks)
+    latent = blocks_of(balanced_model(), "grouped")
+    assert latent["decoder.layers.0.self_attention.linear_qkv_down.weight"] == {"q": 12, "kv": 14}
+    assert latent["decoder.layers.1.mlp.experts.linear_fc1.weight"] == {"gate": 16, "up": 16}
+    gated = model.replace(attention=AttentionConfig(num_attention_heads=4, output_gate=True))
+    gated_blocks = blocks_of(gated, "grouped")["decoder.layers.0.self_attention.linear_qkv.weight"]
+    assert list(gated_blocks) == ["q", "k", "v", "gate"]
+    for name, shape in expected_tensors(model).items():
+        if len(shape) > 1:
+            rows = tuple(joined_blocks(model, name, shape).values()) or (shape[-2],)
+            assert joined_rows(model, name, shape) == rows
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"data_parallel_shard_size": 2},
+        pytest.param({"tensor_model_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"expert_model_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+def test_ranks_do_what_one_rank_does(kind: str, layout: dict[str, int], tmp_path: Path) -> None:
+    optimizer = OptimizerConfig(kind=kind, lr=3e-3, lr_mult=("*.linear_qkv.weight.k=0.1", "*.linear_fc1.weight.up=3"))
+    source = ModelSource(config=tiny_model(moe=True))
+    one = tiny_run(tmp_path, "one", steps=4, optimizer=optimizer, model=source)
+    train(one)
+    two = one.replace(output_dir=str(tmp_path / "two"), parallel=one.parallel.replace(**layout))
+    if "tensor_model_parallel_size" not in layout:
+        two = two.replace(data=two.data.replace(gradient_accumulation=1))
+    train_on_ranks(two, tmp_path)
+    for ours, theirs in zip(curve(two), curve(one), strict=True):
+        assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
+
+
+def test_what_cannot_be_meant_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer.lr_mult has '\*.linear_qkv.weight.w', which"):
+        train(tiny_run(tmp_path, optimizer=OptimizerConfig(lr_mult=("*.linear_qkv.weight.w=0.1",))))
+    free = OptimizerConfig(kind="schedule_free", lr_mult=("*.linear_qkv.weight.k=0.1",))
+    with pytest.raises(ConfigError, match=r"has several rates for .* allowed with optimizer.kind = 'schedule_free'"):
+        train(tiny_run(tmp_path, optimizer=free, schedule=ScheduleConfig(kind="constant")))
