@@ -18,7 +18,6 @@ from ..folder.tied_weights import copies_in_export
 from ..formats import SEPARATE, VALUES, with_quantization
 from ..io.dtypes import as_torch_dtype
 from ..io.errors import CheckpointError
-from ..io.store import Store
 from ..io.strict_json import dump_object
 from ..plan.param_shapes import ExpertLayout, check_layout
 from ..plan.plan import Plan, make_plan
@@ -158,8 +157,7 @@ def export_hf(
         passthrough = names_in_export(ckpt.passthrough, hf, target, namespace.stored)
         copies = copies_in_export(ckpt.config, ckpt.source, target, form)
         names = target.names if form is None else target.forms[form]
-        wanted, extra = as_torch_dtype(dtype), {}
-        store: Store = ckpt.store
+        wanted, extra, store = as_torch_dtype(dtype), {}, ckpt.store
         if ckpt.formats and not dequantize:
             from ..formats import transformers_note
             from ..quantized.export_plan import plan_quantized_export

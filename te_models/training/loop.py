@@ -107,7 +107,6 @@ def _run(
     run = set_up(config, device, ranks, opened)
     config, step, position, layout = run.config, run.step, run.position, run.layout
     model, loss_function, saving, progress = run.model, run.loss_function, run.saving, run.progress
-    B, data_ranks = config.data.micro_batch_size, layout.data
     has_experts = any(map(run.model_config.is_moe_layer, range(run.model_config.num_layers)))
     learning_rate = LearningRate.of(config)
     rows = Rows.of(run, device, ranks)
@@ -120,17 +119,7 @@ def _run(
         say(f"continuing from step {step} of {config.steps}: {run.checkpoint}")
     if config.compile and step < config.steps:
         progress.waiting("compiling the first step, which can take minutes")
-    batches = opened.enter_context(
-        Prefetcher(
-            lambda at: [
-                run.windows.examples(at + m * B, B)
-                for m in range(data_ranks.rank, run.batch.at(at) // B, data_ranks.world_size)
-            ],
-            after=lambda at: at + run.batch.at(at),
-            end=run.batch.position(config.steps),
-            depth=config.data.prefetch,
-        )
-    )
+    batches = opened.enter_context(_prefetcher(run))
     progress.begin(step)
     view = RunView(
         config=config, output_dir=run.output_dir, step=step, model=model, rank=ranks.rank, ranks=ranks.world_size
@@ -194,18 +183,8 @@ def _run(
         callbacks.tell("on_step", view, result.loss)
         measures = bool(evaluations) or any(run.validation.values())
         if measures and _is_due(step, config.evaluation.every, config.steps):
-            with run.averaged(), run.rounded():
-                losses = validation_losses(run, step, device)
-                if evaluations:
-                    with in_eval_mode(model):
-                        row["evaluations"] = evaluations.run(view, callbacks)
-            numbers = {f"validation_loss/{name}" if name else "validation_loss": x for name, x in losses.items()}
-            if "" in losses:
-                row["validation_loss"] = validation_loss = losses.pop("")
-            if losses:
-                row["validation_losses"] = losses
-            numbers |= row.get("evaluations", {})
-            callbacks.tell("on_evaluate", view, numbers)
+            row |= _measured(run, view, device, callbacks, evaluations)
+            validation_loss = row.get("validation_loss", validation_loss)
         if noting:
             row["quantization"] = rows.quantization()
         for writer in run.writers:
@@ -215,41 +194,81 @@ def _run(
             callbacks.tell("on_log", view, dict(row))
 
         late = config.checkpoint.every_minutes and time.perf_counter() - saved > 60 * config.checkpoint.every_minutes
-        # every rank saves, and ends, at the same step, whichever of them has the signal, and whatever its clock says
-        own = [signals.received, int(ranks.is_main and late), int(callbacks.failed is not None)]
-        signum, late, failed = largest_over_ranks(torch.tensor(own, device="cpu"), ranks).tolist()
-        due = late or signum or failed or _is_due(step, config.checkpoint.every, config.steps)
-        where = checkpoint_dir(run.output_dir, step)
-        if due and not where.exists():
-            recipe = complete_recipe_state(model, run.recipes.used(step))
-            values = {"step": step, "position": position, "data_digest": run.digest, "config": config.to_dict()}
-            with run.averaged():
-                saving.save(values, recipe, keep_last=config.checkpoint.keep_last)
+        if _saved(run, view, position, ranks, callbacks, signals.received, late=bool(late)):
             saved = time.perf_counter()
-            if not failed:
-                callbacks.tell("on_save", view, where)
-                callbacks.check(f"step {step} of {config.steps} is saved in {where}")
-        if failed:
-            saving.finish()
-            raise callbacks.error(f"step {step} of {config.steps} is saved in {where}")
-        if signum:
-            saving.finish()
-            raise Interrupted(signum, f"step {step} of {config.steps} is saved in {where}")
     saving.finish()
     deferred.close()  # the last checkpoint is written: a signal ends the run at once again
-
-    # The result: an ordinary model folder, the metrics, and a picture of them.
-    with run.averaged():
-        saving.export(run.output_dir / FINAL, step)
-    if config.optimizer.ema_decay is not None:
-        saving.export_averages(run.output_dir / FINAL_EMA, step)
-    if ranks.is_main and config.log.plot:
-        plot_loss({run.output_dir.name: run.output_dir / METRICS}, run.output_dir / PLOT)
-    barrier(ranks)
+    _write_result(run, step, ranks)
     finished = TrainResult(run.output_dir / FINAL, run.output_dir / METRICS, step, loss, validation_loss)
     callbacks.tell("on_end", view, finished)
     callbacks.check(f"the run is complete: {finished.model_dir}")
     return finished
+
+
+def _prefetcher(run: SetUp) -> Prefetcher:
+    """Return what reads this rank's micro-batches of the next steps beside the running one."""
+    B, mine = run.config.data.micro_batch_size, run.layout.data
+    return Prefetcher(
+        lambda at: [
+            run.windows.examples(at + m * B, B) for m in range(mine.rank, run.batch.at(at) // B, mine.world_size)
+        ],
+        after=lambda at: at + run.batch.at(at),
+        end=run.batch.position(run.config.steps),
+        depth=run.config.data.prefetch,
+    )
+
+
+def _measured(run: SetUp, view: RunView, device: str, callbacks: Callbacks, evaluations: Evaluations) -> dict[str, Any]:
+    """Measure the model as it would be exported, tell the callbacks, and return what the step's metrics get of it."""
+    row: dict[str, Any] = {}
+    with run.averaged(), run.rounded():
+        losses = validation_losses(run, view.step, device)
+        if evaluations:
+            with in_eval_mode(run.model):
+                row["evaluations"] = evaluations.run(view, callbacks)
+    numbers = {f"validation_loss/{name}" if name else "validation_loss": x for name, x in losses.items()}
+    if "" in losses:
+        row["validation_loss"] = losses.pop("")
+    if losses:
+        row["validation_losses"] = losses
+    callbacks.tell("on_evaluate", view, numbers | row.get("evaluations", {}))
+    return row
+
+
+def _saved(
+    run: SetUp, view: RunView, position: int, ranks: Ranks, callbacks: Callbacks, signum: int, *, late: bool
+) -> bool:
+    """Save a checkpoint where one is due, and return whether it was. Every rank saves, and ends, at the same step,
+    whichever of them has the signal, and whatever its clock says. Raises Interrupted, CallbackError."""
+    config, step = run.config, view.step
+    own = [signum, int(ranks.is_main and late), int(callbacks.failed is not None)]
+    signum, any_late, failed = largest_over_ranks(torch.tensor(own, device="cpu"), ranks).tolist()
+    where = checkpoint_dir(run.output_dir, step)
+    due = any_late or signum or failed or _is_due(step, config.checkpoint.every, config.steps)
+    saves, said = bool(due) and not where.exists(), f"step {step} of {config.steps} is saved in {where}"
+    if saves:
+        recipe = complete_recipe_state(run.model, run.recipes.used(step))
+        values = {"step": step, "position": position, "data_digest": run.digest, "config": config.to_dict()}
+        with run.averaged():
+            run.saving.save(values, recipe, keep_last=config.checkpoint.keep_last)
+        if not failed:
+            callbacks.tell("on_save", view, where)
+            callbacks.check(said)
+    if failed or signum:
+        run.saving.finish()
+        raise callbacks.error(said) if failed else Interrupted(signum, said)
+    return saves
+
+
+def _write_result(run: SetUp, step: int, ranks: Ranks) -> None:
+    """Write an ordinary model folder, one of averages where the run has them, and a picture of the metrics."""
+    with run.averaged():
+        run.saving.export(run.output_dir / FINAL, step)
+    if run.config.optimizer.ema_decay is not None:
+        run.saving.export_averages(run.output_dir / FINAL_EMA, step)
+    if ranks.is_main and run.config.log.plot:
+        plot_loss({run.output_dir.name: run.output_dir / METRICS}, run.output_dir / PLOT)
+    barrier(ranks)
 
 
 def balance_experts(model: GPTModel, rate: float, layout: Layout) -> ExpertLoad:

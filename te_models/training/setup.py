@@ -190,21 +190,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     objective = objective_of(config, model, device, layout)
     recipes = RecipeSchedule(config.precision, config.steps, model_config.num_layers)
     recipes.enter(max(0, step - 1))  # of the last step: a run that begins with the next one's says so
-    loss_function: LossFunction | Pipeline
-    if layout.stages is not None:
-        loss_function = make_pipeline(model, config, device, layout, recipes)
-    else:
-        loss_function = make_loss_function(
-            model,
-            config.precision,
-            device,
-            compiled=config.compile,
-            mode=config.compile_mode,
-            async_tensor_parallel=config.parallel.async_tensor_parallel,
-            objective=objective,
-            recipes=recipes,
-            offloaded=config.model.activation_offloading,
-        )
+    loss_function = _loss_function(config, model, device, layout, objective, recipes)
     same_layers = None if layout.mesh is None else layout.mesh.same_layers
     quantize_weights = make_weight_cache(model, config.precision, device, same_layers, recipes)
     once, staged = config.parallel.reduces_once, layout.stages is not None
@@ -254,6 +240,25 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         stage=stage,
         writers=writers,
         progress=progress,
+    )
+
+
+def _loss_function(
+    config: TrainConfig, model: GPTModel, device: str, layout: Layout, objective: Objective, recipes: RecipeSchedule
+) -> LossFunction | Pipeline:
+    """Return what computes the loss of a micro-batch, or the pipeline that has the model's stages."""
+    if layout.stages is not None:
+        return make_pipeline(model, config, device, layout, recipes)
+    return make_loss_function(
+        model,
+        config.precision,
+        device,
+        compiled=config.compile,
+        mode=config.compile_mode,
+        async_tensor_parallel=config.parallel.async_tensor_parallel,
+        objective=objective,
+        recipes=recipes,
+        offloaded=config.model.activation_offloading,
     )
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -223,3 +224,12 @@ def test_the_command_runs_with_the_core_dependencies_only(clean_python: Path, tm
     run = subprocess.run([str(command), "info"], cwd=tmp_path, env=_plain_environment(), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "torch" in run.stdout
+
+
+@pytest.mark.slow
+def test_the_checkout_has_no_type_errors() -> None:
+    checker = Path(sysconfig.get_path("scripts")) / "pyright"
+    if not checker.exists():
+        pytest.skip("pyright is not installed: pip install 'te_models[dev]'")
+    ran = subprocess.run([str(checker), "--pythonpath", sys.executable], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout
