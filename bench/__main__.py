@@ -49,6 +49,7 @@ LEFT_OUT = {
     "saving": "it saves on one, two and four ranks: python -m bench.saving",
     "busy_neighbour": "it starts processes that take the cores: python -m bench.busy_neighbour",
     "thread_scaling": "it takes both cores, and nothing else may run: python -m bench.thread_scaling",
+    "adopt_families": "it hides every family in turn, half an hour: python bench/adopt_families.py FILE",
     "gpu": "it needs a CUDA device: python -m bench.gpu",
 }
 """What `python -m bench` does not run, or not whole, and why."""
@@ -67,6 +68,7 @@ EVERY = [
     "loading",
     "decode",
     "saving",
+    "adopt_families",
     "busy_neighbour",
     "thread_scaling",
 ]

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
+
+from te_models.checkpoints.io.store import read_tensors
 
 from ..extras import require
 
@@ -241,7 +242,7 @@ class KnownType:
             model.save_pretrained(folder)
             tensors: dict[str, Tensor] = {}
             for file in sorted(Path(folder).glob("*.safetensors")):
-                tensors.update(load_file(file))
+                tensors.update(read_tensors(file)[0])
         return tensors
 
 

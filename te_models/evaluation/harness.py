@@ -66,6 +66,7 @@ def run_tasks_of(
 
 def check_tasks(tasks: Sequence[str], task_folder: Path | None) -> Any:
     """Return the manager that knows the tasks. Raises ValueError for a task that does not exist."""
+    require("lm_eval", "eval", feature="eval --task")
     task_manager = require("lm_eval.tasks", "eval", feature="eval --task").TaskManager
     path = None if task_folder is None else str(task_folder)
     manager = None if path is None else task_manager(include_path=path, include_defaults=False)

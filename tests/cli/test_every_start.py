@@ -97,8 +97,8 @@ VERBS: dict[str, Words] = {
     "generate --tokenizer": lambda s: ["generate", "ours", *FEW, "--tokenizer", s],
     "eval": lambda s: ["eval", s, "--text", "a.txt", "--seq-length", "16"],
 }
-WITHOUT = {"completion", "quickstart"}
-"""Verbs that begin with nothing of the user's."""
+WITHOUT = {"completion", "quickstart", "adopt", "launch", "rehearse"}
+"""Verbs that begin with nothing of the user's, with the file of a run, or with a model type that te_models lacks."""
 
 NO_MODEL = {
     "checkpoint": r"is a training checkpoint; te-models export run/\S+ OUT writes its model to OUT",

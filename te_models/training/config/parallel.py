@@ -55,8 +55,8 @@ class ParallelConfig(ConfigPart):
     or down to shards over that many ranks, from which the backward pass gathers (a number)."""
     reduce_gradients: Literal["step", "micro_batch"] | None = None
     """How often FSDP2 adds up the gradients of the ranks: once a step, for which each rank holds whole gradients in
-    float32 (step), or after each micro-batch (micro_batch); unset means micro_batch, or step with pipeline stages.
-    Without shards it is once a step."""
+    float32 (step), or after each micro-batch (micro_batch); unset means micro_batch, or step with pipeline stages or
+    without shards."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which FSDP2 adds up the gradients of the ranks."""
     cpu_offload: bool = False

@@ -233,7 +233,8 @@ def definitions() -> dict[str, Definition]:
     found = {name: Definition(by_reference(entries[name])) for name in exact.split()}
     found |= {name: Definition(on_cpu(entries[name])) for name in ("scaled", "packed_attention_intervals")}
     sums = "gemm_float32 gemm_wgrad_accumulate_ grouped_gemm grouped_gemm_wgrad grouped_gemm_wgrad_accumulate_"
-    sums += " embedding_backward embedding_accumulate_ linear_cross_entropy"
+    sums += " embedding_backward embedding_accumulate_ linear_cross_entropy label_statistics"
+    sums += " label_log_prob_gradients linear_kl linear_kl_bwd"
     for name in sums.split():
         found[name] = Definition(on_cpu(entries[name]), SUMS)
     for name in ("scaled_gemm", "scaled_grouped_gemm", "scaled_grouped_gemm_wgrad_accumulate_"):

@@ -122,6 +122,26 @@ def losses(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         for own, option, wanted in itertools.product((bias, None), (factor, None), range(8)):
             flags = [bool(wanted & 1), bool(wanted & 2), bool(wanted & 4) and own is not None]
             yield "linear_cross_entropy", (hidden, weight, labels, own, option, option, 2, flags, option is None)
+            yield from _of_blocks(hidden, weight, labels, own, option, flags)
+
+
+def _of_blocks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None,
+    option: torch.Tensor | None,
+    flags: list[bool],
+) -> Iterator[tuple[str, Arguments]]:
+    """Losses whose logits exist by blocks of tokens and words."""
+    wide = hidden.float()
+    normalizer, grad = wide.sum(-1).abs() + 2, torch.ones_like(wide[:, 0])
+    yield "label_statistics", (hidden, weight, bias, labels, option, option, 0, 2)
+    yield "label_log_prob_gradients", (hidden, weight, bias, labels, normalizer, grad, option, option, 0, 2, flags)
+    factors = torch.tensor([1.0, 0.5, 2.0], device=hidden.device)
+    own = hidden, weight, bias, hidden.flip(0), weight.flip(0), bias, factors, option, option, 2
+    yield "linear_kl", own
+    yield "linear_kl_bwd", (*own, flags, torch.stack([normalizer, normalizer + 1]), grad)
 
 
 def fp8(device: torch.device) -> Iterator[tuple[str, Arguments]]:

@@ -61,5 +61,5 @@ def test_types_and_defaults_are_words_of_toml() -> None:
 def test_tables_come_in_the_order_of_the_fields() -> None:
     names = list(TRAINING)
     assert names[:4] == ["", "model", "model.config", "model.config.attention"]
-    assert names[-1] == "profile"
+    assert names[-2:] == ["profile", "hub"]
     assert TRAINING["model.config.rope_sliding"].sentence.startswith("Rotary position embedding of sliding layers")

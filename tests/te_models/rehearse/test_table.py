@@ -51,7 +51,7 @@ def test_any_assignment_is_written_and_read(seed: int) -> None:
     text = toml_of(found, ["Evidence of one line."])
     read = PrecisionConfig.from_dict(tomllib.loads(text)["precision"])
     assert read == found and resolved(them, read, 13) == formats
-    assert text.startswith("# Evidence of one line.\n[precision]\ndtype = ")
+    assert text.startswith("# Evidence of one line.\n[precision]\n") and '\ndtype = "fp32"\n' in text
 
 
 def test_formats_have_names_costs_and_recipes() -> None:

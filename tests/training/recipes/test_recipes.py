@@ -110,7 +110,7 @@ def test_only_the_steps_that_are_due_pay_for_statistics(tmp_path: Path, monkeypa
         recorded.append(arguments[1])
         record_statistics(*arguments, **options)
 
-    for module in ("functional.scaling", "module.weight_cache"):
+    for module in ("gemm.scaling", "module.weight_cache"):
         monkeypatch.setattr(f"te_models.layers.{module}.record_statistics", spy)
     curves = []
     for every in (0, 2):
