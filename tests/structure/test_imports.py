@@ -28,6 +28,7 @@ class Import:
 
 
 @cache
+@cache
 def imports_of(source: str, module: str) -> list[Import]:
     """Every import in `source`, the text of `module` ("pkg.__init__" for a package); relative ones resolved."""
 

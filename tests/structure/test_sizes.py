@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 
 from tests.structure.tree import ROOT, modules, parsed
 
@@ -62,7 +63,8 @@ METHODS: dict[str, int] = {
 }
 
 
-def functions_and_classes() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
+@cache
+def functions_and_classes() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
     """Yield "file:Class.function" and the definition, nested ones included."""
 
     def visit(node: ast.AST, path: str, around: str) -> Iterator:
@@ -73,8 +75,8 @@ def functions_and_classes() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFu
             else:
                 yield from visit(child, path, around)
 
-    for file in modules().values():
-        yield from visit(parsed(file), file.relative_to(ROOT).as_posix(), "")
+    files = modules().values()
+    return [found for file in files for found in visit(parsed(file), file.relative_to(ROOT).as_posix(), "")]
 
 
 def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -15,7 +15,7 @@ from te_models.checkpoints.families.base.fields import Flag
 from te_models.cli.main import main
 from tests.checkpoints.hf_cases import transformers
 
-EVERYDAY = ("llama", "mistral", "cohere")
+FOUND = ("llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "cohere")))
 
 
 def loaded(file: Path, constant: str) -> Any:
@@ -26,7 +26,7 @@ def loaded(file: Path, constant: str) -> Any:
     return getattr(module, constant)
 
 
-@pytest.mark.parametrize("model_type", EVERYDAY)
+@pytest.mark.parametrize("model_type", FOUND)
 def test_a_hidden_family_is_found_again(tmp_path: Path, model_type: str) -> None:
     """... as a file that reads other sizes and other weights than it was found with, too."""
     found = adopt(model_type)

@@ -94,6 +94,7 @@ def test_text_that_a_draft_model_proposes() -> None:
     assert torch.equal(record.indices[:, :, :columns], experts(model, tokens)[:, :, :columns])
 
 
+@pytest.mark.slow
 def test_compiled_and_eager_replay_alike() -> None:
     model, other = (GPTModel(one_layer(model_of(seed=seed).config)).eval() for seed in (0, 1))
     ids = token_ids(2, 9)
