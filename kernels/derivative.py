@@ -39,15 +39,16 @@ def keeping_inputs(function: Callable[..., Tensor], *inputs: Tensor | None) -> T
     For a cheap eager function: a compiler decides by itself what to keep. `torch.func` and forward-mode derivatives get
     the function itself.
     """
-    if (
+    if not (
         (torch.compiler.is_compiling() and compiling())
         or not torch.is_grad_enabled()
-        or not any(t is not None and t.requires_grad for t in inputs)
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     ):
-        return function(*inputs)
-    return _KeepingInputs.apply(function, *inputs)
+        for x in inputs:
+            if x is not None and x.requires_grad:
+                return _KeepingInputs.apply(function, *inputs)
+    return function(*inputs)
 
 
 class _KeepingInputs(torch.autograd.Function):

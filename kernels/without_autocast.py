@@ -42,7 +42,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     integers, to which the weights would be rounded."""
     if not x.is_floating_point():
         require_floating(x.dtype)
-    return autocast_dtype(x.device.type) or x.dtype
+    kind = x.device.type  # as `autocast_dtype`, without the call
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else x.dtype
 
 
 def require_floating(dtype: torch.dtype) -> None:

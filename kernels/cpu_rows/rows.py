@@ -55,10 +55,6 @@ def _function(name: str, dtype: torch.dtype) -> Any:
 ROWS = Compiled("arithmetic of rows", lambda dtype: _function("te_rotate", dtype), shared.DTYPES)
 
 
-def _threads(x: Tensor) -> int:
-    return threads_for(x.numel())
-
-
 def _strides(x: Tensor) -> tuple[Tensor, int, int, int]:
     """Return x [..., N, D], or a copy, and of the rows of its last two dimensions how many there are and how far apart
     the first ones and their neighbours lie."""
@@ -103,7 +99,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, 
         eps,
         zero_centered,
         weight_last,
-        _threads(x),
+        threads_for(x.numel()),
     )
     return out
 
@@ -147,7 +143,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor
         *strides,
         cos.shape[0] * length,
         interleaved,
-        _threads(x),
+        threads_for(x.numel()),
     )
     return out
 
@@ -195,7 +191,7 @@ def activate(
         width,
         x.shape[-1],
         gated,
-        _threads(x),
+        threads_for(x.numel()),
     )
     return out
 
@@ -219,6 +215,6 @@ def sum_slots(y: Tensor, row_of_slot: Tensor, weights: Tensor | None, dtype: tor
         slots,
         y.shape[1],
         y.shape[0],
-        _threads(y),
+        threads_for(y.numel()),
     )
     return None if outside else out

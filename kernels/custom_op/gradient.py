@@ -29,16 +29,23 @@ def gradient_of(
         if unknown:
             raise TypeError(f"{op._qualname} has no argument {', '.join(sorted(unknown))} to save")
 
+        parts = []  # what is saved is called so, of the argument at this place, and of it this attribute
+        for name in saves:
+            argument, _, attribute = name.partition(".")
+            parts.append((name.replace(".", "_"), names.index(argument), attribute))
+
         def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             results = (output,) if isinstance(output, Tensor) else output
-            to_save = {
-                name.replace(".", "_"): _kept(inputs[names.index(name.partition(".")[0])], name) for name in saves
-            }
-            tensors = {name: value for name, value in to_save.items() if isinstance(value, Tensor)}
-            ctx.mark_non_differentiable(*(results[i] for i in constant))
-            ctx.save_for_backward(*tensors.values(), *(results[i] for i in saves_results))
-            ctx.names = list(tensors)
-            ctx.constants = {name: value for name, value in to_save.items() if name not in tensors}
+            tensors: dict[str, Tensor] = {}
+            constants: dict[str, Any] = {}
+            for name, place, attribute in parts:
+                value = inputs[place]
+                if attribute and value is not None:
+                    value = getattr(value, attribute)
+                (tensors if isinstance(value, Tensor) else constants)[name] = value
+            ctx.mark_non_differentiable(*map(results.__getitem__, constant))
+            ctx.save_for_backward(*tensors.values(), *map(results.__getitem__, saves_results))
+            ctx.names, ctx.constants = list(tensors), constants
 
         def run(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
             tensors = ctx.saved_tensors
@@ -55,8 +62,3 @@ def gradient_of(
         return backward
 
     return register
-
-
-def _kept(value: Any, name: str) -> Any:
-    attribute = name.partition(".")[2]
-    return value if not attribute or value is None else getattr(value, attribute)

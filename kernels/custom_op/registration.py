@@ -195,7 +195,7 @@ def _checked(flat: Callable, name: str, parameters: tuple[Parameter, ...], takes
     @functools.wraps(flat)
     def run(*args: Any) -> Any:
         values = values_of(parameters, args)
-        takes.check(name, *(values[of] for of in takes.names))
+        takes.check(name, *map(values.__getitem__, takes.names))
         return flat(*args)
 
     return run

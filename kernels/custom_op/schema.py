@@ -250,7 +250,10 @@ def values_of(parameters: Sequence[Parameter], flat: Sequence[Any]) -> dict[str,
     for parameter in parameters:
         own = flat[start : start + len(parameter.slots)]
         start += len(parameter.slots)
-        found[parameter.name] = parameter.value(own) if own else parameter.default
+        if own and isinstance(parameter.layout, Slot) and parameter.layout.decode is None:
+            found[parameter.name] = own[0]  # of most parameters: without a call
+        else:
+            found[parameter.name] = parameter.value(own) if own else parameter.default
     return found
 
 

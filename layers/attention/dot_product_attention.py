@@ -245,9 +245,9 @@ class DotProductAttention(nn.Module):
             return self._attend_window(query, key, value, window[0] + 1, documents=documents)
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value = (t.to(dtype) for t in (query, key, value))
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         query, scale = self._scaled(query)
-        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         options: dict[str, Any] = {"scale": scale, "causal": causal, "sink": self._sink(query), "softcap": self.softcap}
         attend: Callable[..., Tensor] = packed_attention
         if in_window:
@@ -279,7 +279,7 @@ class DotProductAttention(nn.Module):
         """[B, S, N, D], [B, L, G, D], [B, L, G, Dv] -> [B, S, N * Dv]. The others: see `attend`."""
         query, scale = self._scaled(query)
         sink = self._sink(query)
-        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         dropout = self.attention_dropout if self.training else 0.0
         options = {"causal": causal, "scale": scale, "softcap": self.softcap, "dropout": dropout}
         tracker = self.get_rng_state_tracker if dropout else None

@@ -72,7 +72,10 @@ class LayerNormLinear(PrecedingNorm, SplitParameters):
     ) -> tuple[Tensor | tuple[Tensor | None, ...], Tensor | None]:
         """Return (what `forward` returns, norm(x) [..., in_features], or None where it is not `wanted` and the norm may
         be fused with the quantization)."""
-        weight, own = self.joined("weight"), self.joined("bias")
+        if self.parameters_split is None:
+            weight, own = self.weight, self.bias
+        else:
+            weight, own = self.joined("weight"), self.joined("bias")
         call = self.gemm_call((weight,), is_first_microbatch, 0)
         bias, normed = None if self.return_bias else own, None
         if fp8_grad:

@@ -65,7 +65,7 @@ class Linear(SplitParameters):
         fp8_grad in compiled code. activation: x is its
         input, [..., 2 in_features] if it is gated; on an accelerator its result is quantized in the same pass."""
         prologue = None if activation is None else Prologue(activation)
-        if self.parameters_split is None:
+        if self.parameters_split is None:  # of which most layers are: without a call
             weight, own = self.weight, self.bias
         else:
             weight, own = self.joined("weight"), self.joined("bias")

@@ -5,6 +5,7 @@ Calls into torch are not counted, nor what torch calls; in Python 3.11 every com
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from te_models.layers import GroupedLinear, Linear, autocast, recipe
 from te_models.training.config import OptimizerConfig, PrecisionConfig
 from te_models.training.optimizer.adamw import Optimizer
 from te_models.training.step import make_loss_function
-from tests.te_models.configs import tiny
+from tests.te_models.configs import tiny, tiny_moe
 
 FOLDERS = {
     name: f"{Path(package.__file__ or '').parent}/"
@@ -140,6 +141,37 @@ def test_the_way_of_a_weight_to_its_gemm_is_short() -> None:
     assert len(names) <= 6, names
 
 
+def calls_of(run: Callable[[], Any]) -> list[str]:
+    """Call `run` and return the functions of te_models that it calls."""
+    found: list[str] = []
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        own = event == "call" and "te_models/" in frame.f_code.co_filename
+        if own and "live_modules." not in frame.f_code.co_qualname:  # one for each model that other tests left
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize(("name", "limit"), [(None, 276), ("mxfp8", 610)])
+def test_a_model_with_experts_is_few_calls(name: str | None, limit: int) -> None:
+    """Forward, of one layer, after the first pass."""
+    model = GPTModel(tiny_moe().replace(num_layers=1)).bfloat16().train()
+    ids = torch.randint(0, 60, (2, 16))
+
+    def run() -> None:
+        with contextlib.nullcontext() if name is None else autocast(recipe=recipe(name)):
+            model(ids)
+
+    run()
+    assert len(found := calls_of(run)) <= limit, len(found)
+
+
 ASKING = {"choose", "has_library", "compiling", "unobserved", "eager_on_cpu", "plain_on_cpu", "exporting"}
 ASKING |= {"quantized_gemms", "in_cpu_graph", "chosen", "fits", "serves"}
 """Functions that only ask what may run."""
@@ -159,19 +191,8 @@ def test_a_train_step_is_few_calls() -> None:
         loss.backward()
         optimizer.step(1e-4)
 
-    found: list[str] = []
-
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        own = event == "call" and "te_models/" in frame.f_code.co_filename
-        if own and "live_modules." not in frame.f_code.co_qualname:  # one for each model that other tests left
-            found.append(frame.f_code.co_name)
-
     for _ in range(3):
         step()
-    sys.setprofile(note)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
+    found = calls_of(step)
     asking = sum(name in ASKING for name in found)
     assert len(found) <= 1060 and asking <= 0.05 * len(found), (len(found), asking)
