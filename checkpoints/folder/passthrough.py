@@ -20,11 +20,12 @@ def passthrough_tensors(
     extra: Iterable[str], family: str | None, hf: Mapping[str, Any], *, in_our_folder: bool
 ) -> dict[str, str]:
     """Return stored name -> Hugging Face name of those tensors in `extra` that the family passes through."""
-    if family not in FAMILIES:
+    known = FAMILIES.get(family or "")
+    if known is None:
         return {}
     prefix = PREFIX if in_our_folder else ""
     names = {name: name.removeprefix(prefix) for name in extra if name.startswith(prefix)}
-    return {name: theirs for name, theirs in names.items() if FAMILIES[family].unused.holds(theirs, hf)}
+    return {name: theirs for name, theirs in names.items() if known.unused.holds(theirs, hf)}
 
 
 def our_names(passthrough: Mapping[str, str]) -> dict[str, str]:

@@ -36,7 +36,7 @@ def gradient_of(
 
         def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             results = (output,) if isinstance(output, Tensor) else output
-            tensors: dict[str, Tensor] = {}
+            tensors: dict[str, Any] = {}
             constants: dict[str, Any] = {}
             for name, place, attribute in parts:
                 value = inputs[place]

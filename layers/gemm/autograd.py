@@ -132,7 +132,7 @@ class Gemms(torch.autograd.Function):
         rows = ONE_MATRIX if a.m_splits is None else _rows(a, a.align, a.aligned, a.dtype)
         needs = (a.needs_x, a.needs_weight)
         y, ctx.forms, tensors = fprop(x, weights, a.bias, a.cached, rows, scaling, a.dtype, needs)
-        saved = _Saved(before, *a[_SAVED_AS_THEY_ARE], a.cached, a.scale, a.key)
+        saved = _Saved(before, *a[_SAVED_AS_THEY_ARE], a.cached, a.scale, a.key)  # pyright: ignore[reportCallIssue]
         ctx.save_for_backward(*saved, *statistics, *weights, *tensors)
         # not saved: backward writes to them, also between the forward and the backward pass of another call
         ctx.main_grads, ctx.grad_statistics = arguments[_COUNT + a.count :], a.grad_statistics
@@ -217,7 +217,7 @@ def linear(
         dtype,
         grad and needs_x,
         grad and weight.requires_grad,
-        *(prologue or ()),
+        *(prologue or ()),  # pyright: ignore[reportArgumentType]
     )
     y = Gemms.apply(*arguments, weight, *(() if wgrad is None else main_grads(wgrad)))
     return y.view(*x.shape[:-1], weight.shape[0])

@@ -126,7 +126,7 @@ class Form:
         if self.kind == "plain":
             return rows.contracted(tensors[0])
         if isinstance(tensors[0], GroupedRows):
-            return rows.of_rows(tensors[0], "columnwise", to.wide)
+            return rows.of_rows(tensors[0], "columnwise", to.wide)  # pyright: ignore[reportAttributeAccessIssue]
         quantizer = scaling.for_input()
         if self.kind == "original":
             return rows.operand(quantizer, tensors[0], "columnwise", to.wide)
@@ -168,7 +168,7 @@ def encode_input(
     """
     usage: Usage = "columnwise" if override is None else "rowwise"
     if isinstance(x, GroupedRows):
-        left = rows.of_rows(x, "rowwise", to.wide)
+        left = rows.of_rows(x, "rowwise", to.wide)  # pyright: ignore[reportAttributeAccessIssue]
         return Encoded(left, Form("rows"), (x,)) if needs_wgrad else Encoded(left)
     if isinstance(x, QuantizedStorage):
         left, fields = stored_operand(x.quantizer, x.fields, "rowwise", to.wide, x.shape), x.fields

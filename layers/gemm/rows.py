@@ -125,10 +125,10 @@ class Groups(AlignedGroups):
         return self.offsets.m_splits if padding is None else padding.sizes
 
     def fprop(self, left: Any, weight: GemmOperand, dtype: torch.dtype, bias: None = None) -> Tensor:
-        return rows_product(*left, weight, self.offsets, dtype)
+        return rows_product(*left, weight, self.offsets, dtype)  # pyright: ignore[reportCallIssue]
 
     def dgrad(self, left: Any, weight: GemmOperand, dtype: torch.dtype) -> Tensor:
-        return rows_product(*left, weight, self.offsets, dtype, dgrad=True)
+        return rows_product(*left, weight, self.offsets, dtype, dgrad=True)  # pyright: ignore[reportCallIssue]
 
     def operand(  # type: ignore[override]
         self, quantizer: AnyQuantizer, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None
@@ -190,7 +190,7 @@ class Groups(AlignedGroups):
         if to.on != "quantized":  # equal copies side by side are one copy in a graph
             shared = USAGES if quantizer.symmetric and to.on == "traced" else ()
             return {usage: self._apart(quantizer, dy, usage, key) for usage in shared}
-        together = [usage for usage in USAGES if quantizer.quantizes_rows(usage, self.align)]
+        together: list[Usage] = [usage for usage in USAGES if quantizer.quantizes_rows(usage, self.align)]
         fields: dict[Usage, Fields] = {}
         if together:
             fields = quantizer.quantize_rows_for_gemms(dy, self.offsets.m_splits, together, self.align, key)

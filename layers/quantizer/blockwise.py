@@ -147,7 +147,7 @@ class _BlockwiseQuantizer(FP8Quantizer):
         for usage in usages:
             padded = x
             block_rows = 1 if m_splits is None else self.row_block(usage)
-            if block_rows > 1:
+            if m_splits is not None and block_rows > 1:
                 if cpu_fields.chosen(x) is not Backend.COMPILED:
                     return None
                 padded = pad_rows(x, m_splits, block_rows)

@@ -108,7 +108,7 @@ class Writer:
 
 
 def _file_of(name: str) -> str:
-    files: dict[str, str] = FAMILIES._files
+    files: dict[str, str] = FAMILIES._files  # pyright: ignore[reportAttributeAccessIssue]
     return files[name]
 
 

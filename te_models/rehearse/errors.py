@@ -122,7 +122,7 @@ def _operand_errors(found: Errors, name: str, x: Tensor, recipe: Recipe, scale: 
             one = quantizer.member(usage).with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
             both[usage] = one.dequantize_fields(one.quantize_fields(x, key), torch.float32, x.shape)
     for operand, usage in zip(_of(name), ("rowwise", "columnwise"), strict=True):
-        found.add(operand, x, both[usage])
+        found.add(operand, x, both[usage])  # pyright: ignore[reportArgumentType]
     nonzero = float((x != 0).sum())
     pinned, blocks = _pinned(fields["rowwise_scale_inv"], x) if "rowwise_scale_inv" in fields else (0.0, 0.0)
     lost = [float(statistics["underflow"]) * nonzero, float(statistics["saturation"]) * x.numel(), pinned]

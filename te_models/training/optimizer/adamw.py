@@ -98,7 +98,7 @@ class ScheduleFreeAdamW:
                     continue
                 state, gradient = self.state[p], local_part(gradient).float()
                 z, squares = local_part(state["z"]), local_part(state["exp_avg_sq"])
-                y = local_part(state.get("master", p)).float()
+                y = local_part(state.get("master", p)).float()  # pyright: ignore[reportArgumentType]
                 c, rate, corrected = (value.to(z.device) for value in (share, lr, correction))
                 new_squares = squares * beta2 + (1 - beta2) * gradient.square()
                 step = gradient / ((new_squares / corrected).sqrt() + self.eps) + decay * y

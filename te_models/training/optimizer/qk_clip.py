@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -90,7 +90,7 @@ class QKClip:
         skipped: nothing changes. Returns metrics, the same on all ranks: the largest logit, and how many heads are
         clipped, of the rank with the most.
         """
-        noted = [a.core_attention.max_logits for a in self._layers.values()]
+        noted: list[Any] = [a.core_attention.max_logits for a in self._layers.values()]
         together = torch.cat(noted) if noted else torch.zeros(1, dtype=torch.float32, device="cpu")
         if self._ranks.world_size > 1:
             dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self._ranks.group)
@@ -111,7 +111,7 @@ def _stages(model: GPTModel) -> list[nn.Module]:
     return [stage.model for stage in model.pipeline_stages]
 
 
-def _rows(attention: SelfAttention | LatentAttention, factors: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def _rows(attention: SelfAttention | LatentAttention, factors: Tensor) -> Iterator[tuple[Any, Tensor]]:
     """Yield the parameters whose rows are scaled, each with the factors of this rank's rows, before FSDP2 cuts them."""
     root = factors.sqrt()
     if isinstance(attention, SelfAttention):
@@ -119,7 +119,8 @@ def _rows(attention: SelfAttention | LatentAttention, factors: Tensor) -> Iterat
         queries = factors / smallest.sqrt().repeat_interleave(attention.num_heads // attention.num_groups)
         found = [queries, smallest.sqrt()]
         rows = torch.cat([f.repeat_interleave(attention.head_dim) for f in found])
-        for parameter in (attention.linear_qkv.weight, attention.linear_qkv.bias, attention.qkv_bias):
+        joined: Any = attention.linear_qkv
+        for parameter in (joined.weight, joined.bias, attention.qkv_bias):
             if parameter is not None and parameter.numel():
                 yield parameter, torch.cat([rows, rows.new_ones(parameter.shape[0] - len(rows))])
         return

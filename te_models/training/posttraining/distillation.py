@@ -142,7 +142,7 @@ class Distillation(Objective):
 
     def _divergence(self, model: GPTModel, hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
         """Return the KL of each token, [B S]."""
-        operands: list[Tensor | None] = []
+        operands: list[Any] = []
         for one, states in ((model, hidden), (self._teacher, teacher_hidden)):
             operands += one.output_layer.operands(states, one.shared_output_weight)
         heads = model.config.embedding, self._teacher.config.embedding
