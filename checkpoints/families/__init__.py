@@ -50,6 +50,10 @@ class _Families(Mapping[str, Family]):
         found: Family = getattr(import_module(f".{self._files[model_type]}", __name__), model_type.upper())
         return found
 
+    def file_of(self, model_type: str) -> str:
+        """Return the name of the file that declares a family."""
+        return self._files[model_type]
+
     def __contains__(self, model_type: object) -> bool:
         return model_type in self._files
 
@@ -60,7 +64,7 @@ class _Families(Mapping[str, Family]):
         return len(self._files)
 
 
-FAMILIES: Mapping[str, Family] = _Families()
+FAMILIES = _Families()
 
 __all__ = ["FAMILIES", "Family", "family_of"]
 

@@ -196,11 +196,6 @@ def joined_blocks(config: ModelConfig, name: str, shape: Shape) -> dict[str, int
     return dict(zip(names, split[1], strict=True))
 
 
-def joined_rows(config: ModelConfig, name: str, shape: Shape) -> tuple[int, ...]:
-    """Return the rows of `joined_blocks`; one number for a weight that is one matrix."""
-    return tuple(joined_blocks(config, name, shape).values()) or (shape[-2],)
-
-
 def _layer_of(config: ModelConfig, name: str) -> int:
     """Return the number of a layer that has such parameters. Layers that predict further tokens are of the last one's
     kind; a shared block has the attention of the layers that use it."""

@@ -13,10 +13,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ..custom_op import Output, absent, gradient_of, like, operation
-from ..gemm.dense import multiply
+from ..custom_op import Output, gradient_of, like, operation
 from . import log_probs
-from .chunked import add_product
 from .log_probs import block_of_logits, spans
 from .op import scalar_tensor
 
@@ -65,16 +63,7 @@ def linear_kl_fwd(
     return found, normalizers
 
 
-def _gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> tuple[Output, ...]:
-    bias_dtype = torch.float32 if bias is None else bias.dtype
-    return (
-        like(hidden) if wanted[0] else absent(hidden),
-        like(weight) if wanted[1] else absent(weight),
-        like(weight, weight.shape[:1], bias_dtype) if wanted[2] else absent(weight, bias_dtype),
-    )
-
-
-@operation("linear_kl_bwd", _gradients)
+@operation("linear_kl_bwd", log_probs.gradient_outputs)
 def linear_kl_bwd(
     hidden: Tensor,
     weight: Tensor,
@@ -92,11 +81,7 @@ def linear_kl_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients in hidden, weight and bias that are `wanted` (the others empty) of the sum of grad [T] times
     the KL; other arguments as for `linear_kl_fwd`."""
-    words, dtype = weight.shape[0], normalizers.dtype
-    single = words <= log_probs.CHUNK_WORDS
-    d_hidden = hidden.new_zeros(hidden.shape if wanted[0] else 0, dtype=hidden.dtype if single else dtype)
-    d_weight = weight.new_zeros(weight.shape if wanted[1] else 0, dtype=dtype)
-    d_bias = weight.new_zeros(words if wanted[2] else 0, dtype=dtype)
+    words, found = weight.shape[0], log_probs.BlockGradients(hidden, weight, bias, wanted, normalizers.dtype)
     for rows in spans(hidden.shape[0], chunk_tokens):
         x, scale = hidden[rows], grad[rows, None] * factors[0] / factors[2]
         for columns in spans(words, log_probs.CHUNK_WORDS):
@@ -107,16 +92,8 @@ def linear_kl_bwd(
             gradient = (s / factors[2] - normalizers[0, rows, None]).exp_()
             gradient -= (t / factors[2] - normalizers[1, rows, None]).exp_()
             gradient = (gradient if slope is None else gradient * slope).mul_(scale)
-            if wanted[2]:
-                d_bias[columns] += gradient.sum(0)
-            gradient = gradient.to(hidden.dtype)
-            if wanted[0]:
-                product = multiply(gradient, weight[columns])
-                d_hidden[rows] = product if single else d_hidden[rows] + product
-            if wanted[1]:
-                add_product(d_weight[columns], gradient.t(), x, rows.start > 0, None)
-    d_bias = d_bias if bias is None else d_bias.to(bias.dtype)
-    return d_hidden.to(hidden.dtype), d_weight.to(weight.dtype), d_bias
+            found.add(rows, columns, gradient)
+    return found.results()
 
 
 _SAVED = (

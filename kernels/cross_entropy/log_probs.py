@@ -13,9 +13,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..custom_op import Output, absent, like, operation
+from ..custom_op import Output, like, operation
 from ..gemm.dense import linear, multiply
 from .chunked import add_product
+from .op import output_gradients
 from .reference import IGNORE_INDEX
 from .shards import shard_labels
 
@@ -60,16 +61,45 @@ def label_statistics(
     return found
 
 
-def _gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> tuple[Output, ...]:
-    bias_dtype = torch.float32 if bias is None else bias.dtype
-    return (
-        like(hidden) if wanted[0] else absent(hidden),
-        like(weight) if wanted[1] else absent(weight),
-        like(weight, weight.shape[:1], bias_dtype) if wanted[2] else absent(weight, bias_dtype),
-    )
+def gradient_outputs(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> tuple[Output, ...]:
+    """Describe the gradients in hidden, weight and bias of a backward pass by blocks."""
+    return output_gradients(hidden, weight, bias, wanted)
 
 
-@operation("label_log_prob_gradients", _gradients)
+class BlockGradients:
+    """The gradients in hidden [T, H], weight [V, H] and bias [V] that are `wanted`, added up by blocks of logits; the
+    others are empty. dtype: of the sums of several blocks."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], dtype: torch.dtype
+    ) -> None:
+        self._like, self._wanted = (hidden, weight, bias), wanted
+        self._single = weight.shape[0] <= CHUNK_WORDS  # all words are in a block
+        sums = hidden.dtype if self._single else dtype
+        self._hidden = hidden.new_zeros(hidden.shape if wanted[0] else 0, dtype=sums)
+        self._weight = weight.new_zeros(weight.shape if wanted[1] else 0, dtype=dtype)
+        self._bias = weight.new_zeros(weight.shape[0] if wanted[2] else 0, dtype=dtype)
+
+    def add(self, rows: slice, columns: slice, gradient: Tensor) -> None:
+        """Add what the gradient of a block of logits, [t, v], comes to."""
+        hidden, weight, _ = self._like
+        if self._wanted[2]:
+            self._bias[columns] += gradient.sum(0)
+        gradient = gradient.to(hidden.dtype)
+        if self._wanted[0]:
+            product = multiply(gradient, weight[columns])
+            self._hidden[rows] = product if self._single else self._hidden[rows] + product
+        if self._wanted[1]:
+            add_product(self._weight[columns], gradient.t(), hidden[rows], rows.start > 0, None)
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients in the dtypes of what they are of."""
+        hidden, weight, bias = self._like
+        own = self._bias if bias is None else self._bias.to(bias.dtype)
+        return self._hidden.to(hidden.dtype), self._weight.to(weight.dtype), own
+
+
+@operation("label_log_prob_gradients", gradient_outputs)
 def label_log_prob_gradients(
     hidden: Tensor,
     weight: Tensor,
@@ -87,10 +117,7 @@ def label_log_prob_gradients(
     the log-probabilities. normalizer: [T], the logsumexp of all words' logits; other arguments as for
     `label_statistics`."""
     words = weight.shape[0]
-    single = words <= CHUNK_WORDS
-    d_hidden = hidden.new_zeros(hidden.shape if wanted[0] else 0, dtype=hidden.dtype if single else normalizer.dtype)
-    d_weight = weight.new_zeros(weight.shape if wanted[1] else 0, dtype=normalizer.dtype)
-    d_bias = weight.new_zeros(words if wanted[2] else 0, dtype=normalizer.dtype)
+    found = BlockGradients(hidden, weight, bias, wanted, normalizer.dtype)
     counted = torch.where(labels == IGNORE_INDEX, 0.0, grad)[:, None]
     for rows in spans(hidden.shape[0], chunk_tokens):
         x, local = hidden[rows], shard_labels(labels[rows], first, words)
@@ -101,16 +128,8 @@ def label_log_prob_gradients(
             gradient.scatter_add_(1, column, here.to(gradient.dtype)[:, None])
             gradient = (gradient if slope is None else gradient * slope).mul_(counted[rows])
             gradient = gradient if multiplier is None else gradient * multiplier
-            if wanted[2]:
-                d_bias[columns] += gradient.sum(0)
-            gradient = gradient.to(hidden.dtype)
-            if wanted[0]:
-                product = multiply(gradient, weight[columns])
-                d_hidden[rows] = product if single else d_hidden[rows] + product
-            if wanted[1]:
-                add_product(d_weight[columns], gradient.t(), x, rows.start > 0, None)
-    d_bias = d_bias if bias is None else d_bias.to(bias.dtype)
-    return d_hidden.to(hidden.dtype), d_weight.to(weight.dtype), d_bias
+            found.add(rows, columns, gradient)
+    return found.results()
 
 
 def spans(total: int, size: int) -> Iterator[slice]:

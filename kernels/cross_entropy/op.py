@@ -66,10 +66,18 @@ def _backward_fwd(saved: SimpleNamespace, needs: set[str], scale: Tensor) -> dic
 def _loss_and_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], weight_grad_in_fp32: bool
 ) -> tuple[Output, ...]:
-    bias_dtype = torch.float32 if bias is None else bias.dtype
     weight_dtype = torch.float32 if weight_grad_in_fp32 else weight.dtype
+    return like(hidden, (), torch.float32), *output_gradients(hidden, weight, bias, wanted, weight_dtype)
+
+
+def output_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], weight_dtype: torch.dtype | None = None
+) -> tuple[Output, Output, Output]:
+    """Describe the gradients in hidden, weight and bias of an output layer; those that are not wanted are empty.
+    weight_dtype: the dtype of the weight's; None: the weight's own."""
+    weight_dtype = weight_dtype or weight.dtype
+    bias_dtype = torch.float32 if bias is None else bias.dtype
     return (
-        like(hidden, (), torch.float32),
         like(hidden) if wanted[0] else absent(hidden),
         like(weight, dtype=weight_dtype) if wanted[1] else absent(weight, weight_dtype),
         like(weight, weight.shape[:1], bias_dtype) if wanted[2] else absent(weight, bias_dtype),

@@ -78,8 +78,6 @@ class SplitParameters(TensorParallelModule, GemmModule):
 
     def joined(self, kind: str) -> Any:
         """Return the "weight" [out, in] or the "bias" [out], None without one, of this rank."""
-        if self.parameters_split is None:
-            return self.weight if kind == "weight" else self.bias
         parts = [getattr(self, name) for name in self._names(kind)]
         return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)
 

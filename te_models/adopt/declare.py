@@ -102,14 +102,9 @@ class Writer:
             for name, family in FAMILIES.items():
                 if inner in family.fields and inner.names:
                     module = inspect.getmodule(type(family)).__name__.rpartition(".base.")[0]  # type: ignore[union-attr]
-                    constant = self.use(name.upper(), f"{module}.{_file_of(name)}")
+                    constant = self.use(name.upper(), f"{module}.{FAMILIES.file_of(name)}")
                     return f'next(entry for entry in {constant}.fields if "{inner.names[0]}" in entry.names)'
             raise
-
-
-def _file_of(name: str) -> str:
-    files: dict[str, str] = FAMILIES._files  # pyright: ignore[reportAttributeAccessIssue]
-    return files[name]
 
 
 def _constants() -> list[tuple[str, str, Any]]:

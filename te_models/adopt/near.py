@@ -19,8 +19,6 @@ from .pool import Pool, from_paths, read_leniently
 from .probe import Built, KnownType, small_size
 from .solve import Paths, State
 
-_CORE = ("vocab_size", "hidden_size", "num_layers", "attention.num_attention_heads")
-
 
 @dataclass(frozen=True)
 class Near:

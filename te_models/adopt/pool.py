@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from te_models.checkpoints import FAMILIES, CheckpointError
@@ -135,9 +135,3 @@ def from_paths(paths: Mapping[str, Any], base: Mapping[str, Any] | None = None) 
 def copied(values: Any) -> Any:
     """Return nested dictionaries copied."""
     return {k: copied(v) for k, v in values.items()} if isinstance(values, Mapping) else values
-
-
-def dataclass_values(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass, without looking into them."""
-    assert is_dataclass(value)
-    return {f.name: getattr(value, f.name) for f in fields(value)}

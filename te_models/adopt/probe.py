@@ -56,7 +56,6 @@ _SMALL: tuple[tuple[str, int], ...] = (
     (r"rotary_dim", 4),
     (r"pad_token_id|bos_token_id|eos_token_id|.*_token_id|.*_token_index", 0),
 )
-_LISTS_OF_LAYERS = re.compile(r"layer|pattern|block")
 
 
 class AdoptError(ValueError):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.kernels.cross_entropy import IGNORE_INDEX
+from te_models.kernels.packed_attention import first_positions
 
 if TYPE_CHECKING:
     from .gpt import GPTModel
@@ -56,11 +56,9 @@ def logprobs(
         real = attention_mask.bool()
         numbers = torch.where(real, 0, -1)
     if numbers is not None:
-        begins = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
-        labels = torch.where(begins | (numbers < 0), IGNORE_INDEX, labels)
-        if position_ids is None:
-            columns = torch.arange(tokens.shape[1], device=tokens.device)
-            position_ids = columns - torch.where(begins, columns, 0).cummax(-1).values
+        within = torch.arange(tokens.shape[1], device=tokens.device) - first_positions(numbers)
+        labels = torch.where((within == 0) | (numbers < 0), IGNORE_INDEX, labels)
+        position_ids = within if position_ids is None else position_ids
     found = gpt(
         tokens if inputs_embeds is None else None,
         labels,
