@@ -28,7 +28,8 @@ def sbatch_script(job: Job, options: Mapping[str, str] | None = None, *, grace_s
         "#SBATCH --requeue\n"
         "\n"
         "set -euo pipefail\n"
-        'TE_MODELS_HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"\n'
+        'TE_MODELS_HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"\n'
+        "TE_MODELS_HEAD=\"${TE_MODELS_HEAD%%$'\\n'*}\"\n"
         'TE_MODELS_JOB="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"\n'
         "export TE_MODELS_HEAD TE_MODELS_JOB\n"
         f"node_script=$(cat <<'{_END}'\n{job.node_script()}{_END}\n)\n"

@@ -15,7 +15,8 @@ code=0
 for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
 exit $code
 """
-SCONTROL = "#!/bin/bash\nfor ((node = 0; node < NODES; node++)); do echo localhost; done\n"
+# the names come one after the other, so that a reader which leaves after the first ends a command behind it in a pipe
+SCONTROL = "#!/bin/bash\nfor ((node = 0; node < NODES; node++)); do echo localhost; sleep 0.05; done\n"
 SBATCH = '#!/bin/bash\nSLURM_JOB_ID=7 SLURM_JOB_NODELIST="n[0-1]" exec bash "$1"\n'
 RAY = """
 import threading
