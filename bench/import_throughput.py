@@ -38,7 +38,7 @@ import torch
 from bench.common import ratio, versions, write_result
 from te_models.checkpoints import FAMILIES, export_hf, import_hf, quantize, verify
 from te_models.checkpoints.io import sha256
-from te_models.checkpoints.plan.plan import Output, Plan
+from te_models.checkpoints.mapping.plan import Output, Plan
 from te_models.checkpoints.write.shards import header_bytes, split_shards
 from te_models.layers import recipe
 

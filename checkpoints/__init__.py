@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .folder.checkpoint import Checkpoint, open_checkpoint
     from .io.errors import CheckpointError
     from .io.manifest import check_manifest
-    from .plan.param_shapes import ExpertLayout, expected_tensors
-    from .plan.plan import Plan
+    from .mapping.param_shapes import ExpertLayout, expected_tensors
+    from .mapping.plan import Plan
     from .quantized.plain_state_dicts import from_plain_state_dict, plain_state_dict
     from .tools.convert import export_hf, import_hf, relayout
     from .tools.converter import AutoConverter
@@ -79,11 +79,11 @@ _HOME = {
     ),
     "io.errors": ("CheckpointError",),
     "io.manifest": ("check_manifest",),
-    "plan.param_shapes": (
+    "mapping.param_shapes": (
         "ExpertLayout",
         "expected_tensors",
     ),
-    "plan.plan": ("Plan",),
+    "mapping.plan": ("Plan",),
     "quantized.plain_state_dicts": (
         "from_plain_state_dict",
         "plain_state_dict",

@@ -12,7 +12,7 @@ from typing import Any
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
-from ..plan.layout_ops import Concat, Rows, Stack, Transpose
+from ..mapping.layout_ops import Concat, Rows, Stack, Transpose
 from .base.common import ACTIVATIONS, Dropouts, PaddingIdx, layer_norm
 from .base.family import Family
 from .base.fields import Field, Fixed, Nullable, OneOf, Only, Values, read_typed, shorten_value

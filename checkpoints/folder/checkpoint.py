@@ -19,13 +19,13 @@ from ..io.model_folder import check_model_folder
 from ..io.store import FileStore, Store
 from ..io.strict_json import read_object
 from ..io.weight_files import open_weights, plain_file
-from ..plan.param_shapes import ExpertLayout, check_held, check_strangers, expected_tensors
-from ..plan.parameters import Parameters
-from ..plan.plan import match_tensors
-from ..plan.quantized_format import SUFFIXES, Description, empty, read_metadata
-from ..plan.rank_shards import WHOLE, Place, parts
-from ..plan.te_namespace import formats_in_layout, grouped_formats, te_namespace
-from ..plan.tensor_map import Namespace
+from ..mapping.param_shapes import ExpertLayout, check_held, check_strangers, expected_tensors
+from ..mapping.parameters import Parameters
+from ..mapping.plan import match_tensors
+from ..mapping.quantized_format import SUFFIXES, Description, empty, read_metadata
+from ..mapping.rank_shards import WHOLE, Place, parts
+from ..mapping.te_namespace import formats_in_layout, grouped_formats, te_namespace
+from ..mapping.tensor_map import Namespace
 from .passthrough import passthrough_tensors
 from .reading_checks import check_while_reading
 from .te_folder import CONFIG, MODEL_TYPE, Source, TEFolder

@@ -14,7 +14,7 @@ from ..families.base.text_part import text_part
 from ..formats import without_quantization
 from ..io.dtypes import torch_dtype_name, with_most_bytes
 from ..io.errors import CheckpointError
-from ..plan.plan import Plan
+from ..mapping.plan import Plan
 from .te_folder import Source
 
 # Fields that do not belong to an architecture, kept when a model is exported as another family than it came from.

@@ -14,12 +14,12 @@ from te_models.layers import GroupedTensor, QuantizedTensor
 from ..formats.numbers import check_values
 from ..io.errors import CheckpointError, shorten
 from ..io.store import Store
-from ..plan.param_shapes import ExpertLayout, expected_tensors
-from ..plan.parameters import Parameters
-from ..plan.quantized_format import SUFFIXES
-from ..plan.rank_shards import WHOLE, Place, parts
-from ..plan.te_namespace import Formats
-from ..plan.tensor_map import Namespace
+from ..mapping.param_shapes import ExpertLayout, expected_tensors
+from ..mapping.parameters import Parameters
+from ..mapping.quantized_format import SUFFIXES
+from ..mapping.rank_shards import WHOLE, Place, parts
+from ..mapping.te_namespace import Formats
+from ..mapping.tensor_map import Namespace
 
 
 @torch.no_grad()

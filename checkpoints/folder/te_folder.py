@@ -20,7 +20,7 @@ from te_models.config import ConfigError, ModelConfig
 from ..formats.details import check_details
 from ..io.errors import CheckpointError, shown
 from ..io.strict_json import dump_object, parse_object
-from ..plan.param_shapes import ExpertLayout, check_counts, check_layout
+from ..mapping.param_shapes import ExpertLayout, check_counts, check_layout
 
 CONFIG = "config.json"
 MODEL_TYPE = "te_models"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..plan.param_shapes import ExpertLayout
-from ..plan.plan import Plan, make_plan
-from ..plan.te_namespace import Formats, te_namespace
+from ..mapping.param_shapes import ExpertLayout
+from ..mapping.plan import Plan, make_plan
+from ..mapping.te_namespace import Formats, te_namespace
 from .checkpoint import Checkpoint
 from .passthrough import our_names
 

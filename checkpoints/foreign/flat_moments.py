@@ -26,7 +26,7 @@ from ..io.dtypes import torch_dtype
 from ..io.errors import CheckpointError
 from ..io.header import TensorInfo, byte_count
 from ..io.store import ComputedStore, Store
-from ..plan.tensor_map import Namespace
+from ..mapping.tensor_map import Namespace
 from .ranks import TABLES, RankPlace, Ranks, Split
 
 if TYPE_CHECKING:
@@ -224,9 +224,9 @@ def place_of(name: str, modules: Sequence[str]) -> tuple[Any, ...]:
 
 def _proven(store: Store, ranks: Ranks, spans: Mapping[str, Span], weights: tuple[Store, Namespace]) -> bool:
     """Whether the beginning of every weight of the checkpoint is that of its copy."""
-    from ..plan.plan import Output
-    from ..plan.stream import read_rows
-    from ..plan.tensor_map import compose
+    from ..mapping.plan import Output
+    from ..mapping.stream import read_rows
+    from ..mapping.tensor_map import compose
 
     held, source = weights
     target = ranks.namespace()

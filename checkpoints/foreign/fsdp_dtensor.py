@@ -13,8 +13,8 @@ from te_models.config import ModelConfig
 
 from ..families.base.family import HasShape
 from ..io.errors import CheckpointError
-from ..plan.layout_ops import At, Concat, Layout, Stack
-from ..plan.param_shapes import expected_tensors
+from ..mapping.layout_ops import At, Concat, Layout, Stack
+from ..mapping.param_shapes import expected_tensors
 from .megatron import MEGATRON, check_covered, named_norm, placed
 from .system import System
 

@@ -10,8 +10,8 @@ from te_models.config import ModelConfig
 from ..families import FAMILIES
 from ..families.base.family import HasShape, first_that_expresses
 from ..io.errors import CheckpointError, shorten
-from ..plan.layout_ops import At, Layout, Stack
-from ..plan.param_shapes import expected_tensors
+from ..mapping.layout_ops import At, Layout, Stack
+from ..mapping.param_shapes import expected_tensors
 from .fsdp_dtensor import FSDP_DTENSOR
 from .megatron import MEGATRON
 from .system import System, is_optimizer

@@ -1,4 +1,4 @@
-"""Ways to store a tensor that training systems have and Hugging Face folders have not, as in `plan.layout_ops`."""
+"""Ways to store a tensor that training systems have and Hugging Face folders have not, as in `mapping.layout_ops`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..io.boxes import Range, Shape, full
-from ..plan.layout_ops import Axes, Layout, Placed
+from ..mapping.layout_ops import Axes, Layout, Placed
 
 
 @dataclass(frozen=True)

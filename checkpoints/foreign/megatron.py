@@ -15,8 +15,8 @@ from te_models.config import AttentionConfig, ModelConfig
 
 from ..families.base.family import HasShape
 from ..io.errors import CheckpointError
-from ..plan.layout_ops import At, Concat, Layout, Rows, Stack
-from ..plan.param_shapes import expected_tensors, head_sizes
+from ..mapping.layout_ops import At, Concat, Layout, Rows, Stack
+from ..mapping.param_shapes import expected_tensors, head_sizes
 from .layouts import Member
 from .system import System, is_optimizer
 

@@ -16,9 +16,9 @@ from te_models.config import ModelConfig
 from ..families.base.family import HasShape
 from ..io.boxes import Shape
 from ..io.errors import CheckpointError
-from ..plan.layout_ops import At, Concat, Layout, Rows, Stack
-from ..plan.param_shapes import expected_tensors, head_sizes
-from ..plan.tensor_map import Link, Namespace, Stored
+from ..mapping.layout_ops import At, Concat, Layout, Rows, Stack
+from ..mapping.param_shapes import expected_tensors, head_sizes
+from ..mapping.tensor_map import Link, Namespace, Stored
 from .megatron import named_norm
 
 TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")

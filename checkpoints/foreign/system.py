@@ -9,9 +9,9 @@ from te_models.config import ModelConfig
 
 from ..families.base.family import HasShape
 from ..io.errors import CheckpointError, shorten
-from ..plan.layout_ops import Layout
-from ..plan.param_shapes import expected_tensors
-from ..plan.tensor_map import Link, Namespace, Stored
+from ..mapping.layout_ops import Layout
+from ..mapping.param_shapes import expected_tensors
+from ..mapping.tensor_map import Link, Namespace, Stored
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -15,8 +15,8 @@ from te_models.config import ModelConfig
 from ..families.base.family import HasShape
 from ..families.base.names import Names, Weights
 from ..io.errors import CheckpointError
-from ..plan.layout_ops import At, Concat, Layout
-from ..plan.param_shapes import head_sizes
+from ..mapping.layout_ops import At, Concat, Layout
+from ..mapping.param_shapes import head_sizes
 from .layouts import InterleavedHeads
 from .system import System, is_optimizer
 

@@ -18,8 +18,8 @@ from te_models.config import ModelConfig
 from ..families.base.family import HasShape
 from ..io.boxes import Shape
 from ..io.errors import CheckpointError, shorten
-from ..plan.layout_ops import At, Concat, Layout, Stack
-from ..plan.param_shapes import expected_tensors, head_sizes
+from ..mapping.layout_ops import At, Concat, Layout, Stack
+from ..mapping.param_shapes import expected_tensors, head_sizes
 from .megatron import check_covered, grouped_rows
 from .system import System, is_optimizer
 

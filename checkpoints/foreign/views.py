@@ -12,7 +12,7 @@ from ..io.boxes import Box
 from ..io.errors import CheckpointError
 from ..io.header import TensorInfo, byte_count
 from ..io.store import ComputedStore, Store
-from ..plan.tensor_map import Stored
+from ..mapping.tensor_map import Stored
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,8 @@ import torch
 from te_models.layers.quantizer import Quantizer
 
 from ..io.boxes import Box, Range, Shape, extents
-from ..plan.quantized_format import SUFFIXES, Description, describe, field_specs
-from ..plan.tensor_map import Link, Namespace, Stored
+from ..mapping.quantized_format import SUFFIXES, Description, describe, field_specs
+from ..mapping.tensor_map import Link, Namespace, Stored
 from .format import WeightFormat
 from .views import Block, field_blocks
 

@@ -22,7 +22,7 @@ from ..io.dtypes import torch_dtype
 from ..io.errors import CheckpointError
 from ..io.header import TensorInfo, byte_count
 from ..io.store import FilesSeen, FileStore
-from ..plan.plan import Output
+from ..mapping.plan import Output
 from .format import MixedFormat, Packing, WeightFormat
 
 _AWQ = (0, 2, 4, 6, 1, 3, 5, 7)

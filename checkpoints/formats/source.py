@@ -23,9 +23,9 @@ from ..io.dtypes import FLOATS, torch_dtype, with_most_bytes
 from ..io.errors import CheckpointError, UnreadError
 from ..io.header import TensorInfo
 from ..io.store import FileStore
-from ..plan.param_shapes import is_linear_weight
-from ..plan.plan import match_tensors
-from ..plan.tensor_map import Namespace, Stored
+from ..mapping.param_shapes import is_linear_weight
+from ..mapping.plan import match_tensors
+from ..mapping.tensor_map import Namespace, Stored
 from . import numbers
 from .bitsandbytes import seen_as_values
 from .files import QuantizedFiles

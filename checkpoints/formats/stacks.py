@@ -14,7 +14,7 @@ from torch import Tensor
 from ..io.boxes import Box, Shape, slices
 from ..io.header import TensorInfo, byte_count
 from ..io.store import FilesSeen, FileStore
-from ..plan.tensor_map import Namespace
+from ..mapping.tensor_map import Namespace
 from .format import MixedFormat, Part, WeightFormat
 
 

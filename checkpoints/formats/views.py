@@ -23,7 +23,7 @@ from ..io.boxes import Box, Range, Shape, extents, slices
 from ..io.dtypes import torch_dtype
 from ..io.header import TensorInfo, byte_count
 from ..io.store import FileStore
-from ..plan.tensor_map import Stored
+from ..mapping.tensor_map import Stored
 from . import integers, numbers
 from .format import Part, WeightFormat
 

@@ -21,8 +21,8 @@ from ..formats import WeightFormat
 from ..formats.format import scale_beside
 from ..io.boxes import Box, Shape
 from ..io.dtypes import dtype_name
-from ..plan.plan import Output
-from ..plan.tensor_map import Namespace
+from ..mapping.plan import Output
+from ..mapping.tensor_map import Namespace
 from .row_blocks import Key, matrix_keys
 
 _OF_INPUTS = ("input_scale", "activation_scale", "input_global_scale")

@@ -15,9 +15,9 @@ from ..io.boxes import Box, Range, Shape, slices
 from ..io.dtypes import check_decoded, dtype_name
 from ..io.header import TensorInfo, byte_count
 from ..io.store import Store
-from ..plan.param_shapes import expected_tensors
-from ..plan.quantized_format import SUFFIXES, Description, quantizer_of
-from ..plan.te_namespace import formats_in_layout
+from ..mapping.param_shapes import expected_tensors
+from ..mapping.quantized_format import SUFFIXES, Description, quantizer_of
+from ..mapping.te_namespace import formats_in_layout
 from .row_blocks import bands
 
 

@@ -35,11 +35,11 @@ from ..formats.separate import IN_CONFIG
 from ..formats.stacks import stacks
 from ..io.errors import CheckpointError
 from ..io.store import Store
-from ..plan.plan import Output, Plan, make_plan
-from ..plan.quantized_format import describe, quantizer_of
-from ..plan.report import ConversionReport, Measure
-from ..plan.te_namespace import te_namespace
-from ..plan.tensor_map import Namespace
+from ..mapping.plan import Output, Plan, make_plan
+from ..mapping.quantized_format import describe, quantizer_of
+from ..mapping.report import ConversionReport, Measure
+from ..mapping.te_namespace import te_namespace
+from ..mapping.tensor_map import Namespace
 from .activation_scales import is_calibrated, scale_outputs
 from .dequantized_store import as_values
 from .file_target import FileTarget

@@ -29,10 +29,10 @@ from ..formats.views import field_blocks
 from ..io.boxes import Shape
 from ..io.dtypes import dtype_name, torch_dtype
 from ..io.store import Store
-from ..plan.plan import Output
-from ..plan.quantized_format import SUFFIXES
-from ..plan.stream import read_bands
-from ..plan.tensor_map import Namespace
+from ..mapping.plan import Output
+from ..mapping.quantized_format import SUFFIXES
+from ..mapping.stream import read_bands
+from ..mapping.tensor_map import Namespace
 from .representable import coarser
 from .requantize import AmaxesOf, WrittenTensor
 from .route import Target

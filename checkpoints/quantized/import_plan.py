@@ -16,11 +16,11 @@ from ..folder.checkpoint import Checkpoint
 from ..folder.te_plan import plan_te_folder
 from ..formats.files import QuantizedFiles
 from ..io.errors import CheckpointError
-from ..plan.param_shapes import ExpertLayout, expected_tensors
-from ..plan.plan import Output, Plan
-from ..plan.quantized_format import SUFFIXES, describe, quantizer_of
-from ..plan.report import ConversionReport, Measure
-from ..plan.te_namespace import formats_in_layout, parameter_names
+from ..mapping.param_shapes import ExpertLayout, expected_tensors
+from ..mapping.plan import Output, Plan
+from ..mapping.quantized_format import SUFFIXES, describe, quantizer_of
+from ..mapping.report import ConversionReport, Measure
+from ..mapping.te_namespace import formats_in_layout, parameter_names
 from .mxfp4_as_nvfp4 import SpanError, nvfp4_outputs
 from .route import VALUES, Allowed, Form, Route, choose_route
 from .te_target import TETarget, value_outputs

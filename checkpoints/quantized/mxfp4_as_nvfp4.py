@@ -16,9 +16,9 @@ from te_models.kernels.quantize import e8m0_to_float, global_decode
 from ..formats import numbers
 from ..io.boxes import Shape
 from ..io.store import Store
-from ..plan.plan import Output
-from ..plan.quantized_format import SUFFIXES
-from ..plan.stream import matrices, read_bands, read_rows
+from ..mapping.plan import Output
+from ..mapping.quantized_format import SUFFIXES
+from ..mapping.stream import matrices, read_bands, read_rows
 
 _SPAN, _TOP = 17, 8
 """Binary orders of magnitude between the largest and the smallest power of two of E4M3; the exponent of the largest."""

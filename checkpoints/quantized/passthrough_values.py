@@ -21,7 +21,7 @@ from ..formats.views import View, value_view
 from ..io.boxes import Box, Range, Shape
 from ..io.dtypes import check_decoded, dtype_name, torch_dtype
 from ..io.store import FileStore
-from ..plan.plan import Output, Plan
+from ..mapping.plan import Output, Plan
 from .row_blocks import BAND_ELEMENTS
 
 

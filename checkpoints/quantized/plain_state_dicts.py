@@ -17,7 +17,7 @@ from te_models.layers.tensor.formats import TENSOR_CLASSES
 from ..io.boxes import Shape
 from ..io.errors import CheckpointError
 from ..io.strict_json import parse_object
-from ..plan.quantized_format import (
+from ..mapping.quantized_format import (
     METADATA_KEY,
     SUFFIXES,
     Description,

@@ -19,9 +19,9 @@ from ..formats.namespace import FieldNamespace
 from ..formats.views import Block, field_blocks
 from ..io.boxes import Shape
 from ..io.store import Store
-from ..plan.plan import Output, Plan
-from ..plan.quantized_format import SUFFIXES
-from ..plan.stream import read_bands
+from ..mapping.plan import Output, Plan
+from ..mapping.quantized_format import SUFFIXES
+from ..mapping.stream import read_bands
 
 _BAND = 1 << 20
 

@@ -16,10 +16,10 @@ from te_models.memory import return_freed_memory
 
 from ..io.boxes import Shape
 from ..io.store import Store
-from ..plan.plan import Output
-from ..plan.quantized_format import SUFFIXES, Description, field_specs
-from ..plan.report import Measure
-from ..plan.stream import matrices, read_rows
+from ..mapping.plan import Output
+from ..mapping.quantized_format import SUFFIXES, Description, field_specs
+from ..mapping.report import Measure
+from ..mapping.stream import matrices, read_rows
 from .row_blocks import BAND_ELEMENTS, Amaxes, Matrix, Read, amaxes_once, by_usage, quantize_bands, streams
 
 Make = Callable[[], Iterable[torch.Tensor]]

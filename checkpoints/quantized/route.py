@@ -23,9 +23,9 @@ from te_models.layers.quantizer import Quantizer
 
 from ..io.store import Store
 from ..io.threads import cores, start_threads
-from ..plan.param_shapes import is_linear_weight
-from ..plan.plan import Output
-from ..plan.report import Measure
+from ..mapping.param_shapes import is_linear_weight
+from ..mapping.plan import Output
+from ..mapping.report import Measure
 from .requantize import AmaxesOf, WrittenTensor, requantized_outputs
 
 MAX_THREADS = 4

@@ -25,7 +25,7 @@ from te_models.layers.quantizer.schema import FieldLayout, alignment, field_layo
 
 from ..io.boxes import Shape
 from ..io.threads import in_turn
-from ..plan.tensor_map import Link
+from ..mapping.tensor_map import Link
 
 BAND_ELEMENTS = 1 << 20
 """Elements of a band, so many that the calls of its dozens of operations cost little, each of which may wait for the

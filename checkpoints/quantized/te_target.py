@@ -10,11 +10,11 @@ from te_models.config import ModelConfig
 from ..folder.checkpoint import Checkpoint
 from ..io.dtypes import joint_dtype
 from ..io.store import Store
-from ..plan.param_shapes import ExpertLayout, expected_tensors
-from ..plan.plan import Output
-from ..plan.quantized_format import SUFFIXES, describe
-from ..plan.te_namespace import parameter_names, te_namespace
-from ..plan.tensor_map import compose
+from ..mapping.param_shapes import ExpertLayout, expected_tensors
+from ..mapping.plan import Output
+from ..mapping.quantized_format import SUFFIXES, describe
+from ..mapping.te_namespace import parameter_names, te_namespace
+from ..mapping.tensor_map import compose
 from .requantize import WrittenTensor, field_entries
 from .route import Target
 

@@ -13,9 +13,9 @@ from ..folder.te_folder import Source, TEFolder
 from ..io.errors import CheckpointError, shorten
 from ..io.store import Store
 from ..io.threads import Progress
-from ..plan.param_shapes import ExpertLayout
-from ..plan.plan import Plan
-from ..plan.report import moved_report
+from ..mapping.param_shapes import ExpertLayout
+from ..mapping.plan import Plan
+from ..mapping.report import moved_report
 from ..write.output_folder import write_folder
 
 PathLike = str | os.PathLike[str]

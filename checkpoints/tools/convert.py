@@ -19,10 +19,10 @@ from ..formats import SEPARATE, VALUES, with_quantization
 from ..io.dtypes import as_torch_dtype
 from ..io.errors import CheckpointError
 from ..io.strict_json import dump_object
-from ..plan.param_shapes import ExpertLayout, check_layout
-from ..plan.plan import Plan, make_plan
-from ..plan.report import moved_report
-from ..plan.te_namespace import formats_in_layout, grouped_formats, te_namespace
+from ..mapping.param_shapes import ExpertLayout, check_layout
+from ..mapping.plan import Plan, make_plan
+from ..mapping.report import moved_report
+from ..mapping.te_namespace import formats_in_layout, grouped_formats, te_namespace
 from .conversion import Conversion, Options, PathLike
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from ..io.dtypes import as_torch_dtype, dtype_name
 from ..io.errors import CheckpointError, shorten
 from ..io.store import MemoryStore
 from ..io.strict_json import parse_object
-from ..plan.param_shapes import ExpertLayout, check_layout
-from ..plan.plan import make_plan
-from ..plan.stream import carry_out
-from ..plan.te_namespace import te_namespace
+from ..mapping.param_shapes import ExpertLayout, check_layout
+from ..mapping.plan import make_plan
+from ..mapping.stream import carry_out
+from ..mapping.te_namespace import te_namespace
 from .conversion import PathLike
 
 

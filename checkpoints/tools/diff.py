@@ -16,9 +16,9 @@ from ..io.buffers import Ring
 from ..io.dtypes import torch_dtype_name
 from ..io.store import Store
 from ..io.threads import Progress
-from ..plan.param_shapes import expected_tensors
-from ..plan.parameters import Parameters
-from ..plan.plan import Output, copy_of
+from ..mapping.param_shapes import expected_tensors
+from ..mapping.parameters import Parameters
+from ..mapping.plan import Output, copy_of
 from .conversion import PathLike
 from .verify import VerifyReport, aligned, canonical_outputs, compare_bits, open_pair, output_layers
 

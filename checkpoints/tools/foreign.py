@@ -32,11 +32,11 @@ from ..io.header import TensorInfo
 from ..io.store import JoinedStore, Store
 from ..io.strict_json import read_object
 from ..io.weight_files import plain_file
-from ..plan.param_shapes import ExpertLayout, check_layout
-from ..plan.plan import Plan, make_plan
-from ..plan.report import moved_report
-from ..plan.te_namespace import te_namespace
-from ..plan.tensor_map import Namespace
+from ..mapping.param_shapes import ExpertLayout, check_layout
+from ..mapping.plan import Plan, make_plan
+from ..mapping.report import moved_report
+from ..mapping.te_namespace import te_namespace
+from ..mapping.tensor_map import Namespace
 from ..write.output_folder import write_folder
 from .conversion import Options, PathLike, split_options
 

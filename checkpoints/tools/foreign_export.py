@@ -23,9 +23,9 @@ from ..io.dtypes import as_torch_dtype
 from ..io.errors import CheckpointError
 from ..io.manifest import MANIFEST, manifest_bytes
 from ..io.store import Store
-from ..plan.param_shapes import ExpertLayout, check_layout
-from ..plan.plan import Plan, make_plan
-from ..plan.stream import read_rows
+from ..mapping.param_shapes import ExpertLayout, check_layout
+from ..mapping.plan import Plan, make_plan
+from ..mapping.stream import read_rows
 from ..write.shards import MAX_SHARD_BYTES, split_shards
 from ..write.writer import write_small_file, write_weights
 from .conversion import Options, PathLike, split_options

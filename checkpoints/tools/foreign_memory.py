@@ -12,11 +12,11 @@ from ..foreign.transformer_engine import transformer_engine
 from ..io.boxes import full
 from ..io.errors import CheckpointError
 from ..io.store import MemoryStore
-from ..plan.param_shapes import ExpertLayout, check_layout
-from ..plan.plan import make_plan
-from ..plan.stream import carry_out
-from ..plan.te_namespace import te_namespace
-from ..plan.tensor_map import Namespace
+from ..mapping.param_shapes import ExpertLayout, check_layout
+from ..mapping.plan import make_plan
+from ..mapping.stream import carry_out
+from ..mapping.te_namespace import te_namespace
+from ..mapping.tensor_map import Namespace
 from .foreign import Opened, read_modules
 
 if TYPE_CHECKING:

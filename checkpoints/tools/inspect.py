@@ -10,7 +10,7 @@ from te_models.config import mixer_words
 from te_models.sizes import format_size, plural
 
 from ..folder.checkpoint import open_checkpoint
-from ..plan.param_shapes import expected_tensors
+from ..mapping.param_shapes import expected_tensors
 from .conversion import PathLike
 from .statistics import FormatSummary, count_parameters, count_parts, summarize_formats
 

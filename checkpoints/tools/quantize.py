@@ -17,11 +17,11 @@ from ..folder.te_plan import plan_te_folder
 from ..formats.mx import MXFP4Quantizer
 from ..io.dtypes import as_torch_dtype, check_decoded, torch_dtype
 from ..io.errors import CheckpointError
-from ..plan.param_shapes import is_linear_weight
-from ..plan.plan import Output, Plan, make_plan
-from ..plan.quantized_format import Description, describe
-from ..plan.report import moved_report
-from ..plan.te_namespace import parameter_names, te_namespace
+from ..mapping.param_shapes import is_linear_weight
+from ..mapping.plan import Output, Plan, make_plan
+from ..mapping.quantized_format import Description, describe
+from ..mapping.report import moved_report
+from ..mapping.te_namespace import parameter_names, te_namespace
 from ..quantized.dequantized_store import ValueStore, as_values
 from ..quantized.passthrough_values import undeclared_passthrough_as_values
 from ..quantized.route import VALUES, Form, choose_route

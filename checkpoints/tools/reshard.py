@@ -16,9 +16,9 @@ from ..io.model_folder import check_model_folder
 from ..io.store import FileStore
 from ..io.strict_json import read_object
 from ..io.weight_files import open_weights, plain_file
-from ..plan.plan import Plan, copy_of
-from ..plan.quantized_format import METADATA_KEY, SUFFIXES, Description, quantizer_of, read_metadata
-from ..plan.report import moved_report
+from ..mapping.plan import Plan, copy_of
+from ..mapping.quantized_format import METADATA_KEY, SUFFIXES, Description, quantizer_of, read_metadata
+from ..mapping.report import moved_report
 from ..write.output_folder import write_folder
 from .conversion import Options, PathLike, split_options
 

@@ -20,10 +20,10 @@ from ..folder.te_folder import Source, TEFolder
 from ..io.errors import CheckpointError
 from ..io.store import JoinedStore, MemoryStore, Store
 from ..io.threads import Progress
-from ..plan.param_shapes import expected_tensors
-from ..plan.plan import Output, Plan, make_plan
-from ..plan.quantized_format import Description, describe, stored_fields
-from ..plan.te_namespace import grouped_formats, te_namespace
+from ..mapping.param_shapes import expected_tensors
+from ..mapping.plan import Output, Plan, make_plan
+from ..mapping.quantized_format import Description, describe, stored_fields
+from ..mapping.te_namespace import grouped_formats, te_namespace
 from ..write.output_folder import write_folder
 from ..write.shards import MAX_SHARD_BYTES
 from .conversion import PathLike

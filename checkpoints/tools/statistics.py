@@ -14,9 +14,9 @@ from ..families import FAMILIES
 from ..folder.checkpoint import Checkpoint, open_checkpoint
 from ..io.boxes import Shape
 from ..io.header import byte_count
-from ..plan.param_shapes import expected_tensors, is_expert_stack
-from ..plan.parameters import Parameters
-from ..plan.quantized_format import SUFFIXES, field_specs
+from ..mapping.param_shapes import expected_tensors, is_expert_stack
+from ..mapping.parameters import Parameters
+from ..mapping.quantized_format import SUFFIXES, field_specs
 from .conversion import PathLike
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from ..folder.provenance import main_dtype
 from ..formats import SEPARATE, VALUES, with_quantization
 from ..io.errors import CheckpointError
 from ..io.strict_json import dump_object
-from ..plan.plan import Plan
-from ..plan.report import moved_report
+from ..mapping.plan import Plan
+from ..mapping.report import moved_report
 from .conversion import Conversion, Options, PathLike
 from .toy_parts import ToyPart, cut, renumbered
 

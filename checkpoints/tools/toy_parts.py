@@ -27,8 +27,8 @@ from ..formats.packed_columns import column_name
 from ..formats.stacks import stacked_name
 from ..io.boxes import Shape, full, intersect, tiles
 from ..io.errors import CheckpointError, shorten
-from ..plan.plan import Output, Plan, copy_of
-from ..plan.tensor_map import Link, Namespace, Piece, compose
+from ..mapping.plan import Output, Plan, copy_of
+from ..mapping.tensor_map import Link, Namespace, Piece, compose
 
 if TYPE_CHECKING:
     from .toy_parts import ToyPart

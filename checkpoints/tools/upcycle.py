@@ -23,11 +23,11 @@ from ..io.boxes import Box, Range, Shape
 from ..io.dtypes import dtype_name, torch_dtype
 from ..io.errors import CheckpointError
 from ..io.store import Store
-from ..plan.param_shapes import ExpertLayout, check_counts, check_layout, expected_tensors
-from ..plan.plan import Output, Plan, make_plan
-from ..plan.stream import fill_tensor
-from ..plan.te_namespace import te_namespace
-from ..plan.tensor_map import Link, Namespace
+from ..mapping.param_shapes import ExpertLayout, check_counts, check_layout, expected_tensors
+from ..mapping.plan import Output, Plan, make_plan
+from ..mapping.stream import fill_tensor
+from ..mapping.te_namespace import te_namespace
+from ..mapping.tensor_map import Link, Namespace
 from .conversion import Conversion, Options, PathLike
 
 _MLP = re.compile(r"decoder\.layers\.(\d+)\.mlp\.(linear_fc[12])\.(.+)")

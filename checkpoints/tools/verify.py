@@ -20,10 +20,10 @@ from ..io.buffers import Ring
 from ..io.dtypes import FLOATS, bits_of, joint_dtype, torch_dtype
 from ..io.errors import shown
 from ..io.threads import Progress
-from ..plan.plan import Output, copy_of
-from ..plan.quantized_format import SUFFIXES
-from ..plan.stream import stream
-from ..plan.tensor_map import Piece, compose, identity_namespace
+from ..mapping.plan import Output, copy_of
+from ..mapping.quantized_format import SUFFIXES
+from ..mapping.stream import stream
+from ..mapping.tensor_map import Piece, compose, identity_namespace
 from .conversion import PathLike
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from ..io.store import FileStore, Store
 from ..io.strict_json import parse_object
 from ..io.threads import Progress
 from ..io.weight_files import INDEX
-from ..plan.plan import Plan
-from ..plan.report import REPORT
+from ..mapping.plan import Plan
+from ..mapping.report import REPORT
 from .resume import Journal, job_of
 from .shards import MAX_SHARD_BYTES, split_shards
 from .shared_digests import SharedDigests

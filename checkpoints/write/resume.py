@@ -29,7 +29,7 @@ from ..io.manifest import from_dict, to_dict
 from ..io.store import FileStore
 from ..io.strict_json import dump_object, read_object
 from ..io.threads import ByteProgress, run_all
-from ..plan.report import ConversionReport
+from ..mapping.report import ConversionReport
 from .shards import Shard
 from .shared_digests import SharedDigests
 

@@ -12,8 +12,8 @@ from ..io.dtypes import bits_of
 from ..io.errors import CheckpointError
 from ..io.strict_json import dump_object
 from ..io.weight_files import SINGLE
-from ..plan.plan import Output, Plan
-from ..plan.quantized_format import write_metadata
+from ..mapping.plan import Output, Plan
+from ..mapping.quantized_format import write_metadata
 
 MAX_SHARD_BYTES = 5_000_000_000
 

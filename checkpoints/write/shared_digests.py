@@ -22,8 +22,8 @@ from typing import NamedTuple
 from ..io.sha256 import SHA256_BYTES
 from ..io.store import FileStore, Store
 from ..io.tensor_hash import ROWS_PER_PART, digest_of_parts, part_bytes, part_count
-from ..plan.plan import Output
-from ..plan.stream import CopiedBytes, copied_bytes
+from ..mapping.plan import Output
+from ..mapping.stream import CopiedBytes, copied_bytes
 
 
 class SharedParts(NamedTuple):

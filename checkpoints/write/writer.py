@@ -29,8 +29,8 @@ from ..io.hashing import Digests, FileRecord, Lane
 from ..io.store import MemoryStore, Store
 from ..io.threads import ByteProgress, Progress, cores, run_all
 from ..io.weight_files import INDEX
-from ..plan.plan import Output
-from ..plan.stream import stream
+from ..mapping.plan import Output
+from ..mapping.stream import stream
 from .resume import Journal
 from .shards import Shard, alignment, header_bytes, index_bytes
 from .shared_digests import SharedDigests

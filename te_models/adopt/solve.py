@@ -15,10 +15,10 @@ from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.families.base.family import Family
 from te_models.checkpoints.families.base.names import Fused, Names
 from te_models.checkpoints.io.store import MemoryStore
-from te_models.checkpoints.plan.param_shapes import expected_tensors
-from te_models.checkpoints.plan.plan import make_plan
-from te_models.checkpoints.plan.stream import carry_out
-from te_models.checkpoints.plan.te_namespace import te_namespace
+from te_models.checkpoints.mapping.param_shapes import expected_tensors
+from te_models.checkpoints.mapping.plan import make_plan
+from te_models.checkpoints.mapping.stream import carry_out
+from te_models.checkpoints.mapping.te_namespace import te_namespace
 
 from ..config import ConfigError, ModelConfig
 from ..model import GPTModel

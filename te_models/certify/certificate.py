@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from te_models.checkpoints import Checkpoint, CheckpointError, Plan
 from te_models.checkpoints.io.header import without_collections
 from te_models.checkpoints.io.strict_json import read_object
-from te_models.checkpoints.plan.report import moved_report
+from te_models.checkpoints.mapping.report import moved_report
 from te_models.checkpoints.tools.convert import plan_import
 from te_models.checkpoints.tools.statistics import count_parameters
 

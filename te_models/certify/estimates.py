@@ -9,7 +9,7 @@ from pathlib import Path
 
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.io.boxes import count, full
-from te_models.checkpoints.plan.param_shapes import is_linear_weight
+from te_models.checkpoints.mapping.param_shapes import is_linear_weight
 from te_models.checkpoints.tools.statistics import count_parameters
 
 from ..config import ModelConfig

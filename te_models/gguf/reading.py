@@ -22,9 +22,9 @@ from te_models.checkpoints.io.dtypes import as_torch_dtype
 from te_models.checkpoints.io.errors import CheckpointError
 from te_models.checkpoints.io.header import TensorInfo, byte_count
 from te_models.checkpoints.io.store import FileStore
-from te_models.checkpoints.plan.param_shapes import ExpertLayout, check_layout
-from te_models.checkpoints.plan.plan import Plan
-from te_models.checkpoints.plan.report import moved_report
+from te_models.checkpoints.mapping.param_shapes import ExpertLayout, check_layout
+from te_models.checkpoints.mapping.plan import Plan
+from te_models.checkpoints.mapping.report import moved_report
 from te_models.checkpoints.tools.conversion import Conversion, Options, PathLike
 
 from ..extras import require

@@ -20,9 +20,9 @@ from te_models.checkpoints.io.atomic import replaced_file
 from te_models.checkpoints.io.errors import CheckpointError
 from te_models.checkpoints.io.store import Store
 from te_models.checkpoints.io.threads import Progress
-from te_models.checkpoints.plan.plan import Output, make_plan
-from te_models.checkpoints.plan.stream import read_bands
-from te_models.checkpoints.plan.te_namespace import te_namespace
+from te_models.checkpoints.mapping.plan import Output, make_plan
+from te_models.checkpoints.mapping.stream import read_bands
+from te_models.checkpoints.mapping.te_namespace import te_namespace
 from te_models.checkpoints.tools.conversion import PathLike
 
 from ..extras import require

@@ -19,7 +19,7 @@ from te_models.checkpoints.io.errors import shorten
 from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes, read_manifest
 from te_models.checkpoints.io.strict_json import read_object
 from te_models.checkpoints.io.weight_files import INDEX, SINGLE
-from te_models.checkpoints.plan.quantized_format import SUFFIXES, stored_fields
+from te_models.checkpoints.mapping.quantized_format import SUFFIXES, stored_fields
 from te_models.checkpoints.write.shards import parse_size
 from te_models.checkpoints.write.writer import write_small_file, write_tensors
 from te_models.layers import QuantizedTensor

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from te_models.checkpoints import AutoConverter
 from te_models.checkpoints.families.base.text_part import text_family
 from te_models.checkpoints.folder.hf_config import choose_family
-from te_models.checkpoints.plan.tensor_map import compose, identity_namespace
+from te_models.checkpoints.mapping.tensor_map import compose, identity_namespace
 from te_models.layers import QuantizedTensor
 
 from ..extras import require
@@ -24,7 +24,7 @@ from .model import adapters_of, base_state_dict
 from .peft_folders import numbers_of
 
 if TYPE_CHECKING:
-    from te_models.checkpoints.plan.tensor_map import Namespace
+    from te_models.checkpoints.mapping.tensor_map import Namespace
 
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names that experts had in earlier releases of transformers: peft 0.21 takes these targets for fused experts."""

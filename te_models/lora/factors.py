@@ -18,11 +18,11 @@ from torch import Tensor
 
 from te_models.checkpoints.io.boxes import slices
 from te_models.checkpoints.io.store import MemoryStore
-from te_models.checkpoints.plan.plan import Output, Plan
-from te_models.checkpoints.plan.stream import carry_out
+from te_models.checkpoints.mapping.plan import Output, Plan
+from te_models.checkpoints.mapping.stream import carry_out
 
 if TYPE_CHECKING:
-    from te_models.checkpoints.plan.tensor_map import Link, Namespace, Piece
+    from te_models.checkpoints.mapping.tensor_map import Link, Namespace, Piece
 
 Slices = tuple[slice, ...]
 

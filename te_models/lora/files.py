@@ -18,7 +18,7 @@ from torch import Tensor
 
 from te_models.checkpoints import CheckpointError, expected_tensors
 from te_models.checkpoints.io.atomic import new_folder
-from te_models.checkpoints.plan.rank_shards import part_of, parts
+from te_models.checkpoints.mapping.rank_shards import part_of, parts
 from te_models.checkpoints.write.writer import write_tensors
 from te_models.layers import QuantizedTensor
 

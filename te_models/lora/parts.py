@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from te_models.checkpoints.plan.rank_shards import RankPart
+from te_models.checkpoints.mapping.rank_shards import RankPart
 
 from .adapter import magnitude_name
 from .model import adapters_of

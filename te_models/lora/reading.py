@@ -11,14 +11,14 @@ from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.families.base.text_part import text_family
 from te_models.checkpoints.folder.hf_config import choose_family
 from te_models.checkpoints.io.errors import shorten
-from te_models.checkpoints.plan.tensor_map import compose, identity_namespace
+from te_models.checkpoints.mapping.tensor_map import compose, identity_namespace
 
 from ..model import GPTModel
 from .factors import Factors, Rows, columns_of, is_transposed, joined, links_by_stored, moved, rows_of
 from .peft_folders import WEIGHTS, PeftFolder
 
 if TYPE_CHECKING:
-    from te_models.checkpoints.plan.tensor_map import Namespace, Piece
+    from te_models.checkpoints.mapping.tensor_map import Namespace, Piece
 
 
 def in_names_of_transformers(model: GPTModel, folder: PeftFolder) -> tuple[dict[str, Factors], dict[str, Tensor]]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from te_models.checkpoints import expected_tensors
-from te_models.checkpoints.plan.param_shapes import is_expert_stack
+from te_models.checkpoints.mapping.param_shapes import is_expert_stack
 
 from ..config import ModelConfig
 

@@ -20,7 +20,7 @@ from .build import Build, ExpertDispatch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from te_models.checkpoints.plan.rank_shards import Place
+    from te_models.checkpoints.mapping.rank_shards import Place
 
     from ..parallel.mesh import ParallelMesh
     from .gpt import GPTModel
@@ -268,7 +268,7 @@ _ELSEWHERE = {
 
 def place_of(model: GPTModel) -> Place:
     """Return this rank's place among those that share the model."""
-    from te_models.checkpoints.plan.rank_shards import Place
+    from te_models.checkpoints.mapping.rank_shards import Place
 
     groups = {"tp": model.tp_group, "ep": model.ep_group, "etp": model.etp_group}
     place: dict[str, int] = {}

@@ -21,10 +21,10 @@ from torch import Tensor
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.folder.checkpoint import Checkpoint
 from te_models.checkpoints.folder.load import layout_of
-from te_models.checkpoints.plan.param_shapes import is_expert_stack
-from te_models.checkpoints.plan.parameters import Parameters
-from te_models.checkpoints.plan.quantized_format import SUFFIXES, describe, empty
-from te_models.checkpoints.plan.rank_shards import Cuts, Ranges, RankPart, cut_shape, part_of, parts
+from te_models.checkpoints.mapping.param_shapes import is_expert_stack
+from te_models.checkpoints.mapping.parameters import Parameters
+from te_models.checkpoints.mapping.quantized_format import SUFFIXES, describe, empty
+from te_models.checkpoints.mapping.rank_shards import Cuts, Ranges, RankPart, cut_shape, part_of, parts
 from te_models.layers import QuantizedTensor
 from te_models.layers.tensor.fsdp import entries_of_rows, is_one_matrix, largest_shard, local_part
 

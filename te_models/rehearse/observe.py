@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_models.checkpoints.plan.param_shapes import is_expert_stack
+from te_models.checkpoints.mapping.param_shapes import is_expert_stack
 from te_models.kernels.permute import permute
 from te_models.layers import QuantizedTensor
 from te_models.layers.module.model_state import quantized_modules

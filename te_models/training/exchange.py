@@ -33,9 +33,9 @@ from te_models.checkpoints.io.header import TensorInfo, byte_count
 from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes
 from te_models.checkpoints.io.store import ComputedStore, FileStore, JoinedStore, Store
 from te_models.checkpoints.io.weight_files import open_weights, plain_file
-from te_models.checkpoints.plan.plan import Output, make_plan
-from te_models.checkpoints.plan.stream import read_rows
-from te_models.checkpoints.plan.tensor_map import identity_namespace
+from te_models.checkpoints.mapping.plan import Output, make_plan
+from te_models.checkpoints.mapping.stream import read_rows
+from te_models.checkpoints.mapping.tensor_map import identity_namespace
 from te_models.checkpoints.tools.foreign import open_states, read_config
 from te_models.checkpoints.write.shards import Shard
 from te_models.checkpoints.write.writer import write_small_file, write_weights

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
-from te_models.checkpoints.plan.param_shapes import is_linear_weight
+from te_models.checkpoints.mapping.param_shapes import is_linear_weight
 from te_models.kernels.gemm import using_cpu_gemm
 from te_models.kernels.gemm.cpu import CpuGemm, automatic_choice
 from te_models.layers import (

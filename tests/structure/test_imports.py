@@ -102,7 +102,7 @@ def test_imports() -> None:
     ("module", "source", "says"),
     [
         ("te_models.kernels.norm.op", "from te_models.layers import Linear", "may not import layers/"),
-        ("te_models.kernels.norm.op", "import te_models.checkpoints.plan.plan", "may not import checkpoints/"),
+        ("te_models.kernels.norm.op", "import te_models.checkpoints.mapping.plan", "may not import checkpoints/"),
         ("te_models.layers.module.norm", "from te_models import checkpoints", "may not import checkpoints/"),
         ("te_models.layers.module.norm", "from te_models.model import GPTModel", "may not import te_models/"),
         ("te_models.layers.module.linear", "def f():\n    from ...model import GPTModel", "may not import te_models/"),
@@ -115,7 +115,7 @@ def test_imports() -> None:
         ("te_models.cli.main", "from ..hf import TEConfig", "it needs transformers"),
         ("te_models.extras", "from . import config", "it is a leaf"),
         ("te_models.config.rope", "from ..extras import require", "it is a leaf"),
-        ("te_models.checkpoints.plan.plan", "from ...config import ModelConfig", "relatively, across folders"),
+        ("te_models.checkpoints.mapping.plan", "from ...config import ModelConfig", "relatively, across folders"),
     ],
 )
 def test_a_wrong_import_is_found(module: str, source: str, says: str) -> None:

@@ -15,7 +15,7 @@ from tests.structure.test_imports import imports_of
 from tests.structure.tree import FOLDERS, ROOT, modules, parsed
 
 ROOMS = {
-    "te_models.checkpoints": "io plan families formats folder write quantized foreign tools",
+    "te_models.checkpoints": "io mapping families formats folder write quantized foreign tools",
     "te_models.layers": "defaults collectives quantizer tensor recipe dynamo gemm distributed module "
     "attention optimizers te ops utils",
     "te_models.kernels": "launch derivative torch_versions without_autocast asserted custom_op quantize",

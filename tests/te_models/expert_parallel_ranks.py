@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from te_models import GPTModel, RouterConfig, generate, take_expert_load
 from te_models.checkpoints import expected_tensors, verify
-from te_models.checkpoints.plan.quantized_format import stored_fields
-from te_models.checkpoints.plan.rank_shards import Place, parts
+from te_models.checkpoints.mapping.quantized_format import stored_fields
+from te_models.checkpoints.mapping.rank_shards import Place, parts
 from te_models.layers import GroupedTensor, QuantizedTensor, autocast, recipe
 from te_models.layers.collectives import all_to_all
 from te_models.training.ranks.data_parallel import Ranks, average_gradients

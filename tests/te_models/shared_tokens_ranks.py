@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from te_models import ConfigError, GPTModel, KVCache, RouterRecord, compile_model, logprobs
 from te_models.checkpoints import expected_tensors
-from te_models.checkpoints.plan.rank_shards import Place, parts
+from te_models.checkpoints.mapping.rank_shards import Place, parts
 from te_models.config import EmbeddingConfig
 from tests.ranks import report_cases
 from tests.te_models.configs import FURTHER, VARIANTS, tiny, token_ids

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import te_models.checkpoints.plan.stream as move
+import te_models.checkpoints.mapping.stream as move
 from te_models import AttentionConfig, GPTModel, ModelConfig, compile_model, generate
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, verify
 from te_models.checkpoints.io.boxes import count
-from te_models.checkpoints.plan.rank_shards import Place, parts
+from te_models.checkpoints.mapping.rank_shards import Place, parts
 from te_models.config import MLPConfig
 from te_models.layers import QuantizedTensor
 from te_models.memory import return_freed_memory

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from te_models.checkpoints import CheckpointError, expected_tensors
-from te_models.checkpoints.plan.rank_shards import Place
+from te_models.checkpoints.mapping.rank_shards import Place
 from te_models.config import ConfigError
 from te_models.parallel import ParallelDims
 from te_models.training import (

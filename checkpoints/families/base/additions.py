@@ -9,7 +9,7 @@ from typing import Any
 from te_models.config import ModelConfig
 
 from ...io.errors import CheckpointError
-from ...plan.layout_ops import At, Columns, Layout, Rows
+from ...mapping.layout_ops import At, Columns, Layout, Rows
 from .fields import REQUIRED, Values, get_path, read_typed
 
 _OWN_NORMS = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from te_models.config import AttentionConfig
 
-from ...plan.layout_ops import At, Concat, Layout, Rows, Stack
+from ...mapping.layout_ops import At, Concat, Layout, Rows, Stack
 
 
 @dataclass(frozen=True)

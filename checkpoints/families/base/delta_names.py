@@ -8,7 +8,7 @@ from typing import Literal
 
 from te_models.config import GatedDeltaConfig, ModelConfig
 
-from ...plan.layout_ops import At, Concat, Layout, Unsqueezed
+from ...mapping.layout_ops import At, Concat, Layout, Unsqueezed
 from .recurrent import Weights
 
 

@@ -13,8 +13,8 @@ from te_models.config import ConfigError, ModelConfig
 
 from ...io.boxes import Shape
 from ...io.errors import CheckpointError, shorten
-from ...plan.param_shapes import check_counts, expected_tensors, holds_experts, is_table
-from ...plan.tensor_map import TABLE, Link, Namespace, Stored
+from ...mapping.param_shapes import check_counts, expected_tensors, holds_experts, is_table
+from ...mapping.tensor_map import TABLE, Link, Namespace, Stored
 from .attentions import MixerEntry
 from .fields import Entry, Values, get_path, shorten_value
 from .names import COMMON, Names

@@ -9,7 +9,7 @@ from typing import Any
 from te_models.config import AttentionConfig, ModelConfig
 
 from ...io.errors import CheckpointError
-from ...plan.layout_ops import At, Layout
+from ...mapping.layout_ops import At, Layout
 from .attentions import Nested, mixers
 from .fields import REQUIRED, Entry, Field, Fixed, Values, read_typed, shorten_value
 from .layer_fields import check_names

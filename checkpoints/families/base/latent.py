@@ -10,7 +10,7 @@ from typing import Any
 from te_models.config import AttentionConfig, ModelConfig
 
 from ...io.errors import CheckpointError
-from ...plan.layout_ops import At, Concat, Layout
+from ...mapping.layout_ops import At, Concat, Layout
 from .fields import Entry, Field, Values, read_typed
 from .indexer import indexer_weights
 from .rope import Rope

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from te_models.config import AttentionConfig, ModelConfig
 
 from ...io.errors import CheckpointError
-from ...plan.layout_ops import At, Concat, Deinterleaved, Folded, Layout, Rows, Stack, Transpose, Unsqueezed
-from ...plan.param_shapes import XIELU_NUMBERS, expected_tensors, head_sizes
+from ...mapping.layout_ops import At, Concat, Deinterleaved, Folded, Layout, Rows, Stack, Transpose, Unsqueezed
+from ...mapping.param_shapes import XIELU_NUMBERS, expected_tensors, head_sizes
 from .additions import layer_additions, model_additions
 from .compressed import CompressedNames
 from .indexer import indexer_weights

@@ -21,7 +21,7 @@ from te_models.config import (
 )
 
 from ...io.errors import CheckpointError
-from ...plan.layout_ops import At, Concat, Layout, Rows, Unsqueezed
+from ...mapping.layout_ops import At, Concat, Layout, Rows, Unsqueezed
 from .attentions import Nested
 from .fields import REQUIRED, Values, read_typed, shorten_value
 

@@ -34,7 +34,7 @@ from .collected_saving import Collection, save_collected
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from te_models.checkpoints.plan.rank_shards import Cuts, RankPart
+    from te_models.checkpoints.mapping.rank_shards import Cuts, RankPart
 
     from ..gpt import GPTModel
 
@@ -120,8 +120,8 @@ class _Parts(Collection):
 
     def __init__(self, model: GPTModel) -> None:
         from te_models.checkpoints import expected_tensors
-        from te_models.checkpoints.plan.param_shapes import is_expert_stack
-        from te_models.checkpoints.plan.rank_shards import Place, parts
+        from te_models.checkpoints.mapping.param_shapes import is_expert_stack
+        from te_models.checkpoints.mapping.rank_shards import Place, parts
 
         place, self._shapes = place_of(model), expected_tensors(model.config, model.expert_layout)
         self._tp, self._ep, self._etp = model.tp_group, model.ep_group, model.etp_group
@@ -145,7 +145,7 @@ class _Parts(Collection):
 
     def _mesh_of_shards(self) -> DeviceMesh | None:
         """Return the mesh over which FSDP2 shards what is no expert; None where it shards nothing."""
-        from te_models.checkpoints.plan.param_shapes import is_expert_stack
+        from te_models.checkpoints.mapping.param_shapes import is_expert_stack
 
         sharded: dict[str, Any] = {name: t for name, t in self._tensors.items() if local_part(t) is not t}
         meshes = {t.device_mesh for name, t in sharded.items() if not is_expert_stack(name)}
@@ -158,7 +158,7 @@ class _Parts(Collection):
         self, name: str, tensor: Tensor, group: dist.ProcessGroup | None, by_tp: list[RankPart], by_ep: list[RankPart]
     ) -> Iterator[tuple[str, _Entry]]:
         """group: the ranks that split the tensor, whose parts are by_tp."""
-        from te_models.checkpoints.plan.quantized_format import SUFFIXES
+        from te_models.checkpoints.mapping.quantized_format import SUFFIXES
 
         local = local_part(tensor)
         if not isinstance(local, QuantizedTensor):
@@ -199,7 +199,7 @@ class _Parts(Collection):
 
     def wholes(self) -> dict[str, Tensor]:
         """See `Collection`."""
-        from te_models.checkpoints.plan.quantized_format import describe, empty
+        from te_models.checkpoints.mapping.quantized_format import describe, empty
 
         found: dict[str, Tensor] = {}
         for name, tensor in self._tensors.items():

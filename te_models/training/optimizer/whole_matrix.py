@@ -16,7 +16,7 @@ from torch import Tensor
 from te_models.layers.tensor.fsdp import largest_shard, local_part
 
 if TYPE_CHECKING:
-    from te_models.checkpoints.plan.rank_shards import Cuts
+    from te_models.checkpoints.mapping.rank_shards import Cuts
 
     from ...parallel.parts import ModelParts
 

@@ -24,7 +24,7 @@ from te_models.checkpoints import (
     upcycle,
     verify,
 )
-from te_models.checkpoints.plan.param_shapes import is_linear_weight
+from te_models.checkpoints.mapping.param_shapes import is_linear_weight
 from te_models.config import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
 from te_models.layers import GroupedTensor, QuantizedTensor, recipe
 from tests.checkpoints.hf_cases import CASES, HFFolder, assert_same_bits, stored

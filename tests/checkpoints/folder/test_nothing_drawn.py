@@ -15,7 +15,7 @@ from torch import Tensor
 from te_models import GPTModel
 from te_models.checkpoints import FAMILIES, expected_tensors, export_hf, families
 from te_models.checkpoints.families import Family
-from te_models.checkpoints.plan import param_shapes
+from te_models.checkpoints.mapping import param_shapes
 from te_models.config import AttentionConfig, MLPConfig, ModelConfig
 from te_models.layers import MXFP8BlockScaling, Recipe
 from te_models.memory import ask_for_large_pages

@@ -21,9 +21,9 @@ from te_models.checkpoints.foreign.ranks import RankPlace, Ranks, Split
 from te_models.checkpoints.foreign.system import MOMENTS
 from te_models.checkpoints.io.boxes import Range, full
 from te_models.checkpoints.io.store import MemoryStore
-from te_models.checkpoints.plan.plan import make_plan
-from te_models.checkpoints.plan.stream import carry_out, read_rows
-from te_models.checkpoints.plan.tensor_map import identity_namespace
+from te_models.checkpoints.mapping.plan import make_plan
+from te_models.checkpoints.mapping.stream import carry_out, read_rows
+from te_models.checkpoints.mapping.tensor_map import identity_namespace
 from te_models.checkpoints.tools.foreign import open_states
 from te_models.cli.main import main
 from te_models.config import ModelConfig

@@ -199,7 +199,7 @@ def test_a_folder_without_digests_of_headers_is_read(hf_folder: HFFolder, tmp_pa
 def test_ranks_share_the_checks(hf_folder: HFFolder, tmp_path: Path) -> None:
     """Each of two ranks hashes its share of the tensors, whatever it reads: one of them sees the damage."""
     from te_models.checkpoints import expected_tensors
-    from te_models.checkpoints.plan.rank_shards import Place, parts
+    from te_models.checkpoints.mapping.rank_shards import Place, parts
 
     import_hf(hf_folder("llama"), tmp_path / "ours")
     for where in (0, -1):

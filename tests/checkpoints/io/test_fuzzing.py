@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from te_models.checkpoints import CheckpointError, check_manifest, import_hf, open_checkpoint, quantize
 from te_models.checkpoints.io.manifest import read_manifest
 from te_models.checkpoints.io.weight_files import INDEX, open_weights
-from te_models.checkpoints.plan.quantized_format import (
+from te_models.checkpoints.mapping.quantized_format import (
     METADATA_KEY,
     describe,
     quantizer_of,

@@ -10,10 +10,10 @@ import torch
 from te_models.checkpoints import dequantize, import_hf, quantize
 from te_models.checkpoints.io.boxes import full
 from te_models.checkpoints.io.store import MemoryStore
-from te_models.checkpoints.plan.plan import Output
-from te_models.checkpoints.plan.quantized_format import SUFFIXES, describe
-from te_models.checkpoints.plan.stream import read_rows
-from te_models.checkpoints.plan.tensor_map import Piece
+from te_models.checkpoints.mapping.plan import Output
+from te_models.checkpoints.mapping.quantized_format import SUFFIXES, describe
+from te_models.checkpoints.mapping.stream import read_rows
+from te_models.checkpoints.mapping.tensor_map import Piece
 from te_models.checkpoints.quantized import requantize
 from te_models.checkpoints.quantized import row_blocks as bands
 from te_models.checkpoints.quantized.dequantized_store import ValueStore

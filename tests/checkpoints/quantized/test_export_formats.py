@@ -21,7 +21,7 @@ from te_models.checkpoints import (
 from te_models.checkpoints.formats import WRITABLE
 from te_models.checkpoints.io.boxes import Range
 from te_models.checkpoints.io.store import MemoryStore
-from te_models.checkpoints.plan.quantized_format import SUFFIXES, describe
+from te_models.checkpoints.mapping.quantized_format import SUFFIXES, describe
 from te_models.checkpoints.quantized import requantize
 from te_models.checkpoints.quantized import row_blocks as bands
 from te_models.checkpoints.quantized.dequantized_store import ValueStore

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from te_models.checkpoints import FAMILIES, inspect
-from te_models.checkpoints.plan.plan import Output, Plan
+from te_models.checkpoints.mapping.plan import Output, Plan
 from te_models.checkpoints.write.shards import header_bytes, split_shards
 
 CHILD = Path(__file__).parents[1].joinpath("memory_child.py")

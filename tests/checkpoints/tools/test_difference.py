@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from te_models.checkpoints import VerifyReport, diff, import_hf, quantize, relayout, verify
-from te_models.checkpoints.plan.parameters import Parameters
+from te_models.checkpoints.mapping.parameters import Parameters
 from te_models.checkpoints.quantized import row_blocks as bands
 from te_models.checkpoints.tools import diff as difference
 from te_models.cli.main import main

@@ -23,9 +23,9 @@ from te_models.checkpoints.io.header import TensorInfo
 from te_models.checkpoints.io.manifest import read_manifest
 from te_models.checkpoints.io.store import FileStore
 from te_models.checkpoints.io.tensor_hash import part_bytes
-from te_models.checkpoints.plan.plan import Output, copy_of
-from te_models.checkpoints.plan.stream import CopiedBytes
-from te_models.checkpoints.plan.tensor_map import Piece
+from te_models.checkpoints.mapping.plan import Output, copy_of
+from te_models.checkpoints.mapping.stream import CopiedBytes
+from te_models.checkpoints.mapping.tensor_map import Piece
 from te_models.checkpoints.write import shared_digests
 from te_models.checkpoints.write.shared_digests import SharedDigests
 from te_models.kernels.backend import using_backend

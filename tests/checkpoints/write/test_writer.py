@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_models.checkpoints.io.store import MemoryStore
-from te_models.checkpoints.plan.plan import Output
+from te_models.checkpoints.mapping.plan import Output
 from te_models.checkpoints.write.shards import Shard
 from te_models.checkpoints.write.writer import write_weights
 

@@ -7,7 +7,7 @@ import io
 import pytest
 import torch
 
-from te_models.checkpoints.plan.quantized_format import SUFFIXES
+from te_models.checkpoints.mapping.quantized_format import SUFFIXES
 from te_models.layers import (
     Float8BlockQuantizer,
     Float8BlockwiseTensor,

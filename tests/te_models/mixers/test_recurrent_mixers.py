@@ -13,7 +13,7 @@ import torch
 
 from te_models import AttentionConfig, DraftModel, GPTModel, KVCache, ModelConfig, StaticKVCache, generate
 from te_models.checkpoints import expected_tensors
-from te_models.checkpoints.plan.rank_shards import Place, parts
+from te_models.checkpoints.mapping.rank_shards import Place, parts
 from te_models.config import (
     ConfigError,
     DeepNormConfig,

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from te_models import AttentionConfig, ConfigError, GPTModel
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, quantize
-from te_models.checkpoints.plan.rank_shards import Place, parts
+from te_models.checkpoints.mapping.rank_shards import Place, parts
 from te_models.model.parallel import check_distribution
 from tests.covering import selected
 from tests.ranks import outcomes_on_ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from te_models.checkpoints import expected_tensors
-from te_models.checkpoints.plan.rank_shards import Place, parts
+from te_models.checkpoints.mapping.rank_shards import Place, parts
 from te_models.config import ConfigError
 from te_models.model.parallel import check_split_experts
 from tests.covering import selected

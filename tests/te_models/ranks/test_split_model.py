@@ -11,7 +11,7 @@ import torch
 
 from te_models import AttentionConfig, ConfigError, GPTModel, ModelConfig
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, quantize
-from te_models.checkpoints.plan.rank_shards import Place, RankPart, parts
+from te_models.checkpoints.mapping.rank_shards import Place, RankPart, parts
 from te_models.config import MLAConfig, MLPConfig, MoEConfig, NormConfig
 from te_models.model.parallel import check_layers
 from tests.checkpoints.family_cases import CASES as FAMILY_CASES

@@ -10,7 +10,7 @@ import torch
 
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.formats import WRITABLE
-from te_models.checkpoints.plan.param_shapes import is_linear_weight
+from te_models.checkpoints.mapping.param_shapes import is_linear_weight
 from te_models.checkpoints.tools.quantize import quantizer_named
 from te_models.cli.main import main
 from te_models.config import AttentionConfig, ConfigError

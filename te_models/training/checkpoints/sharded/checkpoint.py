@@ -25,8 +25,8 @@ from te_models.checkpoints.io.atomic import flush, new_folder
 from te_models.checkpoints.io.errors import quote
 from te_models.checkpoints.io.hashing import FileRecord
 from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes
-from te_models.checkpoints.plan.quantized_format import SUFFIXES, empty
-from te_models.checkpoints.plan.quantized_format import describe as describe_format
+from te_models.checkpoints.mapping.quantized_format import SUFFIXES, empty
+from te_models.checkpoints.mapping.quantized_format import describe as describe_format
 from te_models.checkpoints.write.writer import write_small_file, write_tensors
 from te_models.layers import QuantizedTensor
 from te_models.layers.tensor.fsdp import local_part

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from te_models import AttentionConfig, DraftModel, GPTModel, KVCache, ModelConfig, StaticKVCache, generate
 from te_models.checkpoints import expected_tensors
-from te_models.checkpoints.plan.rank_shards import Place, parts
+from te_models.checkpoints.mapping.rank_shards import Place, parts
 from te_models.config import ConfigError, RopeConfig
 from te_models.config.keys import toml_words
 from te_models.model.flops import forward_flops_per_token

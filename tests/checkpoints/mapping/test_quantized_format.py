@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from te_models.checkpoints import CheckpointError, open_checkpoint, relayout, save_model
 from te_models.checkpoints.io.dtypes import dtype_name
-from te_models.checkpoints.plan.param_shapes import is_linear_weight
-from te_models.checkpoints.plan.quantized_format import (
+from te_models.checkpoints.mapping.param_shapes import is_linear_weight
+from te_models.checkpoints.mapping.quantized_format import (
     describe,
     field_specs,
     read_metadata,

@@ -8,7 +8,7 @@ import pytest
 
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.families import FAMILIES
-from te_models.checkpoints.plan.rank_shards import joined_blocks
+from te_models.checkpoints.mapping.rank_shards import joined_blocks
 from tests.checkpoints.family_cases import CASES, make
 
 Rows = dict[str, int]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import te_models.checkpoints.plan.stream as move
+import te_models.checkpoints.mapping.stream as move
 from te_models.checkpoints import Checkpoint, CheckpointError, expected_tensors, open_checkpoint
-from te_models.checkpoints.plan.rank_shards import WHOLE, Place, parts
+from te_models.checkpoints.mapping.rank_shards import WHOLE, Place, parts
 from te_models.layers import QuantizedTensor
 from tests.checkpoints.quantized_cases import CASES, make
 from tests.layers.bits import same_bits

@@ -14,7 +14,7 @@ from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.io.boxes import Box, Range, count, flat_interval, full, slices, tiles
 from te_models.checkpoints.io.buffers import Ring
 from te_models.checkpoints.io.store import MemoryStore
-from te_models.checkpoints.plan.layout_ops import (
+from te_models.checkpoints.mapping.layout_ops import (
     At,
     Concat,
     Deinterleaved,
@@ -24,9 +24,9 @@ from te_models.checkpoints.plan.layout_ops import (
     Transpose,
     Unsqueezed,
 )
-from te_models.checkpoints.plan.plan import Output, make_plan
-from te_models.checkpoints.plan.stream import fill_tensor, split_piece, stream
-from te_models.checkpoints.plan.tensor_map import Link, Namespace, Stored, compose, identity_namespace, split_stacks
+from te_models.checkpoints.mapping.plan import Output, make_plan
+from te_models.checkpoints.mapping.stream import fill_tensor, split_piece, stream
+from te_models.checkpoints.mapping.tensor_map import Link, Namespace, Stored, compose, identity_namespace, split_stacks
 from tests.covering import examples
 
 
