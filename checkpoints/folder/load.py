@@ -22,7 +22,71 @@ from ..mapping.te_namespace import Formats
 from ..mapping.tensor_map import Namespace
 
 
-@torch.no_grad()
+class ParameterLoad:
+    """The way from stored tensors into a model's parameters, worked out once.
+
+    place: `params` are the parts of the model that this rank owns, and only they are read. formats: grouped names of
+    the quantized tensors among the stored ones, which are as `source` says.
+
+    A quantized parameter takes over quantized values of the same format bit for bit; otherwise values are quantized, or
+    dequantized, as the parameter needs, one GEMM's matrix at a time where they are in high precision.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        source: Namespace,
+        config: ModelConfig,
+        formats: Formats,
+        params: Mapping[str, torch.Tensor],
+        place: Place,
+    ) -> None:
+        layout = layout_of(params, config, "the names of the parameters to load")
+        shapes = expected_tensors(config, layout)
+        self._owned, self._place = parts(config, shapes, place), place
+        check_shapes(params, {name: self._owned[name].shape(shape) for name, shape in shapes.items()})
+        self._params, self._layout = params, layout
+        self._in_layout = cache(lambda layout: Parameters(self.store, source, config, formats, layout))
+        self.store = store
+
+    def sources(self, name: str) -> set[str]:
+        """Return the names of the stored tensors that a parameter is filled from, whichever part of them it reads."""
+        stored = self._in_layout(self._layout)
+        suffixes = SUFFIXES.values() if name in stored.formats else ("",)
+        return {piece.source for suffix in suffixes for piece in stored.pieces(name + suffix)}
+
+    def read_from(self, store: Store) -> None:
+        """Read from now on from another store of the same tensors."""
+        self.store = store
+        for layout in (self._layout, "per-gemm"):
+            self._in_layout(layout).store = store
+
+    @torch.no_grad()
+    def fill(self, name: str) -> None:
+        """Fill one parameter."""
+        stored, param, part = self._in_layout(self._layout), self._params[name], self._owned[name]
+        if name in stored.formats:
+            value = stored.quantized(name, part)
+            if self._place != WHOLE:  # a whole model's parameters have been checked before anything was filled
+                _check_scales(name, value)
+            param.copy_(value if isinstance(param, QuantizedTensor) else value.dequantize(param.dtype))
+        elif isinstance(param, GroupedTensor):
+            first = 0 if part.experts is None else part.experts[0]
+            for g, member in enumerate(param.members(), first):
+                member.copy_(self._in_layout("per-gemm").entry(f"{name}{g}", part.member().cuts()))
+        elif isinstance(param, QuantizedTensor):
+            param.copy_(stored.entry(name, part.cuts()))
+        else:
+            stored.fill_part(name, part.cuts(), param)
+
+    def value(self, name: str) -> torch.Tensor:
+        """Return what a plain parameter is filled with, in its dtype and on the processor."""
+        stored, part = self._in_layout(self._layout), self._owned[name]
+        if name in stored.formats:
+            return stored.quantized(name, part).dequantize(self._params[name].dtype)
+        return stored.entry(name, part.cuts()).to(self._params[name].dtype)
+
+
 def load_params(
     store: Store,
     source: Namespace,
@@ -31,34 +95,10 @@ def load_params(
     params: Mapping[str, torch.Tensor],
     place: Place,
 ) -> None:
-    """Fill `params` from `store`, whose tensors are as `source` says; formats: grouped names of quantized ones.
-
-    place: `params` are the parts of the model that this rank owns, and only they are read.
-
-    A quantized parameter takes over quantized values of the same format bit for bit; otherwise values are quantized, or
-    dequantized, as the parameter needs, one GEMM's matrix at a time where they are in high precision.
-    """
-    layout = layout_of(params, config, "the names of the parameters to load")
-    shapes = expected_tensors(config, layout)
-    owned = parts(config, shapes, place)
-    check_shapes(params, {name: owned[name].shape(shape) for name, shape in shapes.items()})
-    stored = Parameters(store, source, config, formats, layout)
-    per_gemm = cache(lambda: Parameters(store, source, config, formats, "per-gemm"))
-    for name, param in params.items():
-        part = owned[name]
-        if name in stored.formats:
-            value = stored.quantized(name, part)
-            if place != WHOLE:  # a whole model's parameters have been checked before anything was filled
-                _check_scales(name, value)
-            param.copy_(value if isinstance(param, QuantizedTensor) else value.dequantize(param.dtype))
-        elif isinstance(param, GroupedTensor):
-            first = 0 if part.experts is None else part.experts[0]
-            for g, member in enumerate(param.members(), first):
-                member.copy_(per_gemm().entry(f"{name}{g}", part.member().cuts()))
-        elif isinstance(param, QuantizedTensor):
-            param.copy_(stored.entry(name, part.cuts()))
-        else:
-            stored.fill_part(name, part.cuts(), param)
+    """Fill `params` from `store`: see `ParameterLoad`."""
+    load = ParameterLoad(store, source, config, formats, params, place)
+    for name in params:
+        load.fill(name)
 
 
 def _check_scales(name: str, value: QuantizedTensor) -> None:

@@ -54,7 +54,7 @@ def read_box(read: ReadBytes, shape: Shape, dtype: torch.dtype, box: Box) -> tor
     outer = box[:inner] if apart else box[:row]
     width = 1 if apart else (box[row].size - 1) * box[row].step + 1
     out = torch.empty((*extents(outer), width, *shape[inner:]), dtype=dtype, device="cpu")
-    run, data = width * strides[row] * dtype.itemsize, _bytes_of(out)
+    run, data = width * strides[row] * dtype.itemsize, bytes_of(out)
     first = 0 if apart else box[row].start
     for number, index in enumerate(itertools.product(*(range(*r) for r in outer))):
         start = sum(i * stride for i, stride in zip(index, strides)) + first * strides[row]
@@ -83,11 +83,11 @@ def _offset(index: list[int], shape: Shape) -> int:
 def _read(read: ReadBytes, begin: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(shape, dtype=dtype, device="cpu")
     if out.numel():
-        read(begin * dtype.itemsize, _bytes_of(out))
+        read(begin * dtype.itemsize, bytes_of(out))
     return out
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor, which has to outlive the view."""
     nbytes = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr()))

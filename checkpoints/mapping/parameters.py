@@ -44,6 +44,10 @@ class Parameters(ComputedStore):
         self._target = te_namespace(config, layout, formats)
         self._pieces = compose(source, self._target)
 
+    def pieces(self, entry: str) -> Sequence[Piece]:
+        """Return the pieces of stored tensors that an entry is joined from; none where there is no such entry."""
+        return self._pieces.get(entry, ())
+
     def fill_part(self, entry: str, cuts: Cuts, out: torch.Tensor) -> None:
         """Copy the ranges of a stored entry that `cuts` says into a plain tensor; nothing else is read."""
         self._fill(self._pieces[entry], list(cuts.items()), out)

@@ -53,16 +53,7 @@ def save_model(
     """
     layout = layout_of(params, config, "the names of the parameters to save")
     check_shapes(params, expected_tensors(config, layout))
-    entries: dict[str, torch.Tensor] = {}
-    best_formats: dict[str, Description] = {}
-    for name, param in params.items():
-        if isinstance(param, QuantizedTensor):
-            best_formats[name] = describe(param.quantizer, param.dtype)
-            entries.update(stored_fields(name, param))
-        elif not param.is_floating_point():
-            raise CheckpointError(f"{name} has dtype {param.dtype}; parameters are floating-point or quantized")
-        else:
-            entries[name] = param
+    entries, best_formats = stored_entries(params)
     formats = grouped_formats(config, layout, best_formats)
     namespace = te_namespace(config, layout, formats)
     store = MemoryStore(entries)
@@ -94,6 +85,22 @@ def save_model(
             max_shard_bytes=max_shard_bytes,
             progress=progress,
         )
+
+
+def stored_entries(params: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Description]]:
+    """Return what files hold of parameters: tensors by entry name, and the descriptions of the quantized parameters.
+    CheckpointError for one of whole numbers."""
+    entries: dict[str, torch.Tensor] = {}
+    described: dict[str, Description] = {}
+    for name, param in params.items():
+        if isinstance(param, QuantizedTensor):
+            described[name] = describe(param.quantizer, param.dtype)
+            entries.update(stored_fields(name, param))
+        elif not param.is_floating_point():
+            raise CheckpointError(f"{name} has dtype {param.dtype}; parameters are floating-point or quantized")
+        else:
+            entries[name] = param
+    return entries, described
 
 
 def _fetched(output: Output, fetch: Callable[[str], torch.Tensor], in_files: Container[str]) -> Output:

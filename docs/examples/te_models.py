@@ -251,3 +251,25 @@ with record.replaying(model, length=tokens.shape[1]):  # the same experts while 
     scores = logprobs(model, tokens, labels).sum(-1)
     (-scores.mean()).backward()
 print(scores.shape, record.indices.shape)  # [2]; [2, 2, 13, 2]: layers, rows, tokens read, experts of a token
+
+# %% ModelRefit
+import torch
+from te_models import AttentionConfig, GPTModel, MLPConfig, ModelConfig, ModelRefit
+from te_models.layers import MXFP8BlockScaling, quantized_model_init
+
+config = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    max_position_embeddings=64,
+    attention=AttentionConfig(num_attention_heads=2),
+    mlp=MLPConfig(ffn_hidden_size=64),
+)
+model = GPTModel(config)
+with quantized_model_init(recipe=MXFP8BlockScaling()):
+    served = GPTModel(config, dtype=torch.bfloat16)
+refit = ModelRefit(served)
+print(len(refit.push(model)))  # 15: every parameter
+with torch.no_grad():
+    model.get_parameter("decoder.final_layernorm.weight").mul_(2)
+print(refit.push(model))  # ('decoder.final_layernorm.weight',)

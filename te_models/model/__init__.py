@@ -20,6 +20,7 @@ from .layer import TransformerLayer
 from .logprobs import logprobs
 from .moe import ExpertLoad, MoELayer, RouterOutput, RouterRecord, take_expert_load, update_expert_bias
 from .output import ModelOutput
+from .pretrained.refit import ModelRefit
 
 __all__ = [
     "Build",
@@ -28,6 +29,7 @@ __all__ = [
     "KVCache",
     "MoELayer",
     "ModelOutput",
+    "ModelRefit",
     "RouterOutput",
     "RouterRecord",
     "StaticKVCache",
