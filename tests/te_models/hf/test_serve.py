@@ -78,3 +78,25 @@ def test_a_client_talks_to_a_folder(kind: str, tmp_path: Path) -> None:
         streamed = client.chat.completions.create(**asked, stream=True)
         parts = [chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices]
     assert text and "".join(parts) == text
+
+
+@pytest.mark.slow
+def test_a_chat_in_the_terminal(tmp_path: Path) -> None:
+    """`python -m te_models.hf chat` against the server: one question, the answer of the model, and the end."""
+    folder = folder_of(tmp_path, "plain")
+    with server(folder, tmp_path) as client:
+        address = str(client.base_url).removesuffix("/v1/")
+        asked = {"model": str(folder), "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+        text = client.chat.completions.create(**asked, temperature=0).choices[0].message.content
+        words = ["-m", "te_models.hf", "chat", str(folder), address, "max_new_tokens=8", "do_sample=False"]
+        chat = subprocess.run(
+            [sys.executable, *words],
+            input="hello\nn\n!exit\n",
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=tmp_path,
+            check=False,
+        )
+    assert chat.returncode == 0, chat.stderr
+    assert "8 tokens in" in chat.stdout and text and text.split()[0] in chat.stdout
