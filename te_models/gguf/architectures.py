@@ -24,6 +24,16 @@ ARCHITECTURES = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "olmo2": "olmo2",
+    "olmoe": "olmoe",
+    "granite": "granite",
+    "smollm3": "smollm3",
+    "starcoder2": "starcoder2",
+    "stablelm": "stablelm",
+    "cohere": "command-r",
+    "arcee": "arcee",
+    "ernie4_5": "ernie4_5",
+    "seed_oss": "seed_oss",
 }
 """Family -> llama.cpp's architecture."""
 
@@ -45,7 +55,19 @@ FIELDS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 """Key, after the architecture -> field of config.json; `rope.*` and the number of experts are apart."""
-_EXPERTS = {"llama": "num_local_experts", "qwen2moe": "num_experts", "qwen3moe": "num_experts"}
+_OWN_FIELDS = {
+    "granite": {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+    "starcoder2": {"attention.layer_norm_epsilon": "norm_epsilon"},
+    "stablelm": {"attention.layer_norm_epsilon": "layer_norm_eps"},
+    "command-r": {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+}
+"""Architecture -> key and field of config.json that it alone has."""
+_EXPERTS = {"llama": "num_local_experts"} | dict.fromkeys(("qwen2moe", "qwen3moe", "olmoe"), "num_experts")
 _FAMILIES = {arch: family for family, arch in reversed(ARCHITECTURES.items())}
 _FIXED: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu", "mlp_bias": False},
@@ -57,12 +79,33 @@ _FIXED: dict[str, dict[str, Any]] = {
     "gemma": {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"},
     "gemma2": {"hidden_activation": "gelu_pytorch_tanh"},
     "gemma3_text": {"hidden_activation": "gelu_pytorch_tanh"},
+    "olmo2": {"hidden_act": "silu", "attention_bias": False},
+    "olmoe": {"hidden_act": "silu", "attention_bias": False, "norm_topk_prob": False, "clip_qkv": None},
+    "granite": {"hidden_act": "silu", "mlp_bias": False},
+    "smollm3": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "no_rope_layer_interval": 4},
+    "starcoder2": {"hidden_act": "gelu_pytorch_tanh", "use_bias": True, "sliding_window": None},
+    "stablelm": {"hidden_act": "silu", "qk_layernorm": False},
+    "cohere": {"hidden_act": "silu", "attention_bias": False, "use_qk_norm": False},
+    "arcee": {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False},
+    "ernie4_5": {"hidden_act": "silu", "use_bias": False},
+    "seed_oss": {"hidden_act": "silu", "mlp_bias": False},
 }
 """What llama.cpp computes of a family whatever a file says."""
 _GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 """Layers of the models whose queries llama.cpp scales by hidden size / heads instead of the heads' size."""
 NORM_PLUS_ONE = ("gemma", "gemma2", "gemma3")
 """Architectures whose files hold the weights of norms plus one."""
+_PERMUTED = ("llama", "granite", "smollm3", "arcee")
+"""Architectures whose rows of queries and keys llama.cpp orders by neighbouring channels."""
+_PARTLY_ROTATED = ("stablelm",)
+_BIASES = {
+    "llama": {"attention_bias": "attn_q"},
+    "mixtral": {"attention_bias": "attn_q"},
+    "granite": {"attention_bias": "attn_q"},
+    "stablelm": {"use_qkv_bias": "attn_q"},
+    "seed_oss": {"attention_bias": "attn_q", "attention_out_bias": "attn_output"},
+}
+"""Family -> field of config.json that a bias in the first layer decides."""
 
 
 def hf_config(fields: Mapping[str, Any], tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -74,7 +117,7 @@ def hf_config(fields: Mapping[str, Any], tensors: Mapping[str, Any], where: str)
     if arch == "llama" and fields.get("llama.expert_count"):
         family = "mixtral"
     config: dict[str, Any] = {"model_type": family, "dtype": "float32"}
-    for key, field in FIELDS.items():
+    for key, field in (FIELDS | _OWN_FIELDS.get(arch, {})).items():
         if f"{arch}.{key}" in fields:
             config[field] = _plain(fields[f"{arch}.{key}"])
     if f"{arch}.expert_count" in fields and arch in _EXPERTS:
@@ -89,10 +132,20 @@ def hf_config(fields: Mapping[str, Any], tensors: Mapping[str, Any], where: str)
         config["vocab_size"] = int(embedding.shape[-1]) if embedding is not None else 0
     if family in ("llama", "mixtral"):
         config.pop("sliding_window", None)
-        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    config |= {field: f"blk.0.{bias}.bias" in tensors for field, bias in _BIASES.get(family, {}).items()}
     config |= _FIXED[family]
+    if family == "stablelm":
+        config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
+    if family == "smollm3":
+        config["no_rope_layers"] = [int((i + 1) % 4 != 0) for i in range(config["num_hidden_layers"])]
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["rope_parameters"] = _rope(fields, arch, where)
+    rotated = fields.get(f"{arch}.rope.dimension_count", config["head_dim"])
+    if arch in _PARTLY_ROTATED:
+        config["rope_parameters"]["partial_rotary_factor"] = rotated / config["head_dim"]
+    elif rotated != config["head_dim"]:
+        key, allowed = f"{arch}.rope.dimension_count", f"{config['head_dim']}, the channels of a head"
+        raise CheckpointError(f"{where} has {key} = {rotated}; supported: {allowed}")
     if family in _GEMMA_27B:
         wide = config["num_hidden_layers"] == _GEMMA_27B[family]
         scale = config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"]
@@ -131,12 +184,11 @@ def key_values(config: Mapping[str, Any], family: str) -> dict[str, Any]:
     """Return the key-value pairs of a config.json as transformers writes it, without the tokenizer's."""
     arch = ARCHITECTURES[family]
     found: dict[str, Any] = {}
-    for key, field in FIELDS.items():
+    for key, field in (FIELDS | _OWN_FIELDS.get(arch, {})).items():
         if config.get(field) is not None and not (field == "sliding_window" and arch not in NORM_PLUS_ONE):
             found[f"{arch}.{key}"] = config[field]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     found |= {f"{arch}.attention.key_length": head_dim, f"{arch}.attention.value_length": head_dim}
-    found[f"{arch}.rope.dimension_count"] = head_dim
     experts = config.get("num_local_experts") or config.get("num_experts")  # transformers has both names
     if arch in _EXPERTS and experts:
         found[f"{arch}.expert_count"] = experts
@@ -146,6 +198,7 @@ def key_values(config: Mapping[str, Any], family: str) -> dict[str, Any]:
         if local.get("rope_type", "default") == "default":
             found[f"{arch}.rope.freq_base_swa"] = float(local["rope_theta"])
         rope = rope["full_attention"]
+    found[f"{arch}.rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     found[f"{arch}.rope.freq_base"] = float(rope.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", "default")
     if kind in ("linear", "yarn"):
@@ -189,7 +242,7 @@ def places(names: Any, arch: str, config: Mapping[str, Any], package: Any) -> di
         if known is None:
             raise CheckpointError(f"llama.cpp's architecture {arch!r} has no tensor for {name!r}")
         heads = 0
-        if arch == "llama" and re.search(r"\.(q|k)_proj\.", name):
+        if arch in _PERMUTED and re.search(r"\.(q|k)_proj\.", name):
             heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         plus_one = arch in NORM_PLUS_ONE and name.endswith("norm.weight")
         found[name] = Place(known, None if match is None else int(match[2]), heads, plus_one)

@@ -55,6 +55,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", _GEMMA),
     "gemma3": ("gemma3_text", _GEMMA | {"num_hidden_layers": 7}),
+    "olmo2": ("olmo2", {}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "granite": (
+        "granite",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 4.0,
+            "attention_bias": True,
+        },
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "pad_token_id": 0}),
+    "starcoder2": ("starcoder2", {"norm_epsilon": 1e-4}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm side by side": ("stablelm", {"use_parallel_residual": True}),
+    "cohere": ("cohere", {"logit_scale": 0.25}),
+    "arcee": ("arcee", {}),
+    "ernie4_5": ("ernie4_5", {"tie_word_embeddings": False}),
+    "seed_oss": ("seed_oss", {"attention_out_bias": True}),
 }
 
 
@@ -62,6 +82,8 @@ READ_BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 128},
     "gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+    "starcoder2": {"vocab_size": 49152},
+    "stablelm": {},
 }
 """Sizes that its reader takes for granted, where it does not read them."""
 
@@ -260,3 +282,32 @@ def test_a_model_that_llama_cpp_computes_otherwise_is_refused(tmp_path: Path) ->
         CheckpointError, match=r"llama.cpp computes qwen3moe models with moe\..* which GGUF does not say"
     ):
         export_gguf(tmp_path / "ours", tmp_path / "x.gguf")
+
+
+OTHERWISE = {
+    "starcoder2": ({"sliding_window": 8}, "window"),
+    "olmoe": ({"norm_topk_prob": True}, "router.normalize"),
+    "smollm3": ({"no_rope_layers": [1, 0, 1, 1, 1]}, "layer_types"),
+    "cohere": ({"use_qk_norm": True}, "attention.qk_layernorm"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_a_field_that_llama_cpp_does_not_read_is_named(tmp_path: Path, case: str) -> None:
+    changes, field = OTHERWISE[case]
+    ours = make(tmp_path, case, **changes)
+    with pytest.raises(CheckpointError, match=field):
+        export_gguf(ours, tmp_path / "model.gguf", type="f32")
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_heads_that_are_rotated_in_part_are_refused(tmp_path: Path) -> None:
+    """Where llama.cpp's architecture can, and the family here cannot."""
+    from te_models.gguf.architectures import hf_config, key_values
+
+    ours = make(tmp_path, "llama")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    values = {**key_values(config, "llama"), "general.architecture": "llama", "llama.rope.dimension_count": 8}
+    with pytest.raises(CheckpointError, match=r"rope.dimension_count = 8; supported: 16"):
+        hf_config(values, {}, "the file")
+    assert ours.exists()
