@@ -59,26 +59,34 @@ def check_member(name: str, group: dist.ProcessGroup) -> None:
 
 def all_gather(x: Tensor, group: Any) -> Tensor:
     """[T, ...] of each rank -> [ranks T, ...], in rank order."""
-    return _waited(_all_gather(x.contiguous(), 0, group))
+    return waited(_all_gather(x.contiguous(), 0, group))
 
 
 def reduce_scatter(x: Tensor, group: Any) -> Tensor:
     """[ranks T, ...] -> this rank's part [T, ...] of the sum over ranks."""
-    return _waited(_reduce_scatter(x.contiguous(), "sum", 0, group))
+    return waited(_reduce_scatter(x.contiguous(), "sum", 0, group))
 
 
 def all_reduce(x: Tensor, group: Any) -> Tensor:
     """The sum over ranks, on every rank."""
-    return _waited(functional.all_reduce(x.contiguous(), "sum", group))
+    return waited(functional.all_reduce(x.contiguous(), "sum", group))
 
 
 def all_to_all(x: Tensor, group: Any, receive: list[int] | None = None, send: list[int] | None = None) -> Tensor:
     """[sum of send, ...] -> [sum of receive, ...]: the first send[0] rows go to the first rank, and so on; what the
     ranks sent comes in rank order. None: each rank gets an equal share."""
-    return _waited(functional.all_to_all_single(x.contiguous(), receive, send, group))
+    return waited(functional.all_to_all_single(x.contiguous(), receive, send, group))
 
 
-def _waited(x: Tensor) -> Tensor:
+def sent_on(x: Tensor, group: Any, rank: int, ranks: int) -> Tensor:
+    """Send x [T, ...] to the next rank of a ring, and return what comes from the one before, of the same shape: to be
+    read behind `waited`, which is to be called once, and may be called when something else has been computed."""
+    send, receive = [0] * ranks, [0] * ranks
+    send[(rank + 1) % ranks] = receive[rank - 1] = x.shape[0]
+    return functional.all_to_all_single(x.contiguous(), receive, send, group)
+
+
+def waited(x: Tensor) -> Tensor:
     """Return the result of a collective when it has arrived. In a graph, torch has put the wait behind the collective
     already; after a second one the compiler would not see that a matrix product follows the collective."""
     return functional.wait_tensor(x) if isinstance(x, functional.AsyncCollectiveTensor) else x

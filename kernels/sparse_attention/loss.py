@@ -32,6 +32,7 @@ def indexer_loss_op(
     choice: Tensor | None,
     hidden: Tensor | None,
     scale: float,
+    heads_group: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss of `indexer_loss`, and its gradients in index_q, index_k and weights."""
     (queries, keys), dtype = (q.shape[1], k.shape[1]), wide(index_q)
@@ -46,6 +47,8 @@ def indexer_loss_op(
             unseen = ~chosen_of(block, choice)
         p, _ = block_probabilities(block, wide_q, wide_k, unseen, scale)
         target = p.sum((0, 1), dtype=dtype)
+        if heads_group:
+            target = sum_over_ranks(target, heads_group)
         target /= target.sum(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
         products, scores = block_scores(block, own_q, own_k, weights)
         found = scores.masked_fill(unseen, -torch.inf).log_softmax(-1).masked_fill(unseen, 0.0)
@@ -81,6 +84,7 @@ def indexer_loss(
     hidden: Tensor | None,
     *,
     scale: float,
+    heads_group: str = "",
 ) -> Tensor:
     """Return how far the indexer is from attention, a float32 scalar: the mean over the queries that see a key of
     KL(p || softmax(index scores)), p being the probabilities of the keys, summed over heads and divided by their sum.
@@ -88,6 +92,14 @@ def indexer_loss(
     index_q: [B, S, H, I]; index_k: [B, L, I]; weights: [B, S, H]; q: [B, S, N, D]; k: [B, L, G, D]. choice: as
     `select_keys` returns it, and both distributions are over the keys of each query that it names (sparse training);
     None: over all that a query sees (the dense warm-up), where `hidden`, as for `select_keys`, hides keys.
-    Differentiable once in the first three; attention gets no gradient.
+    heads_group: the name of the process group whose ranks have the other heads, and all else alike: collective, each
+    has the loss and the gradients of all heads. Differentiable once in the first three; attention gets no gradient.
     """
-    return indexer_loss_op(index_q, index_k, weights, q.detach(), k.detach(), choice, hidden, scale)[0]
+    tensors = index_q, index_k, weights, q.detach(), k.detach(), choice, hidden
+    return indexer_loss_op(*tensors, scale, heads_group)[0]
+
+
+def sum_over_ranks(x: Tensor, group: str) -> Tensor:
+    """Return the sum over the ranks of a group."""
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))

@@ -20,11 +20,13 @@ from te_models.kernels.packed_attention import flex_packed_attention, packed_att
 from te_models.kernels.torch_versions import exporting
 from te_models.suggestions import shown
 
+from ..distributed.context_parallel import ContextShard, groups_by_ranks
 from ..module.extra_state import leave_extra_state
 from ..module.options import DEFAULT_PARAMETERS, Parameters
 from ..recipe.activation_checkpoint import checkpointed
 from .core import attend
 from .mask import NO_BIAS, Masking, ScoreBias, Window, mask_type_of, masks_of, window_of
+from .ring import Hidden, RingRule, ring_attention
 from .windowed import attend_in_window, saves
 
 _WHOLE = ((-1, -1), (-1, 0))
@@ -53,6 +55,8 @@ class DotProductAttention(nn.Module):
     get_rng_state_tracker: Callable[[], Any] | None = None
     max_logits: Tensor | None = None
     """Where `note_logits` writes the largest logit of each head, float32 [N]; None: nothing is noted."""
+    head_shard: ContextShard | None = None
+    """The ranks that share the heads of a call, of whole sequences; None: a call is of all heads."""
 
     def __init__(
         self,
@@ -133,11 +137,11 @@ class DotProductAttention(nn.Module):
         [B, N, S, L], on top of what the type hides. attn_mask_type, window_size: in place of the module's. bias: what
         is added to the scores. ValueError for what is contradictory, missing, or not there.
         """
-        for name, x, heads in (
-            ("query", query, self.num_attention_heads),
-            ("key", key, self.num_gqa_groups),
-            ("value", value, self.num_gqa_groups),
-        ):
+        own_heads, groups = self.num_attention_heads, self.num_gqa_groups
+        if self.head_shard is not None:
+            ranks = self.head_shard.ranks
+            own_heads, groups = own_heads // ranks, groups_by_ranks(groups, ranks) // ranks
+        for name, x, heads in (("query", query, own_heads), ("key", key, groups), ("value", value, groups)):
             if x.dim() != 4 or x.shape[2] != heads:
                 shape = tuple(x.shape)
                 raise ValueError(f"{name} has shape {shape}; allowed: [batch, length, {heads}, channels]")
@@ -257,11 +261,42 @@ class DotProductAttention(nn.Module):
         y = attend(query, key, value, documents, **options)
         return y.transpose(1, 2).flatten(2)
 
+    def attend_ring(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        shard: ContextShard,
+        hidden: Hidden = Hidden(),  # noqa: B008 (a value)
+        *,
+        causal: bool = True,
+        window: Window | None = None,
+        slopes: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from this rank's queries to the keys of all ranks that share sequences, which go round a ring: query
+        [B, S, N, D], key [B, S, G, D], value [B, S, G, Dv] of two chunks -> [B, S, N * Dv]. window: in place of the
+        module's. slopes: of ALiBi, [N]. Collective. ValueError for dropout, whose numbers ranks would have to share."""
+        if self.attention_dropout > 0 and self.training:
+            raise ValueError(
+                f"attention_dropout is {self.attention_dropout}; allowed with cp_comm_type 'p2p': 0, or another "
+                "cp_comm_type"
+            )
+        if torch.is_autocast_enabled(query.device.type):
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        mask_type = "causal" if causal else "no_mask"
+        before = window_of(self.window_size if window is None else window, mask_type)[0]
+        query, scale = self._scaled(query)
+        rule = RingRule(shard, scale, self.softcap, before, causal)
+        y = ring_attention(query, key, value, hidden, self._sink(query), slopes, rule)
+        return y.flatten(2)
+
     def _sink(self, query: Tensor) -> Tensor | None:
         """Return the logit of each head that takes probability, [N]."""
+        sink, shard = self.softmax_offset, self.head_shard
         if self.softmax_type == "off-by-one":
-            return query.new_zeros(self.num_attention_heads)
-        return self.softmax_offset
+            sink = query.new_zeros(self.num_attention_heads)
+        return sink if sink is None or shard is None else sink.chunk(shard.ranks)[shard.rank]
 
     def _scaled(self, query: Tensor) -> tuple[Tensor, float]:
         """Return the query and the scale of its scores; one that was assigned is data, and multiplies the query."""

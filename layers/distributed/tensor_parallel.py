@@ -182,6 +182,14 @@ class TensorParallelModule(nn.Module):
         shared = _collective(parameter, "same", self)
         return shared if self.tp_rank == 0 else shared * 0
 
+    def features_of_ranks(self, x: Tensor, blocks: tuple[int, ...]) -> list[Tensor]:
+        """Return the features of all ranks, of each of the blocks that this rank's x [..., sum of blocks] joins, where
+        every rank goes on to compute with them something of its own: the gradient is summed."""
+        if self.tp_size == 1:
+            return list(x.split(blocks, -1))
+        every = _collective(x.movedim(-1, 0), "gather", self).unflatten(0, (self.tp_size, -1))
+        return [part.flatten(0, 1).movedim(0, -1) for part in every.split(blocks, 1)]
+
     def for_own_features(self, x: Tensor) -> Tensor:
         """Return what every rank has in full and uses for its own features only: its gradient is summed."""
         return x if self.tp_size == 1 else _collective(x, "same", self)

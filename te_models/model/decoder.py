@@ -64,6 +64,8 @@ class Decoder(nn.Module):
         firsts = () if shared is None else shared.layers[: shared.num_blocks]
         self.shared_blocks = nn.ModuleList(SharedBlock(config, i, build) for i in firsts) if firsts else None
         self.shared_of_layer = [config.shared_block_of(i) for i in range(config.num_layers)]
+        self.gets_embeddings = self.hands_on_embeddings = False
+        """Whether, as in a pipeline stage, x comes with the embeddings behind its channels, and is returned so."""
         self.final_layernorm = make_norm(config.norm, config.hidden_size, build)
         self.lanes, hyper = 1, config.hyper_connections
         self.final_hyper_connection = None
@@ -160,9 +162,10 @@ class Decoder(nn.Module):
         shard, length = self.context_shard, position_ids.shape[1]
         position_ids = own_positions(position_ids, shard)
         query_scale = None if self.temperature is None else temperature_of(position_ids, self.temperature)
+        rows = None if shard is not None and shard.cp_comm_type == "a2a" else shard  # of queries, where attention is
         hidden_keys = token_mask = documents = texts = None
         if attention_mask is not None and attention_mask.dim() == 3:
-            hidden_keys = ~own_positions(attention_mask, shard)[:, None]
+            hidden_keys = ~own_positions(attention_mask, rows)[:, None]
             if length == attention_mask.shape[2]:  # a token that does not even see itself is padding
                 token_mask = own_positions(attention_mask.diagonal(dim1=1, dim2=2), shard)
             if self.recurrent:
@@ -175,7 +178,8 @@ class Decoder(nn.Module):
             token_mask, documents = own >= 0, document_ids
             texts = document_ids if self.recurrent else None
             if not self._all_pack(x.device):
-                hidden_keys = ~sees_own_document(document_ids, own)[:, None]
+                seeing = own_positions(document_ids, rows)
+                hidden_keys = ~sees_own_document(document_ids, seeing)[:, None]
         shared: dict[int, KeysValues] = {}
         return LayerInputs(tables, query_scale, hidden_keys, token_mask, cache, batch_size, documents, texts, shared)
 
@@ -257,6 +261,8 @@ class Decoder(nn.Module):
         routed: list[RouterOutput] = []
         choice: Tensor | None = None
         first = None if self.shared_blocks is None else x
+        if self.gets_embeddings:
+            x, first = x.chunk(2, -1)
         for i, layer in enumerate(cast(list[TransformerLayer], self.layers)):
             if states is not None:
                 states.append(x)
@@ -274,6 +280,8 @@ class Decoder(nn.Module):
             if self.lanes > 1:
                 x = self._output(x)
             x = norm_own_tokens(self.final_layernorm, x, self.sequence_shard)
+        if self.hands_on_embeddings and first is not None:
+            x = torch.cat((x, first), -1)
         if states is not None:
             states.append(x)
         return x, routed

@@ -29,6 +29,11 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     return 2.0 * _active_weights(config) + _mixer_flops(config, sequence_length)
 
 
+def attention_share(config: ModelConfig, sequence_length: int) -> float:
+    """Return the part of a pass's FLOPs that mixers have of the sequence, beside the GEMMs with weights."""
+    return _mixer_flops(config, sequence_length) / forward_flops_per_token(config, sequence_length)
+
+
 def flops_by_layer(config: ModelConfig, sequence_length: int) -> tuple[list[float], float]:
     """Return the FLOPs of a forward pass per token of each layer, and of what is behind the last one: the output layer,
     and the layers that predict further tokens. Blocks that layers share count nowhere."""

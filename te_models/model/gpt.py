@@ -24,7 +24,7 @@ from te_models.layers import (
     storage_recipe,
     store_weights,
 )
-from te_models.layers.distributed.context_parallel import ContextShard, context_shard, own_positions
+from te_models.layers.distributed.context_parallel import ContextShard, own_positions
 from te_models.layers.tensor.fsdp import sharded
 
 from ..config import ModelConfig
@@ -142,19 +142,6 @@ class GPTModel(SharedModel):
         if config.moe is not None:
             self.router_loss_weights = RouterLossWeights(config.moe.aux_loss_coeff, config.moe.z_loss_coeff, device)
         self.activation_checkpointing = activation_checkpointing
-
-    def set_context_parallel_group(self, cp_group: dist.ProcessGroup | None) -> None:
-        """Share each sequence among these ranks, for training; None: none. All of them call the model with the same
-        tokens, and get the loss of whole sequences.
-
-        The ranks count as data parallel: average their gradients. Such a model takes no cache; logits are gathered.
-        Sequences are multiples of twice as many positions as there are ranks. Transformer Engine: the method of this
-        name of its layers. ValueError for a group without this rank, ConfigError for a model with recurrent mixers.
-        """
-        shard = context_shard(cp_group)
-        for module in self.modules():
-            if hasattr(module, "context_shard"):
-                module.context_shard = shard  # type: ignore[assignment]
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """List the parameters of the experts: those that `ep_group` distributes."""

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from te_models.layers.attention.dot_product_attention import DotProductAttention
 from te_models.layers.collectives import check_member, resolve_group
+from te_models.layers.distributed.context_parallel import CpCommType, context_shard
 from te_models.layers.distributed.expert_parallel import check_same_tokens
 from te_models.layers.tensor.fsdp import unsharded
 
-from ..config import AttentionConfig, ConfigError, ModelConfig
+from ..config import AttentionConfig, ConfigError, Mamba2Config, ModelConfig
 from .build import Build, ExpertDispatch
 
 if TYPE_CHECKING:
@@ -60,6 +62,27 @@ class SharedModel(nn.Module):
     def etp_group(self) -> dist.ProcessGroup | None:
         """The ranks over which each expert is split; None if these are those of `tp_group`."""
         return None if self._etp_group_name is None else resolve_group(self._etp_group_name)
+
+    def set_context_parallel_group(
+        self, cp_group: dist.ProcessGroup | None, cp_comm_type: CpCommType = "all_gather"
+    ) -> None:
+        """Share each sequence among these ranks, for training; None: none. All of them call the model with the same
+        tokens, and get the loss of whole sequences.
+
+        cp_comm_type: how attention reaches the keys and values of other ranks: "all_gather" gathers them, by "p2p" they
+        go round a ring, by "a2a" each rank gets all positions of a part of the heads. The ranks count as data parallel:
+        average their gradients. Such a model takes no cache; logits are gathered. Sequences are multiples of twice as
+        many positions as there are ranks. Transformer Engine: the method of this name of its layers. ValueError for a
+        group without this rank and another cp_comm_type, ConfigError for a model that cannot have that cp_comm_type.
+        """
+        shard = context_shard(cp_group, cp_comm_type)
+        if shard is not None:
+            check_shared_sequences(self.config, shard.ranks, cp_comm_type, self.tp_size)
+        for module in self.modules():
+            if hasattr(module, "context_shard"):
+                module.context_shard = shard  # type: ignore[assignment]
+            if isinstance(module, DotProductAttention):
+                module.head_shard = shard if cp_comm_type == "a2a" else None
 
     @property
     def shares_parameters(self) -> bool:
@@ -118,6 +141,30 @@ def check_sequence(config: ModelConfig) -> None:
             raise ConfigError(
                 f"{name} is {p}; allowed with sequence_parallel: 0, because ranks that split layers draw the same "
                 "numbers"
+            )
+
+
+def check_shared_sequences(config: ModelConfig, ranks: int, cp_comm_type: str, tp_size: int = 1) -> None:
+    """Raise ConfigError naming the field because of which ranks that share sequences cannot reach each other's keys in
+    this way. tp_size: how many ranks share the heads of each layer."""
+    if ranks == 1 or cp_comm_type == "all_gather":
+        return
+    for name, mixer in config.named_mixers().items():
+        if not isinstance(mixer, AttentionConfig):
+            continue
+        allowed = f"allowed with cp_comm_type {cp_comm_type!r}"
+        if mixer.indexer is not None:
+            raise ConfigError(
+                f"{name}.indexer: an indexer scores all keys for a query; {allowed}: attention without one"
+            )
+        if cp_comm_type == "p2p" and mixer.attention_dropout > 0:
+            raise ConfigError(f"{name}.attention_dropout is {mixer.attention_dropout}; {allowed}: 0")
+        heads = mixer.num_attention_heads // tp_size
+        if cp_comm_type == "a2a" and heads % ranks:
+            split = "" if tp_size == 1 else f", {heads} on each of {tp_size} ranks that split layers"
+            raise ConfigError(
+                f"{name}.num_attention_heads is {mixer.num_attention_heads}{split}; {allowed}: a multiple of the "
+                f"{ranks} ranks"
             )
 
 
@@ -203,15 +250,16 @@ def check_layers(config: ModelConfig, ranks: int, expert_ranks: int) -> None:
         if full and config.norm.normalization != "RMSNorm":
             what = "a LayerNorm over all heads"
             raise ConfigError(f"{name}.qk_layernorm: a model with {what} cannot be split over {ranks} ranks")
-        indexer = mixer.indexer if isinstance(mixer, AttentionConfig) else None
-        if indexer is not None and indexer.loss_coeff > 0:
-            what = "an indexer that is trained"
-            raise ConfigError(f"{name}.indexer.loss_coeff: a model with {what} cannot be split over {ranks} ranks")
         if isinstance(mixer, AttentionConfig) and mixer.compressed is not None:
             raise ConfigError(
                 f"{name}.compressed: a model with it, of one key head, cannot be split over {ranks} ranks"
             )
-        sizes |= {f"{name}.{field}": size for field, size in mixer.shared_sizes().items()}
+        shared = mixer.shared_sizes()
+        if isinstance(mixer, AttentionConfig) and shares_groups(mixer, name, ranks):
+            del shared["num_query_groups"]
+        if isinstance(mixer, Mamba2Config) and _divides_groups(mixer.num_groups, ranks, mixer.state_size):
+            del shared["num_groups"]
+        sizes |= {f"{name}.{field}": size for field, size in shared.items()}
     sizes |= {
         "mlp.ffn_hidden_size": config.mlp.ffn_hidden_size if config.has_dense_layers else 0,
         "moe.moe_ffn_hidden_size": moe.moe_ffn_hidden_size if moe is not None and expert_ranks == ranks else 0,
@@ -221,6 +269,25 @@ def check_layers(config: ModelConfig, ranks: int, expert_ranks: int) -> None:
     for name, size in sizes.items():
         if size % ranks:
             raise ConfigError(f"{name} is {size}, which {ranks} ranks cannot share equally")
+
+
+def shares_groups(a: AttentionConfig, name: str, ranks: int) -> bool:
+    """Return whether several of the ranks that split an attention share each head of its keys and values, of which each
+    has a part of the rows. Raises ConfigError for norms over the rows of several heads, or of a part of one."""
+    groups, *channels = a.key_value_sizes
+    if a.mla is not None or not _divides_groups(groups, ranks, *channels):
+        return False
+    if a.qk_layernorm in ("each_head", "full"):
+        raise ConfigError(
+            f"{name}.qk_layernorm is {a.qk_layernorm!r}; allowed where {ranks} ranks share {groups} num_query_groups: "
+            "'none', 'head' or 'l2'"
+        )
+    return True
+
+
+def _divides_groups(groups: int, ranks: int, *channels: int) -> bool:
+    """Whether more ranks than groups have equally many rows of each group of so many channels."""
+    return ranks > groups and ranks % groups == 0 and all(groups * size % ranks == 0 for size in channels)
 
 
 def groups_of(mesh: DeviceMesh | ParallelMesh | None) -> dict[str, dist.ProcessGroup]:
@@ -294,11 +361,20 @@ def reset_parameters(
 
     own: the modules that this rank has, None for all; for others random numbers are drawn on `device` and forgotten.
     """
-    for module in part.modules():
+    for module in _as_built(part, set()):
         reset = getattr(module, "reset_parameters", None)
         if reset is not None:
             with unsharded(module) if own is None or module in own else _elsewhere(module, device):
                 reset()
+
+
+def _as_built(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield each module behind those that it has: a constructor draws for its own parameters at its end."""
+    if module not in seen:
+        seen.add(module)
+        for child in module.children():
+            yield from _as_built(child, seen)
+        yield module
 
 
 @contextlib.contextmanager

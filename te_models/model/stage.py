@@ -26,7 +26,8 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
     """Return a model of these layers of `model` alone, in ascending order: with the embedding if layer 0 is among them,
     and with final norm, output layer and the layers that predict further tokens if the last one is. Where embedding and
     output layer share their weight, or further tokens are predicted, the last layer brings the embedding, too, but for
-    positions that the model learned. The modules are those of `model`, not copies.
+    positions that the model learned. Blocks that layers share are in every stage, and stages hand the embeddings on,
+    which they read. The modules are those of `model`, not copies.
 
     Raises ConfigError for no layer, for a layer that the model does not have, for some layers of a model whose router
     loss is of all of them, and for a layer without the one whose choice of keys it shares.
@@ -44,10 +45,6 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
         raise ConfigError(
             "moe.moe_router_load_balancing_type is 'joint_aux_loss', which compares experts over all layers; allowed "
             "in a stage: 'aux_loss', 'seq_aux_loss', 'global_aux_loss', or moe.aux_loss_coeff = 0"
-        )
-    if model.config.shared_blocks is not None and len(layers) < whole:
-        raise ConfigError(
-            "shared_blocks: layers that share blocks, and read the embeddings, cannot be in several stages"
         )
     _check_choices(model.config, layers)
     if moe is not None and moe.hash_layers and len(layers) < whole:
@@ -81,6 +78,9 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
             "stages with both"
         )
     decoder.kv_sources = [None if source is None else places.index(source) for source in sources]
+    decoder.shared_of_layer = [model.decoder.shared_of_layer[place] for place in places]
+    if decoder.shared_blocks is not None:
+        decoder.gets_embeddings, decoder.hands_on_embeddings = not first, not last
     decoder.tuned_layers = [model.decoder.tuned_layers[place] for place in places]
     stage.decoder = decoder
     return stage
@@ -104,10 +104,12 @@ def embed_in_last_stage(model: GPTModel, input_ids: Tensor | None, position_ids:
 
 def shape_of_part(model: GPTModel, batch: int, length: int) -> tuple[int, ...]:
     """Return the shape of what a stage hands to the next, [B, S, H] of `batch` and `length`; where ranks share the
-    tokens, of a rank's part: [B, S / ranks, H] of shared sequences, [B S / ranks, H] under sequence parallelism."""
+    tokens, of a rank's part: [B, S / ranks, H] of shared sequences, [B S / ranks, H] under sequence parallelism. Where
+    layers share blocks it has as many channels again, of the embeddings."""
     own = length if model.context_shard is None else length // model.context_shard.ranks
     tokens = (batch * own // model.tp_size,) if model.sequence_parallel else (batch, own)
-    return *tokens, model.config.stream_size
+    embedded = 0 if model.config.shared_blocks is None else model.config.hidden_size
+    return *tokens, model.config.stream_size + embedded
 
 
 def size_of_parts(model: GPTModel, x: Tensor, position_ids: Tensor | None) -> tuple[int, int]:

@@ -316,9 +316,20 @@ class Pipeline:
         """Whether the first and the last stage, on two ranks, both have the weight of the embedding."""
         return embeds_twice(self.model.config) and self.layout.ranks > 1 and not self.layout.is_v_shaped
 
+    @property
+    def _shares_blocks(self) -> bool:
+        return self.model.config.shared_blocks is not None and self.layout.ranks > 1
+
     @torch.no_grad()
     def sum_embedding_gradients(self) -> None:
-        """Add up the gradients of the shared weight of the first and the last stage, in both."""
+        """Add up the gradients of weights that several ranks have: of the embedding in the first and the last stage,
+        and of blocks that layers share in all."""
+        for parameter in self.model.decoder.shared_blocks.parameters() if self._shares_blocks else ():
+            if parameter.requires_grad:
+                gradient = gradient_of(parameter)
+                if gradient is None:  # no layer of this rank uses the block
+                    gradient = parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(local_part(gradient), group=self.group)
         rank, last = self.group.rank(), self.layout.ranks - 1
         if not self.shares_embedding or rank not in (0, last):
             return

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard
 
+    from te_models.layers.distributed.context_parallel import CpCommType
+
 ReshardAfterForward = int | Literal["default", "always", "never"]
 
 
@@ -45,6 +47,7 @@ def parallelize(
     reduce_dtype: torch.dtype = torch.float32,
     cpu_offload: bool = False,
     stages: StageLayout | None = None,
+    cp_comm_type: CpCommType = "all_gather",
 ) -> GPTModel:
     """Shard `model` in place as the layout of `mesh` says, and return it. Called by all ranks.
 
@@ -64,7 +67,8 @@ def parallelize(
     and divide sharded experts' gradients, with `te_models.training.ranks.data_parallel.average_gradients`. Compile
     the result with `compile_model(model, "block")`.
 
-    Ranks that share sequences are told to the model.
+    Ranks that share sequences are told to the model. cp_comm_type: how attention reaches their keys, see
+    `GPTModel.set_context_parallel_group`.
 
     Raises ConfigError where experts are distributed and torch cannot shard them over a mesh of their own, TypeError for
     another kind of mesh, ValueError for a model that was built over other ranks, for `cpu_offload` without shards, and
@@ -72,7 +76,7 @@ def parallelize(
     """
     _check_mesh(model, mesh)
     if mesh is not None:
-        model.set_context_parallel_group(mesh.cp_group)
+        model.set_context_parallel_group(mesh.cp_group, cp_comm_type)
     over = mesh if mesh is not None and mesh.dims.is_sharded else None
     if cpu_offload and over is None:
         raise ValueError("cpu_offload is True, and no parameter is sharded; allowed: with data_parallel_shard_size > 1")
@@ -87,6 +91,7 @@ def parallelize(
         decoder.final_hyper_connection,
         decoder.lane_projections,
         decoder.per_layer_layernorm,
+        *(decoder.shared_blocks or ()),
         *([model.embedding, model.output_layer] if tied else ()),
     ]
     target = real_device(device)
@@ -157,6 +162,12 @@ def _own_stages(model: GPTModel, mesh: ParallelMesh, stages: StageLayout, *, sha
             "the embedding; allowed with data_parallel_shard_size: 1F1B, GPipe and interleaved schedules, "
             "or a model that shares none"
         )
+    if model.config.shared_blocks is not None and stages.stages_per_rank != 1 and (sharded or stages.is_later):
+        raise ConfigError(
+            f"shared_blocks: {stages.stages_per_rank} stages of a rank share blocks; allowed with "
+            f"parallel.pipeline_schedule = {stages.schedule!r}{' and data_parallel_shard_size' if sharded else ''}: a "
+            "model that shares none, or 1F1B and GPipe"
+        )
     spans, numbers = stages.layers(model.config.num_layers), stages.of_rank(mesh.stages.rank())
     own = with_layers(model, [layer for number in numbers for layer in spans[number]])
     own.pipeline_stages = tuple(Stage(with_layers(own, spans[number]), number) for number in numbers)
@@ -176,7 +187,7 @@ def parts_of(model: GPTModel) -> Iterator[nn.Module]:
     decoder = model.decoder
     ends = decoder.final_layernorm, decoder.final_hyper_connection, decoder.lane_projections
     last = *ends, decoder.per_layer_layernorm, model.output_layer
-    parts = (model.embedding, *decoder.layers, *last)
+    parts = (model.embedding, *decoder.layers, *(decoder.shared_blocks or ()), *last)
     further = () if model.mtp is None else model.mtp.layers
     yield from (part for part in (*parts, *further) if part is not None)
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 from te_models.checkpoints import open_checkpoint
 
 from ..config import ConfigError, ModelConfig
+from ..model.flops import attention_share
 from ..training.build import read_model_config
 from ..training.config import TrainConfig
 from ..training.data.batch_size import with_global_batch
@@ -48,16 +49,16 @@ class Hardware:
 class Plan:
     """What one rank takes, the one that takes the most memory. Bytes; FLOPs and seconds are of one optimizer step.
 
-    sizes: of the layout, by name, and whether it has sequence parallelism. parameters: as they are stored on this rank.
-    optimizer: moments, masters and main gradients. activations: the most that a micro-batch takes beyond those,
-    gradients and gathered parameters included. traffic: (collective, dimension of the mesh) -> `Traffic` of a step.
-    compute_s, communication_s: of a step, with what a pipeline waits while it
+    sizes: of the layout, by name, whether it has sequence parallelism, and `cp_comm_type`.
+    parameters: as they are stored on this rank. optimizer: moments, masters and main gradients. activations: the most
+    that a micro-batch takes beyond those, gradients and gathered parameters included. traffic: (collective, dimension
+    of the mesh) -> `Traffic` of a step. compute_s, communication_s: of a step, with what a pipeline waits while it
     fills and empties (nothing under schedules that compute weight gradients meanwhile); step_s: communication of
     sharded parameters overlaps with compute, all other waits. waits: what a step consists of, in seconds by name, that
     add up to step_s. memory_limit, peak_flops: of a device.
     """
 
-    sizes: dict[str, int | bool | None]
+    sizes: dict[str, int | bool | str | None]
     ranks: int
     parameters: int
     optimizer: int
@@ -152,7 +153,7 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
     flops /= dims.tensor_model_parallel_size * dims.context_parallel_size * pipeline
     again = 4 / 3 if config.model.activation_checkpointing else 1.0  # the forward pass runs twice
     compute = again * flops / (hardware.tflops * 1e12 * hardware.efficiency)
-    waits = {"compute": compute}
+    waits, attending = {"compute": compute}, compute * attention_share(model, config.data.sequence_length)
     if stages is not None and not stages.is_later:  # while the pipeline fills and empties, a rank waits for the others
         waits["pipeline fills and empties"] = (
             compute * (stages.ranks - 1) / (micro_batches * (stages.stages_per_rank or 1))
@@ -167,9 +168,13 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
         compute_each, each = compute, 0.0
     beyond = max(0.0, each - compute_each) * (micro_batches - 1) + max(0.0, last - compute_each)
     waits["gradients and sharded parameters, beyond compute"] = beyond
+    ring = seconds.get(("send", "cp"), 0.0)  # while a rank attends to the keys that it has
+    waits["send over cp, beyond attention"] = max(0.0, ring - attending)
+    overlapped.add(("send", "cp"))
     waits |= {f"{kind} over {over}": s for (kind, over), s in seconds.items() if (kind, over) not in overlapped}
     return Plan(
-        sizes={**dims.sizes(), "sequence_parallel": config.parallel.sequence_parallel},
+        sizes={**dims.sizes(), "sequence_parallel": config.parallel.sequence_parallel}
+        | {"cp_comm_type": config.parallel.cp_comm_type},
         ranks=ranks,
         parameters=round(found.parameters),
         optimizer=round(found.optimizer),

@@ -6,14 +6,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any, get_args
+
+from te_models.layers.distributed.context_parallel import CpCommType
 
 from ..config import ConfigError, ModelConfig
+from ..model.parallel import check_shared_sequences
 from ..training.config import TrainConfig
 from .estimate import Hardware, Plan, model_of
 from .process import plan_each
 
-Layout = dict[str, int]
-"""Sizes by name; "sequence_parallel" is a bool."""
+Layout = dict[str, Any]
+"""Sizes by name; "sequence_parallel" is a bool, and "cp_comm_type" one of its values."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,8 @@ def layouts_of(
 ) -> Iterator[Layout]:
     """Yield the sizes to try: tensor parallelism inside a node by powers of two, with sequence parallelism where the
     tokens of a micro-batch can be shared; pipeline stages over 1, 4 and 16 ranks where a step has as many
-    micro-batches; long sequences over 1, 4 and 16 ranks; experts over 1, 4, 16, ... ranks, split as the other layers
-    or not at all; and everything sharded over the ranks that are left."""
+    micro-batches; long sequences over 1, 4 and 16 ranks, by each way that attention has; experts over 1, 4,
+    16, ... ranks, split as the other layers or not at all; and everything sharded over the ranks that are left."""
     experts = 1 if model.moe is None else model.moe.num_moe_experts
     drops = max(model.hidden_dropout, model.embedding_dropout) > 0
     for tp, pp, cp in product(
@@ -78,7 +82,7 @@ def layouts_of(
             over = ranks // pp // etp
             for ep in _powers(4, min(experts, over)):
                 if over % ep == 0 and experts % ep == 0:
-                    yield {
+                    its = {
                         "tensor_model_parallel_size": tp,
                         "pipeline_model_parallel_size": pp,
                         "context_parallel_size": cp,
@@ -86,6 +90,19 @@ def layouts_of(
                         "expert_tensor_parallel_size": etp,
                         "sequence_parallel": tp > 1 and not drops and tokens // cp % tp == 0,
                     }
+                    for way in _ways(model, cp, tp):
+                        yield {**its, "cp_comm_type": way}
+
+
+def _ways(model: ModelConfig, ranks: int, tp: int) -> Iterator[str]:
+    """Yield how attention can reach the keys of so many ranks that share sequences."""
+    attends = any(model.attention_of(layer) is not None for layer in range(model.num_layers))
+    for way in get_args(CpCommType) if ranks > 1 and attends else ("all_gather",):
+        try:
+            check_shared_sequences(model, ranks, way, tp)
+        except ConfigError:
+            continue
+        yield way
 
 
 def _powers(base: int, most: int) -> Iterator[int]:

@@ -163,6 +163,7 @@ def divided(gpt: GPTModel, config: TrainConfig, layout: Layout) -> GPTModel:
         reshard_after_forward=config.parallel.reshard_after_forward,
         reduce_dtype=getattr(torch, config.parallel.reduce_dtype),
         stages=layout.stages,
+        cp_comm_type=layout.cp_comm_type,
     )
 
 

@@ -169,6 +169,7 @@ class Recorder(TorchDispatchMode):
         # where an operation has both tensors, one is the ranks' together and the other this rank's part
         payload = max(_bytes(part) for part in (*args, *(result if isinstance(result, tuple) else (result,))))
         size = group.size()
+        kind = "send" if kind == "all_to_all" and _to_one(args, group) else kind
         rounds = 1.0 if kind == "send" else {"all_reduce": 2}.get(kind, 1) * (size - 1) / size
         key = kind, self._groups.get(group.group_name, group.group_name)
         self.traffic[key] = self.traffic.get(key, Traffic()) + Traffic(1, payload, payload * rounds)
@@ -176,6 +177,14 @@ class Recorder(TorchDispatchMode):
 
 def _bytes(values: Any) -> int:
     return sum(value.numel() * value.element_size() for value in tree_leaves(values) if isinstance(value, Tensor))
+
+
+def _to_one(args: tuple[Any, ...], group: dist.ProcessGroup) -> bool:
+    """Whether all that an all-to-all of these arguments sends goes to one other rank, as in a ring."""
+    sizes = args[2] if len(args) > 2 and isinstance(args[2], list) else []
+    if not sizes or not all(isinstance(size, int) for size in sizes):
+        return False
+    return sizes[group.rank()] == 0 and sum(size > 0 for size in sizes) == 1
 
 
 def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:

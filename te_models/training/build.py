@@ -162,6 +162,7 @@ def _build_parts(
                 reduce_dtype=getattr(torch, config.parallel.reduce_dtype),
                 cpu_offload=config.parallel.cpu_offload and layout.dims.is_sharded,
                 stages=layout.stages,
+                cp_comm_type=layout.cp_comm_type,
             )
         except ValueError as error:  # what a shard of a quantized weight cannot be
             if weights is None or isinstance(error, ConfigError):
@@ -260,9 +261,12 @@ def _add_to_main_grad(parameter: torch.Tensor) -> None:
 
 def names_counted_elsewhere(model: GPTModel) -> set[str]:
     """Return the parameters of this rank that the norm of the gradients counts on another one: of a last pipeline stage
-    that shares the embedding's weight with the first."""
-    table = "embedding.word_embeddings.weight"
-    return {table} if model.embedding is not None and not model.pre_process else set()
+    that shares the embedding's weight with the first, of a later one that shares blocks with it."""
+    if model.pre_process:
+        return set()
+    shared = "decoder.shared_blocks."
+    found = {name for name, _ in model.named_parameters() if name.startswith(shared)}
+    return found if model.embedding is None else found | {"embedding.word_embeddings.weight"}
 
 
 def needs_main_grads(config: TrainConfig, micro_batches: int) -> bool:

@@ -22,6 +22,7 @@ from ..model.parallel import (
     check_distribution,
     check_layers,
     check_sequence,
+    check_shared_sequences,
     check_split_experts,
 )
 from ..parallel.dims import ParallelDims
@@ -213,6 +214,7 @@ def _check_tokens(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -
             f"data.sequence_length is {data.sequence_length}; allowed with parallel.context_parallel_size = {cp}: a "
             f"multiple of {2 * cp}"
         )
+    check_shared_sequences(model, cp, config.parallel.cp_comm_type, tp)
     if not config.parallel.sequence_parallel:
         return
     check_sequence(model)

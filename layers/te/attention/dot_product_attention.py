@@ -5,7 +5,7 @@ B batch, S query length, L key length, N query heads, G key/value heads (query g
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,17 @@ from ...attention.dot_product_attention import check_choice, key_value_heads
 from ...attention.mask import AttentionMask, BiasType, Masking, ScoreBias, Window, mask_type_of, window_of
 from ...collectives import ranks_of
 from ...defaults import require_default
-from ...distributed.context_parallel import attention_of_chunks, context_shard, gather_positions
+from ...distributed.context_parallel import (
+    CpCommType,
+    attention_of_chunks,
+    attention_of_heads,
+    context_shard,
+    gather_positions,
+)
 from ...module.options import Parameters
 from ..arguments import takes_at_default, takes_parallel_options
 from ..stands_for import StandsFor
 from .qkv_format import QkvFormat, batch_first, check_qkv_format, from_batch_first
-
-_COMMUNICATIONS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 class DotProductAttention(dot_product_attention.DotProductAttention, metaclass=StandsFor):
@@ -103,15 +107,21 @@ class DotProductAttention(dot_product_attention.DotProductAttention, metaclass=S
         cp_comm_type: str = "p2p",
     ) -> None:
         """Share each sequence among these ranks; None: none. Rank r of n has chunks r and 2 n - 1 - r of the 2 n that a
-        sequence is cut into, one after the other, of queries, keys and values, and gets its rows of the result; all
-        keys and values are gathered, whatever cp_comm_type ("p2p", "all_gather", "a2a", "a2a+p2p") says, and a rank's
-        gradients of its keys and values are the sum over the ranks. Without meaning: cp_global_ranks, cp_stream.
+        sequence is cut into, one after the other, of queries, keys and values, and gets its rows of the result. A
+        rank's gradients of its keys and values are the sum over the ranks. cp_comm_type: by "p2p" keys and values go
+        round a ring, which has no attention_dropout, by "all_gather" each rank has those of all, by "a2a" all
+        positions of a part of the heads. Without meaning: cp_global_ranks, cp_stream.
 
-        ValueError for another cp_comm_type, and for a group without this rank.
+        ValueError for another cp_comm_type ("a2a+p2p" needs two groups), for a group without this rank, and for heads
+        that its ranks cannot share by "a2a".
         """
-        if cp_comm_type not in _COMMUNICATIONS:
-            raise ValueError(f"cp_comm_type is {shown(cp_comm_type)}; allowed: {', '.join(map(repr, _COMMUNICATIONS))}")
-        self.cp_shard = context_shard(cp_group)
+        shard = context_shard(cp_group, cast(CpCommType, cp_comm_type))
+        if shard is not None and cp_comm_type == "a2a" and self.num_attention_heads % shard.ranks:
+            raise ValueError(
+                f"num_attention_heads is {self.num_attention_heads}; allowed with cp_comm_type 'a2a': a multiple of "
+                f"the {shard.ranks} ranks of cp_group"
+            )
+        self.cp_shard, self.head_shard = shard, shard if cp_comm_type == "a2a" else None
 
     def forward(
         self,
@@ -193,9 +203,18 @@ class DotProductAttention(dot_product_attention.DotProductAttention, metaclass=S
                 f"there are {query.shape[1]} queries and {key.shape[1]} keys; allowed with a context-parallel group: "
                 "as many of both, an even number"
             )
+        causal = masking.mask_type != "no_mask"
+        if shard.cp_comm_type == "p2p":  # keeps no scores for the backward pass, whatever `checkpoint` says
+            return self.attend_ring(query, key, value, shard, causal=causal, window=masking.window_size)
+        if shard.cp_comm_type == "a2a":
+
+            def attention_of_all(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None) -> Tensor:
+                return self.attend_masked(q, k, v, masking, checkpoint)
+
+            return attention_of_heads(attention_of_all, query, key, value, None, shard)
         both = gather_positions(torch.cat((key, value), -1), shard)
         key, value = both.split((key.shape[-1], value.shape[-1]), -1)
-        if masking.mask_type == "no_mask":
+        if not causal:
             return self.attend_masked(query, key, value, masking, checkpoint)
         # the queries of a chunk are the last positions of the keys that it sees
         masking = masking._replace(mask_type="causal_bottom_right", bottom_right_diagonal=None)

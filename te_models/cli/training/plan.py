@@ -27,6 +27,7 @@ _SHORT = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
     "context_parallel_size": "cp",
+    "cp_comm_type": "by",
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
     "sequence_parallel": "sp",
@@ -155,7 +156,7 @@ def _tables(plan: Plan, hardware: Hardware) -> list[Table]:
     return [memory, Table(rows, "collectives of a step", heading=True), step]
 
 
-def _size(size: int | bool | None) -> str:
+def _size(size: int | bool | str | None) -> str:
     return ("yes" if size else "no") if isinstance(size, bool) else str(size)
 
 
@@ -165,7 +166,8 @@ def _differs(name: str, plans: list[Plan | Refused]) -> bool:
         return True
     if name == "expert_tensor_parallel_size":
         return any(plan.sizes[name] != plan.sizes["tensor_model_parallel_size"] for plan in plans)
-    return any(plan.sizes[name] != (False if name == "sequence_parallel" else 1) for plan in plans)
+    usual = {"sequence_parallel": False, "cp_comm_type": "all_gather"}.get(name, 1)
+    return any(plan.sizes[name] != usual for plan in plans)
 
 
 def layouts_table(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -> Table:

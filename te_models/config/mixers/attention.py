@@ -284,7 +284,7 @@ class AttentionConfig(MixerConfig):
             return 1, (self.mla.kv_lora_rank, self.mla.qk_pos_emb_head_dim + self.index_channels)
         if self.compressed is not None:
             return 1, (self.key_channels, self.compressed.cached_channels(self.key_channels))
-        groups = (self.num_query_groups or self.num_attention_heads) // tp_size
+        groups = max(1, (self.num_query_groups or self.num_attention_heads) // tp_size)
         return groups, (self.key_channels, self.value_channels + -(-self.index_channels // groups))
 
     def shared_sizes(self) -> dict[str, int]:

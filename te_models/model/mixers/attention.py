@@ -10,6 +10,7 @@ import functools
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.kernels.norm import layer_norm, rms_norm, rms_norm_by
@@ -18,7 +19,13 @@ from te_models.kernels.rope import apply_rope
 from te_models.kernels.torch_versions import exporting
 from te_models.layers.attention.dot_product_attention import DotProductAttention
 from te_models.layers.attention.mask import ScoreBias, usual_slopes
-from te_models.layers.distributed.context_parallel import ContextShard, attention_of_chunks, gather_positions
+from te_models.layers.attention.ring import Hidden
+from te_models.layers.distributed.context_parallel import (
+    ContextShard,
+    attention_of_chunks,
+    attention_of_heads,
+    gather_positions,
+)
 from te_models.layers.distributed.sequence_parallel import gather_tokens_of_ranks
 from te_models.layers.module.norm import RMSNorm
 
@@ -49,9 +56,12 @@ class AlibiHeads(NamedTuple):
         """Return what is added to the scores of keys 0 to `keys` - 1, float32 [1, N, 1, keys]: minus their distance
         from the last one times the slope. The softmax takes no notice of what all keys of a query have in common, so
         that these serve queries at any place, in documents, behind padding, and in caches that are not full."""
-        slopes = usual_slopes(self.heads, device)[self.first : self.first + self.number]
         distance = torch.arange(keys - 1, -1, -1, dtype=torch.float32, device=device)
-        return (-distance * slopes[:, None])[None, :, None]
+        return (-distance * self.slopes(device)[:, None])[None, :, None]
+
+    def slopes(self, device: torch.device) -> Tensor:
+        """Return the slope of each head of the rank, float32 [N]."""
+        return usual_slopes(self.heads, device)[self.first : self.first + self.number]
 
 
 class SelfAttention(nn.Module):
@@ -73,7 +83,7 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         all_heads, all_groups = a.num_attention_heads, a.num_query_groups or a.num_attention_heads
-        self.num_heads, self.num_groups = all_heads // build.tp_size, all_groups // build.tp_size
+        self.num_heads, self.num_groups = all_heads // build.tp_size, max(1, all_groups // build.tp_size)
         self.head_dim = a.kv_channels or config.hidden_size // all_heads
         self.v_head_dim = a.v_head_dim or self.head_dim
         self.clip_qkv = a.clip_qkv
@@ -90,12 +100,20 @@ class SelfAttention(nn.Module):
         self.gives_keys = config.is_kv_source(layer)
         self.v_begin = self.q_size + (0 if a.key_is_value else self.k_size)
         self.v_end = self.v_begin + self.num_groups * self.v_head_dim if self.own_keys else self.q_size
+        self.own_end = self.v_end
+        """Rows of q, k and v that this rank has: k and v in part where fewer heads of them than ranks are shared."""
+        self.parts_of_groups: tuple[int, ...] = ()
+        if all_groups < build.tp_size and self.own_keys:
+            each = (self.head_dim,) if a.key_is_value else (self.head_dim, self.v_head_dim)
+            self.parts_of_groups = tuple(all_groups * channels // build.tp_size for channels in each)
+            self.own_end = self.q_size + sum(self.parts_of_groups)
+            self.group = 0 if build.tp_group is None else build.tp_group.rank() * all_groups // build.tp_size
         self.value_scale, self.value_norm = a.value_scale, a.value_layernorm
         self.attention = a
         joined_bias = a.add_qkv_bias and not a.has_bias_apart
         rows = a.qkv_rows(own_keys=self.own_keys)
         self.linear_qkv = make_input_linear(config, rows, joined_bias, build, normed=normed, in_features=in_features)
-        self.qkv_bias = build.parameter(self.v_end) if a.has_bias_apart else None
+        self.qkv_bias = build.parameter(self.own_end) if a.has_bias_apart else None
         if self.norm_kind in ("head", "each_head", "full"):
             one = self.norm_kind == "head"
             norm = config.norm.replace(has_weight=True, bias=a.qk_layernorm_bias)
@@ -109,7 +127,7 @@ class SelfAttention(nn.Module):
         self.alibi = AlibiHeads.of_rank(all_heads, build) if alibi else None
         self.head_gate = HeadGate(config, all_heads, build) if a.has_head_gate else None
         self.linear_proj = make_output_linear(config, all_heads * self.v_head_dim, a.add_output_bias, build)
-        self.indexer = None if a.indexer is None else Indexer(config, a.indexer, config.hidden_size, build.whole)
+        self.indexer = None if a.indexer is None else Indexer(config, a.indexer, config.hidden_size, build)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -130,9 +148,11 @@ class SelfAttention(nn.Module):
         qkv = self.linear_qkv(x)
         qkv = qkv if adapted is None else qkv + adapted
         qkv = qkv if batch_size is None else qkv.unflatten(0, (batch_size, -1))
-        gate = qkv[..., self.v_end :] if self.attention.gate_rows else None
+        gate = qkv[..., self.own_end :] if self.attention.gate_rows else None
         if self.qkv_bias is not None:
-            qkv = qkv[..., : self.v_end] + self.qkv_bias.to(qkv.dtype)
+            qkv = qkv[..., : self.own_end] + self.qkv_bias.to(qkv.dtype)
+        if self.parts_of_groups:
+            qkv = self._with_group(qkv)
         if inputs.keys_values is not None:
             q, (k, v) = self._queries(qkv, rotary), inputs.keys_values
             q = q if query_scale is None else q * query_scale.to(q.dtype)
@@ -151,18 +171,27 @@ class SelfAttention(nn.Module):
             v = v * self.value_scale
         if self.indexer is not None:
             return self._sparse(x, q, k, v, inputs, cache)
+        shard = self.context_shard
         if cache is not None:
             k, v = cache.update(k, v)
-        elif self.context_shard is not None:
-            both = gather_positions(torch.cat((k, v), -1), self.context_shard)
+        elif shard is not None and shard.cp_comm_type == "all_gather":
+            both = gather_positions(torch.cat((k, v), -1), shard)
             k, v = both.split((self.head_dim, self.v_head_dim), -1)
         y = self._output(self._attended(q, k, v, hidden_keys, cache), x, gate, batch_size)
         return (y, (k, v)) if self.gives_keys else y
 
+    def _with_group(self, qkv: Tensor) -> Tensor:
+        """Return q and the one head of k and v that this rank's queries have, of which several ranks have a part."""
+        parts = self.linear_proj.features_of_ranks(qkv[..., self.q_size : self.own_end], self.parts_of_groups)
+        channels = (self.head_dim, self.v_head_dim)
+        own = [t.narrow(-1, self.group * size, size) for t, size in zip(parts, channels, strict=False)]
+        return torch.cat((qkv[..., : self.q_size], *own), -1)
+
     def _attended(
         self, q: Tensor, k: Tensor, v: Tensor, hidden_keys: Tensor | None, cache: LayerMemory | None
     ) -> Tensor:
-        """Attend to all keys and values, those of a cache and of other ranks included."""
+        """Attend to all keys and values, those of a cache and of other ranks included. k, v: those of this rank's
+        positions where ranks that share sequences do not gather them."""
         slots = None if cache is None else cache.hidden_slots()
         first = 0 if cache is None else cache.length + q.shape[1] - k.shape[1]
         if slots is not None:
@@ -170,7 +199,22 @@ class SelfAttention(nn.Module):
             return self.core_attention(q, k, v, slots, attn_mask_type="arbitrary", window_size=(-1, -1), **biased)
         if self.context_shard is None:
             return self._attention(q, k, v, hidden_keys, first)
-        return attention_of_chunks(self._attention, q, k, v, hidden_keys, self.context_shard)
+        if self.context_shard.cp_comm_type == "p2p":
+            return self._around_ring(q, k, v, hidden_keys, self.context_shard)
+        of_ranks = attention_of_heads if self.context_shard.cp_comm_type == "a2a" else attention_of_chunks
+        return of_ranks(self._attention, q, k, v, hidden_keys, self.context_shard)
+
+    def _around_ring(self, q: Tensor, k: Tensor, v: Tensor, hidden_keys: Tensor | None, shard: ContextShard) -> Tensor:
+        """k, v: of this rank's positions."""
+        hidden, length, size = hidden_of_ring(hidden_keys), q.shape[1] * shard.ranks, self.chunk_size
+        if size is not None and length > size:
+            if hidden.mask is not None:
+                hidden = Hidden(chunks_of_rows(hidden.mask, size, shard))
+            else:
+                one = torch.zeros(k.shape[0], length, dtype=torch.int64, device=q.device)
+                hidden = Hidden(documents=chunks_of_documents(one if hidden_keys is None else hidden_keys, size))
+        slopes = None if self.alibi is None else self.alibi.slopes(q.device)
+        return self.core_attention.attend_ring(q, k, v, shard, hidden, slopes=slopes)
 
     def _output(self, y: Tensor, x: Tensor, gate: Tensor | None, batch_size: int | None) -> Tensor:
         """y: [B, S, N Dv], gated and projected. x: the layer's normed input."""
@@ -223,7 +267,8 @@ class SelfAttention(nn.Module):
         """Return the arguments of `core_attention` for biases by the distance. k: [B, L, G, D]."""
         if self.alibi is None:
             return {}
-        bias = self.alibi.biases(k.shape[1], k.device)
+        bias, shard = self.alibi.biases(k.shape[1], k.device), self.core_attention.head_shard
+        bias = bias if shard is None else bias.chunk(shard.ranks, 1)[shard.rank]
         return {"bias": ScoreBias("post_scale_bias", bias)}
 
     def packs(self, device: torch.device) -> bool:
@@ -327,6 +372,13 @@ def attention_of(
     return core_attention(q, k, v, hidden_keys)
 
 
+def hidden_of_ring(hidden_keys: Tensor | None) -> Hidden:
+    """Return a bool mask of hidden keys, [B, 1, 1 or S, L], or documents, int64 [B, L], as a ring of ranks takes it."""
+    if hidden_keys is None:
+        return Hidden()
+    return Hidden(hidden_keys) if hidden_keys.dtype == torch.bool else Hidden(documents=hidden_keys)
+
+
 def chunks_of_documents(documents: Tensor, size: int) -> Tensor:
     """Return numbers of the chunks of `size` tokens of each document, counted from its first one, int64 [B, S]: equal
     for tokens of one chunk, which follow one another; -1 for padding. documents: int64 [B, S], negative for padding."""
@@ -349,3 +401,14 @@ def other_chunks(
     chunk = torch.div(position - begin, size, rounding_mode="floor")
     own = torch.div(position[keys - queries :, None] - begin, size, rounding_mode="floor")
     return hidden_keys[..., first:] | (chunk != own)
+
+
+def chunks_of_rows(hidden_keys: Tensor, size: int, shard: ContextShard) -> Tensor:
+    """Return what chunked attention hides from a rank's queries of a sequence that ranks share, bool [B, 1, S, L], S of
+    two chunks of the sequence. hidden_keys: [B, 1, 1 or S, L], as for `other_chunks`."""
+    found, length = [], hidden_keys.shape[3]
+    for number, (begin, end) in enumerate(shard.chunks(length)):
+        rows = hidden_keys if hidden_keys.shape[2] == 1 else hidden_keys.chunk(2, 2)[number]
+        hidden = other_chunks(end - begin, end, size, rows[..., :end], hidden_keys.device)
+        found.append(F.pad(hidden, (0, length - end), value=True))
+    return torch.cat(found, 2)

@@ -16,7 +16,12 @@ from torch import Tensor, nn
 
 from te_models.kernels.norm import rms_norm
 from te_models.kernels.rope import apply_rope
-from te_models.layers.distributed.context_parallel import ContextShard, attention_of_chunks, gather_positions
+from te_models.layers.distributed.context_parallel import (
+    ContextShard,
+    attention_of_chunks,
+    attention_of_heads,
+    gather_positions,
+)
 from te_models.layers.distributed.sequence_parallel import gather_tokens_of_ranks
 from te_models.layers.module.layernorm_linear import LayerNormLinear
 from te_models.layers.module.options import PrecedingNormOptions
@@ -25,7 +30,7 @@ from ...config import AttentionConfig, ModelConfig
 from ..build import Build, init_method, make_core_attention, make_input_linear, make_output_linear
 from ..cache import LayerMemory
 from ..rotary import Rotary
-from .attention import apart, attention_of, packs
+from .attention import apart, attention_of, hidden_of_ring, packs
 from .base import MixerInputs, Selection
 from .output_gate import HeadGate, gated
 from .sparse_attention import Indexer, Keys
@@ -64,7 +69,7 @@ class LatentAttention(nn.Module):
         self.head_gate = HeadGate(config, heads, build) if a.has_head_gate else None
         self.linear_proj = make_output_linear(config, heads * mla.v_head_dim, a.add_output_bias, build)
         inputs = mla.q_lora_rank or config.hidden_size
-        self.indexer = None if a.indexer is None else Indexer(config, a.indexer, inputs, build.whole)
+        self.indexer = None if a.indexer is None else Indexer(config, a.indexer, inputs, build)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -130,17 +135,22 @@ class LatentAttention(nn.Module):
             slots = cache.hidden_slots()
             if hidden_keys is not None:
                 hidden_keys = hidden_keys[..., hidden_keys.shape[-1] - latent.shape[1] :]
-        if self.context_shard is not None:  # fewer numbers than keys and values, which each rank computes from them
-            both = gather_positions(torch.cat((latent, shared), -1), self.context_shard)
+        shard = self.context_shard
+        if shard is not None and shard.cp_comm_type == "all_gather":
+            # fewer numbers than keys and values, which each rank computes from them
+            both = gather_positions(torch.cat((latent, shared), -1), shard)
             latent, shared = both.split(self.sizes[1:], -1)
         k, v = self._keys_and_values(latent, shared)
         if slots is not None:
             y = self.core_attention(q, k, v, slots, attn_mask_type="arbitrary", window_size=(-1, -1))
-        elif self.context_shard is None:
+        elif shard is None:
             y = attention_of(self.core_attention, q, k, v, hidden_keys)
+        elif shard.cp_comm_type == "p2p":
+            y = self.core_attention.attend_ring(q, k, v, shard, hidden_of_ring(hidden_keys))
         else:
             attention = functools.partial(attention_of, self.core_attention)
-            y = attention_of_chunks(attention, q, k, v, hidden_keys, self.context_shard)
+            of_ranks = attention_of_heads if shard.cp_comm_type == "a2a" else attention_of_chunks
+            y = of_ranks(attention, q, k, v, hidden_keys, shard)
         if self.head_gate is not None:
             y = gated(y, self.head_gate(normed, batch_size, split), self.attention)
         return self.linear_proj(y if batch_size is None else y.flatten(0, 1))

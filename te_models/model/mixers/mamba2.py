@@ -1,6 +1,9 @@
 """Mamba-2 as a mixer (arXiv 2405.21060).
 
 B batch, S sequence, H hidden, N heads of a rank, P channels of a head, G groups of a rank.
+
+Where ranks that split a layer are more than its groups, each has a part of the rows of B and C, and the heads of one
+group: it gathers the rows of that group behind the convolution, and sums squares for the norm over the group's ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_models.kernels.norm import rms_norm
+from te_models.kernels.norm import rms_norm, rms_norm_by
 from te_models.kernels.state_space import state_space_scan
 
 from ...config import Mamba2Config, ModelConfig
@@ -29,7 +32,9 @@ class Mamba2(RecurrentMixer):
         super().__init__()
         ranks = build.tp_size
         self.mixer, self.build = mixer, build
-        self.size, self.heads, self.groups = mixer.size // ranks, mixer.num_heads // ranks, mixer.num_groups // ranks
+        self.size, self.heads = mixer.size // ranks, mixer.num_heads // ranks
+        self.groups, self.sharing = max(1, mixer.num_groups // ranks), max(1, ranks // mixer.num_groups)
+        self.group = 0 if build.tp_group is None else build.tp_group.rank() // self.sharing
         self.sizes = [n // ranks for n in mixer.convolved]
         self.epsilon = mixer.norm_epsilon or config.norm.layernorm_epsilon
         self.conv_weight = build.parameter(sum(self.sizes), mixer.conv_kernel_size)
@@ -65,6 +70,9 @@ class Mamba2(RecurrentMixer):
         if inputs.token_mask is not None:
             mixed = mixed * inputs.token_mask[..., None].to(mixed.dtype)
         value, B, C = mixed.split(self.sizes, -1)
+        if self.sharing > 1:
+            each = self.linear_proj.features_of_ranks(torch.cat((B, C), -1), tuple(self.sizes[1:]))
+            B, C = (t.narrow(-1, self.group * self.mixer.state_size, self.mixer.state_size) for t in each)
         value = value.unflatten(-1, (self.heads, -1))
         B, C = (t.unflatten(-1, (self.groups, -1)) for t in (B, C))
         dt = softplus(dt.float() + self.dt_bias.float()).clamp(self.mixer.time_step_low, self.mixer.time_step_high)
@@ -88,7 +96,12 @@ class Mamba2(RecurrentMixer):
             return silu_gated(y, gate)
         before = self.mixer.gate == "before_norm"
         wide = y.float() * F.silu(gate.float()) if before else y.float()
-        normed = rms_norm(wide.unflatten(-1, (self.groups, -1)), None, self.epsilon).flatten(-2)
+        if self.sharing > 1:
+            (squares,) = self.linear_proj.features_of_ranks(wide.square().sum(-1, keepdim=True), (1,))
+            squares = squares.narrow(-1, self.group * self.sharing, self.sharing).sum(-1, keepdim=True)
+            normed = rms_norm_by(squares / (self.sharing * self.size), wide, None, self.epsilon)
+        else:
+            normed = rms_norm(wide.unflatten(-1, (self.groups, -1)), None, self.epsilon).flatten(-2)
         y = self.norm_weight * normed.to(y.dtype)
         return y if before else silu_gated(y, gate)
 

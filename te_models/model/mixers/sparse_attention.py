@@ -25,7 +25,7 @@ from te_models.layers.distributed.context_parallel import ContextShard, gather_p
 from te_models.layers.module.linear import Linear
 from te_models.layers.module.norm import LayerNorm
 
-from ...config import ConfigError, IndexerConfig, ModelConfig
+from ...config import IndexerConfig, ModelConfig
 from ..build import Build, init_method
 from ..cache import LayerMemory
 from ..rotary import Rotary
@@ -47,7 +47,8 @@ class Index(NamedTuple):
 
 
 class Indexer(nn.Module):
-    """Scores keys for queries, and attends to the best. Every rank that splits attention has all of it. A layer that
+    """Scores keys for queries, and attends to the best. Every rank that splits attention has all of it, and trains it
+    by the attention of the heads of all. A layer that
     shares the choice of an earlier one has no parameters here. Megatron-Core: `DSAIndexer`.
 
     inputs: channels of what index queries are projected from.
@@ -56,8 +57,10 @@ class Indexer(nn.Module):
     def __init__(self, config: ModelConfig, indexer: IndexerConfig, inputs: int, build: Build) -> None:
         super().__init__()
         self.config = indexer
+        self.heads_group = "" if build.tp_group is None or build.tp_size == 1 else build.tp_group.group_name
         if indexer.shared:
             return
+        build = build.whole
         heads, channels, start = indexer.n_heads, indexer.head_dim, init_method(config)
         self.linear_wq_b = Linear(inputs, heads * channels, False, **build.gemm(start))
         self.linear_wk = Linear(config.hidden_size, channels, False, **build.gemm(start))
@@ -190,6 +193,7 @@ class Indexer(nn.Module):
                 None if choice is None else choice[:, p.queries],
                 _flat(p.hidden),
                 scale=core.softmax_scale,
+                heads_group=self.heads_group,
             )
             for p in pieces
         ]
@@ -201,14 +205,11 @@ def train_indexers(model: nn.Module, loss_coeff: float, *, warmup: bool = False)
     """Give all indexers of a model another `loss_coeff` and `warmup`, as of one that was loaded; before its optimizer
     is made, because indexers with a weight of 0 are not trained.
 
-    Raises ValueError for a model without indexers, ConfigError for a negative weight, and for a positive one where
-    ranks split the attention, whose distributions each has of its own heads alone.
+    Raises ValueError for a model without indexers, ConfigError for a negative weight.
     """
     found = {f"{n}.": m for n, m in model.named_modules() if isinstance(m, Indexer) and not m.config.shared}
     if not found:
         raise ValueError("the model has no indexers; allowed: a model whose attention has one")
-    if loss_coeff > 0 and getattr(model, "tp_size", 1) > 1:
-        raise ConfigError("indexer.loss_coeff: a model with an indexer that is trained cannot be split over ranks")
     for indexer in found.values():
         indexer.config = indexer.config.replace(loss_coeff=float(loss_coeff), warmup=warmup)
         indexer.requires_grad_(loss_coeff > 0)

@@ -39,6 +39,10 @@ class ParallelConfig(ConfigPart):
     that predict further tokens counted, which are the last stage's."""
     context_parallel_size: int = 1
     """Ranks that share each sequence; they read the same windows."""
+    cp_comm_type: Literal["all_gather", "p2p", "a2a"] = "all_gather"
+    """How attention reaches the keys and values of the ranks that share a sequence: each rank gathers them all
+    (all_gather), they go round a ring while each rank attends to what it has (p2p), or each rank gets all positions of
+    a part of the heads (a2a)."""
     expert_model_parallel_size: int = 1
     """Data-parallel ranks over which the experts are distributed; each has an equal part, and those that split the
     layers count, too, with another expert_tensor_parallel_size than tensor_model_parallel_size."""
@@ -80,6 +84,9 @@ class ParallelConfig(ConfigPart):
         check(tp > 1 or not self.sequence_parallel, where, True, "False with tensor_model_parallel_size = 1")
         where = "parallel.async_tensor_parallel"
         check(self.sequence_parallel or not self.async_tensor_parallel, where, True, "False without sequence_parallel")
+        comm = self.cp_comm_type
+        alone = self.context_parallel_size == 1 and comm != "all_gather"
+        check(not alone, "parallel.cp_comm_type", comm, "'all_gather' with context_parallel_size = 1")
         virtual, schedule = self.virtual_pipeline_model_parallel_size, self.pipeline_schedule
         staged = self.pipeline_model_parallel_size > 1
         allowed = "'1F1B' with pipeline_model_parallel_size = 1"

@@ -79,6 +79,11 @@ class QKClip:
                         f"parallel.tensor_model_parallel_size is {split}; allowed with optimizer.qk_clip_threshold: 1, "
                         "because every rank has the queries of all heads (attention.mla.q_lora_rank is unset)"
                     )
+            if isinstance(attention, SelfAttention) and attention.parts_of_groups:
+                raise ConfigError(
+                    "parallel.tensor_model_parallel_size is more than attention.num_query_groups; allowed with "
+                    "optimizer.qk_clip_threshold: as many at most, because a rank has a part of a head's rows"
+                )
             core, weight = attention.core_attention, next(attention.parameters())
             heads = core.num_attention_heads
             core.max_logits = torch.zeros(heads, dtype=torch.float32, device=weight.device)

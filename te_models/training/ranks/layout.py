@@ -15,6 +15,8 @@ from ..config import ParallelConfig, TrainConfig
 from .data_parallel import Ranks
 
 if TYPE_CHECKING:
+    from te_models.layers.distributed.context_parallel import CpCommType
+
     from ...model import GPTModel
     from ...parallel.mesh import ParallelMesh
 
@@ -25,7 +27,8 @@ class Layout:
     windows differ; ranks that split layers or share sequences with it read the same ones. gradients: its place among
     those over which gradients and losses are averaged, which have other windows or other parts of them.
     sequence_parallel: whether ranks that split layers have a part of the tokens between these. stages: the pipeline
-    stages; None where each rank has all layers."""
+    stages; None where each rank has all layers. cp_comm_type: how attention reaches the keys of ranks that share
+    sequences."""
 
     dims: ParallelDims
     mesh: ParallelMesh | None
@@ -33,6 +36,7 @@ class Layout:
     gradients: Ranks
     sequence_parallel: bool = False
     stages: StageLayout | None = None
+    cp_comm_type: CpCommType = "all_gather"
 
     @property
     def model_mesh(self) -> ParallelMesh | None:
@@ -47,7 +51,7 @@ class Layout:
     def share_sequences(self, model: GPTModel) -> GPTModel:
         """Tell a model which ranks share its sequences, and return it."""
         if self.mesh is not None:
-            model.set_context_parallel_group(self.mesh.cp_group)
+            model.set_context_parallel_group(self.mesh.cp_group, self.cp_comm_type)
         return model
 
 
@@ -84,4 +88,4 @@ def layout_of(config: ParallelConfig, ranks: Ranks, device: str) -> Layout:
     data = gradients
     if share > 1:  # no collective is over these ranks alone
         data = Ranks(group.rank() // share, group.size() // share)
-    return Layout(dims, mesh, data, gradients, config.sequence_parallel, stages)
+    return Layout(dims, mesh, data, gradients, config.sequence_parallel, stages, config.cp_comm_type)

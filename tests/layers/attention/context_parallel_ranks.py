@@ -9,13 +9,18 @@ from __future__ import annotations
 import functools
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_models.kernels.packed_attention import sees_own_document
 from te_models.layers import DotProductAttention, MultiheadAttention, RotaryPositionEmbedding, TransformerLayer
+from te_models.layers.attention import ring as ring_module
+from te_models.layers.attention.dot_product_attention import DotProductAttention as InnerAttention
+from te_models.layers.attention.ring import Hidden
 from te_models.layers.distributed.context_parallel import ContextShard, own_positions
 from tests.ranks import report_cases
 
@@ -26,17 +31,28 @@ CORES: dict[str, dict[str, Any]] = {
     "no mask": {"attn_mask_type": "no_mask", "num_gqa_groups": GROUPS},
     "window": {"window_size": (3, 0), "softmax_type": "learnable", "num_gqa_groups": GROUPS},
 }
-CASES = [*(f"{name} {layout}" for name in CORES for layout in ("sbhd", "bshd")), "multihead", "layer", "refused"]
+WAYS = ("p2p", "all_gather", "a2a")
+CASES = [f"{name} {layout} {way}" for name in CORES for layout in ("sbhd", "bshd") for way in WAYS]
+RULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "capped": {"softcap": 2.0},
+    "window": {"window_size": 9, "softmax_type": "learnable"},
+    "sinks": {"softmax_type": "learnable"},
+}
+CASES += [f"ring {name}" for name in RULES]
+CASES += ["multihead", "layer", "refused"]
 
 
 def own(x: Tensor, dim: int) -> Tensor:
-    return own_positions(x, ContextShard(dist.get_rank(), 2, ""), dim)
+    return own_positions(x, ContextShard(dist.get_rank(), dist.get_world_size(), ""), dim)
 
 
-def compare(whole: nn.Module, shared: nn.Module, inputs: list[Tensor], dim: int, **options: Any) -> None:
+def compare(
+    whole: nn.Module, shared: nn.Module, inputs: list[Tensor], dim: int, way: str = "p2p", **options: Any
+) -> None:
     """Results, and gradients of inputs and parameters, whose sums over the ranks are the whole ones'."""
     assert shared.load_state_dict(whole.state_dict()) is not None
-    shared.set_context_parallel_group(dist.group.WORLD, [0, 1], None, "p2p")
+    shared.set_context_parallel_group(dist.group.WORLD, [0, 1], None, way)
     inputs = [x.requires_grad_() for x in inputs]
     parts = [own(x.detach(), dim).requires_grad_() for x in inputs]
     expected, found = whole(*inputs, **options), shared(*parts, **options)
@@ -51,14 +67,71 @@ def compare(whole: nn.Module, shared: nn.Module, inputs: list[Tensor], dim: int,
         torch.testing.assert_close(parameter.grad, right.grad, rtol=1e-5, atol=2e-5, msg=name)
 
 
-def core(name: str, layout: str) -> None:
+def core(name: str, layout: str, way: str) -> None:
     torch.manual_seed(0)
     options = {"qkv_format": layout, **CORES[name]}
     modules = [DotProductAttention(HEADS, CHANNELS, **options) for _ in range(2)]
     lead = (LENGTH, BATCH) if layout == "sbhd" else (BATCH, LENGTH)
     groups = options.get("num_gqa_groups", HEADS)
     inputs = [torch.randn(*lead, heads, CHANNELS) for heads in (HEADS, groups, groups)]
-    compare(*modules, inputs, dim=0 if layout == "sbhd" else 1, checkpoint_core_attention=name == "window")
+    compare(*modules, inputs, dim=0 if layout == "sbhd" else 1, way=way, checkpoint_core_attention=name == "window")
+
+
+def definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None = None,
+    *,
+    documents: Tensor | None,
+    core: InnerAttention,
+) -> Tensor:
+    """Causal attention, written down."""
+    length, copies = q.shape[1], q.shape[2] // k.shape[2]
+    scores = torch.einsum("bsnd,blnd->bnsl", q, k.repeat_interleave(copies, 2)) * core.softmax_scale
+    if core.softcap is not None:
+        scores = core.softcap * torch.tanh(scores / core.softcap)
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    seen = ((distance >= 0) & (distance < (core.window_size or length))).expand(len(q), -1, -1)
+    if documents is not None:
+        seen = seen & sees_own_document(documents)
+    weights = scores.exp() * seen[:, None]
+    total = weights.sum(-1, keepdim=True) + (0 if sink is None else sink.exp()[:, None, None])
+    p = weights / torch.where(total > 0, total, 1.0)
+    return torch.einsum("bnsl,blne->bsne", p, v.repeat_interleave(copies, 2)).flatten(2)
+
+
+def ring(name: str) -> None:
+    """Results and all gradients to the rounding of sums, in float32 and float64; with several documents, one of which
+    begins within a chunk, and padding; more queries than have their scores at a time."""
+    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    shard, wrong = ContextShard(rank, ranks, group.group_name, "p2p"), []
+    length = 16 * ranks
+    numbers = torch.zeros(BATCH, length, dtype=torch.int64)
+    numbers[0, 5:], numbers[1, :3], numbers[1, length // 2 :] = 1, -1, 7
+    for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
+        for documents in (None, numbers):
+            torch.manual_seed(0)
+            core = InnerAttention(HEADS, (CHANNELS, 6), GROUPS, **RULES[name]).to(dtype)
+            if core.softmax_offset is not None:
+                torch.nn.init.normal_(core.softmax_offset)
+            sizes = (HEADS, CHANNELS), (GROUPS, CHANNELS), (GROUPS, 6)
+            inputs = [torch.randn(BATCH, length, *size, dtype=dtype).requires_grad_() for size in sizes]
+            exact = [x.detach().double().requires_grad_() for x in (*inputs, *core.parameters())]
+            y = definition(*exact, documents=documents, core=core)
+            dy = torch.randn(y.shape, dtype=dtype)
+            wanted = torch.autograd.grad(y, exact, dy.double())
+            parts = [own(x.detach(), 1).requires_grad_() for x in inputs]
+            with mock.patch.object(ring_module, "_ROWS", 3):
+                found = core.attend_ring(*parts, shard, Hidden(documents=documents))
+                got = list(torch.autograd.grad(found, [*parts, *core.parameters()], own(dy, 1)))
+            for x in got[3:]:
+                dist.all_reduce(x)
+            pairs = [(found, own(y, 1)), *((a, own(b, 1)) for a, b in zip(got[:3], wanted[:3], strict=True))]
+            for number, (a, b) in enumerate([*pairs, *zip(got[3:], wanted[3:], strict=True)]):
+                error = float((a - b).abs().max() / b.abs().max())
+                wrong += [] if error <= bound else [(dtype, documents is None, number, error)]
+    assert wrong == [], wrong
 
 
 def multihead() -> None:
@@ -91,8 +164,14 @@ def refused() -> None:
             attention(x, x, x, **options)
     with pytest.raises(ValueError, match="there are 3 queries and 3 keys; allowed with a context-parallel group"):
         attention(x[:, :3], x[:, :3], x[:, :3])
-    with pytest.raises(ValueError, match="cp_comm_type is 'ring'; allowed: 'p2p', 'all_gather', 'a2a', 'a2a\\+p2p'"):
-        attention.set_context_parallel_group(group, None, None, "ring")
+    for way in ("ring", "a2a+p2p"):
+        with pytest.raises(ValueError, match=r"cp_comm_type is '.*'; allowed: 'all_gather', 'p2p', 'a2a'"):
+            attention.set_context_parallel_group(group, None, None, way)
+    with pytest.raises(ValueError, match="num_attention_heads is 3; allowed with cp_comm_type 'a2a': a multiple"):
+        DotProductAttention(3, CHANNELS, cp_group=group, cp_comm_type="a2a")
+    dropping = DotProductAttention(HEADS, CHANNELS, attention_dropout=0.1, qkv_format="bshd", cp_group=group)
+    with pytest.raises(ValueError, match=r"attention_dropout is 0\.1; allowed with cp_comm_type 'p2p': 0, or another"):
+        dropping(x, x, x)
     with pytest.raises(ValueError, match="cp_group is given with attention_type 'cross'; allowed: 'self'"):
         MultiheadAttention(32, HEADS, attention_type="cross").set_context_parallel_group(group)
     with pytest.raises(ValueError, match="cp_group is given with layer_type 'decoder'; allowed: 'encoder'"):
@@ -102,5 +181,6 @@ def refused() -> None:
 
 
 if __name__ == "__main__":
-    cases: dict[str, Any] = {name: functools.partial(core, *name.rsplit(" ", 1)) for name in CASES[:-3]}
+    cases: dict[str, Any] = {name: functools.partial(core, *name.rsplit(" ", 2)) for name in CASES[: -len(RULES) - 3]}
+    cases |= {f"ring {name}": functools.partial(ring, name) for name in RULES}
     report_cases(cases | {"multihead": multihead, "layer": layer, "refused": refused}, sys.argv[1])

@@ -3,6 +3,8 @@ gradients. On two gloo ranks; the cases are in context_parallel_ranks."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -24,6 +26,15 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]
+
+
+@pytest.mark.slow
+def test_four_ranks(tmp_path: Path) -> None:
+    """Two groups of keys, which ranks that exchange heads have twice."""
+    outcomes = outcomes_on_ranks(
+        "tests.layers.attention.context_parallel_ranks", tmp_path / "four", ranks=4, timeout=300
+    )
+    assert outcomes == [dict.fromkeys(CASES, "ok")] * 4
 
 
 def test_positions_that_ranks_do_not_share() -> None:

@@ -51,10 +51,11 @@ def size_of(name: str, grads: dict[str, Tensor]) -> Tensor:
 
 def sequences_are_as_on_one_rank(name: str) -> None:
     """Without padding, padded on the left, and with documents, in float32; without padding in float64, too, in which
-    models compute all but decays and skips."""
+    models compute all but decays and skips. name: of a model, and perhaps how its attention reaches keys."""
+    name, _, way = name.partition(" by ")
     ranks, ids, wrong = dist.get_world_size(), token_ids(2, LENGTH), []
     whole, shared = model_of(name).train(), model_of(name).train()
-    shared.set_context_parallel_group(dist.group.WORLD)
+    shared.set_context_parallel_group(dist.group.WORLD, way or "all_gather")
     padded = torch.ones_like(ids)
     padded[0, :14] = 0
     every = torch.ones(2, LENGTH, dtype=torch.bool)

@@ -31,6 +31,7 @@ from tests.te_models.mixers.models import MIXERS, MODELS, close, model_of
 
 SHARING = [
     *MIXERS,
+    *(f"{name} by {way}" for name in ("mamba2", "by_channel", "in_shared_blocks") for way in ("p2p", "a2a")),
     "delta rule",
     "delta rule by channel",
     "scan",
@@ -183,7 +184,7 @@ def sharing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
-@pytest.mark.sentinels("2-mamba2", "2-delta rule", "2-selective scan")
+@pytest.mark.sentinels("2-mamba2", "2-mamba2 by p2p", "4-in_shared_blocks by a2a", "2-delta rule", "2-selective scan")
 @pytest.mark.parametrize("shared", SHARING)
 def test_sequences_that_ranks_share(shared: str, sharing: list[dict[str, str]]) -> None:
     assert [outcome[shared] for outcome in sharing] == ["ok"] * len(sharing)

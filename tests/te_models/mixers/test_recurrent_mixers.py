@@ -27,8 +27,8 @@ from te_models.config import (
 )
 from te_models.layers import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe, autocast
 from te_models.model.flops import forward_flops_per_token
-from te_models.model.parallel import check_layers
-from te_models.model.stage import with_layers
+from te_models.model.parallel import check_layers, reset_parameters
+from te_models.parallel.sharding import parts_of
 from te_models.training.optimizer.groups import is_decayed
 from tests.te_models.configs import tiny, tiny_moe, token_ids
 
@@ -217,12 +217,26 @@ def test_what_decays_and_what_a_plan_counts(name: str) -> None:
     assert forward_flops_per_token(model.config, 16) == pytest.approx(total + sum(per_token))
 
 
+@every_mixer
+def test_parts_that_are_filled_one_by_one_are_a_new_models(name: str) -> None:
+    """As FSDP2 and pipeline stages fill them, of a seed."""
+    torch.manual_seed(0)
+    new = GPTModel(hybrid(name))
+    with torch.no_grad():
+        filled = GPTModel(hybrid(name))
+        for parameter in filled.parameters():
+            parameter.fill_(9.0)
+    torch.manual_seed(0)
+    for part in parts_of(filled):
+        reset_parameters(part)
+    for (key, ours), theirs in zip(filled.named_parameters(), new.parameters(), strict=True):
+        assert torch.equal(ours, theirs), key
+
+
 def test_what_cannot_be_split_over_ranks_says_so() -> None:
     shared = hybrid("in_shared_blocks")
-    with pytest.raises(ConfigError, match="num_groups is 1, which 2 ranks cannot share equally"):
-        check_layers(shared, 2, 1)
-    with pytest.raises(ConfigError, match=r"layers that share blocks.* cannot be in several stages"):
-        with_layers(GPTModel(shared, device="meta"), [0, 1])
+    with pytest.raises(ConfigError, match="num_groups is 1, which 4 ranks cannot share equally"):
+        check_layers(shared, 4, 1)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp2": {"context_parallel_size": 2},
+    "cp2 p2p": {"context_parallel_size": 2, "cp_comm_type": "p2p"},
+    "cp2 a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
     "ep2": {"expert_model_parallel_size": 2},
     "etp2": {"expert_tensor_parallel_size": 2},
     "tp2 etp1 ep2": {

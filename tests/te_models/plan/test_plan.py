@@ -23,7 +23,7 @@ from te_models.parallel.sharding import shards_experts_apart
 from te_models.plan import Hardware, Plan, plan_layouts, plan_run
 from te_models.plan.layouts import layouts_of
 from te_models.plan.micro_batch import of_layers
-from te_models.training import LoRAConfig, ModelSource
+from te_models.training import LoRAConfig, ModelSource, TrainConfig
 from te_models.training.trained import step_flops_per_token
 from tests.covering import selected
 from tests.fork_server import run_python
@@ -144,20 +144,34 @@ def test_layers_that_are_left_out_leave_the_others_as_they_were() -> None:
 
 
 def test_layouts_are_those_that_divide_the_ranks_and_the_experts() -> None:
-    """In order: tensor, pipeline, context and expert parallelism, split experts, sequence parallelism."""
+    """In order: tensor, pipeline, context and expert parallelism, split experts, sequence parallelism, and how ranks
+    that share sequences reach keys."""
 
-    def found(model: ModelConfig, ranks: int, **options: int) -> list[tuple[int, ...]]:
-        return [tuple(map(int, sizes.values())) for sizes in layouts_of(model, ranks, **options)]
+    def found(model: ModelConfig, ranks: int, **options: int) -> list[tuple[int | str, ...]]:
+        return [tuple(sizes.values()) for sizes in layouts_of(model, ranks, **options)]
 
-    moe = [(1, 1, 1, 1, 1, 0), (1, 1, 1, 4, 1, 0)]
-    moe += [(2, 1, 1, 1, 2, 1), (2, 1, 1, 4, 2, 1), (2, 1, 1, 1, 1, 1), (2, 1, 1, 4, 1, 1)]
+    moe = [(1, 1, 1, 1, 1, 0, "all_gather"), (1, 1, 1, 4, 1, 0, "all_gather")]
+    moe += [
+        (2, 1, 1, 1, 2, 1, "all_gather"),
+        (2, 1, 1, 4, 2, 1, "all_gather"),
+        (2, 1, 1, 1, 1, 1, "all_gather"),
+        (2, 1, 1, 4, 1, 1, "all_gather"),
+    ]
     assert found(tiny_model(moe=True), 8, node_ranks=2) == moe  # four experts
-    assert found(tiny_model(), 2, node_ranks=8, tokens=33) == [(1, 1, 1, 1, 1, 0), (2, 1, 1, 1, 2, 0)]
-    staged = [(1, 1, 1, 1, 1, 0), (1, 4, 1, 1, 1, 0), (2, 1, 1, 1, 2, 1), (2, 4, 1, 1, 2, 1)]
+    assert found(tiny_model(), 2, node_ranks=8, tokens=33) == [
+        (1, 1, 1, 1, 1, 0, "all_gather"),
+        (2, 1, 1, 1, 2, 0, "all_gather"),
+    ]
+    staged = [
+        (1, 1, 1, 1, 1, 0, "all_gather"),
+        (1, 4, 1, 1, 1, 0, "all_gather"),
+        (2, 1, 1, 1, 2, 1, "all_gather"),
+        (2, 4, 1, 1, 2, 1, "all_gather"),
+    ]
     assert found(tiny_model(layers=8), 8, node_ranks=2, micro_batches=4) == staged
-    long = [(1, 1, 1, 1, 1, 0), (1, 1, 4, 1, 1, 0)]
+    long = [(1, 1, 1, 1, 1, 0, "all_gather"), *((1, 1, 4, 1, 1, 0, way) for way in ("all_gather", "p2p", "a2a"))]
     assert found(tiny_model(), 8, node_ranks=1, sequence_length=40960) == long
-    assert found(tiny_model().replace(hidden_dropout=0.1), 2, node_ranks=2)[-1][-1] == 0
+    assert found(tiny_model().replace(hidden_dropout=0.1), 2, node_ranks=2)[-1][-2] == 0
 
 
 @pytest.mark.parametrize("name", ["memory_gib", "efficiency"])
@@ -217,9 +231,16 @@ def test_a_process_that_is_killed_is_one_sentence() -> None:
     assert done.stdout == f"{[0.5, killed, ended, 'ZeroDivisionError: division by zero', 0.25]}\n"
 
 
+def normed(config: TrainConfig) -> TrainConfig:
+    """With norms over all heads of keys, which more ranks than such heads cannot share."""
+    model = config.model.config
+    attention = model.attention.replace(qk_layernorm="full")
+    return config.replace(model=config.model.replace(config=model.replace(attention=attention)))
+
+
 @pytest.mark.usefixtures("forked")
 def test_layouts_are_planned_by_utilization_and_refused_ones_come_last(tmp_path: Path) -> None:
-    config = tiny_run(tmp_path, moe=True)
+    config = normed(tiny_run(tmp_path, moe=True))
     found = plan_layouts(config, 4, Hardware())
     names = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
     sizes = {tuple(plan.sizes[name] for name in names) for plan in found}
@@ -227,7 +248,7 @@ def test_layouts_are_planned_by_utilization_and_refused_ones_come_last(tmp_path:
     plans = [plan for plan in found if isinstance(plan, Plan)]
     assert found[: len(plans)] == plans and len(plans) == (5 if shards_experts_apart() else 2)
     why = (
-        "which 4 ranks cannot share equally",
+        "'full'; allowed where 4 ranks share 2 num_query_groups",
         "allowed with expert_model_parallel_size: data_parallel_shard_size = 1",
     )
     assert all(any(reason in refused.reason for reason in why) for refused in found[len(plans) :])
@@ -276,7 +297,7 @@ def test_tokens_that_travel_by_deep_ep_do_so_once_per_rank(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("forked")
 def test_what_training_refuses_is_refused(tmp_path: Path) -> None:
-    config = tiny_run(tmp_path)
+    config = normed(tiny_run(tmp_path))
     config = config.replace(parallel=config.parallel.replace(tensor_model_parallel_size=4))
-    with pytest.raises(ConfigError, match=r"attention\.num_query_groups is 2, which 4 ranks cannot share equally"):
+    with pytest.raises(ConfigError, match="qk_layernorm is 'full'; allowed where 4 ranks share 2 num_query"):
         plan_run(config, 4)

@@ -22,6 +22,12 @@ SP = (*SP, "gated_heads", "gated_latent", "gated_channels_biases", "keys_of_earl
 CP = ("mixed_layers", "sinks_clip", "softcaps", "chunked_l2_temperature", "dynamic_rope", "latent", "moe")
 CP = (*CP, "gated_heads", "several_attentions", "keys_of_earlier_layers", "sparse_latent")
 CASES = [*(f"sp {name}" for name in (*SP, *FURTHER)), *(f"cp {name}" for name in (*CP, *FURTHER)), "refused"]
+RING = ("mixed_layers", "sinks_clip", "softcaps", "chunked_l2_temperature", "latent", "moe", "gated_heads")
+RING = (*RING, "several_attentions", "keys_of_earlier_layers", "alibi", *FURTHER)
+CASES += [f"{way} {name}" for name in RING for way in ("p2p", "a2a")]
+GROUPS = ("one_group", "one_group_biases", "one_group_gated", "one_group_moe", "mamba2_one_group")
+TRAINED = ("sparse_trained", "sparse_latent_trained", "sparse_warmed", "sparse_latent_warmed")
+CASES += [f"{kind} {name}" for name in (*GROUPS, *TRAINED) for kind in ("tp", "sp")]
 CASES += ["logprobs sp moe_shared", "logprobs cp moe", "logprobs tp softcaps"]
 MODULE = "tests.te_models.shared_tokens_ranks"
 
@@ -40,6 +46,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     "cp mixed_layers",
     "cp latent",
     "cp moe_ahead",
+    "p2p chunked_l2_temperature",
+    "p2p sinks_clip",
+    "a2a latent",
+    "a2a alibi",
+    "sp one_group_biases",
+    "tp mamba2_one_group",
+    "sp sparse_latent_trained",
     "refused",
     "logprobs sp moe_shared",
     "logprobs cp moe",
@@ -51,11 +64,24 @@ def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
 
 
 @pytest.mark.slow
+def test_four_ranks(tmp_path: Path) -> None:
+    """More ranks than groups of keys, and than groups of Mamba-2."""
+    cases = [f"{way} {name}" for name in RING for way in ("p2p", "a2a")]
+    cases += [f"tp {name}" for name in ("dense", "sinks_clip", "gated_channels", "mamba2", *GROUPS, *TRAINED)]
+    cases += [f"sp {name}" for name in ("gated_heads", "value_width", "mamba2_one_group", "sparse_trained")]
+    outcomes = outcomes_on_ranks(MODULE, tmp_path / "results", *cases, ranks=4, timeout=900)
+    assert outcomes == [dict.fromkeys(cases, "ok")] * 4
+
+
+@pytest.mark.slow
 def test_every_kind_of_model(tmp_path: Path) -> None:
-    cases = [f"{kind} {name}" for kind in ("sp", "cp") for name in VARIANTS]
+    cases = [f"{kind} {name}" for kind in ("sp", "cp", "p2p", "a2a") for name in VARIANTS]
     refused = ("sp alternating_updates", "sp sparse_gates", "sp compressed", "cp compressed")
+    by_ring = ("compressed", "sparse", "sparse_latent", "sparse_gates")
+    refused = (*refused, *(f"{way} {name}" for way in ("p2p", "a2a") for name in by_ring))
     cases = [case for case in cases if case not in refused]
     cases += ["compiled sp moe_shared", "compiled cp moe_shared", "compiled cp latent"]
+    cases += [f"compiled {way} {name}" for way in ("p2p", "a2a") for name in ("moe_shared", "latent")]
     cases += ["compiled sp moe_ahead", "compiled cp tied_latent_ahead"]
     assert outcomes_on_ranks(MODULE, tmp_path / "results", *cases, timeout=1500) == [dict.fromkeys(cases, "ok")] * 2
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from te_models.cli.main import main
-from te_models.config import EmbeddingConfig, ModelConfig
+from te_models.config import EmbeddingConfig, Mamba2Config, ModelConfig, SharedBlocksConfig
 from te_models.training import (
     CheckpointConfig,
     EvaluationConfig,
@@ -52,11 +52,18 @@ MODELS: dict[str, ModelConfig] = {
     "tied ahead": balanced_model().replace(
         mtp_num_layers=1, embedding=EmbeddingConfig(share_embeddings_and_output_weights=True)
     ),
+    "zamba": tiny_model(layers=4).replace(
+        mixers={"recurrent": Mamba2Config(num_heads=4, head_dim=8, state_size=8)},
+        layer_mixers=("recurrent", *("attention+recurrent",) * 3),
+        mlp_layers=(),
+        shared_blocks=SharedBlocksConfig(num_blocks=2, layers=(1, 2, 3), lora_rank=3, attention_lora=True),
+    ),
     "tied": tiny_model(layers=4).replace(embedding=EmbeddingConfig(share_embeddings_and_output_weights=True)),
 }
 """Kind -> its model; mla_moe has latent attention, groups of experts, a shared one and a bias that balances them;
 two ranks cut "wide" between blocks of 32 rows, "uneven" and "learned" (positions) into stages of one layer and of two;
-"tied" trains with a z-loss of the logits, "ahead" predicts two further tokens, "tied ahead" one."""
+"tied" trains with a z-loss of the logits, "ahead" predicts two further tokens, "tied ahead" one; layers of "zamba"
+share blocks, which stages have, too, and Mamba-2 has one group."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "dp2": {},
@@ -66,6 +73,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2 fsdp2": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 2},
     "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp2": {"context_parallel_size": 2},
+    "cp2 p2p": {"context_parallel_size": 2, "cp_comm_type": "p2p"},
+    "cp2 a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
     "pp2": {"pipeline_model_parallel_size": 2},
     "etp2": {"expert_tensor_parallel_size": 2},
     "tp2 etp1 ep2": {
@@ -82,6 +91,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2 fsdp4": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 4},
     "ep2 hsdp 2x2": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 2},
     "cp2 fsdp2": {"context_parallel_size": 2, "data_parallel_shard_size": 2},
+    "cp4 p2p": {"context_parallel_size": 4, "cp_comm_type": "p2p"},
+    "cp4 a2a": {"context_parallel_size": 4, "cp_comm_type": "a2a"},
+    "cp2 p2p fsdp2": {"context_parallel_size": 2, "cp_comm_type": "p2p", "data_parallel_shard_size": 2},
+    "pp2 cp2 a2a": {"pipeline_model_parallel_size": 2, "context_parallel_size": 2, "cp_comm_type": "a2a"},
+    "tp4": {"tensor_model_parallel_size": 4},
+    "tp4 sp": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
     "cp2 ep2": {"context_parallel_size": 2, "expert_model_parallel_size": 2},
     "cp2 tp2 sp": {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
     "tp2 ep2 fsdp2": {
@@ -140,6 +155,13 @@ DATA_RANKS = dict.fromkeys([*SCHEDULES, "pp2 split", "pp2 ZBVZeroBubble balanced
     "tp2": 1,
     "tp2 sp": 1,
     "cp2": 1,
+    "cp2 p2p": 1,
+    "cp2 a2a": 1,
+    "cp4 p2p": 1,
+    "cp4 a2a": 1,
+    "pp2 cp2 a2a": 1,
+    "tp4": 1,
+    "tp4 sp": 1,
     "cp2 tp2 sp": 1,
     "pp2": 1,
     "tp2 etp1 ep2": 1,
