@@ -9,8 +9,8 @@ from itertools import product
 
 from ..config import ConfigError, ModelConfig
 from ..training.config import TrainConfig
-from .estimate import Hardware, Plan, model_of
-from .process import plan_each
+from .process import model_of, plan_each
+from .result import Hardware, Plan
 
 Layout = dict[str, int]
 """Sizes by name; "sequence_parallel" is a bool."""
