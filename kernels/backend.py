@@ -82,6 +82,8 @@ def choose(op: Compiled, x: Tensor, *key: object) -> Backend:
         if answer.missing:
             fallbacks[answer.reason] += 1
         return answer.backend
+    if libraries.supposed and op.in_graphs == "always" and _in_graph(op, x, key):
+        return Backend.OPERATION
     return Backend.DEFINITION
 
 

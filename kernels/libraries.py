@@ -74,6 +74,9 @@ fallbacks: Counter[str] = Counter()
 """Why the definitions ran in place of a library -> how many operations they computed."""
 current: Setting | None = None
 """The setting; None: the environment's, read where it is first asked for."""
+supposed = False
+"""Whether tensors have no values, and operations of ours are called as what they are, one for one: for a plan, to which
+each operation of a definition would be time, and memory that no library takes."""
 answers: dict[tuple[Compiled, tuple[object, ...], Setting | None], Answer] = {}
 """Library, key and setting -> what was answered."""
 

@@ -34,6 +34,12 @@ def attention_share(config: ModelConfig, sequence_length: int) -> float:
     return _mixer_flops(config, sequence_length) / forward_flops_per_token(config, sequence_length)
 
 
+def weight_flops_per_token(config: ModelConfig, counted: Callable[[str], bool]) -> float:
+    """Return the FLOPs of a forward pass per token of the products with weights that are `counted`, by name in the
+    grouped layout."""
+    return 2.0 * _active_weights(config, counted)
+
+
 def flops_by_layer(config: ModelConfig, sequence_length: int) -> tuple[list[float], float]:
     """Return the FLOPs of a forward pass per token of each layer, and of what is behind the last one: the output layer,
     and the layers that predict further tokens. Blocks that layers share count nowhere."""

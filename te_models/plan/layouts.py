@@ -13,8 +13,8 @@ from te_models.layers.distributed.context_parallel import CpCommType
 from ..config import ConfigError, ModelConfig
 from ..model.parallel import check_shared_sequences
 from ..training.config import TrainConfig
-from .estimate import Hardware, Plan, model_of
-from .process import plan_each
+from .process import model_of, plan_each
+from .result import Hardware, Plan
 
 Layout = dict[str, Any]
 """Sizes by name; "sequence_parallel" is a bool, and "cp_comm_type" one of its values."""

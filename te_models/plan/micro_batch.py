@@ -8,18 +8,23 @@ are supposed to get equally many rows: what a router chooses is a value.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 
+from te_models.kernels import launch, libraries
 from te_models.kernels.cross_entropy import chunked, rows
 from te_models.kernels.gemm import using_cpu_gemm
+from te_models.layers.tensor.fsdp import local_part
 
 from ..config import ModelConfig
 from ..model import GPTModel
 from ..model.build import without_draws
 from ..model.moe import MoELayer
+from ..model.recompute import LEAST
 from ..parallel.sharding import parallelize
 from ..training.build import build_optimizer, random_model
 from ..training.config import TrainConfig
@@ -29,19 +34,23 @@ from ..training.ranks.reduction import Reduction
 from ..training.setup import set_recomputation
 from ..training.step import make_loss_function
 from ..training.trained import trained_by_layer, with_layers_alone
-from .simulation import Moved, Recorder, joined, without_values
+from .result import Moved, joined
+from .simulation import Recorder, without_values
 
 
 @dataclass
 class Recorded:
     """What a rank takes. parameters, optimizer: bytes that stay. peak: bytes at the highest point of a micro-batch,
-    those included. each: the traffic of every micro-batch; once: the traffic of the step's end."""
+    those included. each: the traffic of every micro-batch; once: the traffic of the step's end. host: bytes in main
+    memory; copied: bytes that a micro-batch copies from and to it."""
 
     parameters: float = 0.0
     optimizer: float = 0.0
     peak: float = 0.0
     each: Moved = field(default_factory=dict)
     once: Moved = field(default_factory=dict)
+    host: float = 0.0
+    copied: float = 0.0
 
     def plus(self, other: Recorded, factor: float) -> Recorded:
         """Return this and `factor` times another."""
@@ -52,6 +61,8 @@ class Recorded:
             self.peak + factor * other.peak,
             joined(self.each, other.each, factor),
             joined(self.once, other.once, factor),
+            self.host + factor * other.host,
+            self.copied + factor * other.copied,
         )
 
 
@@ -101,7 +112,8 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
         passes: list[Moved] = []
         for last in (False, True) if once else (True,):
             recorder.traffic = {}
-            loss, _ = loss_function(torch.zeros(shape, dtype=torch.int64, device="cpu"))
+            with waiting_apart(found) if config.model.activation_offloading else nullcontext():
+                loss, _ = loss_function(torch.zeros(shape, dtype=torch.int64, device="cpu"))
             with reduction.backward(last=last):
                 loss.backward()
             del loss
@@ -111,7 +123,45 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
         reduction.finish()
         found.once = joined(recorder.traffic, joined(passes[-1], passes[0], -1.0))
         found.peak = recorder.peak
+    if config.parallel.cpu_offload:
+        offload(found, gpt)
     return found
+
+
+def offload(found: Recorded, gpt: GPTModel) -> None:
+    """Count what `parallel.cpu_offload` moves as main memory's: sharded parameters, their gradients and moments. A
+    micro-batch copies the parameters there and gradients back, and gathers what it copied."""
+    sharded = [p for p in gpt.parameters() if local_part(p) is not p]
+    own = float(sum(local_part(p).nbytes for p in sharded))
+    gradients = float(sum(local_part(p).nbytes for p in sharded if p.requires_grad))
+    found.host += own + gradients + found.optimizer
+    found.copied += 2 * own + gradients  # both passes gather
+    found.peak -= own + gradients + found.optimizer
+    found.parameters, found.optimizer = found.parameters - own, 0.0
+
+
+@contextmanager
+def waiting_apart(found: Recorded) -> Iterator[None]:
+    """Inside, large tensors that are saved for a backward pass take no memory of the device until it asks for them, as
+    with `model.activation_offloading`; what they take of main memory, and copies, is added to `found`."""
+    found.host = found.copied = 0.0
+
+    def pack(tensor: torch.Tensor) -> Any:
+        size = tensor.numel() * tensor.element_size()
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or size < LEAST:
+            return tensor
+        found.host += size
+        found.copied += 2 * size
+        return tensor.shape, tensor.stride(), tensor.dtype
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        shape, stride, dtype = packed
+        return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 def of_layers(model: ModelConfig, layers: list[int]) -> ModelConfig:
@@ -138,16 +188,17 @@ def suppose_balance(gpt: GPTModel) -> None:
 @contextmanager
 def as_few_operations() -> Iterator[None]:
     """Where tensors have no values, have GEMMs run in the operands' dtype, as on an accelerator, whatever this CPU
-    would choose, and the loss take more rows at a time than a CPU's cache would like: every operation takes time to
-    plan, and these rows are at most 64 MiB."""
-    fake, before = without_values(), (chunked._ROWS, rows._STEP_ELEMENTS)
+    would choose, operations of ours be one each, and the loss take more rows at a time than a CPU's cache would like:
+    every operation takes time to plan, and these rows are at most 64 MiB."""
+    fake, before = without_values(), (chunked._ROWS, rows._STEP_ELEMENTS, libraries.supposed, launch.as_accelerator)
     if fake:
         chunked._ROWS, rows._STEP_ELEMENTS = 16 * before[0], 16 * before[1]
+        libraries.supposed = launch.as_accelerator = True
     try:
         with using_cpu_gemm("bf16" if fake else "auto"):
             yield
     finally:
-        chunked._ROWS, rows._STEP_ELEMENTS = before
+        chunked._ROWS, rows._STEP_ELEMENTS, libraries.supposed, launch.as_accelerator = before
 
 
 def recorder_of(layout: Layout) -> Recorder:

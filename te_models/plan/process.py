@@ -17,12 +17,10 @@ from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from te_models.checkpoints import CheckpointError
-
 from ..child_process import forks, run_module
-from ..config import ConfigError
+from ..config import ConfigError, ModelConfig
 from ..training.config import TrainConfig
-from .estimate import Hardware, Plan, pipeline_ranks, plan_here
+from .result import Hardware, Plan
 
 Task = dict[str, Any]
 _USED = (
@@ -77,6 +75,8 @@ def _of_run(found: list[Plan | ConfigError]) -> Plan | ConfigError:
 
 def _read(answer: Task) -> Plan | ConfigError:
     if "unread" in answer:
+        from te_models.checkpoints import CheckpointError
+
         raise CheckpointError(answer["unread"])
     if "failed" in answer:
         raise _failure(answer["failed"], answer["where"])
@@ -87,6 +87,27 @@ def _failure(why: str, where: str) -> RuntimeError:
     error = RuntimeError(f"the plan failed: {why}")
     error.add_note(where)  # `--debug` shows it
     return error
+
+
+def model_of(config: TrainConfig) -> ModelConfig:
+    """Return the configuration of the model that a run trains; of a folder nothing else is read."""
+    if config.model.config is not None:
+        return config.model.config
+    if config.model.path is None:
+        from ..training.build import read_model_config
+
+        return read_model_config(config)
+    from te_models.checkpoints import open_checkpoint
+
+    with open_checkpoint(config.model.path, verify=False) as source:
+        return source.config
+
+
+def pipeline_ranks(config: TrainConfig) -> tuple[int, ...]:
+    """Return the ranks of a pipeline of which one takes the most: the first, which has the most micro-batches in
+    flight, and the last, which has the output layer."""
+    ranks = config.parallel.pipeline_model_parallel_size
+    return (0,) if ranks == 1 else (0, ranks - 1)
 
 
 def in_forks(tasks: Sequence[Task], work: Callable[[Task], Task], at_once: int) -> list[Task]:
@@ -129,6 +150,10 @@ def _send(work: Callable[[Task], Task], task: Task, to: Connection) -> None:
 def _plan(asked: Task) -> Task:
     import torch
 
+    from te_models.checkpoints import CheckpointError
+
+    from .estimate import plan_here
+
     # A fork makes torch's pool of threads anew where it is first asked for. If the threads of a backward pass ask at
     # once, which they do with CUDA's devices, one may find none, and torch ends the process.
     torch.set_num_threads(1)
@@ -148,4 +173,5 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in _USED:
         import_module(name)
+    import_module("te_models.plan.estimate")
     print(json.dumps(in_forks(json.load(sys.stdin), _plan, os.cpu_count() or 1)))

@@ -23,6 +23,7 @@ from te_models.layers import QuantizedTensor
 from te_models.layers.collectives import resolve_group
 
 from ..config import ConfigError
+from .result import Moved, Traffic, joined
 
 _KINDS = {
     "all_gather": ("all_gather", "allgather"),
@@ -33,32 +34,6 @@ _KINDS = {
     "send": ("send",),
 }
 """Collective -> what the names of torch's operations contain; `c10d` and `_c10d_functional` spell them differently."""
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """calls: of a collective over a dimension of the mesh. payload: bytes of the whole tensors. sent: bytes that each
-    rank sends when they go round in a ring."""
-
-    calls: int = 0
-    payload: int = 0
-    sent: float = 0.0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.calls + other.calls, self.payload + other.payload, self.sent + other.sent)
-
-    def times(self, factor: float) -> Traffic:
-        """Return the traffic of so many times as much work."""
-        return Traffic(round(self.calls * factor), round(self.payload * factor), self.sent * factor)
-
-
-Moved = dict[tuple[str, str], Traffic]
-"""(collective, dimension of the mesh) -> what it moved."""
-
-
-def joined(a: Moved, b: Moved, factor: float = 1.0) -> Moved:
-    """Return the traffic of `a` and of `factor` times as much work as that of `b`."""
-    return {key: a.get(key, Traffic()) + b.get(key, Traffic()).times(factor) for key in sorted({*a, *b})}
 
 
 @dataclass
@@ -80,6 +55,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._groups = groups
         self._storages: dict[int, int] = {}
+        self._fake: Any = fake_tensor_class() if without_values() else None
         self.live: float = 0
         self.peak: float = 0
         self.traffic: Moved = {}
@@ -125,6 +101,8 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and self._fake is not None and isinstance(args[0], self._fake):
+            return args[0].fake_device  # a fifth of all that is asked
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -269,9 +247,14 @@ class _WithoutChunks:
 
 def without_values() -> bool:
     """Whether tensors that are made now are inside `fake_tensors`."""
+    return isinstance(torch.empty(0, device="cpu"), fake_tensor_class())
+
+
+def fake_tensor_class() -> Any:
+    """Return torch's class of tensors without values."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return isinstance(torch.empty(0, device="cpu"), FakeTensor)
+    return FakeTensor
 
 
 @contextlib.contextmanager

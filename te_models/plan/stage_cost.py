@@ -22,7 +22,8 @@ from te_models.layers.module.base import GemmModule
 from ..model.stage import shape_of_part
 from ..parallel.pipeline import Pipeline, Stage
 from .micro_batch import layer_kind
-from .simulation import Moved, Recorder, joined
+from .result import Moved, joined
+from .simulation import Recorder
 
 
 @dataclass(frozen=True)

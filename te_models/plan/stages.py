@@ -27,8 +27,9 @@ from ..training.ranks.reduction import reduce_gradients
 from ..training.setup import set_loss_options, with_loss_chunk
 from ..training.step import make_pipeline
 from ..training.trained import with_layers_alone
-from .micro_batch import Recorded, as_few_operations, by_kind, divided, of_layers, recorder_of, suppose_balance
-from .simulation import joined, without_values
+from .micro_batch import Recorded, as_few_operations, by_kind, divided, of_layers, offload, recorder_of, suppose_balance
+from .result import joined
+from .simulation import without_values
 from .stage_cost import StageCost, measure, replay
 
 _FEW = 2
@@ -128,6 +129,8 @@ def _measure(gpt: GPTModel, config: TrainConfig, layout: Layout) -> _Measured:
             reduce_gradients(optimizer, layout.gradients)
             pipeline.sum_embedding_gradients()
         found.once, found.peak = end.traffic, before + end.peak
+    if config.parallel.cpu_offload:
+        offload(found, gpt)
     return _Measured(found, costs)
 
 
@@ -156,11 +159,15 @@ def stages_of_layers(
 
 @contextlib.contextmanager
 def unrecorded_vote() -> Iterator[None]:
-    """Inside, what torch's stages ask each other before their first step, whether all of them know the shapes of what
-    they send, is not recorded: it belongs to no step. Stages without values know."""
-    from torch.distributed.pipelining import schedules
+    """Inside, marks for a profiler are not set, and what torch's stages ask each other before their first step, whether
+    all of them know the shapes of what they send, is not recorded: neither belongs to a step. Stages without values
+    know."""
+    from torch.distributed.pipelining import schedules, stage
 
     schedule: Any = schedules._PipelineSchedule
+    noted = [(module, module.record_function) for module in (schedules, stage) if hasattr(module, "record_function")]
+    for module, _ in noted:  # marks for a profiler, a quarter of what a schedule calls
+        module.record_function = lambda name, args=None: contextlib.nullcontext()
     vote = getattr(schedule, "_warmup_p2p", None)  # another torch may ask elsewhere
     supposed = without_values()
 
@@ -178,5 +185,7 @@ def unrecorded_vote() -> Iterator[None]:
     try:
         yield
     finally:
+        for module, function in noted:
+            module.record_function = function
         if vote is not None:
             schedule._warmup_p2p = vote

@@ -61,10 +61,12 @@ def add(verbs: Verbs) -> None:
 _HARDWARE = {
     "memory_gib": "memory of a device, in GiB (default: 80)",
     "tflops": "dense bfloat16 peak of a device, in TFLOP/s (default: 989)",
+    "fp8_tflops": "dense FP8 peak of a device, which layers under a recipe have (default: 1979)",
     "efficiency": "part of the peak that GEMMs reach (default: 0.45)",
     "node_ranks": "ranks that fast links connect (default: 8)",
     "node_gbps": "GB/s that a rank sends over the fast links (default: 450)",
     "network_gbps": "GB/s that a rank sends over the network (default: 50)",
+    "host_gbps": "GB/s that a rank copies from or to main memory (default: 55)",
 }
 
 
@@ -135,6 +137,7 @@ def _tables(plan: Plan, hardware: Hardware) -> list[Table]:
             ("optimizer and main gradients", format_size(plan.optimizer)),
             ("activations, gradients and gathered parameters", format_size(plan.activations)),
             ("together, at the highest point", format_size(plan.memory)),
+            *([("in main memory", format_size(plan.host))] if plan.host else []),
             ("of a device", f"{hardware.memory_gib:g} GiB: {verdict}"),
         ],
         f"memory of one of {plural(plan.ranks, 'rank')} ({sizes})",
@@ -148,7 +151,7 @@ def _tables(plan: Plan, hardware: Hardware) -> list[Table]:
             ("model FLOPs of a rank", f"{plan.flops / 1e12:,.4g} TFLOP"),
             *((name, f"{seconds:.3g} s") for name, seconds in plan.waits.items()),
             ("together: a step", f"{plan.step_s:.3g} s"),
-            ("tokens per second of a rank", f"{plan.tokens / plan.step_s / plan.ranks:,.4g}"),
+            ("tokens per second of a rank", f"{plan.tokens_per_second:,.4g}"),
             ("model FLOPs utilization", f"{100 * plan.mfu:.3g} %"),
         ],
         "a step at best",

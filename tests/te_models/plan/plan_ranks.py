@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from te_models.plan.estimate import model_of
 from te_models.plan.micro_batch import Recorded, as_few_operations, record, record_layers, recorder_of
+from te_models.plan.process import model_of
 from te_models.plan.simulation import fake_ranks, fake_tensors
 from te_models.plan.stages import record_stages, stages_of_layers, unrecorded_vote
 from te_models.training import LoRAConfig, OptimizerConfig, TrainConfig

@@ -1,0 +1,155 @@
+"""How long a step takes at best: FLOPs over peaks, bytes over links, and which of them wait for each other.
+
+Links inside a node and between nodes work side by side. Where experts are over several nodes, what goes to ranks of the
+same node never leaves it; deep_ep sends a token once to each node that has one of its experts, and on from there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from te_models.checkpoints import expected_tensors
+from te_models.checkpoints.mapping.param_shapes import is_linear_weight
+
+from ..config import ModelConfig
+from ..model.flops import attention_share, forward_flops_per_token, weight_flops_per_token
+from ..training.config import TrainConfig
+from .result import Hardware, Moved, Traffic
+
+if TYPE_CHECKING:
+    from ..training.ranks.layout import Layout
+    from .micro_batch import Recorded
+
+BEYOND = "gradients and sharded parameters, beyond compute"
+"""The wait for what overlaps with compute, where it takes longer."""
+
+
+def waits_of(
+    config: TrainConfig, model: ModelConfig, layout: Layout, found: Recorded, flops: float, hardware: Hardware
+) -> dict[str, float]:
+    """Return the seconds of a step by what a rank waits for. flops: of a rank's step.
+
+    First comes compute, and behind it what a pipeline waits while it fills and empties.
+    """
+    micro_batches, stages = config.data.gradient_accumulation, layout.stages
+    compute = compute_seconds(config, model, flops, hardware)
+    waits = {"compute": compute}
+    if stages is not None and not stages.is_later:  # while the pipeline fills and empties, a rank waits for the others
+        waits[FILLS] = compute * (stages.ranks - 1) / (micro_batches * (stages.stages_per_rank or 1))
+    links = _Links(config, model, layout, hardware)
+    seconds = {key: links.seconds(*key, moved) for key, moved in traffic_of(found, micro_batches).items()}
+    overlapped = {key for key in seconds if _overlaps(*key, config)}
+    at_end = sum(links.seconds(*key, found.once[key]) for key in overlapped & {*found.once})
+    each = (sum(seconds[key] for key in overlapped) - at_end) / micro_batches
+    compute = sum(waits.values())
+    compute_each, last = compute / micro_batches, each + at_end
+    if stages is not None:  # what stages send of parameters is not told by micro-batch
+        compute_each, each = compute, 0.0
+    waits[BEYOND] = max(0.0, each - compute_each) * (micro_batches - 1) + max(0.0, last - compute_each)
+    ring = seconds.get(("send", "cp"), 0.0)  # while a rank attends to the keys that it has
+    attending = waits["compute"] * attention_share(model, config.data.sequence_length)
+    waits["send over cp, beyond attention"] = max(0.0, ring - attending)
+    overlapped.add(("send", "cp"))
+    waits |= {f"{kind} over {over}": s for (kind, over), s in seconds.items() if (kind, over) not in overlapped}
+    if found.copied:
+        waits[COPIES] = max(0.0, found.copied * micro_batches / hardware.host_gbps / 1e9 - compute)
+    return waits
+
+
+FILLS, COPIES = "pipeline fills and empties", "copies from and to main memory, beyond compute"
+
+
+def communication_seconds(
+    config: TrainConfig, model: ModelConfig, layout: Layout, found: Recorded, hardware: Hardware
+) -> float:
+    """Return the seconds that all collectives of a step take, one after the other."""
+    links = _Links(config, model, layout, hardware)
+    moved = traffic_of(found, config.data.gradient_accumulation)
+    return sum(links.seconds(*key, its) for key, its in moved.items())
+
+
+def traffic_of(found: Recorded, micro_batches: int) -> Moved:
+    """Return the collectives of a whole step."""
+    return {
+        key: found.each.get(key, Traffic()).times(micro_batches) + found.once.get(key, Traffic())
+        for key in sorted({*found.each, *found.once})
+    }
+
+
+def compute_seconds(config: TrainConfig, model: ModelConfig, flops: float, hardware: Hardware) -> float:
+    """Return the seconds of a step's products, those that are computed again included. Products of layers under a
+    recipe take their time by the peak of FP8; attention, routers and the output layer by that of bfloat16."""
+    again = 4 / 3 if config.model.activation_checkpointing else 1.0  # the forward pass runs twice
+    in_fp8 = quantized_share(config, model)
+    rate = (1 - in_fp8) / hardware.tflops + in_fp8 / hardware.fp8_tflops
+    return again * flops * rate / 1e12 / hardware.efficiency
+
+
+def quantized_share(config: TrainConfig, model: ModelConfig) -> float:
+    """Return the part of a step's FLOPs that products under a recipe are."""
+    if not config.precision.has_recipe:
+        return 0.0
+    layers = [name for name in expected_tensors(model, "grouped") if name.startswith("decoder.")]
+    quantized = {name for name in layers if is_linear_weight(name)}
+    of_layers = weight_flops_per_token(model, lambda name: name in quantized)
+    return of_layers / forward_flops_per_token(model, config.data.sequence_length)
+
+
+_OVERLAPPED = ("dp", "dp_shard", "dp_shard_cp", "fsdp", "dp_replicate")
+"""Dimensions whose collectives run while the layers compute."""
+
+
+def _overlaps(kind: str, dimension: str, config: TrainConfig) -> bool:
+    """Whether a collective runs while the layers compute; experts wait for their rows, whatever the ranks are called
+    that share them. Whole gradients are summed while the last backward pass runs, unless it is one compiled graph, or
+    that of a pipeline."""
+    parallel = config.parallel
+    at_once = config.compile and config.compile_mode == "whole"
+    if parallel.data_parallel_shard_size == 1 and (at_once or parallel.pipeline_model_parallel_size > 1):
+        return False
+    return dimension in _OVERLAPPED and kind != "all_to_all"
+
+
+class _Links:
+    """Seconds of collectives over the dimensions of a layout."""
+
+    def __init__(self, config: TrainConfig, model: ModelConfig, layout: Layout, hardware: Hardware) -> None:
+        self.config, self.model, self.dims, self.hardware = config, model, layout.dims, hardware
+
+    def seconds(self, kind: str, dimension: str, moved: Traffic) -> float:
+        """Return how long what a rank sends takes: in a ring over the dimension, by the slowest link of it."""
+        hardware, dims = self.hardware, self.dims
+        fast, slow = hardware.node_gbps * 1e9, hardware.network_gbps * 1e9
+        tp, ep, etp = dims.tensor_model_parallel_size, dims.expert_model_parallel_size, dims.expert_tensor_parallel_size
+        assert etp is not None, "filled in"
+        reach = {"tp": tp, "cp": tp * dims.context_parallel_size, "etp": etp, "ep": etp * ep}.get(dimension, dims.ranks)
+        if reach <= hardware.node_ranks:
+            return moved.sent / fast
+        if kind != "all_to_all" or ep == 1:
+            return moved.sent / slow
+        near = max(1, min(ep, hardware.node_ranks // etp))
+        away = self._away(ep, near)
+        return max(moved.sent * away / slow, moved.sent / fast if away < 1 else 0.0)
+
+    def _away(self, ep: int, near: int) -> float:
+        """Return the part of what a rank sends to experts that leaves its node. ep: the ranks that share them, `near`
+        of which are in each node."""
+        if ep <= near or ep % near:
+            return 1.0
+        nodes = ep // near
+        if self.config.parallel.expert_dispatch != "deepep":
+            return (ep - near) / (ep - 1)
+        over_nodes = _reached(self.model, nodes) * (nodes - 1) / nodes
+        return over_nodes / (_reached(self.model, ep, limited=False) * (ep - 1) / ep)
+
+
+def _reached(model: ModelConfig, parts: int, *, limited: bool = True) -> float:
+    """Return among how many parts of the experts, of as many each, a token's lie on average. limited: the router's
+    choice of groups counts, where parts are groups."""
+    assert model.moe is not None
+    experts, topk = model.moe.num_moe_experts, model.moe.moe_router_topk
+    groups, chosen = model.moe.router.num_groups, model.moe.router.topk_groups
+    if limited and groups and chosen and parts % groups == 0:
+        experts, parts = experts * chosen // groups, parts * chosen // groups
+    return parts * (1 - math.comb(experts - experts // parts, topk) / math.comb(experts, topk))
