@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks import outcomes_on_ranks
+from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
@@ -48,11 +49,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[d
     def run(launch: str) -> list[dict[str, Any]]:
         ranks, cases, backend = LAUNCHES[launch]
         results = tmp_path_factory.mktemp(launch) / "results"
-        arguments = (",".join(cases), backend)
-        timeout = 100 + 100 * ranks * len(cases)
-        module = "tests.te_models.compile_ranks_cases"
+        words = ["-m", "tests.te_models.compile_ranks_cases", str(results), ",".join(cases), backend]
         fresh = launch.endswith("full")  # ranks whose sets have other orders
-        return outcomes_on_ranks(module, results, *arguments, ranks=ranks, timeout=timeout, fresh=fresh)
+        run_on_ranks(words, ranks=ranks, timeout=100 + 100 * ranks * len(cases), fresh=fresh)
+        return [json.loads(results.with_suffix(f".{rank}").read_text()) for rank in range(ranks)]
 
     return run
 
