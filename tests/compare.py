@@ -10,6 +10,7 @@ from torch import Tensor
 
 import te_models.checkpoints.mapping.stream as move
 from te_models.checkpoints.io.boxes import count
+from te_models.layers import QuantizedTensor
 
 
 def refused(call: Callable[[], object], *words: str, error: type[BaseException] = ValueError) -> None:
@@ -62,3 +63,19 @@ class Reads:
 
     def __exit__(self, *_: object) -> None:
         move.read_piece, move._read_in_place = self._read, self._in_place
+
+
+def in_dtype(x: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
+    """The same fields with another logical dtype, as a converted module has them."""
+    return x.map_fields(lambda field: field, dtype)
+
+
+def raw(field: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor."""
+    return field.detach().contiguous().flatten().view(torch.uint8)
+
+
+def same_bits(a: QuantizedTensor, b: QuantizedTensor | dict[str, torch.Tensor]) -> bool:
+    """Whether two quantized tensors, or a tensor and fields, have the same fields."""
+    other = b.fields if isinstance(b, QuantizedTensor) else b
+    return a.fields.keys() == other.keys() and all(torch.equal(raw(f), raw(other[n])) for n, f in a.fields.items())

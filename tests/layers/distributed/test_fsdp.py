@@ -36,8 +36,8 @@ from te_models.layers import (
 )
 from te_models.layers.quantizer.schema import alignment
 from te_models.layers.tensor.fsdp import shards_of_blocks
-from tests.compare import refused
-from tests.layers.bits import same_bits, weight_quantizers
+from tests.build import weight_quantizers
+from tests.compare import refused, same_bits
 from tests.ranks import on_ranks, own_part
 
 U = 2.0**-24  # unit roundoff of float32

@@ -26,9 +26,9 @@ from te_models.layers import (
 )
 from te_models.layers.collectives import all_gather, reduce_scatter
 from te_models.layers.distributed.tensor_parallel import part_of
+from tests.build import tiny, tiny_moe
 from tests.compare import refused
 from tests.ranks import on_ranks
-from tests.te_models.configs import tiny, tiny_moe
 
 RANKS, ROWS, HIDDEN, FFN, EXPERTS = 2, 64, 128, 256, 3
 

@@ -27,8 +27,8 @@ from te_models.layers import (
     quantized_model_init,
     recipe,
 )
-from tests.compare import refused
-from tests.layers.bits import raw, same_bits, weight_quantizers
+from tests.build import weight_quantizers
+from tests.compare import raw, refused, same_bits
 from tests.ranks import everyones, on_ranks
 
 RANKS = 2

@@ -29,8 +29,8 @@ from te_models.layers import Linear, TransformerLayer
 from te_models.training import PrecisionConfig, train
 from te_models.training.config import ParallelConfig
 from te_models.training.step import make_loss_function, make_pipeline
+from tests.build import one_layer, tiny, tiny_moe, token_ids
 from tests.ranks import on_ranks
-from tests.te_models.configs import one_layer, tiny, tiny_moe, token_ids
 from tests.training.runs import curve, tiny_run
 
 HIDDEN, FFN = 64, 128

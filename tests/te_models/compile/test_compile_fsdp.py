@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 
 from te_models import GPTModel, MLPConfig, compile_model
 from te_models.layers import FusedAdamW, QuantizedTensor, autocast, quantized_model_init, recipe
-from tests.layers.bits import raw
+from tests.build import tiny, tiny_moe, token_ids
+from tests.compare import raw
 from tests.layers.matrix_recipes import compute_the_loss_as_compiled
 from tests.ranks import on_ranks
-from tests.te_models.configs import tiny, tiny_moe, token_ids
 
 WIDE = {"hidden_size": 64, "mlp": MLPConfig(ffn_hidden_size=64)}
 """Every weight's rows are a multiple of 64: two shards of whole 32-blocks."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from te_models import GPTModel
+from te_models import GPTModel, ModelConfig
 from te_models.layers import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -27,9 +27,29 @@ from te_models.lora import add_lora, lora_state_dict, merge_lora
 from te_models.training import OptimizerConfig
 from te_models.training.optimizer.adamw import Optimizer
 from te_models.training.optimizer.groups import uses_muon
+from tests.build import VARIANTS, token_ids
 from tests.ranks import on_ranks
-from tests.te_models.configs import token_ids
-from tests.te_models.mixers.models import MODELS, close, model_of
+from tests.te_models.mixers.test_recurrent_mixers import MIXERS, close, hybrid
+from tests.te_models.model.mixers.test_index_pools import MODELS as POOLS
+
+MODELS: dict[str, ModelConfig] = {
+    **{name: hybrid(name) for name in MIXERS},
+    "sparse": VARIANTS["sparse"].replace(num_layers=3, layer_types=None),
+    "sparse_latent": VARIANTS["sparse_latent"].replace(num_layers=3, layer_types=None),
+    "pools": POOLS["hybrid"],
+}
+
+
+def model_of(name: str) -> GPTModel:
+    """Equal in every process, with weights with which states and choices matter."""
+    torch.manual_seed(0)
+    model = GPTModel(MODELS[name]).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=0.15)
+    return model
+
 
 every_model = pytest.mark.parametrize("name", MODELS)
 

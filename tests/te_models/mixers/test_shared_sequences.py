@@ -18,9 +18,9 @@ from te_models.kernels.short_convolution import short_convolution
 from te_models.kernels.state_space import selective_scan, state_space_scan
 from te_models.layers.distributed.context_parallel import context_shard, own_positions
 from te_models.model.mixers import shared_sequence
+from tests.build import token_ids
 from tests.ranks import on_ranks
-from tests.te_models.configs import token_ids
-from tests.te_models.mixers.models import MIXERS, model_of
+from tests.te_models.mixers.test_features import MIXERS, model_of
 
 LENGTH = 48
 

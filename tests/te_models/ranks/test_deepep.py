@@ -22,9 +22,9 @@ from te_models.layers.distributed import deepep
 from te_models.layers.tensor.fsdp import local_part
 from te_models.parallel import ParallelDims, parallelize
 from te_models.parallel.sharding import shards_experts_apart
+from tests.build import VARIANTS, one_layer, tiny_moe, token_ids
 from tests.compare import refused
 from tests.ranks import on_ranks
-from tests.te_models.configs import VARIANTS, one_layer, tiny_moe, token_ids
 from tests.te_models.ranks import deep_ep_stand_in as stand_in
 
 BATCH, LENGTH = 2, 16  # of each rank

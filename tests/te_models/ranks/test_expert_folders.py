@@ -21,10 +21,9 @@ from te_models.checkpoints.mapping.quantized_format import stored_fields
 from te_models.checkpoints.mapping.rank_shards import Place, parts
 from te_models.layers import GroupedTensor, QuantizedTensor, recipe
 from te_models.training.ranks.data_parallel import Ranks, average_gradients
-from tests.compare import Reads, the_same
-from tests.layers.bits import raw
+from tests.build import tiny_moe, token_ids
+from tests.compare import Reads, raw, the_same
 from tests.ranks import on_ranks, own_part
-from tests.te_models.configs import tiny_moe, token_ids
 from tests.te_models.hf_models import hf_model
 
 BATCH, LENGTH = 2, 16  # of each rank

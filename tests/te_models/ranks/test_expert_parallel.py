@@ -19,9 +19,9 @@ from te_models.layers import autocast, recipe
 from te_models.layers.collectives import all_to_all
 from te_models.model.parallel import check_distribution
 from te_models.training.ranks.data_parallel import Ranks, average_gradients
+from tests.build import VARIANTS, one_layer, tiny, tiny_moe, token_ids
 from tests.compare import ROUNDED, the_same
 from tests.ranks import on_ranks, own_part
-from tests.te_models.configs import VARIANTS, one_layer, tiny, tiny_moe, token_ids
 
 BATCH, LENGTH = 2, 16  # of each rank
 MODELS = {

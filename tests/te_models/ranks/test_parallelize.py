@@ -27,10 +27,9 @@ from te_models.training.optimizer.adamw import Optimizer, norm_over
 from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.ranks.experts import expert_ranks
 from te_models.training.ranks.reduction import reduce_gradients
-from tests.compare import Reads, refused
-from tests.layers.bits import raw
+from tests.build import VARIANTS, tiny, token_ids
+from tests.compare import Reads, raw, refused
 from tests.ranks import on_ranks
-from tests.te_models.configs import VARIANTS, tiny, token_ids
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "hsdp": {"data_parallel_shard_size": 2},

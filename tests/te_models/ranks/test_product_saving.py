@@ -15,8 +15,8 @@ from te_models.layers import recipe
 from te_models.model.parallel import groups_of
 from te_models.parallel import ParallelDims, parallelize
 from te_models.parallel.sharding import shards_experts_apart
+from tests.build import tiny, tiny_moe
 from tests.ranks import on_ranks
-from tests.te_models.configs import tiny, tiny_moe
 from tests.te_models.ranks.test_sharded_saving import CONFIGS
 from tests.te_models.ranks.test_split_model import LARGE, SLACK, grown
 

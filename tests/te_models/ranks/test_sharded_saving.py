@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from te_models import GPTModel, MLPConfig
 from te_models.checkpoints import CheckpointError
 from te_models.layers import FusedAdamW, QuantizedTensor, quantized_model_init, recipe
-from tests.layers.bits import same_bits
+from tests.build import tiny, tiny_moe, token_ids
+from tests.compare import same_bits
 from tests.ranks import on_ranks
-from tests.te_models.configs import tiny, tiny_moe, token_ids
 
 WIDE = {"hidden_size": 64, "mlp": MLPConfig(ffn_hidden_size=64)}
 """Every weight's rows are a multiple of 64: two shards of whole 32-blocks. Those of the 61 tokens are not equal."""

@@ -15,9 +15,9 @@ from te_models.checkpoints.mapping.rank_shards import Place, parts
 from te_models.config import EmbeddingConfig
 from te_models.layers.distributed.context_parallel import ContextShard, own_positions
 from te_models.layers.distributed.vocab_parallel import vocab_range
+from tests.build import FURTHER, VARIANTS, tiny, token_ids
 from tests.compare import close
 from tests.ranks import on_ranks
-from tests.te_models.configs import FURTHER, VARIANTS, tiny, token_ids
 
 REFUSED = {("sp", "alternating_updates"), ("sp", "sparse_gates"), ("sp", "compressed"), ("cp", "compressed")}
 MODELS = [(kind, name) for kind in ("sp", "cp") for name in VARIANTS | FURTHER if (kind, name) not in REFUSED]

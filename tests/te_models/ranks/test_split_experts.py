@@ -18,9 +18,9 @@ from te_models.layers.tensor.fsdp import local_part
 from te_models.model.parallel import check_split_experts
 from te_models.parallel import ParallelDims, ParallelMesh
 from te_models.parallel.parts import ModelParts
+from tests.build import VARIANTS, one_layer, tiny, tiny_moe, token_ids
 from tests.compare import Reads, the_same
 from tests.ranks import on_ranks
-from tests.te_models.configs import VARIANTS, one_layer, tiny, tiny_moe, token_ids
 
 MODELS = {
     **{name: VARIANTS[name] for name in ("moe_shared", "moe_biases", "moe_on_input", "moe_latent")},

@@ -26,8 +26,7 @@ from tests.checkpoints.family_cases import CASES as FAMILY_CASES
 from tests.checkpoints.family_cases import make
 from tests.checkpoints.hf_cases import transformers
 from tests.checkpoints.memory_child import anonymous
-from tests.compare import Reads, close, refused
-from tests.layers.bits import same_bits
+from tests.compare import Reads, close, refused, same_bits
 from tests.ranks import on_ranks
 from tests.te_models.hf_models import hf_model
 
