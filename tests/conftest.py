@@ -136,6 +136,19 @@ def shared_tokenizer_process(_transformers_process: list[Any], monkeypatch: pyte
     monkeypatch.setattr(tokenizer, "_Process", shared)
 
 
+class _WithoutRanks(pytest.Module):
+    """A file whose tests run on ranks, for a torch without them, which cannot import what the file imports."""
+
+    def collect(self) -> list[Any]:
+        pytest.skip("this torch is built without distributed", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module | None:
+    if torch.distributed.is_available() or "on_ranks" not in module_path.read_text(encoding="utf-8"):
+        return None
+    return _WithoutRanks.from_parent(parent, path=module_path)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_uncovered(items)

@@ -28,6 +28,10 @@ CONTEXT.set_forkserver_preload(
 )
 
 
+LIVE: dict[int, float] = {}
+"""Processor seconds of forks that go on from test to test, as each last said, by their process numbers."""
+
+
 class Python:
     """`python ARGUMENTS` in a fork: "-m", module, ...; "-c", code, ...; or script, ....
 
@@ -76,9 +80,9 @@ def run_python(
 
 def processor_time() -> float:
     """Return the processor time, in seconds, of this process, its children that have ended, and the fork server with
-    its own."""
+    its own and those that go on."""
     times = os.times()
-    total = times.user + times.system + times.children_user + times.children_system
+    total = times.user + times.system + times.children_user + times.children_system + sum(LIVE.values())
     server = getattr(forkserver._forkserver, "_forkserver_pid", None)
     try:
         fields = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()

@@ -12,7 +12,7 @@ from te_models import GPTModel, ModelConfig
 from te_models.cli.main import main
 from te_models.lora import add_lora, merge_lora, save_adapter
 from te_models.lora.rounding import round_stochastically
-from tests.te_models.configs import tiny
+from tests.build import tiny
 
 TOKENS = torch.arange(1, 40)[None] % 32
 

@@ -11,7 +11,7 @@ import torch
 from te_models import GPTModel
 from te_models.cli.main import main
 from te_models.compile import report as compile_report
-from tests.te_models.configs import VARIANTS, one_layer
+from tests.build import VARIANTS, one_layer
 
 SLOW = pytest.mark.slow
 # from inside the compiler

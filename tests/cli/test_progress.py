@@ -10,7 +10,7 @@ import pytest
 
 from te_models.cli.progress import byte_progress, part_progress, progress_text
 from te_models.sizes import format_size
-from tests.cli.terminals import Terminal, without_rich
+from tests.cli.test_terminal import Terminal, without_rich
 
 
 def test_text() -> None:

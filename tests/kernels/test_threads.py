@@ -19,6 +19,9 @@ def test_short_calls_stay_on_one_thread() -> None:
             with on_one_thread():
                 assert threads_for(LEAST_NS - 1) == 1
             assert torch.get_num_threads() == 1
-        assert torch.get_num_threads() == 3
+        assert torch.get_num_threads() == threads_for(LEAST_NS) == 3
+        torch.set_num_threads(2)
+        with on_one_thread():
+            assert torch.get_num_threads() == 1 and threads_for(LEAST_NS) == 2
     finally:
         torch.set_num_threads(before)

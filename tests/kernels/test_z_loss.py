@@ -7,7 +7,7 @@ import torch
 
 from te_models import GPTModel
 from te_models.kernels.cross_entropy import linear_cross_entropy_and_z_loss
-from tests.te_models.configs import tiny, token_ids
+from tests.build import tiny, token_ids
 
 T, H, V = 13, 8, 37
 

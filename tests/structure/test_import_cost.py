@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from te_models import GPTModel
-from tests.te_models.configs import tiny
+from tests.build import tiny
 
 HEAVY = (
     "transformers",

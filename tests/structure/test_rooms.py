@@ -8,7 +8,9 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from statistics import median
 
 from tests.structure.test_imports import imports_of
@@ -249,3 +251,23 @@ def test_exporting_is_not_asked_of_torch() -> None:
     allowed = {"te_models.kernels.torch_versions", "te_models.kernels.compiling"}
     others = {name: file for name, file in modules().items() if name not in allowed}
     assert [name for name, file in others.items() if "is_exporting" in identifiers(file.read_text("utf-8"))] == []
+
+
+MOST_OF_HELPERS = 0.10
+"""Of the lines of tests, those in files that hold no test."""
+MOST_OF_TESTS = 0.75
+"""Lines of tests for each line of the product, Python and C++."""
+
+
+def lines(files: Iterable[Path]) -> int:
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def test_what_a_test_needs_stands_in_it_and_tests_are_shorter_than_the_product() -> None:
+    """A helper of one test stands in its file; what tests compare is in tests/compare.py, tiny models in
+    tests/build.py."""
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    helpers = lines(file for file in tests if not file.name.startswith("test_"))
+    product = lines([*modules().values(), *(ROOT / "kernels/cpp").iterdir()])
+    assert helpers <= MOST_OF_HELPERS * lines(tests), f"{helpers} of {lines(tests)} lines"
+    assert lines(tests) <= MOST_OF_TESTS * product, f"{lines(tests)} for {product} lines"

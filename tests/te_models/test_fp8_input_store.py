@@ -11,7 +11,7 @@ from torch import Tensor
 from te_models import GPTModel, ModelConfig
 from te_models.kernels.activation import Activation
 from te_models.training import train
-from tests.te_models.configs import tiny, tiny_moe
+from tests.build import tiny, tiny_moe
 from tests.training.runs import curve, tiny_run
 
 

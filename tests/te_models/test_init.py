@@ -19,7 +19,7 @@ from te_models.plan import Hardware, Plan
 from te_models.training import TrainConfig, load_config
 from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.run_data import open_data, training_windows, validation_batches, validation_windows
-from tests.te_models.configs import tiny
+from tests.build import tiny
 
 MIB = 2**20
 LAPTOP = Machine("cpu", "CPU", 512 * MIB, None, compiles=True)

@@ -13,9 +13,9 @@ from te_models.checkpoints import FAMILIES, export_hf, import_hf
 from te_models.config import EmbeddingConfig
 from te_models.kernels.embedding import embedding
 from te_models.layers.distributed.vocab_parallel import VocabShard, vocab_parallel_embedding
+from tests.build import tiny, token_ids
 from tests.checkpoints.family_cases import CASES, make
 from tests.checkpoints.hf_cases import transformers
-from tests.te_models.configs import tiny, token_ids
 
 FIRST_CASES = {family: case for case, (family, _) in reversed(CASES.items())}
 WITHOUT = {

@@ -30,7 +30,7 @@ from te_models.layers import (
     quantized_model_init,
     recipe,
 )
-from tests.layers.bits import raw, same_bits
+from tests.compare import raw, same_bits
 
 HYBRID = HybridQuantizer(rowwise_quantizer=MXFP8Quantizer(), columnwise_quantizer=Float8BlockQuantizer())
 FLAT = HybridQuantizer(

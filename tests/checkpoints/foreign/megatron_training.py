@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.checkpoints.foreign.megatron_ranks import without_a_gpu
+from tests.checkpoints.foreign.test_megatron import without_a_gpu
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 128}
 BEFORE, LR = 2, 1e-3

@@ -27,8 +27,8 @@ from te_models.checkpoints import (
 )
 from te_models.cli.main import main
 from te_models.layers import GroupedLinear, RMSNorm, RotaryPositionEmbedding, TransformerLayer
+from tests.build import VOCAB
 from tests.checkpoints.foreign.test_round_trips import CONFIGS, saved
-from tests.te_models.configs import VOCAB
 
 IDS = torch.arange(3, 15)
 

@@ -13,7 +13,7 @@ from te_models.checkpoints import CheckpointError, export_checkpoint, import_che
 from te_models.checkpoints.foreign import written
 from te_models.checkpoints.foreign.known import SYSTEMS
 from te_models.cli.main import main
-from tests.te_models.configs import tiny, tiny_moe
+from tests.build import tiny, tiny_moe
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 CONFIGS = {"dense": tiny(), "moe": tiny_moe(moe_ffn_hidden_size=48).replace(mlp=MLPConfig(ffn_hidden_size=48))}

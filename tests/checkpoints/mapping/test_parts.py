@@ -12,7 +12,7 @@ from te_models.checkpoints import Checkpoint, CheckpointError, expected_tensors,
 from te_models.checkpoints.mapping.rank_shards import WHOLE, Place, parts
 from te_models.layers import QuantizedTensor
 from tests.checkpoints.quantized_cases import CASES, make
-from tests.layers.bits import same_bits
+from tests.compare import same_bits
 
 WITH_EXPERTS = [case for case, made in CASES.items() if made.model != "qwen3"]
 CUT_BETWEEN_BLOCKS = ["mxfp8", "modelopt-fp8", "modelopt-nvfp4", "nvfp4-pack-quantized"]

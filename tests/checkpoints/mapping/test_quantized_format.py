@@ -21,8 +21,9 @@ from te_models.checkpoints.mapping.quantized_format import (
     write_metadata,
 )
 from te_models.layers import GroupedRows, GroupedTensor, NVFP4Quantizer, Quantizer
+from tests.build import weight_quantizers
 from tests.checkpoints.folder.test_model_folders import CONFIG, LAYOUTS, random_params
-from tests.layers.bits import same_bits, weight_quantizers
+from tests.compare import same_bits
 
 FORMATS: dict[str, Quantizer] = weight_quantizers() | {"nvfp4_rht": NVFP4Quantizer(with_rht=True)}
 

@@ -12,8 +12,8 @@ import torch
 import te_models.layers as te
 from te_models import GPTModel, generate
 from te_models.checkpoints import dequantize, diff, export_hf, import_hf, quantize, relayout, reshard, upcycle, verify
+from tests.build import tiny, tiny_moe, token_ids
 from tests.default_device import defaulting
-from tests.te_models.configs import tiny, tiny_moe, token_ids
 
 NAMES = ("delayed", "current", "block", "mxfp8", "nvfp4")
 

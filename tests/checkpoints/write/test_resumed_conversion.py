@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,14 +16,78 @@ from typing import Any
 
 import pytest
 
-from te_models.checkpoints import CheckpointError, import_hf, quantize, upcycle
+from te_models.checkpoints import CheckpointError, check_manifest, import_hf, quantize, upcycle
 from te_models.checkpoints.write.writer import HashedFile
 from te_models.cli.main import main
 from tests.checkpoints.hf_cases import HFFolder
 from tests.checkpoints.quantized_cases import CASES, make
 from tests.fork_server import Python, run_python
 
-CHILD = Path(__file__).parents[1].joinpath("resume_child.py")
+SHARD_BYTES = 20_000
+CONVERSIONS: dict[str, Callable[[Path, Path], Any]] = {
+    "import": lambda source, out: import_hf(source, out, max_shard_bytes=SHARD_BYTES),
+    "quantize": lambda source, out: quantize(source, out, "block", max_shard_bytes=SHARD_BYTES),
+}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Return every file of a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def start(convert: Callable[[Path, Path], Any], source: Path, out: Path) -> int:
+    """Fork; convert in the child; return its process id."""
+    pid = os.fork()
+    if pid == 0:
+        convert(source, out)
+        os._exit(0)
+    return pid
+
+
+def kill_again_and_again(source: Path, work: Path, count: int, seed: int) -> None:
+    """Print a list of reports, one for each of `count` kills."""
+    rng = random.Random(seed)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("te_models.checkpoints.write.resume").addHandler(handler)
+    reports = []
+    for number in range(count):
+        name = sorted(CONVERSIONS)[number % len(CONVERSIONS)]
+        convert = CONVERSIONS[name]
+        reference = work / f"reference-{name}"
+        if not reference.exists():
+            convert(source, reference)
+        begun = time.perf_counter()
+        os.waitpid(start(convert, source, work / "whole"), 0)
+        seconds = time.perf_counter() - begun
+        shutil.rmtree(work / "whole")
+        out = work / "out"
+        pid = start(convert, source, out)
+        if number % 4 < 2:
+            time.sleep(rng.uniform(0, seconds))
+        else:
+            finished, latest = work / f".{out.name}.partial" / "finished", time.monotonic() + 30
+            while not (out.exists() or list(finished.glob("*.json"))) and time.monotonic() < latest:
+                time.sleep(0.0005)
+            time.sleep(rng.uniform(0, seconds / 4))
+        os.kill(pid, signal.SIGKILL)
+        killed = os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        report: dict[str, Any] = {"conversion": name, "killed": killed, "appeared": out.exists()}
+        if out.exists():
+            check_manifest(out)
+            report["complete"] = content(out) == content(reference)
+            shutil.rmtree(out)
+        messages.clear()
+        convert(source, out)
+        report["continued"] = " ".join(messages)
+        report["equal"] = content(out) == content(reference)
+        shutil.rmtree(out)
+        report["left"] = sorted(p.name for p in work.iterdir() if not p.name.startswith("reference-"))
+        reports.append(report)
+    print(json.dumps(reports))
+
+
 SHARD_BYTES = 20_000
 
 
@@ -29,7 +96,14 @@ SHARD_BYTES = 20_000
 def test_sigkill_at_random_moments(hf_folder: HFFolder, tmp_path: Path, count: int) -> None:
     source = hf_folder("mixtral")
     (tmp_path / "work").mkdir()
-    command = [str(CHILD), str(source), str(tmp_path / "work"), str(count), "20261121"]
+    command = [
+        "-m",
+        "tests.checkpoints.write.test_resumed_conversion",
+        str(source),
+        str(tmp_path / "work"),
+        str(count),
+        "20261121",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = run_python(command, env=environment)
     assert result.returncode == 0, result.stderr
@@ -76,10 +150,6 @@ def interrupted(convert: Convert, source: Path, out: Path, files: int) -> Path:
 
 def do_import(source: Path, out: Path, **options: Any) -> None:
     import_hf(source, out, max_shard_bytes=SHARD_BYTES, **options)
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture
@@ -316,3 +386,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_files_at_once(
     monkeypatch.undo()
     quantize(source, tmp_path / "fp8-reference", "mxfp8", max_shard_bytes=SHARD_BYTES)
     assert content(tmp_path / "fp8") == content(tmp_path / "fp8-reference")
+
+
+if __name__ == "__main__":
+    kill_again_and_again(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

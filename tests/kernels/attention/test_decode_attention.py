@@ -12,8 +12,8 @@ from torch import Tensor
 from te_models import GPTModel, generate
 from te_models.kernels.decode_attention import attend_one, op, serves
 from te_models.layers.attention import core
+from tests.build import tiny
 from tests.kernels.gemm.test_few_rows import BF16, F32, INSTRUCTIONS
-from tests.te_models.configs import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the kernel is for x86 CPUs with AVX2")
 SHAPES = (  # batch, heads, groups, keys, channels of keys and of values

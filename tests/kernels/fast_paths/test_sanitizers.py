@@ -18,7 +18,7 @@ import warnings
 import torch
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
-from tests.kernels.fast_paths.fuzz import fuzz
+from tests.kernels.fast_paths.test_fuzz import fuzz
 report = fuzz({CALLS}, 2)
 assert not report.failures, report.failures[:5]
 """

@@ -17,8 +17,8 @@ from te_models.kernels.grouped_gemm import grouped_gemm
 from te_models.kernels.grouped_gemm.reference import multiply
 from te_models.kernels.quantize.cpu_graph import library as shared
 from te_models.layers import GroupedLinear, Linear
+from tests.build import tiny
 from tests.kernels.gemm.test_few_rows import BF16, F32, INSTRUCTIONS, assert_within_bound, rows
-from tests.te_models.configs import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the kernel is for x86 CPUs with AVX2")
 SHAPES = ((256, 512), (515, 336), (301, 1123), (70000, 3))  # of weights; columns that end within four vectors, and one

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .cases import RULES, Rule, Tensors, cast
-from .test_rules import close
+from .test_rules import RULES, Rule, Tensors, cast, close
 
 
 def _gradients(rule: Rule, run, tensors: Tensors, **options: torch.Tensor) -> list[torch.Tensor]:

@@ -21,8 +21,7 @@ from te_models.kernels.short_convolution import library as convolution_library
 from te_models.kernels.state_space import chunked as spaces
 from te_models.kernels.state_space import library as space_library
 
-from .cases import RULES, cast
-from .test_rules import close
+from .test_rules import RULES, cast, close
 
 
 def _delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from te_models.layers import Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer, recipe
 from te_models.layers.distributed.quantized_rows import pack_rows, row_formats, unpack_rows
 from te_models.layers.quantizer import Quantizer
-from tests.layers.bits import raw
+from tests.compare import raw
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 QUANTIZERS = {

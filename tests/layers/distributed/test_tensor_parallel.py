@@ -3,28 +3,105 @@ test_compile_tensor_parallel."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from te_models.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, quantized_model_init, recipe
-from tests.covering import selected
-from tests.ranks import outcomes_on_ranks
+from te_models import GPTModel
+from te_models.layers import (
+    GroupedLinear,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    TransformerLayer,
+    autocast,
+    ops,
+    parallel_cross_entropy,
+    quantized_model_init,
+    recipe,
+)
+from te_models.layers.collectives import all_gather, reduce_scatter
+from te_models.layers.distributed.tensor_parallel import part_of
+from tests.build import tiny, tiny_moe
+from tests.compare import refused
+from tests.ranks import on_ranks
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
-
-if torch.distributed.is_available():
-    from tests.layers.tensor_parallel_ranks import CASES
-else:
-    CASES = {"none": None}
+RANKS, ROWS, HIDDEN, FFN, EXPERTS = 2, 64, 128, 256, 3
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    """What every case came to, on either rank."""
-    results = tmp_path_factory.mktemp("tensor_parallel") / "results"
-    return outcomes_on_ranks("tests.layers.tensor_parallel_ranks", results, only=selected(request, "case"), timeout=400)
+class Attentionish(nn.Module):
+    """A column layer and a row layer with elementwise work between them, as in attention."""
+
+    def __init__(self, normed: bool, **split: object) -> None:
+        super().__init__()
+        column = split and {"parallel_mode": "column"}
+        kind = LayerNormLinear if normed else Linear
+        self.first = kind(HIDDEN, FFN, **split, **column)
+        self.second = Linear(FFN, HIDDEN, **split, **(split and {"parallel_mode": "row"}))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
 
 
+class OneSequence(nn.Module):
+    """A transformer layer on rows that are one sequence."""
+
+    def __init__(self, **split: object) -> None:
+        super().__init__()
+        self.layer = TransformerLayer(
+            HIDDEN,
+            FFN,
+            4,
+            2,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            fuse_qkv_params=True,
+            **split,
+            **(split and {"set_parallel_mode": True}),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[:, None])[:, 0]
+
+
+KINDS: dict[str, Callable[..., nn.Module]] = {
+    "pair": lambda **split: Attentionish(False, **split),
+    "normed_pair": lambda **split: Attentionish(True, **split),
+    "mlp": lambda **split: LayerNormMLP(HIDDEN, FFN, **split, **(split and {"set_parallel_mode": True})),
+    "gated_mlp": lambda **split: LayerNormMLP(
+        HIDDEN, FFN, normalization="RMSNorm", activation="swiglu", **split, **(split and {"set_parallel_mode": True})
+    ),
+    "transformer_layer": OneSequence,
+}
+
+
+def build(kind: str, **split: object) -> nn.Module:
+    """The layers, with values that a wrong sum or order would show in."""
+    torch.manual_seed(1)
+    module = KINDS[kind](**split)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 1:  # norms and biases start as constants
+                dim, ranks = getattr(parameter, "partition_dim", None), dist.get_world_size()
+                whole = parameter.numel() * (1 if dim is None else ranks)
+                values = torch.rand(whole, generator=generator) + ("norm" in name)
+                stride = getattr(parameter, "partition_stride", 1)
+                parameter.copy_(values if dim is None else part_of(values, dim, dist.get_rank(), ranks, stride))
+    return module
+
+
+def close(a: Tensor, b: Tensor, bound: float) -> None:
+    """Largest difference against the largest entry."""
+    error = (a - b).abs().max() / b.abs().max()
+    assert error <= bound, f"relative error {error:.2e}, allowed {bound:.2e}"
+
+
+@on_ranks(2)
 @pytest.mark.sentinels(
     "pair-plain-None",
     "pair-sequence-mxfp8",
@@ -34,17 +111,152 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     "gated_mlp-plain-mxfp8",
     "transformer_layer-plain-None",
     "transformer_layer-sequence-delayed",
-    "grouped_members_are_split-per_gemm_bias",
-    "grouped_members_are_split-grouped",
-    "a_row_of_a_pipeline_has_no_bias",
-    "quantized_weights_are_marked",
-    "a_group_of_other_ranks_is_refused",
-    "a_vocabulary_is_split-smoothed",
-    "torch_has_nothing_to_warn_of",
 )
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks(case: str, outcomes: list[dict[str, str]]) -> None:
-    assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]
+@pytest.mark.parametrize("name", [None, "current", "mxfp8", "delayed"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_split_layers_are_the_whole_ones(kind: str, sequence_parallel: bool, name: str | None) -> None:
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1])
+    whole, split = build(kind), build(kind, tp_group=group, tp_size=RANKS, sequence_parallel=sequence_parallel)
+    torch.manual_seed(3)
+    x, dy = torch.randn(ROWS, HIDDEN), torch.randn(ROWS, HIDDEN)
+    mine = (lambda t: t.chunk(RANKS)[rank]) if sequence_parallel else (lambda t: t)
+    inputs = x.clone().requires_grad_(), mine(x).clone().requires_grad_()
+    # scaling by blocks of 32 is that of the parts; one scale per tensor is not, and differs by a step of E4M3 or E5M2
+    bound = {None: 2e-6, "mxfp8": 2e-2}.get(name, 0.3)
+    options = {"enabled": name is not None} | ({} if name is None else {"recipe": recipe(name)})
+    if name == "delayed":
+        options["amax_reduction_group"] = group
+    for _ in range(2):
+        for parameter in (*whole.parameters(), *split.parameters(), *inputs):
+            parameter.grad = None
+        with autocast(**options):
+            y = whole(inputs[0])
+        with autocast(**options):
+            z = split(inputs[1])
+        y.backward(dy)
+        z.backward(mine(dy))
+    close(z, mine(y), bound)
+    close(inputs[1].grad, mine(inputs[0].grad), bound)
+    for (key, full), part in zip(whole.named_parameters(), split.parameters(), strict=True):
+        expected = full.grad
+        if hasattr(part, "partition_dim"):
+            expected = part_of(expected, part.partition_dim, rank, RANKS, part.partition_stride)
+            if name is None:
+                values = part_of(full.detach(), part.partition_dim, rank, RANKS, part.partition_stride)
+                assert torch.equal(part, values), f"{key} does not start as the whole one's part"
+        try:
+            close(part.grad, expected, bound)
+        except AssertionError as error:
+            raise AssertionError(f"gradient of {key}: {error}") from None
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("grouped", "grouped_bias"), [(True, True), (False, False), (True, False)])
+def test_grouped_members_are_split(grouped: bool, grouped_bias: bool) -> None:
+    rank, group = dist.get_rank(), dist.new_group([0, 1])
+    layout = {"single_grouped_weight": grouped, "single_grouped_bias": grouped_bias}
+    torch.manual_seed(1)
+    whole = [GroupedLinear(EXPERTS, HIDDEN, FFN, True, **layout), GroupedLinear(EXPERTS, FFN, HIDDEN, True, **layout)]
+    torch.manual_seed(1)
+    column = GroupedLinear(EXPERTS, HIDDEN, FFN, True, tp_group=group, parallel_mode="column", **layout)
+    row = GroupedLinear(EXPERTS, FFN, HIDDEN, True, tp_group=group, parallel_mode="row", **layout)
+    weight_dims = {True: (1, 2), False: (0, 1)}[grouped]
+    bias_dims = {True: (1, None), False: (0, None)}[grouped_bias]
+    for layer, part, *dims in zip(whole, (column, row), weight_dims, bias_dims, strict=True):
+        for (name, full), mine in zip(layer.named_parameters(), part.parameters(), strict=True):
+            dim = dims[name.startswith("bias")]
+            assert getattr(mine, "partition_dim", None) == dim
+            if name.startswith("bias"):
+                full.data.normal_()
+                mine.data.copy_(full if dim is None else part_of(full, dim, rank, RANKS))
+            assert torch.equal(mine, full if dim is None else part_of(full, dim, rank, RANKS))
+    x, splits = torch.randn(ROWS, HIDDEN), torch.tensor([30, 0, 30])  # four rows of no group, which get no bias
+    y = row(column(x, splits), splits)
+    dist.all_reduce(y)
+    y = row.with_bias(y, splits)
+    expected = whole[1](whole[0](x, splits), splits)
+    close(y, expected, 2e-6)
+    assert not y[60:].any()
+    y.backward(torch.ones_like(y))
+    expected.backward(torch.ones_like(expected))
+    for kept, full in zip(row.members()[1], whole[1].members()[1], strict=True):
+        assert torch.equal(kept.grad, full.grad)  # whole numbers of rows
+
+
+@on_ranks(2)
+def test_a_row_of_a_pipeline_has_no_bias() -> None:
+    """A fusible operation ends where the sum over ranks begins."""
+    layer = ops.GroupedLinear(EXPERTS, FFN, HIDDEN, True, tp_size=RANKS, parallel_mode="row")
+    with pytest.raises(ValueError, match=r"a row-parallel ops\.GroupedLinear has no bias"):
+        ops.Sequential(layer)(torch.randn(ROWS, FFN // RANKS), torch.tensor([30, 0, 34]))
+
+
+@on_ranks(2)
+def test_quantized_weights_are_marked() -> None:
+    with quantized_model_init(recipe=recipe("mxfp8")):
+        layer = Linear(HIDDEN, FFN, tp_size=RANKS, parallel_mode="column")
+    assert layer.weight.shape == (FFN // RANKS, HIDDEN) and layer.weight.partition_dim == 0
+    assert layer.tp_group is dist.group.WORLD
+
+
+@on_ranks(2)
+def test_a_group_of_other_ranks_is_refused() -> None:
+    group = dist.new_group([0])
+    builders = {
+        "tp_group": (
+            lambda: Linear(HIDDEN, FFN, tp_group=group, parallel_mode="column"),
+            lambda: GPTModel(tiny(), tp_group=group),
+        ),
+        "ep_group": (lambda: GPTModel(tiny_moe(), ep_group=group),),
+    }
+    for name, build_one in ((name, one) for name, several in builders.items() for one in several):
+        if dist.get_rank() == 0:
+            build_one()
+        else:
+            refused(build_one, f"{name} does not contain this rank, 1; allowed: a group that does")
+
+
+@on_ranks(2)
+@pytest.mark.sentinels("smoothed")
+@pytest.mark.parametrize(
+    ("smoothing", "dtype", "compiled"),
+    [(0.0, torch.bfloat16, False), (0.1, torch.float32, False), (0.1, torch.float32, True)],
+    ids=["bfloat16", "smoothed", "compiled"],
+)
+def test_a_vocabulary_is_split(smoothing: float, dtype: torch.dtype, compiled: bool) -> None:
+    """Both ranks have the loss of the whole vocabulary, each the gradient of its own words, of which there are 37."""
+    rank, group = dist.get_rank(), dist.new_group([0, 1])
+    torch.manual_seed(3)
+    words, weights = 2 * 37, torch.rand(6, 3)
+    logits, target = (8 * torch.randn(6, 3, words)).to(dtype), torch.randint(words, (6, 3))
+    target[0, 1] = target[4] = -1
+    whole, mine = logits.clone().requires_grad_(), logits.chunk(RANKS, -1)[rank].clone().requires_grad_()
+    expected = parallel_cross_entropy(whole, target, smoothing, ignore_idx=-1)
+    (expected * weights).sum().backward()
+
+    def run(mine: Tensor, target: Tensor, reduce: bool) -> Tensor:
+        return parallel_cross_entropy(mine, target, smoothing, reduce, group, -1)
+
+    split = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+    loss = split(mine, target, False)
+    (loss * weights).sum().backward()
+    close(loss, expected, 4e-6)
+    close(mine.grad, whole.grad.chunk(RANKS, -1)[rank], {torch.float32: 4e-6, torch.bfloat16: 2.0**-7}[dtype])
+    mean = split(mine, target, True)
+    close(mean, parallel_cross_entropy(whole, target, smoothing, True, None, -1), 4e-6)
+    gathered = all_gather(loss.detach(), group).chunk(RANKS)
+    assert torch.equal(*gathered)
+
+
+@on_ranks(2)
+def test_torch_has_nothing_to_warn_of() -> None:
+    x = torch.arange(4.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(all_gather(x, dist.group.WORLD), torch.cat((x, x)))
+        assert torch.equal(reduce_scatter(x, dist.group.WORLD), 2 * x.chunk(2)[dist.get_rank()])
 
 
 def test_what_cannot_be_split_is_refused() -> None:

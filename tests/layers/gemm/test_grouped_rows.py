@@ -27,7 +27,7 @@ from te_models.layers import (
     Quantizer,
 )
 from te_models.layers.quantizer.group_offsets import GroupOffsets
-from tests.layers.bits import raw, same_bits
+from tests.compare import raw, same_bits
 
 FORMATS: dict[str, Quantizer] = {
     "float8": Float8CurrentScalingQuantizer(),

@@ -25,7 +25,7 @@ from te_models.layers import GroupedLinear, Linear, autocast, recipe
 from te_models.training.config import OptimizerConfig, PrecisionConfig
 from te_models.training.optimizer.adamw import Optimizer
 from te_models.training.step import make_loss_function
-from tests.te_models.configs import tiny, tiny_moe
+from tests.build import tiny, tiny_moe
 
 FOLDERS = {
     name: f"{Path(package.__file__ or '').parent}/"

@@ -29,7 +29,8 @@ from te_models.layers import (
 )
 from te_models.layers.quantizer import Quantizer
 from te_models.layers.quantizer.delayed import Float8Quantizer
-from tests.layers.bits import same_bits, weight_quantizers
+from tests.build import weight_quantizers
+from tests.compare import same_bits
 from tests.layers.quantizer.examples import DELAYED, EXAMPLES
 from tests.layers.quantizer.test_values import WithGroup
 

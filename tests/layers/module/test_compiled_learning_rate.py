@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from te_models.layers import FusedAdamW
-from tests.layers.bits import weight_quantizers
+from tests.build import weight_quantizers
 from tests.layers.optimizers.test_fused_adamw import NOT_COMPILED
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

@@ -24,7 +24,7 @@ from te_models.layers import (
     recipe,
 )
 from tests.layers import emulation as em
-from tests.layers.emulation_gemm import UNIT, assert_within
+from tests.layers.gemm.test_gemm_numerics import UNIT, assert_within
 
 RECIPES = ["current", "block", "mxfp8"]
 ALL = [

@@ -34,7 +34,7 @@ from te_models.layers import (
 )
 from te_models.layers.recipe.per_module import matches
 from te_models.model import GPTModel
-from tests.te_models.configs import VOCAB, tiny
+from tests.build import VOCAB, tiny
 
 MIXED = PerModuleRecipe(
     default=MXFP8BlockScaling(),

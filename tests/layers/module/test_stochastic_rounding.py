@@ -33,8 +33,8 @@ from te_models.layers import (
     recipe_state,
     set_rounding_seed,
 )
+from tests.compare import raw, same_bits
 from tests.layers import emulation_nvfp4 as em
-from tests.layers.bits import raw, same_bits
 
 DRAWS = 1024
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from te_models.kernels.torch_versions import SPLITS_LOOPS
 from te_models.layers import FusedAdamW, GroupedLinear, Linear, QuantizedTensor, autocast, quantized_model_init, recipe
-from tests.layers.bits import raw, same_bits, weight_quantizers
+from tests.build import weight_quantizers
+from tests.compare import raw, same_bits
 
 OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
 NOT_COMPILED = pytest.mark.xfail(

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 from te_models.layers.quantizer import Fields, Quantizer
-from tests.layers.bits import raw
+from tests.compare import raw
 from tests.layers.quantizer.examples import DELAYED, EXAMPLES, STOCHASTIC
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

@@ -19,8 +19,8 @@ from te_models.layers.quantizer import (
     Quantizer,
 )
 from te_models.layers.quantizer.group_offsets import GroupOffsets
+from tests.compare import raw
 from tests.layers import emulation as em
-from tests.layers.bits import raw
 from tests.layers.emulation_nvfp4 import E2M1
 from tests.layers.quantizer.examples import EXAMPLES
 

@@ -36,7 +36,7 @@ from te_models.layers import (
     recompute_contexts,
 )
 from te_models.layers.recipe import recipe_use
-from tests.layers.delayed_ranks import Experts
+from tests.layers.recipe.test_delayed_ranks import Experts
 
 MAX = {"input": 448.0, "weight": 448.0, "grad_output": 57344.0}
 

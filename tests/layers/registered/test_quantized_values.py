@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from te_models.kernels.custom_op import Alias, caller, operation, registered, registration
+from te_models.kernels.custom_op import Alias, Result, caller, like, operation, registered, registration
 from te_models.layers import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -31,15 +31,93 @@ from te_models.layers import (
     QuantizedTensor,
     Quantizer,
 )
-from te_models.layers.dynamo.custom_op import Live, quantized_like
+from te_models.layers.dynamo.custom_op import Live, QuantizedResult, quantized_like
 from te_models.layers.dynamo.quantizer_string import quantizer_of, text_of
 from te_models.layers.quantizer.value import value_class
+from tests.compare import raw, same_bits
 from tests.kernels.described import check_description, tensors
-from tests.layers.bits import raw, same_bits
 from tests.layers.quantizer.examples import DELAYED, EXAMPLES, STOCHASTIC
-from tests.layers.registered import quantize_op as ops
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+class Stored(NamedTuple):
+    """A value as `as_tensor` asks, and what it stands for."""
+
+    value: QuantizedTensor | QuantizedStorage
+    plain: Tensor
+
+
+def _stored(x: Tensor, m_splits: Tensor | None, quantizer: Live, as_tensor: bool) -> Stored:
+    return Stored(quantized_like(x, quantizer, as_tensor=as_tensor, m_splits=m_splits), like(x))  # type: ignore[arg-type]
+
+
+@operation("test_quantize", _stored)
+def quantize_op(x: Tensor, m_splits: Tensor | None, quantizer: Live, key: Tensor | None, as_tensor: bool) -> Stored:
+    """x: [R, C], [G, R, C], or with m_splits [T, C]."""
+    if m_splits is not None:
+        assert isinstance(quantizer, Quantizer)
+        value: Any = GroupedRows.quantize_rows(x, m_splits, quantizer, key)
+    else:
+        fields = quantizer.quantize_fields(x, key)
+        cls = GroupedTensorStorage if x.dim() == 3 else QuantizedStorage
+        tensors = list(fields.values())
+        described = quantized_like(x, quantizer, as_tensor=as_tensor)
+        value = described.make(tensors) if as_tensor else cls.unflatten(tensors, (described.value, x.shape, x.dtype))
+    if isinstance(value, QuantizedTensor) and not as_tensor:
+        value = value.to_storage()
+    return Stored(value, value.dequantize().contiguous())
+
+
+quantize = caller(quantize_op)
+
+
+def _live(x: Tensor, quantizer: Float8Quantizer) -> QuantizedResult:
+    return quantized_like(x, quantizer, as_tensor=True)
+
+
+@operation("test_quantize_live", _live)
+def quantize_live_op(x: Tensor, quantizer: Float8Quantizer) -> QuantizedTensor:
+    """x: [R, C]; what a live quantizer sees is recorded."""
+    return quantizer.quantize(x)
+
+
+quantize_live = caller(quantize_live_op)
+
+Weight = Tensor | QuantizedTensor
+
+
+class Passed(NamedTuple):
+    """The weight quantized, the one that was passed where it was so already; the same again; x w^T."""
+
+    stored: QuantizedTensor
+    again: QuantizedTensor
+    y: Tensor
+
+
+def _passed(x: Tensor, weight: Weight, quantizer: Quantizer) -> tuple[Result | Alias, ...]:
+    made = Alias("weight") if isinstance(weight, QuantizedTensor) else quantized_like(weight, quantizer, as_tensor=True)
+    return Passed(made, Alias(0), like(x, (x.shape[0], weight.shape[0])))  # type: ignore[arg-type]
+
+
+@operation("test_pass", _passed)
+def pass_op(x: Tensor, weight: Weight, quantizer: Quantizer) -> Passed:
+    """x: [T, K]; weight: [N, K] plain, or quantized and then handed back."""
+    stored = weight if isinstance(weight, QuantizedTensor) else quantizer.quantize(weight)
+    return Passed(stored, stored, x @ stored.dequantize().t())
+
+
+pass_on = caller(pass_op)
+
+
+@operation("test_fill_cache", lambda: None, mutates=("cache",))
+def fill_cache_op(cache: QuantizedStorage | GroupedTensor, weight: Tensor) -> None:
+    """Quantize weight into the fields of a cache, as its quantizer says."""
+    for name, field in cache.quantizer.quantize_fields(weight).items():
+        cache.fields[name].copy_(field)
+
+
+fill_cache = caller(fill_cache_op)
 
 ALL = EXAMPLES | {"stochastic": STOCHASTIC, "delayed": DELAYED}
 USAGES = [(True, True), *(pytest.param(usage, marks=pytest.mark.slow) for usage in ((True, False), (False, True)))]
@@ -79,9 +157,9 @@ def test_fields_are_as_described(name: str, usage: tuple[bool, bool]) -> None:
     quantizer = ALL[name].with_usage(rowwise=usage[0], columnwise=usage[1])
     for x, m_splits in cases(quantizer):
         for as_tensor in (False, True):
-            arguments = flat(ops.quantize_op, x, m_splits, quantizer, KEY, as_tensor)
+            arguments = flat(quantize_op, x, m_splits, quantizer, KEY, as_tensor)
             check_description(registered()["test_quantize"], arguments)
-            value, plain = ops.quantize(x, m_splits, quantizer, KEY, as_tensor)
+            value, plain = quantize(x, m_splits, quantizer, KEY, as_tensor)
             assert torch.equal(value.dequantize(), plain)
             assert (value.quantizer, value.shape, value.dtype) == (quantizer, x.shape, x.dtype)
             assert isinstance(value, QuantizedTensor if as_tensor else QuantizedStorage)
@@ -92,7 +170,7 @@ def test_fields_are_as_described(name: str, usage: tuple[bool, bool]) -> None:
         if x.dim() == 2 and m_splits is None:
             weight = quantizer.quantize(torch.randn(5, 48)) if not quantizer.needs_key() else torch.randn(5, 48)
             check = (x.float(), weight, IdentityQuantizer())
-            check_description(registered()["test_pass"], flat(ops.pass_op, *check))
+            check_description(registered()["test_pass"], flat(pass_op, *check))
 
 
 @pytest.mark.sentinels("tensor")
@@ -102,15 +180,13 @@ def test_opcheck(name: str) -> None:
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     weight = EXAMPLES[name].quantize(torch.randn(5, 48))
     one_byte = any(field.dtype.itemsize == 1 for field in weight.fields.values())
-    torch.library.opcheck(ops.pass_op, flat(ops.pass_op, x, x, IdentityQuantizer()), test_utils=checks)
+    torch.library.opcheck(pass_op, flat(pass_op, x, x, IdentityQuantizer()), test_utils=checks)
     checks = checks[1:] if one_byte else checks  # which cannot compare FP8
-    torch.library.opcheck(ops.pass_op, flat(ops.pass_op, x, weight, EXAMPLES[name]), test_utils=checks)
+    torch.library.opcheck(pass_op, flat(pass_op, x, weight, EXAMPLES[name]), test_utils=checks)
     live = Float8Quantizer(torch.tensor(2.0), torch.zeros(()), torch.float8_e4m3fn)
-    torch.library.opcheck(ops.quantize_op, flat(ops.quantize_op, x, None, live, None, False), test_utils=checks[-2:])
+    torch.library.opcheck(quantize_op, flat(quantize_op, x, None, live, None, False), test_utils=checks[-2:])
     cache = weight.to_storage()
-    torch.library.opcheck(
-        ops.fill_cache_op, flat(ops.fill_cache_op, cache, weight.dequantize()), test_utils=checks[-2:]
-    )
+    torch.library.opcheck(fill_cache_op, flat(fill_cache_op, cache, weight.dequantize()), test_utils=checks[-2:])
 
 
 @pytest.mark.sentinels("tensor")
@@ -120,9 +196,7 @@ def test_results_keep_their_quantizer_through_the_compiled_path(name: str) -> No
     quantizer, counter = ALL[name], CompileCounter()
 
     def make(x: Tensor, quantizer: Quantizer) -> tuple[Any, Any]:
-        return ops.quantize(x * 2, None, quantizer, None, True).value, ops.quantize(
-            x, None, quantizer, None, False
-        ).value
+        return quantize(x * 2, None, quantizer, None, True).value, quantize(x, None, quantizer, None, False).value
 
     for compiled in (torch.compile(make, fullgraph=True, backend="aot_eager"), torch.compile(make, backend=counter)):
         for again in (quantizer, copy.deepcopy(quantizer)):
@@ -138,9 +212,7 @@ def test_results_keep_their_quantizer_through_the_compiled_path(name: str) -> No
 def test_usage_changes_act_on_a_copy() -> None:
     """What a graph hands out shares a quantizer value; giving up a copy of one changes neither it nor the others."""
     quantizer = MXFP8Quantizer()
-    make = torch.compile(
-        lambda x: ops.quantize(x, None, quantizer, None, False).value, fullgraph=True, backend="aot_eager"
-    )
+    make = torch.compile(lambda x: quantize(x, None, quantizer, None, False).value, fullgraph=True, backend="aot_eager")
     first, second = make(torch.randn(32, 64)), make(torch.randn(32, 64))
     first.update_usage(columnwise=False)
     assert not first.quantizer.columnwise
@@ -148,7 +220,7 @@ def test_usage_changes_act_on_a_copy() -> None:
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def rowwise_only(x: Tensor) -> QuantizedStorage:
-        return ops.quantize(x, None, quantizer.with_usage(rowwise=True, columnwise=False), None, False).value
+        return quantize(x, None, quantizer.with_usage(rowwise=True, columnwise=False), None, False).value
 
     assert rowwise_only(torch.randn(32, 64)).quantizer == MXFP8Quantizer(columnwise=False)
     assert quantizer == MXFP8Quantizer()
@@ -157,7 +229,7 @@ def test_usage_changes_act_on_a_copy() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_live_quantizer_records_through_the_schema(compiled: bool) -> None:
     """Its amax is declared as written to, here a view of a larger tensor; the result is what it makes eagerly."""
-    schema = str(ops.quantize_live_op._opoverload._schema)
+    schema = str(quantize_live_op._opoverload._schema)
     assert schema.startswith(
         "te_models::test_quantize_live(Tensor x, Tensor quantizer_scale, Tensor(a2!)? quantizer_amax, "
         "ScalarType quantizer_fp8_dtype) -> (Tensor, "
@@ -165,7 +237,7 @@ def test_a_live_quantizer_records_through_the_schema(compiled: bool) -> None:
 
     def run(x: Tensor, scales: Tensor, amaxes: Tensor) -> QuantizedTensor:
         live = Float8Quantizer(scales[1], amaxes[1], torch.float8_e5m2)
-        return ops.quantize_live(x, live)
+        return quantize_live(x, live)
 
     x, scales, amaxes = torch.randn(8, 16), torch.tensor([1.0, 4.0]), torch.zeros(2)
     expected = Float8Quantizer(scales[1], None, torch.float8_e5m2).quantize(x)
@@ -189,7 +261,7 @@ def test_an_alias_is_the_very_object(stored: bool, compiled: bool) -> None:
     quantizer = MXFP8Quantizer()
     weight = torch.randn(24, 64)
     given = quantizer.quantize(weight) if stored else weight
-    function = torch.compile(ops.pass_on, fullgraph=True, backend="aot_eager") if compiled else ops.pass_on
+    function = torch.compile(pass_on, fullgraph=True, backend="aot_eager") if compiled else pass_on
     x = torch.randn(8, 64)
     value, again, y = function(x, given, quantizer)
     assert again is value and (value is given) is stored
@@ -202,11 +274,11 @@ def test_an_alias_is_the_very_object(stored: bool, compiled: bool) -> None:
 @pytest.mark.parametrize("name", MOST)
 def test_a_cache_is_written_into_where_the_schema_says_so(name: str, compiled: bool) -> None:
     quantizer, weight = ALL[name], torch.randn(32, 48)
-    assert "Tensor(a0!)[] cache" in str(ops.fill_cache_op._opoverload._schema)
+    assert "Tensor(a0!)[] cache" in str(fill_cache_op._opoverload._schema)
     cache = quantizer.quantize(torch.zeros(32, 48)).to_storage()
 
     def run(cache: QuantizedStorage, weight: Tensor) -> Tensor:
-        ops.fill_cache(cache, weight * 2)
+        fill_cache(cache, weight * 2)
         return cache.dequantize()
 
     function = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
@@ -218,13 +290,13 @@ def test_a_cache_is_written_into_where_the_schema_says_so(name: str, compiled: b
 def test_a_view_is_refused() -> None:
     view = MXFP8Quantizer().quantize(torch.randn(32, 64)).view(64, 32)
     with pytest.raises(ValueError, match=r"a view of shape \(64, 32\) .* cannot be an argument of an operation"):
-        ops.pass_on(torch.randn(2, 32), view, MXFP8Quantizer())
+        pass_on(torch.randn(2, 32), view, MXFP8Quantizer())
 
 
 def test_a_value_of_another_class_is_refused() -> None:
     storage = MXFP8Quantizer().quantize(torch.randn(32, 64)).to_storage()
     with pytest.raises(TypeError, match="a MXFP8TensorStorage was passed where an operation takes"):
-        ops.pass_on(torch.randn(2, 64), storage, MXFP8Quantizer())
+        pass_on(torch.randn(2, 64), storage, MXFP8Quantizer())
 
 
 # --- texts ---------------------------------------------------------------------------------------------------------

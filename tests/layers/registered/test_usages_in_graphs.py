@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import te_models.layers as te
-from tests.layers.bits import raw
+from tests.compare import raw
 
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
 QUANTIZERS: dict[str, Callable[[], Any]] = {

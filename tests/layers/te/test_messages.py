@@ -14,7 +14,7 @@ import torch
 
 import te_models.layers as te
 from te_models.suggestions import shown
-from tests.layers.te.signatures import ours, theirs
+from tests.layers.te.test_signatures import ours, theirs
 
 WRONG = torch.arange(24.0).view(2, 3, 4) + 0.5
 PRINTED = ("tensor(", "0.5000", "[[")

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from te_models.layers import GroupedTensor, NVFP4Quantizer, QuantizedTensor
-from tests.layers.bits import in_dtype, same_bits, weight_quantizers
+from tests.build import weight_quantizers
+from tests.compare import in_dtype, same_bits
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

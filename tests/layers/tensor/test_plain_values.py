@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.layers import GroupedTensor, QuantizedTensor
-from tests.layers.bits import weight_quantizers
+from tests.build import weight_quantizers
 
 FORMATS = weight_quantizers()
 F32 = torch.float32

@@ -30,7 +30,8 @@ from te_models.layers.quantizer import QUANTIZERS
 from te_models.layers.quantizer.schema import empty_fields, field_layouts
 from te_models.layers.tensor.formats import TENSOR_CLASSES
 from te_models.layers.tensor.storage import STORAGE_CLASSES
-from tests.layers.bits import raw, same_bits, weight_quantizers
+from tests.build import weight_quantizers
+from tests.compare import raw, same_bits
 
 FORMATS = weight_quantizers()
 

@@ -12,7 +12,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from te_models.kernels.torch_versions import TORCH_2_11
 from te_models.layers import GroupedLinear, Linear, QuantizedTensor, autocast, quantized_model_init, recipe
-from tests.layers.bits import in_dtype, same_bits, weight_quantizers
+from tests.build import weight_quantizers
+from tests.compare import in_dtype, same_bits
 
 FORMATS = weight_quantizers()
 RECIPES = ["current", "block", "mxfp8", "nvfp4"]

@@ -26,7 +26,8 @@ from te_models.layers import (
     recipe,
 )
 from te_models.layers.tensor.formats import rebuild_quantized
-from tests.layers.bits import in_dtype, same_bits, weight_quantizers
+from tests.build import weight_quantizers
+from tests.compare import in_dtype, same_bits
 
 FORMATS = weight_quantizers()
 

@@ -14,7 +14,8 @@ from te_models.layers import (
     NVFP4Quantizer,
     QuantizedTensor,
 )
-from tests.layers.bits import same_bits, weight_quantizers
+from tests.build import weight_quantizers
+from tests.compare import same_bits
 
 FORMATS = weight_quantizers()
 ONE_SCALE = ("float8", "nvfp4", "nvfp4_1d")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from te_models import GPTModel
 from te_models.layers import GroupedLinear, autocast, recipe
-from tests.te_models.configs import one_layer, tiny, token_ids
+from tests.build import one_layer, tiny, token_ids
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

@@ -24,7 +24,7 @@ from te_models.layers import (
     recipe_report,
 )
 from te_models.layers.quantizer import Float8CurrentScalingQuantizer, IdentityQuantizer, MXFP8Quantizer, Quantizer
-from tests.te_models.configs import tiny, token_ids
+from tests.build import tiny, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler
 LAYERS = 9  # more than torch compiles of one function before it gives up

@@ -19,7 +19,7 @@ from te_models.compile import cache
 from te_models.layers import Linear
 from te_models.training.config import PrecisionConfig
 from te_models.training.step import make_loss_function
-from tests.te_models.configs import one_layer, tiny, token_ids
+from tests.build import one_layer, tiny, token_ids
 
 CHILD = """
 import json, sys
@@ -28,7 +28,7 @@ import torch
 from torch._dynamo.utils import counters
 from te_models import GPTModel, compile_model
 from te_models.layers import autocast, recipe
-from tests.te_models.configs import one_layer, tiny, token_ids
+from tests.build import one_layer, tiny, token_ids
 
 name, artifacts, role = sys.argv[1:]
 if role == "load":

@@ -15,7 +15,7 @@ from te_models import GPTModel, compile_model
 from te_models.layers import Linear, autocast, ops, recipe, recompute_contexts, set_rounding_seed
 from te_models.training import PrecisionConfig
 from te_models.training.step import make_loss_function
-from tests.te_models.configs import one_layer, tiny, tiny_moe, token_ids
+from tests.build import one_layer, tiny, tiny_moe, token_ids
 
 # The compiler itself looks at the gradients of a compiled layer's inputs, which are not leaves.
 pytestmark = [

@@ -12,7 +12,7 @@ from torch._inductor.utils import fresh_cache
 
 from te_models import GPTModel, ModelConfig
 from te_models.layers import MXFP8BlockScaling, PerModuleRecipe, Recipe, autocast, recipe
-from tests.te_models.configs import one_layer, tiny_moe, token_ids
+from tests.build import one_layer, tiny_moe, token_ids
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

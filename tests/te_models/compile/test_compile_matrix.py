@@ -16,6 +16,7 @@ from te_models import GPTModel, ModelConfig, MoELayer, TransformerLayer
 from te_models.layers import DotProductAttention, autocast, set_rounding_seed
 from te_models.layers.module.model_state import quantized_modules
 from te_models.model.build import Build
+from tests.build import one_layer, tiny, tiny_moe, token_ids
 from tests.layers.matrix_recipes import (
     DEVICES,
     NAMES,
@@ -27,7 +28,6 @@ from tests.layers.matrix_recipes import (
     graphs,
     label,
 )
-from tests.te_models.configs import one_layer, tiny, tiny_moe, token_ids
 
 BF16 = torch.bfloat16
 

@@ -17,8 +17,8 @@ from torch._dynamo.utils import counters
 
 from te_models import GPTModel, RouterConfig, TransformerLayer, compile_model
 from te_models.layers import Float8BlockScaling, Float8CurrentScaling, Linear, MXFP8BlockScaling, autocast
+from tests.build import VARIANTS, one_layer, tiny_moe, token_ids
 from tests.layers.matrix_recipes import compute_the_loss_as_compiled
-from tests.te_models.configs import VARIANTS, one_layer, tiny_moe, token_ids
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 
 from te_models import GPTModel
 from te_models.layers import autocast, quantized_model_init, recipe
+from tests.build import one_layer, tiny_moe, token_ids
 from tests.layers.matrix_recipes import compute_the_loss_as_compiled
-from tests.te_models.configs import one_layer, tiny_moe, token_ids
 
 SLOW = pytest.mark.slow
 RECIPES = [pytest.param(None, marks=SLOW), pytest.param("delayed", marks=SLOW), "mxfp8"]

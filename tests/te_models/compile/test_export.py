@@ -9,8 +9,8 @@ import torch
 
 from te_models import GPTModel, ModelOutput
 from te_models.layers import autocast
+from tests.build import VARIANTS, one_layer, token_ids
 from tests.layers.matrix_recipes import NAMES, build_stored, fresh
-from tests.te_models.configs import VARIANTS, one_layer, token_ids
 
 SHAPES = ((1, 5), (3, 20), (2, 64))
 SLOW = (("dense", False), ("moe", True))

@@ -21,8 +21,8 @@ from te_models import (
     RouterConfig,
     TemperatureConfig,
 )
+from tests.build import VARIANTS, model_configs, tiny, tiny_moe
 from tests.covering import examples
-from tests.te_models.configs import VARIANTS, model_configs, tiny, tiny_moe
 
 
 def latent(**changes: int) -> AttentionConfig:

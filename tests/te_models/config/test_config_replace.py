@@ -17,9 +17,9 @@ from te_models import AttentionConfig, ConfigError, MLAConfig, ModelConfig, MoEC
 from te_models.checkpoints import FAMILIES
 from te_models.checkpoints.families.base.text_part import text_part
 from te_models.config import ConfigPart
+from tests.build import LATENT, VARIANTS, tiny, tiny_moe
 from tests.checkpoints.hf_cases import SMALL
 from tests.covering import examples
-from tests.te_models.configs import LATENT, VARIANTS, tiny, tiny_moe
 
 NEEDED = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},

@@ -9,7 +9,7 @@ import te_models.kernels.cross_entropy.log_probs as chunks
 from te_models import GPTModel, logprobs
 from te_models.config import EmbeddingConfig
 from te_models.layers.distributed.vocab_parallel import vocab_parallel_linear_log_probs
-from tests.te_models.configs import FURTHER, VARIANTS, tiny, token_ids
+from tests.build import FURTHER, VARIANTS, tiny, token_ids
 
 T, H, V = 13, 8, 37
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from te_models import GPTModel, RouterRecord, generate, logprobs
 from te_models.config import RouterConfig
 from te_models.generation import compiled as decoding
-from tests.te_models.configs import VARIANTS, one_layer, tiny, tiny_moe, token_ids
+from tests.build import VARIANTS, one_layer, tiny, tiny_moe, token_ids
 
 ROUTERS = {
     "softmax": RouterConfig(),

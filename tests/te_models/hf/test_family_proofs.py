@@ -11,9 +11,9 @@ import torch
 from te_models import GPTModel, generate
 from te_models.checkpoints import export_hf, import_hf, quantize
 from te_models.layers import MXFP8BlockScaling, autocast
+from tests.build import one_layer
 from tests.checkpoints.family_cases import CASES, make
 from tests.checkpoints.hf_cases import assert_same_bits, stored
-from tests.te_models.configs import one_layer
 
 FIRST_CASES = {family: case for case, (family, _) in reversed(CASES.items())}
 FORMS = {"dbrx": "per-expert"}

@@ -15,7 +15,7 @@ import transformers
 
 from te_models.hf import ExpertBiasCallback, TEConfig, TEModelForCausalLM
 from te_models.model.moe.expert_bias import biases_and_counts
-from tests.te_models.configs import VARIANTS, tiny, token_ids
+from tests.build import VARIANTS, tiny, token_ids
 
 RATE = 0.01
 

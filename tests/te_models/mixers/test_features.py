@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from te_models import GPTModel
+from te_models import GPTModel, ModelConfig
 from te_models.layers import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -24,21 +27,30 @@ from te_models.lora import add_lora, lora_state_dict, merge_lora
 from te_models.training import OptimizerConfig
 from te_models.training.optimizer.adamw import Optimizer
 from te_models.training.optimizer.groups import uses_muon
-from tests.covering import selected
-from tests.ranks import outcomes_on_ranks
-from tests.te_models.configs import token_ids
-from tests.te_models.mixers.models import MIXERS, MODELS, close, model_of
+from tests.build import VARIANTS, token_ids
+from tests.ranks import on_ranks
+from tests.te_models.mixers.test_recurrent_mixers import MIXERS, close, hybrid
+from tests.te_models.model.mixers.test_index_pools import MODELS as POOLS
 
-SHARING = [
-    *MIXERS,
-    *(f"{name} by {way}" for name in ("mamba2", "by_channel", "in_shared_blocks") for way in ("p2p", "a2a")),
-    "delta rule",
-    "delta rule by channel",
-    "scan",
-    "lightning attention",
-    "selective scan",
-    "convolution",
-]
+MODELS: dict[str, ModelConfig] = {
+    **{name: hybrid(name) for name in MIXERS},
+    "sparse": VARIANTS["sparse"].replace(num_layers=3, layer_types=None),
+    "sparse_latent": VARIANTS["sparse_latent"].replace(num_layers=3, layer_types=None),
+    "pools": POOLS["hybrid"],
+}
+
+
+def model_of(name: str) -> GPTModel:
+    """Equal in every process, with weights with which states and choices matter."""
+    torch.manual_seed(0)
+    model = GPTModel(MODELS[name]).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=0.15)
+    return model
+
+
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -163,28 +175,22 @@ def test_stored_weights(name: str, kind: str, tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    results, names = tmp_path_factory.mktemp("mixers") / "results", selected(request, "sharded")
-    return outcomes_on_ranks("tests.te_models.mixers.shard_ranks", results, ",".join(names), timeout=600)
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
+@on_ranks(2)
 @pytest.mark.sentinels("by_channel", "pools")
-@pytest.mark.parametrize("sharded", MODELS)
-def test_shards_of_two_ranks(sharded: str, outcomes: list[dict[str, str]]) -> None:
-    assert [outcome[sharded] for outcome in outcomes] == ["ok", "ok"]
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def sharing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    results, ranks = tmp_path_factory.mktemp("shared") / "results", request.param
-    module, names = "tests.te_models.mixers.shared_ranks", selected(request, "shared")
-    return outcomes_on_ranks(module, results, ",".join(names), ranks=ranks, timeout=600)
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
-@pytest.mark.sentinels("2-mamba2", "2-mamba2 by p2p", "4-in_shared_blocks by a2a", "2-delta rule", "2-selective scan")
-@pytest.mark.parametrize("shared", SHARING)
-def test_sequences_that_ranks_share(shared: str, sharing: list[dict[str, str]]) -> None:
-    assert [outcome[shared] for outcome in sharing] == ["ok"] * len(sharing)
+@pytest.mark.parametrize("name", MODELS)
+def test_sharded_training_is_that_of_one_process(name: str) -> None:
+    """The mean over ranks of the gradients is the gradient of the mean loss, but for the order of sums."""
+    whole, sharded = model_of(name).train(), model_of(name).train()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in sharded.decoder.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    for rank in range(2):
+        ids = token_ids(2, 12, seed=rank)
+        (whole(ids, labels=ids, return_logits=False).loss / 2).backward()
+    ids = token_ids(2, 12, seed=dist.get_rank())
+    sharded(ids, labels=ids, return_logits=False).loss.backward()
+    for (key, ours), expected in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+        assert (ours.grad is None) == (expected.grad is None), key
+        if expected.grad is not None:
+            torch.testing.assert_close(ours.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-6, msg=key)

@@ -30,7 +30,7 @@ from te_models.model.flops import forward_flops_per_token
 from te_models.model.parallel import check_layers, reset_parameters
 from te_models.parallel.sharding import parts_of
 from te_models.training.optimizer.groups import is_decayed
-from tests.te_models.configs import tiny, tiny_moe, token_ids
+from tests.build import tiny, tiny_moe, token_ids
 
 GDN = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=6)
 MIXERS: dict[str, MixerConfig] = {

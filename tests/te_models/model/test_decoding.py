@@ -23,7 +23,7 @@ from te_models import (
 from te_models.generation import Sampler, compiled
 from te_models.generation.speculative import _checked
 from te_models.model.cache.kv_cache import SLACK
-from tests.te_models.configs import VARIANTS, VOCAB, tiny, token_ids
+from tests.build import VARIANTS, VOCAB, tiny, token_ids
 
 KINDS = ("mixed_layers",)
 DEARER = ("chunked_l2_temperature", "dense", "sinks_clip", "softcaps", "latent", "moe", "dynamic_rope")

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from te_models import GPTModel, compile_model, generate, update_expert_bias
 from te_models.layers import autocast, checkpoint, recipe
 from te_models.model.moe.expert_bias import biases_and_counts, has_expert_bias, max_load
-from tests.ranks import outcomes_on_ranks
-from tests.te_models.configs import VARIANTS, one_layer, tiny_moe, token_ids
+from tests.build import VARIANTS, one_layer, tiny_moe, token_ids
+from tests.ranks import on_ranks, own_part
 
 # The compiler itself looks at the gradients of a compiled layer's inputs, which are not leaves.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
 CONFIG = VARIANTS["moe_sigmoid_groups"]
-CASES = (
-    "data_parallel",
-    "distributed_data_parallel",
-    "sharded",
-    "sharded_and_continued",
-    "distributed_experts",
-    "split_layers",
-)
 
 
 def build(**changes: object) -> GPTModel:
@@ -191,16 +193,100 @@ def test_what_cannot_be_balanced_is_refused() -> None:
             update_expert_bias(build(), rate)
 
 
+RATE = 0.1
+
+
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What every case came to, on either rank."""
-    folder = tmp_path_factory.mktemp("balance")
-    build().save_pretrained(folder / "model")
-    return outcomes_on_ranks("tests.te_models.expert_bias_ranks", folder / "results", str(folder / "model"), timeout=99)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a model was saved."""
+    path = tmp_path_factory.mktemp("balance") / "model"
+    build().save_pretrained(path)
+    return path
 
 
-@pytest.mark.sentinels("sharded_and_continued", "distributed_experts")
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks_are_one_process(case: str, outcomes: list[dict[str, str]]) -> None:
-    assert [outcome[case] for outcome in outcomes] == ["ok", "ok"]
+def everything(ids: Tensor) -> Tensor:
+    return ids
+
+
+def two_steps(
+    model: nn.Module,
+    part: Callable[[Tensor], Tensor],
+    group: Any = None,
+    around: Callable[[int], Any] = contextlib.nullcontext,
+    steps: Iterable[int] = range(2),
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the counts and the biases of each step. part: what of a micro-batch is seen; around: its context."""
+    counts, biases = [], []
+    for step in steps:
+        for i in range(2):
+            ids = part(token_ids(4, 9, seed=2 * step + i))
+            with around(i):
+                model(ids, labels=ids, return_logits=False).loss.backward()
+        counts.append(update_expert_bias(model, RATE, process_group=group))
+        biases.append(torch.stack([bias for bias, _ in biases_and_counts(model)]))
+    return counts, biases
+
+
+def as_in_one_process(folder: Path, got: tuple[list[Tensor], list[Tensor]], times: int = 1) -> None:
+    """times: how often each token was counted."""
+    alone, _ = dist.new_subgroups(1)
+    counts, biases = two_steps(GPTModel.from_pretrained(folder), everything, alone)
+    for step in range(2):
+        assert torch.equal(got[0][step], times * counts[step]), (step, got[0], counts)
+        assert torch.equal(got[1][step], biases[step])
+    assert biases[0].abs().max() == torch.tensor(RATE) and not torch.equal(*biases)
+
+
+@on_ranks(2)
+@pytest.mark.slow
+def test_data_parallel_ranks_are_one_process(folder: Path) -> None:
+    as_in_one_process(folder, two_steps(GPTModel.from_pretrained(folder), own_part))
+
+
+@on_ranks(2)
+@pytest.mark.slow
+def test_distributed_data_parallel_ranks_are_one_process(folder: Path) -> None:
+    """Which copies the first rank's buffers to the others, but not between the micro-batches of a step."""
+    model = DistributedDataParallel(GPTModel.from_pretrained(folder))
+    got = two_steps(model, own_part, around=lambda i: model.no_sync() if i == 0 else contextlib.nullcontext())
+    as_in_one_process(folder, got)
+
+
+def shard(folder: Path) -> nn.Module:
+    model, mesh = GPTModel.from_pretrained(folder), init_device_mesh("cpu", (2,))
+    for layer in model.decoder.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@on_ranks(2)
+@pytest.mark.slow
+def test_sharded_ranks_are_one_process(folder: Path) -> None:
+    as_in_one_process(folder, two_steps(shard(folder), own_part))
+
+
+@on_ranks(2)
+def test_sharded_ranks_that_continue_are_one_process(folder: Path) -> None:
+    """The second step begins from a checkpoint of the first."""
+    first, again = shard(folder), shard(folder)
+    counts, biases = two_steps(first, own_part, steps=[0])
+    dcp.save(first.state_dict(), checkpoint_id=f"{folder}-sharded")
+    state = again.state_dict()
+    dcp.load(state, checkpoint_id=f"{folder}-sharded")
+    again.load_state_dict(state)
+    more = two_steps(again, own_part, steps=[1])
+    as_in_one_process(folder, (counts + more[0], biases + more[1]))
+
+
+@on_ranks(2)
+def test_distributed_experts_are_one_process(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    as_in_one_process(folder, two_steps(GPTModel.from_pretrained(folder, device_mesh=mesh), own_part))
+
+
+@on_ranks(2)
+@pytest.mark.slow
+def test_split_layers_are_one_process(folder: Path) -> None:
+    """Both ranks see the same tokens: they are counted twice, and every bias moves as if once."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    as_in_one_process(folder, two_steps(GPTModel.from_pretrained(folder, device_mesh=mesh), everything), times=2)

@@ -10,7 +10,7 @@ from te_models import ConfigError, GPTModel, MoEConfig, MoELayer, RouterConfig, 
 from te_models.checkpoints import CheckpointError
 from te_models.kernels.permute import within_capacity
 from te_models.kernels.router import load_balancing_loss, router_probabilities, router_topk
-from tests.te_models.configs import tiny, tiny_moe, token_ids
+from tests.build import tiny, tiny_moe, token_ids
 
 CAPACITY = {"moe_expert_capacity_factor": 0.75}
 ROUTERS = {"plain": RouterConfig(), "on_input": RouterConfig(score="sigmoid", normalize=False, apply_on_input=True)}

@@ -11,8 +11,8 @@ from torch import nn
 
 from te_models import GPTModel, RopeConfig
 from te_models.layers import FusedAdamW, GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, autocast, ops
+from tests.build import VARIANTS, tiny
 from tests.layers.matrix_recipes import NAMES, fresh
-from tests.te_models.configs import VARIANTS, tiny
 from tests.te_models.fake_gpu import Apart, fake_gpu
 
 needs_cuda_build = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import torch
 
 from te_models import GPTModel, KVCache, generate, stream
 from te_models.generation import filter_logits
-from tests.te_models.configs import VARIANTS
+from tests.build import VARIANTS
 from tests.te_models.hf_models import hf_model, token_ids
 
 NO_END = -1

@@ -22,7 +22,7 @@ from te_models.layers import (
     quantized_model_init,
 )
 from te_models.model.mixers.attention import SelfAttention
-from tests.te_models.configs import VARIANTS, tiny, tiny_moe, token_ids
+from tests.build import VARIANTS, tiny, tiny_moe, token_ids
 
 
 def build(config, seed: int = 0, **options) -> GPTModel:

@@ -20,7 +20,7 @@ from te_models.layers.recipe.base import Format
 from te_models.model.build import Build
 from te_models.model.embedding import Embedding
 from te_models.model.rotary import RotaryEmbedding
-from tests.te_models.configs import VARIANTS
+from tests.build import VARIANTS
 
 WAITS = (torch.ops.aten.lift_fresh.default, torch.ops.aten._local_scalar_dense.default)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from te_models import GPTModel
+from tests.build import tiny, token_ids
 from tests.kernels.test_chunked_cross_entropy import largest_allocation
-from tests.te_models.configs import tiny, token_ids
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -14,7 +14,7 @@ from te_models.layers.gemm import autograd as dense
 from te_models.layers.gemm import product as gemm_operand
 from te_models.model.build import Build
 from te_models.model.mlp import MLP
-from tests.te_models.configs import tiny
+from tests.build import tiny
 
 
 def step(mlp: MLP, name: str | None) -> list[Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from te_models import GPTModel, MLPConfig, MoELayer, RouterConfig
 from te_models.kernels.router import load_balancing_loss, router_probabilities, router_topk, router_z_loss
-from tests.te_models.configs import tiny, tiny_moe, token_ids
+from tests.build import tiny, tiny_moe, token_ids
 
 CONFIGS = {
     "softmax": tiny_moe(),

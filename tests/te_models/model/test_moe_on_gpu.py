@@ -12,8 +12,8 @@ from torch import Tensor
 from te_models import MoELayer
 from te_models.layers import autocast
 from te_models.model.build import Build
+from tests.build import one_layer, tiny_moe
 from tests.layers.matrix_recipes import NAMES, build_stored, fresh
-from tests.te_models.configs import one_layer, tiny_moe
 
 pytestmark = pytest.mark.gpu
 HOW = ["eager", "compiled"]

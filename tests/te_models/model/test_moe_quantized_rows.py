@@ -15,7 +15,7 @@ from te_models.layers.gemm import grouped as grouped_function
 from te_models.layers.gemm import product as gemm_operand
 from te_models.layers.gemm import quantized_rows
 from te_models.model.moe import dispatch
-from tests.te_models.configs import tiny_moe
+from tests.build import tiny_moe
 
 
 def step(layer: MoELayer, name: str | None, run: Callable[..., object] | None = None) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from te_models import ConfigError, GPTModel
 from te_models.config import MoEConfig
 from te_models.model.mtp import labels_of_depth
-from tests.te_models.configs import tiny, token_ids
+from tests.build import tiny, token_ids
 
 
 def _model(depths: int = 2, **changes: object) -> GPTModel:

@@ -10,7 +10,7 @@ import torch
 from te_models import GPTModel
 from te_models.checkpoints import dequantize, quantize
 from te_models.layers import GroupedTensor, QuantizedTensor, autocast, recipe
-from tests.te_models.configs import tiny, tiny_moe, token_ids
+from tests.build import tiny, tiny_moe, token_ids
 
 
 def fields(model: GPTModel) -> dict[str, torch.Tensor]:

@@ -10,8 +10,8 @@ import torch
 from te_models import GPTModel
 from te_models.checkpoints import export_hf
 from te_models.config import EmbeddingConfig
+from tests.build import tiny, token_ids
 from tests.checkpoints.hf_cases import stored
-from tests.te_models.configs import tiny, token_ids
 
 
 @pytest.mark.parametrize("tied", [False, True])

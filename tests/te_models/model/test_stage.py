@@ -16,7 +16,7 @@ from te_models.model.flops import flops_by_layer, forward_flops_per_token
 from te_models.parallel import StageLayout
 from te_models.parallel.pipeline import Pipeline, balanced_split
 from te_models.training import ParallelConfig
-from tests.te_models.configs import FURTHER, VARIANTS, token_ids
+from tests.build import FURTHER, VARIANTS, token_ids
 from tests.training.runs import tiny_model
 
 

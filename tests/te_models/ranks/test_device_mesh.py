@@ -14,7 +14,7 @@ from te_models.layers import DotProductAttention, GroupedLinear, LayerNormMLP, L
 from te_models.model.parallel import groups_of
 from te_models.parallel import ParallelDims, parallelize
 from te_models.training.ranks.data_parallel import Ranks, average_gradients
-from tests.te_models.configs import tiny, tiny_moe
+from tests.build import tiny, tiny_moe
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 

@@ -177,7 +177,7 @@ def test_an_export_names_the_ids_that_the_tokenizer_alone_said(tmp_path: Path) -
     """Of a model that was trained from random weights: transformers ends its texts, and pads; said ids stay as said."""
     from te_models import GPTModel
     from te_models.checkpoints import export_hf, import_hf
-    from tests.te_models.configs import tiny
+    from tests.build import tiny
 
     made = make_tokenizer("byte-level")
     tokens = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "</s>"}

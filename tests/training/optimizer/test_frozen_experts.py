@@ -8,7 +8,7 @@ import torch
 from te_models import ConfigError, GPTModel
 from te_models.training import OptimizerConfig
 from te_models.training.optimizer.adamw import Optimizer
-from tests.te_models.configs import token_ids
+from tests.build import token_ids
 from tests.training.runs import tiny_model
 
 FC1, FC2 = (f"decoder.layers.0.mlp.experts.{name}.weight" for name in ("linear_fc1", "linear_fc2"))

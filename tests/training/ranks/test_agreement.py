@@ -5,14 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-import torch
-
 from te_models.training.data.writer import write_dataset
 from tests.ranks import run_on_ranks
 from tests.training.runs import tiny_run
-
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
 RANKS = """
 import json, sys

@@ -27,8 +27,6 @@ from tests.training.edited import edit_tensors, seal
 from tests.training.processes import train_on_ranks
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
-
 
 def test_two_ranks_equal_one_and_resume(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, "one", moe=False, steps=3)

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from te_models.config import ConfigError
 from te_models.training import CheckpointConfig, read_metrics, train
@@ -23,7 +22,6 @@ from tests.training.processes import as_toml, train_on_ranks
 from tests.training.ranks.test_rank_monitor import monitors
 from tests.training.runs import assert_same_bits, tensors_under, tiny_run
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 ROOT = Path(__file__).parents[3]
 
 

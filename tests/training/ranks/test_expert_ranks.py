@@ -45,8 +45,6 @@ dist.destroy_process_group()
 
 DISTRIBUTED = ParallelConfig(expert_model_parallel_size=2)
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
-
 
 def run_of(tmp_path: Path, name: str, accumulation: int, **changes: Any) -> TrainConfig:
     """A run of four micro-batches a step in all, whose gradients are clipped."""

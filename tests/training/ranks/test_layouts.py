@@ -22,8 +22,6 @@ from tests.training.processes import train_on_ranks
 from tests.training.ranks.layouts import LAYOUTS, PRECISIONS, SCHEDULES, Case, Runs
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
-
 LAST = "step-00000004/model"
 MUON = [Case("moe", "muon", layout) for layout in ("tp2", "ep2", "ep2 fsdp2", "etp2")]
 LORA = [

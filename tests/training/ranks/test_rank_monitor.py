@@ -77,8 +77,8 @@ def monitors(count: int, timeout: float) -> list:  # type: ignore[type-arg]
 
 
 def test_a_barrier_waits_longer_than_the_timeout() -> None:
-    first, second = monitors(2, timeout=1.0)
-    late = threading.Thread(target=lambda: (time.sleep(1.5), first.barrier()))
+    first, second = monitors(2, timeout=3.0)  # longer than a busy machine lets a thread wait
+    late = threading.Thread(target=lambda: (time.sleep(4), first.barrier()))
     late.start()
     second.barrier()
     late.join()

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-import torch
-
 from tests.ranks import run_on_ranks
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 CODE = """
 import os, sys
 from pathlib import Path

@@ -2,14 +2,173 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from triton.runtime.jit import JITFunction
 
-from tests.kernels.triton.hopper.compiler import SHARED_MEMORY, can_compile, in_child
+from te_models.kernels.activation import triton as activation
+from te_models.kernels.activation import triton_quantized as activation_quantized
+from te_models.kernels.cross_entropy import triton as cross_entropy
+from te_models.kernels.norm import triton as norm
+from te_models.kernels.norm import triton_backward as norm_backward
+from te_models.kernels.norm import triton_quantized as norm_quantized
+from te_models.kernels.permute import triton as permute
+from te_models.kernels.permute import triton_quantized as permute_quantized
+from te_models.kernels.permute import triton_sort
+from te_models.kernels.quantize import triton_output
+from te_models.kernels.quantize.output import QuantizedOutput
+from te_models.kernels.rope import triton as rope
+from te_models.kernels.router import triton as router
+from tests.kernels.triton.hopper.compiler import SHARED_MEMORY, can_compile, in_child, summary
 
 pytestmark = pytest.mark.slow
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+BOTH = {"rowwise": True, "columnwise": True}
+OUTPUTS = {
+    "per tensor": QuantizedOutput(**BOTH),
+    "per tensor, rows": QuantizedOutput(),
+    "128-blocks": QuantizedOutput(block=128, **BOTH),
+    "128-blocks, rows": QuantizedOutput(block=128),
+    "mxfp8": QuantizedOutput(block=32, scale_kind="e8m0", **BOTH),
+    "mxfp8, rows": QuantizedOutput(block=32, scale_kind="e8m0"),
+}
+
+
+def specialised(
+    kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, Any]]:
+    """Return types, constants and known alignments of the arguments of `kernel[grid](*arguments, **named)`, and the
+    options, as triton would specialise it."""
+    values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        value = values.pop(parameter.name)
+        fixed = not parameter.do_not_specialize and not parameter.is_constexpr
+        if isinstance(value, Tensor):
+            signature[parameter.name], attributes[(i,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        elif parameter.is_constexpr or value is None or (value == 1 and fixed and isinstance(value, int)):
+            signature[parameter.name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32"
+            if fixed and value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    return signature, constants, attributes, values
+
+
+def compile_launch(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any], capability: int = 90) -> Any:
+    """Compile `kernel[grid](*arguments, **named)` as triton would specialise it."""
+    *parts, options = specialised(kernel, arguments, named)
+    return compile(ASTSource(kernel, *parts), target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def launches() -> Iterator[tuple[Any, ...]]:
+    """Yield (case, launcher, its arguments)."""
+    tokens, hidden = 64, 4096
+    x, weight = torch.zeros(tokens, hidden, dtype=torch.bfloat16), torch.zeros(hidden, dtype=torch.bfloat16)
+    mean, rows, probabilities = torch.zeros(tokens), x[:, :2048], torch.zeros(tokens)
+    labels, scale = torch.zeros(tokens, dtype=torch.int64), torch.ones(())
+    for centered in (False, True):
+        flags, kind = (centered, False, not centered), "layer norm" if centered else "rms norm"
+        bias = weight if centered else None
+        yield kind, norm.norm_fwd, x, weight, bias, 1e-5, *flags, torch.bfloat16
+        yield f"{kind} backward", norm_backward.norm_bwd, x, x, weight, mean, mean, *flags, torch.float32, None
+        for name, output in OUTPUTS.items():
+            given = scale if output.block == 0 else None
+            yield (
+                f"{kind}, {name}",
+                norm_quantized.norm_quantized,
+                x,
+                weight,
+                bias,
+                1e-5,
+                *flags,
+                torch.bfloat16,
+                given,
+                output,
+            )
+    slots = torch.zeros(tokens, 8, dtype=torch.int64)
+    options = ("silu", True, None, 1.0, 0.0)
+    yield "swiglu", activation.activation_fwd, x, probabilities, *options
+    yield "swiglu backward", activation.activation_bwd, rows, x, probabilities, *options, True
+    for name, output in OUTPUTS.items():
+        given = scale if output.block == 0 else None
+        yield f"swiglu, {name}", activation_quantized.activation_quantized, x, None, *options, given, output
+        yield f"permute, {name}", permute_quantized.permute_quantized, x, slots.flatten(), 8, given, output
+    yield "sort", triton_sort.sort_by_expert, slots, 128, 128
+    yield "permute", permute.permute_rows, x, slots, labels
+    yield "unpermute", permute.sum_slots, x, slots, probabilities[:, None].expand(-1, 8)
+    y = x.new_zeros(tokens * 9, hidden)
+    yield "unpermute backward", permute.unpermute_bwd, x, y, torch.zeros(tokens, 8), slots, labels, True
+    heads, angles = x.view(1, tokens, 32, 128), torch.zeros(1, tokens, 64)
+    for interleaved in (False, True):
+        yield f"rope, {interleaved}", rope.rope, heads, angles, angles, interleaved, False
+    yield "partial rope", rope.rope, heads, angles[..., :16], angles[..., :16], False, True
+    logits = torch.zeros(tokens, 256)
+    for limited in ((None, None), (8, 4)):
+        yield (
+            f"router, {limited}",
+            router.router_topk_fwd,
+            logits,
+            logits[0],
+            8,
+            True,
+            False,
+            True,
+            0.0,
+            2.5,
+            *limited,
+            True,
+        )
+    yield "router backward", router.router_topk_bwd, mean, logits, slots, False, False, True, 0.0, 1.0
+    words = torch.zeros(tokens, 128_256, dtype=torch.bfloat16)
+    yield "cross entropy", cross_entropy.cross_entropy_fwd, words, labels
+    yield "cross entropy backward", cross_entropy.cross_entropy_bwd, words, labels, mean, mean
+    yield "cross entropy in place", cross_entropy.cross_entropy_grad_, words, labels, scale, scale, scale
+    yield "scaled", cross_entropy.scaled, x, scale
+
+
+def orders_of_sums(compiled: Any) -> list[str]:
+    """Return how the terms of each sum of float32 lie in threads, which decides the order of the additions."""
+    text = compiled.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#blocked\d*) = (.*)$", text, re.MULTILINE))
+    return [f"{shape} {layouts[name]}" for shape, name in re.findall(r"\}\) : \(tensor<(\w+xf32), (#\w+)>\)", text)]
+
+
+def main() -> dict[str, dict[str, Any]]:
+    """Compile the launches of all cases."""
+    found: dict[str, dict[str, Any]] = {}
+    case = ""
+
+    def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        compiled = compile_launch(kernel, arguments, named)
+        found[f"{case}: {kernel.__name__}"] = summary(compiled) | {"sums": orders_of_sums(compiled)}
+
+    JITFunction.run = run  # type: ignore[method-assign]
+    triton_output.native_fp8 = lambda device: True
+    for case, launcher, *arguments in launches():  # noqa: B007 - `run` reads the case
+        launcher(*arguments)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +177,7 @@ def compiled() -> dict[str, dict[str, Any]]:
     reason = can_compile()
     if reason is not None:
         pytest.skip(reason)
-    found = in_child("tests.kernels.triton.hopper.hopper_rows")
+    found = in_child("tests.kernels.triton.hopper.test_hopper_rows")
     assert len(found) > 50
     return found
 
@@ -61,3 +220,7 @@ def test_no_compiler_chooses_what_is_rounded(compiled) -> None:
     forward = {name: found["fused"] for name, found in compiled.items() if re.search(r"norm_(fwd|quantize)_", name)}
     assert len(forward) >= 20
     assert forward == dict.fromkeys(forward, 0)
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))

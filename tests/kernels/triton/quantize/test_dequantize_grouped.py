@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 import torch
 
 from te_models.kernels import quantize as q
+from te_models.kernels.quantize.fp8 import triton_grouped as grouped
 from te_models.kernels.quantize.fp8.dequantize_grouped import definition, dequantize_grouped
-from tests.kernels.triton.hopper.compiler import SHARED_MEMORY, can_compile, in_child
+from tests.kernels.triton.hopper.compiler import SHARED_MEMORY, can_compile, compile_kernel, in_child, summary
 from tests.kernels.triton.quantize.quantize_cases import BLOCKS, E4M3, E5M2, SPLITS, assert_bitwise, ordinary
+
+COMPILED = {
+    "per group": None,
+    "1x128": (1, 128),
+    "128x1": (128, 1),
+    "128x128": (128, 128),
+    "1x32": (1, 32),
+    "32x1": (32, 1),
+}
+
+
+def launch(block: tuple[int, int] | None, e8m0: bool) -> Any:
+    kernel = grouped.dequantize_grouped_kernel
+    br, bc = block or (1, 1)
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"data_ptr": "*u8", "out_ptr": "*bf16", "m_splits_ptr": "*i64"}
+    types |= {"scale_ptr": "*u8" if e8m0 else "*fp32"}
+    constants = {"G": 128, "G_BLOCK": 128, "BR": br, "BC": bc, "PER_GROUP": block is None, "E8M0": e8m0, "E4M3": True}
+    constants |= {"TILE_R": max(grouped.TILE_R, br), "TILE_C": max(grouped.TILE_C, bc), "stride_c": 1}
+    return compile_kernel(kernel, types, constants, 4, 3)
+
 
 COPIES = [(block, kind) for block, kind in BLOCKS] + [((c, r), kind) for (r, c), kind in BLOCKS if r != c]
 CASES = [(splits, rows, columns) for (splits, rows) in SPLITS for columns in (40, 200)]
@@ -69,7 +93,7 @@ def test_kernel_compiles_for_a_gpu_with_wide_accesses_and_no_spills() -> None:
     reason = can_compile()
     if reason is not None:
         pytest.skip(reason)
-    for name, found in in_child("tests.kernels.triton.hopper.hopper_grouped").items():
+    for name, found in in_child("tests.kernels.triton.quantize.test_dequantize_grouped").items():
         assert found["stack"] == 0 and found["wide"] > 0 and found["shared"] <= SHARED_MEMORY, (name, found)
 
 
@@ -77,3 +101,8 @@ def test_kernel_compiles_for_a_gpu_with_wide_accesses_and_no_spills() -> None:
 @pytest.mark.parametrize(("block", "kind"), [(None, ""), *COPIES], ids=str)
 def test_kernel_on_many_rows(block: tuple[int, int] | None, kind: str, device: torch.device) -> None:
     run(3000, [1000, 0, 1, 129, 1700], block, kind, 1024, device)
+
+
+if __name__ == "__main__":
+    found = {name: summary(launch(block, "32" in name)) for name, block in COMPILED.items()}
+    print(json.dumps(found))

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import te_models.layers as te
 from te_models.layers.optimizers import FusedAdam, FusedSGD
 from te_models.layers.te.optimizers.stored_state import split_master, whole_master
-from tests.layers.bits import same_bits, weight_quantizers
+from tests.build import weight_quantizers
+from tests.compare import same_bits
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
 

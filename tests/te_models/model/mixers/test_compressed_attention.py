@@ -9,7 +9,7 @@ from te_models import GPTModel, KVCache, generate
 from te_models.config import AttentionConfig, CompressedConfig, ConfigError
 from te_models.kernels.compressed_keys import compress, last_tokens
 from te_models.model.parallel import check_layers
-from tests.te_models.configs import ONE_KEY, VARIANTS, token_ids
+from tests.build import ONE_KEY, VARIANTS, token_ids
 
 BOUND = 1e-5
 

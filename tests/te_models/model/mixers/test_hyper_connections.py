@@ -12,7 +12,7 @@ from te_models.config import ConfigError, HyperConnectionConfig
 from te_models.kernels import hyper_connections as definition
 from te_models.model.mixers import MixerInputs
 from te_models.model.parallel import check_sequence
-from tests.te_models.configs import tiny, tiny_moe, token_ids
+from tests.build import tiny, tiny_moe, token_ids
 
 LANES = HyperConnectionConfig(lanes=3, sinkhorn_iterations=4, epsilon=1e-4)
 CONFIGS = {

@@ -11,7 +11,7 @@ from te_models.checkpoints import expected_tensors
 from te_models.config import ConfigError, GatedDeltaConfig, HyperConnectionConfig, IndexerConfig, MLAConfig
 from te_models.layers import MXFP8BlockScaling, autocast
 from te_models.model.mixers.index_pools import choose_pools, pooled_keys
-from tests.te_models.configs import LATENT, tiny, token_ids
+from tests.build import LATENT, tiny, token_ids
 from tests.te_models.model.mixers.test_sparse_attention import attention, close, model_of
 
 POOLED = IndexerConfig(n_heads=6, head_dim=9, topk=6, rotated="none", pool_size=3)

@@ -3,21 +3,89 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from te_models import AttentionConfig, DraftModel, GPTModel, KVCache, ModelConfig, StaticKVCache, generate
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.mapping.rank_shards import Place, parts
-from te_models.config import ConfigError, RopeConfig
+from te_models.config import KINDS, ConfigError, MixerConfig, RopeConfig
 from te_models.config.keys import toml_words
+from te_models.config.mixers import Parameter, State
+from te_models.model.build import Build, make_input_linear, make_output_linear
 from te_models.model.flops import forward_flops_per_token
+from te_models.model.mixers import RECURRENT, MixerInputs, RecurrentMixer
 from te_models.model.parallel import check_layers
-from tests.te_models.configs import VARIANTS, tiny, tiny_moe, token_ids
-from tests.te_models.model.mixers.decaying_mixer import DecayingConfig, register
+from tests.build import VARIANTS, tiny, tiny_moe, token_ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecayingConfig(MixerConfig):
+    """A sum of values that decays."""
+
+    kind: ClassVar[str] = "decaying"
+
+    heads: int
+    """Number of heads."""
+    channels: int = 4
+    """Channels of each head."""
+    decay: float = 0.5
+    """Factor of the state at each token."""
+
+    def parameters(self, hidden_size: int) -> Iterator[Parameter]:
+        size = self.heads * self.channels
+        yield Parameter("linear_in.weight", (2 * size, hidden_size), (size, size))
+        yield Parameter("linear_proj.weight", (hidden_size, size), (size,), 1)
+
+    def states(self) -> tuple[State, ...]:
+        return (State("sum", (self.heads, self.channels)),)
+
+    def flops(self, length: float) -> float:
+        return 2.0 * self.heads * self.channels
+
+    def shared_sizes(self) -> dict[str, int]:
+        return {"heads": self.heads}
+
+
+class DecayingMixer(RecurrentMixer):
+    def __init__(self, config: ModelConfig, mixer: DecayingConfig, layer: int, build: Build) -> None:
+        super().__init__()
+        self.mixer = mixer
+        size = mixer.heads * mixer.channels
+        self.linear_in = make_input_linear(config, (size, size), False, build, normed=False)
+        self.linear_proj = make_output_linear(config, size, False, build)
+
+    def forward(self, x: Tensor, inputs: MixerInputs, cache: Any = None) -> Tensor:
+        rows = self.linear_in(x)
+        rows = rows if inputs.batch_size is None else rows.unflatten(0, (inputs.batch_size, -1))
+        v, gate = rows.unflatten(-1, (2, -1, self.mixer.channels)).unbind(2)
+        if inputs.token_mask is not None:
+            v = v * inputs.token_mask[..., None, None]
+        (state,) = (torch.zeros_like(v[:, 0], dtype=torch.float32),) if cache is None else cache.read()
+        texts, found = inputs.documents, []
+        for t in range(v.shape[1]):
+            if texts is not None and t:
+                state = state * (texts[:, t] == texts[:, t - 1])[:, None, None]
+            state = self.mixer.decay * state + v[:, t]
+            found.append(state * gate[:, t])
+        if cache is not None:
+            cache.write(state)
+        y = torch.stack(found, dim=1).flatten(2).to(x.dtype)
+        return self.linear_proj(y if inputs.batch_size is None else y.flatten(0, 1))
+
+
+def register(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the kind known while a test runs."""
+    monkeypatch.setitem(KINDS, DecayingConfig.kind, DecayingConfig)
+    monkeypatch.setitem(RECURRENT, DecayingConfig.kind, DecayingMixer)
+
 
 DECAYING = DecayingConfig(heads=2)
 FOUR = AttentionConfig(num_attention_heads=4)

@@ -17,7 +17,7 @@ from te_models.model.flops import forward_flops_per_token
 from te_models.model.mixers import sparse_attention as module
 from te_models.model.mixers import train_indexers
 from te_models.model.parallel import check_layers
-from tests.te_models.configs import LATENT, tiny, token_ids
+from tests.build import LATENT, tiny, token_ids
 
 INDEXER = IndexerConfig(n_heads=6, head_dim=9, topk=5, rope_style="interleaved", rotated="last")
 MIXERS = ("attention", "shared", "attention", "shared", "shared")

@@ -1,9 +1,8 @@
-"""What each of several processes does that share sequences: `python -m tests.te_models.mixers.shared_ranks RESULTS
-NAMES`."""
+"""Sequences that ranks share: states and the edges of convolutions travel, and every rule and every mixer is that of
+one rank."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,9 +18,9 @@ from te_models.kernels.short_convolution import short_convolution
 from te_models.kernels.state_space import selective_scan, state_space_scan
 from te_models.layers.distributed.context_parallel import context_shard, own_positions
 from te_models.model.mixers import shared_sequence
-from tests.ranks import report_cases
-from tests.te_models.configs import token_ids
-from tests.te_models.mixers.models import model_of
+from tests.build import token_ids
+from tests.ranks import on_ranks
+from tests.te_models.mixers.test_features import MIXERS, model_of
 
 LENGTH = 48
 
@@ -160,11 +159,26 @@ def rules_are_as_on_one_rank(name: str) -> None:
     assert wrong == []
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    names = sys.argv[2].split(",")
-    cases = {
-        name: partial(rules_are_as_on_one_rank if name in RULES else sequences_are_as_on_one_rank, name)
-        for name in names
-    }
-    report_cases(cases, sys.argv[1])
+WAYS = [f"{name} by {way}" for name in ("mamba2", "by_channel", "in_shared_blocks") for way in ("p2p", "a2a")]
+"""Mixers beside attention that reaches keys in other ways than all-gather."""
+
+
+@on_ranks(2)
+@pytest.mark.sentinels("mamba2", "mamba2 by p2p")
+@pytest.mark.parametrize("name", [*MIXERS, *WAYS])
+def test_two_ranks_share_the_sequences_of_a_mixer(name: str) -> None:
+    sequences_are_as_on_one_rank(name)
+
+
+@on_ranks(2)
+@pytest.mark.sentinels("delta rule", "selective scan")
+@pytest.mark.parametrize("name", RULES)
+def test_two_ranks_share_the_sequences_of_a_rule(name: str) -> None:
+    rules_are_as_on_one_rank(name)
+
+
+@on_ranks(4)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MIXERS, *WAYS, *RULES])
+def test_four_ranks_share_sequences(name: str) -> None:
+    (rules_are_as_on_one_rank if name in RULES else sequences_are_as_on_one_rank)(name)

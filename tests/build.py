@@ -1,4 +1,4 @@
-"""Small model configurations and a hypothesis strategy over all of them."""
+"""What tests build: tiny models, a hypothesis strategy over their configurations, and a quantizer of each format."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from te_models.config import (
     IndexerConfig,
     PerLayerEmbeddingConfig,
 )
+from te_models.layers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, Quantizer
+from te_models.layers.quantizer import HybridQuantizer, IdentityQuantizer, NVFP4Quantizer
 
 VOCAB = 61
 
@@ -339,3 +341,18 @@ def model_configs(draw: st.DrawFn) -> ModelConfig:
         block=draw(st.sampled_from(["pre", "post", "sandwich", "parallel", "parallel_shared_norm"])),
         residual_multiplier=draw(number),
     )
+
+
+def weight_quantizers() -> dict[str, Quantizer]:
+    """A quantizer per format and variant, by a short name."""
+    return {
+        "float8": Float8CurrentScalingQuantizer(),
+        "float8_block": Float8BlockQuantizer(),
+        "float8_block_1d": Float8BlockQuantizer(block_scaling_dim=1),
+        "mxfp8": MXFP8Quantizer(),
+        "mxfp8_2d": MXFP8Quantizer(two_dimensional=True),
+        "nvfp4": NVFP4Quantizer(with_2d_quantization=True),
+        "nvfp4_1d": NVFP4Quantizer(),
+        "identity": IdentityQuantizer(),
+        "hybrid": HybridQuantizer(rowwise_quantizer=MXFP8Quantizer(), columnwise_quantizer=Float8BlockQuantizer()),
+    }
