@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -437,3 +438,8 @@ def test_what_training_refuses_is_refused(tmp_path: Path) -> None:
     config = config.replace(parallel=config.parallel.replace(tensor_model_parallel_size=4))
     with pytest.raises(ConfigError, match="qk_layernorm is 'full'; allowed where 4 ranks share 2 num_query"):
         plan_run(config, 4)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    record_layouts(sys.argv[1], sys.argv[2].startswith("fake"), sys.argv[3:], int(sys.argv[2][-1] == "1"))
