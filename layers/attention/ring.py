@@ -156,8 +156,10 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, y, lse, sink, mask, documents, slopes = ctx.saved_tensors
         with without_autocast(dy):
-            return *_backward(dy, *ctx.saved_tensors, ctx.rule), None, None, None, None
+            found = _backward(dy, q, k, v, y, lse, sink, Hidden(mask, documents), slopes, ctx.rule)
+        return *found, None, None, None, None
 
 
 def _forward(
@@ -197,14 +199,13 @@ def _backward(
     y: Tensor,
     lse: Tensor,
     sink: Tensor | None,
-    mask: Tensor | None,
-    documents: Tensor | None,
+    hidden: Hidden,
     slopes: Tensor | None,
     rule: RingRule,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of q, k, v and the sink."""
     (rank, ranks), size, group = rule.shard[:2], q.shape[1] // 2, rule.shard.group
-    channels, queries, dout, hidden = k.shape[-1], _wide(q), _wide(dy), Hidden(mask, documents)
+    channels, queries, dout = k.shape[-1], _wide(q), _wide(dy)
     delta = (dout * _wide(y)).sum(-1, keepdim=True)
     bound = lse.clamp(min=torch.finfo(lse.dtype).min)
     dsink = None
