@@ -119,7 +119,7 @@ def test_a_model_is_that_of_all_to_all(name: str, precision: str) -> None:
 
 
 @on_ranks_with_deep_ep(2)
-def test_empty() -> None:
+def test_ranks_whose_experts_get_no_token() -> None:
     """The second rank's experts get no token at all, and one of the first's neither."""
     config = tiny_moe(RouterConfig(score="sigmoid", expert_bias=True), num_moe_experts=6)
     with sending(torch.float32):
@@ -132,7 +132,7 @@ def test_empty() -> None:
 
 
 @on_ranks_with_deep_ep(2)
-def test_uneven() -> None:
+def test_each_rank_has_another_number_of_tokens() -> None:
     """Each rank has a number of tokens of its own, over several steps."""
     with sending(torch.float32):
         for seed in range(3):
@@ -140,20 +140,20 @@ def test_uneven() -> None:
 
 
 @on_ranks_with_deep_ep(2)
-def test_quantized() -> None:
+def test_rows_are_quantized_after_they_arrive() -> None:
     """Rows are quantized after they arrive."""
     for name in ("mxfp8", "current"):
         compare(both(one_layer(tiny_moe())), own_ids(), 0.12, named=name)
 
 
 @on_ranks_with_deep_ep(2)
-def test_mixed() -> None:
+def test_tokens_travel_in_bfloat16_under_autocast() -> None:
     """float32 parameters under torch's autocast: tokens travel in bfloat16, in which the experts compute."""
     compare(both(one_layer(tiny_moe()), torch.float32), own_ids(), BFLOAT16_BOUND, mixed=True)
 
 
 @on_ranks_with_deep_ep(2)
-def test_checkpointed() -> None:
+def test_what_is_computed_again_travels_again() -> None:
     """What is computed again in the backward pass travels again."""
     _, model = both(MODELS["moe_shared"])
     ids, gradients = own_ids(), []
@@ -167,7 +167,7 @@ def test_checkpointed() -> None:
 
 
 @on_ranks_with_deep_ep(2)
-def test_generated() -> None:
+def test_generation_is_that_of_all_to_all() -> None:
     """Token after token; one rank is done before the other."""
     with sending(torch.float32):
         models = both(tiny_moe(), torch.float32)
@@ -180,7 +180,7 @@ def test_generated() -> None:
 
 
 @on_ranks_with_deep_ep(2)
-def test_travelling() -> None:
+def test_a_layer_sends_its_tokens_once_in_either_pass() -> None:
     """A layer sends its tokens once and their sums once in either pass, with the weights' gradients on the way back."""
     _, model = both(one_layer(tiny_moe()))
     stand_in.Buffer.calls.clear()
@@ -204,7 +204,7 @@ def test_travelling() -> None:
 
 
 @on_ranks_with_deep_ep(2)
-def test_buffers() -> None:
+def test_layers_share_a_buffer_that_grows() -> None:
     """All layers and models share a group's buffer; larger tokens, or settings that ask for more, make a larger one."""
     made = stand_in.Buffer.made
     ids = own_ids()
@@ -224,7 +224,7 @@ def test_buffers() -> None:
 
 
 @on_ranks_with_deep_ep(2)
-def test_split_layers() -> None:
+def test_whole_experts_beside_split_layers() -> None:
     """Whole experts beside split layers: each rank sends its share of the tokens, of which there is an odd number."""
     dims = ParallelDims(
         ranks=dist.get_world_size(),
@@ -238,7 +238,7 @@ def test_split_layers() -> None:
 
 
 @on_ranks_with_deep_ep(2)
-def test_sharded() -> None:
+def test_layers_that_fsdp2_shards() -> None:
     """Layers that FSDP2 shards over the ranks, over which the experts are distributed."""
     mesh = ParallelDims(ranks=2, data_parallel_shard_size=2, expert_model_parallel_size=2).build_mesh("cpu")
     if not shards_experts_apart():
@@ -256,18 +256,18 @@ def test_sharded() -> None:
 
 @on_ranks_with_deep_ep(4)
 @pytest.mark.slow
-def test_split_layers_of_four() -> None:
+def test_four_ranks_split_layers_and_experts() -> None:
     """Layers and the insides of experts split over two, experts distributed over two; then whole experts over four."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
     groups = {f"{name}_group": mesh.get_group(name) for name in ("ep", "tp")}
     with sending(torch.float32):
         models = both(MODELS["top3"], torch.float32, **groups)
         compare(models, token_ids(BATCH, LENGTH, seed=mesh.get_local_rank("ep")), 1e-6)
-    test_split_layers.__wrapped__()
+    test_whole_experts_beside_split_layers.__wrapped__()
 
 
 @on_ranks_with_deep_ep(2)
-def test_untraced() -> None:
+def test_a_graph_ends_before_each_call_or_says_why_not() -> None:
     """A graph ends before each call where it may, and says why where it may not; our own ways to compile refuse."""
     _, model = both(one_layer(tiny_moe()))
     experts, results = model.decoder.layers[0].mlp, []
@@ -286,7 +286,7 @@ def test_untraced() -> None:
 
 
 @on_ranks_with_deep_ep(2)
-def test_refused() -> None:
+def test_what_deep_ep_cannot_do_is_refused() -> None:
     """Each in one sentence: at construction, or, what a call decides, by the call."""
 
     def new(config: ModelConfig = tiny_moe(), **options: object) -> GPTModel:  # noqa: B008 (a constant)
