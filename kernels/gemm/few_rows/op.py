@@ -68,7 +68,12 @@ def serves(x: Tensor, weight: Tensor, groups: int = 1) -> bool:
 
 def choose_stored(x: Tensor, weight: ScaledOperand | IntegerOperand) -> Choice:
     """Choose from shapes, formats and hardware alone; without a compiler the weight is dequantized all the same."""
-    return first_possible("stored_linear", (("few_rows", reason_against(x, weight)),), fallback=False)
+    reason = reason_against(x, weight)
+    return _STORED if reason is None else first_possible("stored_linear", (("few_rows", reason),), fallback=False)
+
+
+_STORED = Choice("stored_linear", "few_rows")
+"""What a token chooses for every weight."""
 
 
 def as_stored(choice: Choice, x: Tensor, weight: ScaledOperand | IntegerOperand) -> bool:
