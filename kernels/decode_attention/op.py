@@ -51,11 +51,11 @@ _TAKES = takes(
 )
 
 
-def serves(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> bool:
+def serves(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, least: int | None = None) -> bool:
     """Whether `attend_one` attends: plain tensors of one dtype on CPU, one query of each head, and no more of a mask
     than which keys are visible. query: [B, N, 1, D]; key: [B, G, L, D]; value: [B, G, L, Dv]; visible: None, or a
-    tensor broadcastable to [B, N, 1, L]."""
-    if query.dim() != 4 or query.shape[2] != 1 or key.numel() < LEAST or compiling():
+    tensor broadcastable to [B, N, 1, L]. least: in place of LEAST."""
+    if query.dim() != 4 or query.shape[2] != 1 or key.numel() < (LEAST if least is None else least) or compiling():
         return False
     if _TAKES.misfit_on_cpu(query, key, value, visible) or query.shape[1] > MOST_SHARED * key.shape[1]:
         return False

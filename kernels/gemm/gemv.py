@@ -118,14 +118,15 @@ def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-_run = entry_of(_gemv).implementation  # of eager code, where `serves` has asked all that the dispatcher would
+multiply = entry_of(_gemv).implementation
+"""`linear` of x [M, K] in eager code, where `serves` has asked all that the dispatcher would."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x @ weight^T + bias` in x's dtype, where it `serves`. x: [..., K]; weight: [N, K]; bias: [N] of x's dtype
     or None. Sums are float32, rounded once."""
-    multiply = _gemv if torch.compiler.is_compiling() else _run
-    return multiply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
+    run = _gemv if torch.compiler.is_compiling() else multiply
+    return run(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def serves_groups(x: Tensor, weight: Tensor) -> bool:

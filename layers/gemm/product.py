@@ -119,13 +119,13 @@ def stored_for_few_rows(x: Tensor, weight: QuantizedTensor) -> ScaledOperand | f
     groups = weight.shape[0] if weight.dim() == 3 else 1
     if not few_rows.serves(x, weight, groups):
         return None
-    quantizer = weight.quantizer
+    quantizer, fields = weight.quantizer, weight.fields
     operand: ScaledOperand | few_rows.IntegerOperand | None
     # integers have scales of rows: a stack of them is one matrix of all rows
-    operand = quantizer.integer_operand(weight.fields, weight.shape)
+    operand = quantizer.integer_operand(fields, weight.shape)
     whole = weight.shape == weight.matrix_shape and (quantizer.symmetric or "rowwise" in quantizer.stored_usages())
     if operand is None and whole:
-        operand = quantizer.scaled_operand_of_fields(weight.fields, "rowwise", weight.matrix_shape)
+        operand = quantizer.scaled_operand_of_fields(fields, "rowwise", weight.matrix_shape)
     return operand if operand is not None and operand.inner == x.shape[-1] else None
 
 

@@ -228,6 +228,18 @@ class GemmModule(QuantizedModule):
             found += (normed,)
         return found if len(found) > 1 else y
 
+    @property
+    def ran_plainly(self) -> bool:
+        """Whether the last call was in high precision and outside of all regions, and weight gradients are made as
+        usual: another one there has nothing to choose or to write down, and `gemm_call` returns None."""
+        use = self.recipe_use
+        last = use.last
+        if last is None or last.recipe is not None or last.quantizers is not None:
+            return False
+        if self.fuse_wgrad_accumulation or self._later is not None or self.save_original_input:
+            return False
+        return last.asked == use.asked and last.ran == use.ran
+
     def gemm_call(
         self, weights: tuple[nn.Parameter, ...], is_first_microbatch: bool | None, gemm_index: int | None = None
     ) -> GemmCall | None:

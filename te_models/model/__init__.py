@@ -7,7 +7,7 @@ embedding  token and position embedding                                   output
 rotary     cos and sin tables                                             cache     key-value caches
 build      how modules are created, and what is refused                    mtp       layers that predict further tokens
 constants  buffers that are computed, not learned                        stage     pipeline stages of a model
-logprobs   log-probabilities of given tokens
+logprobs   log-probabilities of given tokens                           one_token  sublayers of one token in eager code
 hyper_connection  a residual stream of several lanes
 
 May import: everything but the command line.

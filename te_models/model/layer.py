@@ -15,12 +15,14 @@ from te_models.layers.distributed.sequence_parallel import gather_tokens_of_rank
 from te_models.layers.recipe.activation_checkpoint import checkpointed
 
 from ..config import DeepNormConfig, ModelConfig
+from . import one_token
 from .build import Build, check_supported, make_norm
 from .cache import LayerMemory
 from .hyper_connection import HyperConnection
 from .mixers import KeysValues, MixerInputs, Selection, TokenInputs, attention_class, recurrent_class
 from .mlp import MLP
 from .moe import MoELayer, RouterOutput
+from .one_token import is_one_token
 from .residual import AlternatingUpdates, Laurel, LayerScalar, PerLayerEmbedding
 from .rotary import Rotary
 from .shared_block import SharedBlock, SharedUse
@@ -103,6 +105,10 @@ class TransformerLayer(nn.Module):
         self.alternating_updates = None if lanes is None else AlternatingUpdates(config, lanes, build.whole)
         self.per_layer_embedding = None if embedding is None else PerLayerEmbedding(config, embedding, build.whole)
         self.layer_scalar = LayerScalar(build) if config.layer_scalar else None
+        others = (self.input_layernorm, self.mixer, self.post_self_attn_layernorm, self.post_mlp_layernorm, hyper)
+        others = (*others, self.shared_use, self.sequence_shard, self.residual_factors, lanes, embedding, rank)
+        self.is_plain = self.block == "pre" and not config.layer_scalar and all(other is None for other in others)
+        """Whether it is `x = x + attention(n1(x)); x = x + mlp(n2(x))`, n1 in the attention, and nothing else."""
         self.recompute_save: list[Any] | None = None  # operations whose results a recomputation finds saved
 
     def forward(
@@ -157,6 +163,16 @@ class TransformerLayer(nn.Module):
         tokens: TokenInputs | None,
         shared: tuple[SharedBlock, Tensor] | None = None,
     ) -> LayerResult:
+        if self.is_plain and cache is not None and is_one_token(x):
+            attended = None
+            if hidden_keys is None and query_scale is None and keys_values is None:
+                attended = one_token.attention(self.self_attention, x, rotary, cache)
+            if attended is not None:
+                x = self._add(x, attended)
+                y, routed = one_token.mlp(self.mlp, x), None
+                if y is None:
+                    y, routed = self._mlp(x, token_mask, batch_size, tokens)
+                return self._add(x, y), routed
         positions = None if tokens is None else tokens.positions
         inputs = MixerInputs(
             rotary, hidden_keys, query_scale, batch_size, token_mask, documents, keys_values, choice, positions

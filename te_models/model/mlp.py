@@ -81,6 +81,8 @@ class MLP(nn.Module):
         self.xielu = XIELU(build) if config.mlp.activation == "xielu" else None
         self._activation = None if self.xielu is not None else activation_of(config.mlp)
         self.gate_multiplier, self.output_multiplier = config.mlp.gate_multiplier, config.mlp.output_multiplier
+        self.is_plain = self.gate_multiplier == self.output_multiplier == 1.0 and self.deviations is None
+        """Whether it is two products and the activation between them."""
 
     def forward(self, x: Tensor, adapted: Tensor | None = None) -> Tensor:
         """x: [..., H] -> [..., H]. adapted: what is added to the result of `linear_fc1`."""

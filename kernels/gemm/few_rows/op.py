@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ...backend import has_library
-from ...compiling import compiling
+from ...compiling import compiling, unobserved
 from ...custom_op import Output, direct, flatten, like, operation, takes
 from ...torch_versions import exporting
 from ...without_autocast import without_autocast
@@ -68,7 +68,12 @@ def serves(x: Tensor, weight: Tensor, groups: int = 1) -> bool:
 
 def choose_stored(x: Tensor, weight: ScaledOperand | IntegerOperand) -> Choice:
     """Choose from shapes, formats and hardware alone; without a compiler the weight is dequantized all the same."""
-    return first_possible("stored_linear", (("few_rows", reason_against(x, weight)),), fallback=False)
+    reason = reason_against(x, weight)
+    return _STORED if reason is None else first_possible("stored_linear", (("few_rows", reason),), fallback=False)
+
+
+_STORED = Choice("stored_linear", "few_rows")
+"""What a token chooses for every weight."""
 
 
 def as_stored(choice: Choice, x: Tensor, weight: ScaledOperand | IntegerOperand) -> bool:
@@ -136,12 +141,15 @@ def linear(x: Tensor, weight: ScaledOperand | IntegerOperand, bias: Tensor | Non
     """
     integers = isinstance(weight, IntegerOperand)
     fields = _TAKES_INTEGERS if integers else _TAKES
-    if torch.compiler.is_compiling() and compiling():
+    traced = torch.compiler.is_compiling() and compiling()
+    if traced:
         other = fields.misfit(x, weight, bias)
     else:
         other = fields.misfit_on_cpu(x, weight, bias) or differentiates(x, weight.data, weight.scale_inv, bias)
     if other:
         return _definition(x, weight, bias)
+    if not traced and not torch.is_grad_enabled() and unobserved():
+        return _product(x, weight, bias)  # as the operation would, of which nobody sees anything
     return (_call_integers if integers else _call)(x, *flatten(weight), bias)
 
 

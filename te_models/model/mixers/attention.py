@@ -128,6 +128,17 @@ class SelfAttention(nn.Module):
         self.head_gate = HeadGate(config, all_heads, build) if a.has_head_gate else None
         self.linear_proj = make_output_linear(config, all_heads * self.v_head_dim, a.add_output_bias, build)
         self.indexer = None if a.indexer is None else Indexer(config, a.indexer, config.hidden_size, build)
+        changed = (self.qkv_bias, self.alibi, self.head_gate, self.indexer, self.clip_qkv, self.chunk_size)
+        changed = (*changed, self.value_scale, self.sequence_shard)
+        self.is_plain = (
+            all(value is None for value in changed)
+            and (a.input_multiplier, a.output_multiplier, build.tp_size) == (1.0, 1.0, 1)
+            and self.norm_kind in ("none", "head")
+            and self.own_keys
+            and not (self.gives_keys or self.norm_after_rope or self.value_norm or a.key_is_value or a.gate_rows)
+        )
+        """Whether queries, keys and values are rotated parts of one product, each head perhaps normalised, and what
+        softmax attention makes of them is projected."""
         self.reset_parameters()
 
     @torch.no_grad()
@@ -156,7 +167,7 @@ class SelfAttention(nn.Module):
         if inputs.keys_values is not None:
             q, (k, v) = self._queries(qkv, rotary), inputs.keys_values
             q = q if query_scale is None else q * query_scale.to(q.dtype)
-            y = self._attended(q, k, v, hidden_keys, cache)
+            y = self.attended(q, k, v, hidden_keys, cache)
             return self._output(y, x, gate, batch_size)
         q, k = self._queries_and_keys(qkv, rotary)
         if query_scale is not None:
@@ -177,7 +188,7 @@ class SelfAttention(nn.Module):
         elif shard is not None and shard.cp_comm_type == "all_gather":
             both = gather_positions(torch.cat((k, v), -1), shard)
             k, v = both.split((self.head_dim, self.v_head_dim), -1)
-        y = self._output(self._attended(q, k, v, hidden_keys, cache), x, gate, batch_size)
+        y = self._output(self.attended(q, k, v, hidden_keys, cache), x, gate, batch_size)
         return (y, (k, v)) if self.gives_keys else y
 
     def _with_group(self, qkv: Tensor) -> Tensor:
@@ -187,11 +198,12 @@ class SelfAttention(nn.Module):
         own = [t.narrow(-1, self.group * size, size) for t, size in zip(parts, channels, strict=False)]
         return torch.cat((qkv[..., : self.q_size], *own), -1)
 
-    def _attended(
+    def attended(
         self, q: Tensor, k: Tensor, v: Tensor, hidden_keys: Tensor | None, cache: LayerMemory | None
     ) -> Tensor:
-        """Attend to all keys and values, those of a cache and of other ranks included. k, v: those of this rank's
-        positions where ranks that share sequences do not gather them."""
+        """Attend to all keys and values, those of a cache and of other ranks included; k and v are those of this rank's
+        positions where ranks that share sequences do not gather them. q: [B, S, N, D]; k: [B, L, G, D]; v:
+        [B, L, G, Dv]; hidden_keys, cache: as for `forward`; returns [B, S, N Dv]."""
         slots = None if cache is None else cache.hidden_slots()
         first = 0 if cache is None else cache.length + q.shape[1] - k.shape[1]
         if slots is not None:
