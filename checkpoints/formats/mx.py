@@ -19,7 +19,7 @@ from torch import Tensor
 from te_models.kernels.quantize import e8m0_to_float
 from te_models.kernels.quantize.nvfp4.reference import round_e2m1
 from te_models.layers.quantizer import MXFP8Quantizer, NVFP4Quantizer, Quantizer
-from te_models.layers.quantizer.base import Fields, Usage
+from te_models.layers.quantizer.encoding import Encoding, RowsByGroup, Scale, Uses
 
 from .format import BYTE_SCALES, Part, WeightFormat, is_e4m3, one_of
 from .fp8 import E4M3
@@ -34,19 +34,14 @@ class MXFP4Quantizer(MXFP8Quantizer):
     6.3), so numbers that were MXFP4 come back as they were.
     """
 
-    def quantize_fields(
-        self, x: Tensor, key: Tensor | None = None, amaxes: Mapping[Usage, Tensor] | None = None
-    ) -> Fields:
+    def encode(self, x: Tensor, scale: Scale, uses: Uses, rows: RowsByGroup | None = None) -> Encoding:
         columns = x.shape[-1]
         blocks = F.pad(x.float(), (0, -columns % 32)).unflatten(-1, (-1, 32))
         exponent = (blocks.abs().amax(-1).view(torch.int32) >> 23) & 255
         scales = (exponent - 2).clamp(0, 254).to(torch.uint8)
         scaled = (blocks / e8m0_to_float(scales)[..., None]).clamp(-6.0, 6.0)
         values = round_e2m1(scaled).flatten(-2)[..., :columns]
-        return {"rowwise_data": values.to(torch.float8_e4m3fn), "rowwise_scale_inv": scales}
-
-    def quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> None:
-        """Return None: the C++ of MXFP8 makes other numbers."""
+        return Encoding({"rowwise_data": values.to(torch.float8_e4m3fn), "rowwise_scale_inv": scales})
 
 
 def mxfp4_format(name: str, data: str, scale: str, *, grouped: bool) -> WeightFormat:

@@ -132,7 +132,7 @@ def empty(name: str, shape: Shape, meta: Description, device: torch.device | str
 def _class_of(quantizer: Quantizer, shape: Shape) -> type[QuantizedTensor]:
     from te_models.layers.tensor.formats import TENSOR_CLASSES
 
-    return layers.GroupedTensor if len(shape) == 3 else TENSOR_CLASSES[quantizer.FORMAT]
+    return layers.GroupedTensor if len(shape) == 3 else TENSOR_CLASSES.get(quantizer.FORMAT, layers.QuantizedTensor)
 
 
 def read_metadata(metadata: Mapping[str, str], where: str) -> dict[str, Description]:

@@ -86,7 +86,7 @@ def from_plain_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, 
         quantizer, dtype = quantizer_of(name, meta)
         names = {field: name + SUFFIXES[field] for field in quantizer.field_names()}
         fields = {field: rest.pop(entry) for field, entry in names.items() if entry in rest}
-        cls = GroupedTensor if len(shape) == 3 else TENSOR_CLASSES[quantizer.FORMAT]
+        cls = GroupedTensor if len(shape) == 3 else TENSOR_CLASSES.get(quantizer.FORMAT, QuantizedTensor)
         try:
             found[name] = cls.rebuild(fields, quantizer, torch.Size(shape), dtype)
         except ValueError as error:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from te_models.layers.quantizer import Quantizer, Usage
+from te_models.layers.quantizer.encoding import Scale, Uses
 from te_models.layers.quantizer.schema import FieldLayout, alignment, field_layouts
 
 from ..io.boxes import Shape
@@ -146,14 +147,13 @@ def _quantize_and_measure(
 ) -> tuple[dict[str, torch.Tensor], float]:
     """Quantize rows into the fields of the one copy that a quantizer makes: in one pass where that is compiled, else by
     the definitions, with the same bits and the same error."""
-    (usage,) = quantizer.stored_usages()
-    found = quantizer.quantize_in_one_pass(rows, usage, amaxes.get(usage))
-    if found is not None:
-        parts, error = found
-        return dict(zip(quantizer.field_names(), parts, strict=True)), error if measure else 0.0
-    fields = quantizer.quantize_fields(rows, amaxes=amaxes)
+    found = quantizer.encoded(rows, Scale(None, amaxes), Uses(quantizer.stored_usages(), measured=measure))
+    assert found is not None, "only a graph is refused"
+    fields = found.fields
     if not measure or not rows.numel():
         return fields, 0.0
+    if found.error is not None:
+        return fields, found.error
     low, high = torch.aminmax(quantizer.dequantize_fields(fields, torch.float32, rows.shape).contiguous().sub_(rows))
     return fields, float(torch.maximum(-low, high))
 

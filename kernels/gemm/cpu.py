@@ -32,6 +32,8 @@ CpuGemm = Literal["bf16", "float32"]
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _MEASURED = 512  # rows, columns and depth of the GEMM that decides where the instruction set does not
 _backend: CpuGemm | None = None  # None: to be chosen at the first GEMM
+WIDE: dict[torch.dtype, torch.dtype] = {}
+"""What `operand_dtype` has answered for eager code on a CPU, until the choice changes: read without a call."""
 
 
 def cpu_gemm() -> CpuGemm:
@@ -53,6 +55,7 @@ def set_cpu_gemm(backend: Literal["auto", "bf16", "float32"]) -> None:
     if backend not in allowed:
         raise ValueError(f"the CPU GEMM is {shown(backend)}; allowed: {', '.join(allowed)}")
     _backend = None if backend == "auto" else backend
+    WIDE.clear()
 
 
 @contextlib.contextmanager
@@ -65,6 +68,7 @@ def using_cpu_gemm(backend: Literal["auto", "bf16", "float32"]) -> Iterator[None
         yield
     finally:
         _backend = before
+        WIDE.clear()
 
 
 def in_float32(x: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..quantize.eager import eager_on_cpu
 from ..without_autocast import without_autocast
-from .cpu import in_float32
+from .cpu import WIDE, in_float32
 from .float32 import gemm_float32
 
 # Rows of a product computed at a time where it needs a buffer of its own: the buffer then stays in the cache.
@@ -47,10 +47,13 @@ def gemm(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None 
     """
     a, b = left.values, right.values
     scale = None if left.scale is None and right.scale is None else epilogue_scale(left, right)
-    if a.dtype != torch.float32 and in_float32(a):
+    narrow = not torch.compiler.is_compiling() and WIDE.get(a.dtype) is a.dtype  # as `in_float32`, without the call
+    if a.dtype != torch.float32 and not narrow and in_float32(a):
         if scale is None:
             return gemm_float32(a, b, bias, dtype)
         product = gemm_float32(a, b, None, torch.float32)
+    elif a.is_meta or not torch.is_autocast_enabled(a.device.type):
+        product = torch.mm(a, b)
     else:
         with without_autocast(a):
             product = torch.mm(a, b)

@@ -42,7 +42,7 @@ def attend(
     mask = visible
     if bias is not None:
         mask = bias if visible is None else torch.where(visible, bias, float("-inf"))
-    if bias is None and not dropout and serves_one(query, key, value, mask):
+    if bias is None and not dropout and query.shape[-2] == 1 and serves_one(query, key, value, mask):
         return attend_one(query, key, value, mask, scale)
     shared = query.shape[1] != key.shape[1]
     if shared and (not key.shape[1] or value.shape[1] != key.shape[1]):  # by which torch divides

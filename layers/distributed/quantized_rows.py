@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from ..quantizer import Quantizer
+from ..quantizer.encoding import OWN_SCALE, Uses
+from ..quantizer.schema import field_layouts
 from ..recipe.base import GemmQuantizers
 
 
@@ -53,15 +55,22 @@ def _format(role: str, quantizer: Quantizer | None) -> Quantizer | None:
 
 def pack_rows(x: Tensor, quantizer: Quantizer) -> Tensor:
     """Return x: [R, C], quantized, as bytes: uint8 [R, B], a row's codes and then its scales."""
-    return torch.cat([part.contiguous().view(torch.uint8) for part in quantizer.row_parts(x)], dim=1)
+    if not quantizer.keeps_rows:
+        raise ValueError(f"rows do not keep their values in the format {quantizer.FORMAT}")
+    uses = Uses(("rowwise",), traced=True)
+    found = quantizer.encoded(x, OWN_SCALE, uses) or quantizer.encoded(x, OWN_SCALE, uses._replace(traced=False))
+    assert found is not None, "only a graph is refused"
+    return torch.cat([part.contiguous().view(torch.uint8) for part in found.fields.values()], dim=1)
 
 
 def unpack_rows(packed: Tensor, quantizer: Quantizer, columns: int, dtype: torch.dtype) -> Tensor:
     """Return what `pack_rows` made bytes of: values [R, C] in `dtype`."""
-    parts, at = [], 0
-    for part_dtype, numbers in quantizer.row_part_shapes(columns):
-        size = numbers * part_dtype.itemsize
-        # contiguous memory of its own: a wider dtype has to begin at a multiple of its size
-        parts.append(packed[:, at : at + size].clone(memory_format=torch.contiguous_format).view(part_dtype))
-        at += size
-    return quantizer.rows_of_parts(parts, (packed.shape[0], columns), dtype)
+    fields, at = {}, 0
+    for layout in field_layouts(quantizer):
+        if layout.usage == "rowwise" and layout.dtype is not None:
+            size = layout.entries(0, columns, -1)[1] * layout.dtype.itemsize
+            # contiguous memory of its own: a wider dtype has to begin at a multiple of its size
+            own = packed[:, at : at + size].clone(memory_format=torch.contiguous_format)
+            fields[layout.name] = own.view(layout.dtype)
+            at += size
+    return quantizer.operand_of_fields(fields, "rowwise", dtype, (packed.shape[0], columns)).values.to(dtype)

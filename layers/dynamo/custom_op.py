@@ -246,7 +246,7 @@ class QuantizedResult(Result):
             grouped = self.m_splits is not None or len(shape) == 3
             cls = GroupedTensorStorage if grouped else QuantizedStorage
             return cls.unflatten(tensors, (value, shape, self.dtype))
-        cls = GroupedRows if self.m_splits is not None else TENSOR_CLASSES[value.FORMAT]
+        cls = GroupedRows if self.m_splits is not None else TENSOR_CLASSES.get(value.FORMAT, QuantizedTensor)
         tensor = tensor_of(GroupedTensor if len(shape) == 3 else cls, tensors, value, shape, self.dtype)
         if self.amax_group is not None:
             tensor.amax_group = self.amax_group

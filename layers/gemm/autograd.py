@@ -2,7 +2,7 @@
 
 The formula is Python around kernels on tensors, not one opaque operation per layer: the compiler sees every step. On an
 accelerator it fuses the quantizations with what is around them; in a CPU graph the operands of block, MXFP8 and NVFP4
-scaling are one operation each (`kernels/quantize/cpu_graph`). `gradients` holds the three GEMMs. Live state comes in as
+scaling are one operation each (`kernels/quantize/cpu_graph`). `three_gemms` holds the GEMMs. Live state comes in as
 tensors; nothing is hidden in objects.
 """
 
@@ -24,8 +24,6 @@ from ..quantizer.group_offsets import GroupOffsets
 from ..quantizer.state import QuantizerState
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
-from .encode import ONE_MATRIX, OneMatrix
-from .gradients import fprop, gradients
 from .plain import calibrate, stored_linear
 from .product import bias_gradient, quantized_gemms
 from .prologue import Prologue, fused_output, fused_storage, input_quantizer
@@ -33,6 +31,7 @@ from .quantized_rows import permuted
 from .registered import Boundary, as_one_operation
 from .rows import AlignedGroups, Groups
 from .scaling import GemmCall, GemmConfig, GemmOptions, Scaling
+from .three_gemms import ONE_MATRIX, OneMatrix, fprop, gradients
 from .wgrad import main_grads
 
 
@@ -186,10 +185,14 @@ def linear(
     module computes it with, None for plain high precision; boundary: "layer" makes one operation of it and one of its
     backward pass, with the same numbers; a prologue runs in front of that.
     """
-    fused = None if prologue is None or boundary == "layer" else _fused_dtype(x, weight, call, prologue)
+    fused = None
+    if prologue is not None and call is not None and call.config is not None and boundary == "kernel":
+        fused = _fused_dtype(x, weight, call, prologue)
     if prologue is not None and fused is None:
         x, prologue = prologue.run(x), None
-    dtype = compute_dtype(x) if fused is None else fused
+    # `compute_dtype`, without the call in the plain case
+    plain = x.is_cpu and x.is_floating_point() and not torch.is_autocast_enabled("cpu")
+    dtype = (x.dtype if plain else compute_dtype(x)) if fused is None else fused
     if prologue is None:
         x = x.to(dtype)
     if call is not None and call.amaxes is not None:
@@ -223,12 +226,11 @@ def linear(
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-def _fused_dtype(x: Tensor, weight: Tensor, call: GemmCall | None, prologue: Prologue) -> torch.dtype | None:
+def _fused_dtype(x: Tensor, weight: Tensor, call: GemmCall, prologue: Prologue) -> torch.dtype | None:
     """Return the dtype of the GEMM whose input the prologue quantizes; None where they are two functions: in high
     precision, on a CPU, and where a recipe wants the high-precision result."""
-    if call is None or call.config is None or call.config.quantizers is HIGH_PRECISION:
-        return None
-    if not quantized_gemms(x.device):
+    assert call.config is not None, "the caller has asked"
+    if call.config.quantizers is HIGH_PRECISION or not quantized_gemms(x.device):
         return None
     dtype = prologue.dtype(x)
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad

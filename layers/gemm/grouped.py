@@ -19,7 +19,7 @@ from .product import bias_rows_gradient
 from .quantized_rows import is_aligned, rows_or_values
 from .rows import row_alignment
 from .scaling import GemmCall
-from .weight import stacked_values
+from .three_gemms import stacked_values
 from .wgrad import main_grads
 
 
@@ -42,7 +42,9 @@ def grouped_linear(
     permutation: x are tokens, and the rows are what `permute` makes of them. row_align: a number that all splits are
     multiples of, the rows that fill them up being zeros.
     """
-    dtype = compute_dtype(x)
+    # as in `linear`
+    plain = x.is_cpu and x.is_floating_point() and not torch.is_autocast_enabled("cpu")
+    dtype = x.dtype if plain else compute_dtype(x)
     config = None if call is None else call.config
     quantizers = None if config is None else config.quantizers
     aligned = row_align > 1 and quantizers is not None and is_aligned(quantizers, x.device, row_align)
@@ -50,7 +52,8 @@ def grouped_linear(
         x, permutation = permute(x, permutation), None
     align = 1 if quantizers is None else row_alignment(quantizers, x.device)
     if permutation is None:
-        x = rows_or_values(x, m_splits, quantizers, dtype, align)
+        quantized = isinstance(x, QuantizedTensor)
+        x = rows_or_values(x, m_splits, quantizers, dtype, align) if quantized else x.to(dtype)
     aligned = aligned and not isinstance(x, QuantizedTensor)
     if call is None and bias is None:
         return plain_grouped_linear(x, weights, m_splits)

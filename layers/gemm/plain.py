@@ -12,7 +12,7 @@ from te_models.kernels.grouped_gemm import stored_grouped_gemm
 from ..quantizer.delayed import update_amax_
 from ..tensor.quantized_tensor import QuantizedTensor
 from .product import grouped_gemm_directly, stored_for_few_rows
-from .weight import Weights, plain_weights
+from .three_gemms import Weights, plain_weights
 
 
 def stored_linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
@@ -34,6 +34,8 @@ def plain_grouped_linear(x: Tensor, weights: Weights, m_splits: Tensor) -> Tenso
         stored = stored_for_few_rows(x, weight)
         if stored is not None:
             return stored_grouped_gemm(x, stored, m_splits)
+    elif weight.dim() == 3:
+        return grouped_gemm_directly(x, weight.to(x.dtype), m_splits)
     return grouped_gemm_directly(x, plain_weights(weights, x.dtype, groups=True), m_splits)
 
 

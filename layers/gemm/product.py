@@ -29,7 +29,7 @@ from te_models.kernels.gemm import (
     scaled_gemm_accumulate_,
 )
 from te_models.kernels.gemm.backends import record_mixed_product
-from te_models.kernels.gemm.cpu import operand_dtype, unrounded
+from te_models.kernels.gemm.cpu import WIDE, operand_dtype, unrounded
 from te_models.kernels.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_wgrad,
@@ -41,6 +41,7 @@ from te_models.kernels.grouped_gemm import (
 from te_models.kernels.grouped_gemm.scaled import dequantized_wgrad
 
 from ..quantizer import Fields, Quantizer, Usage
+from ..quantizer.encoding import Scale, Uses
 from ..quantizer.group_offsets import GroupOffsets, PaddedRows
 from ..quantizer.state import AnyQuantizer
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -69,7 +70,10 @@ def target(device: torch.device, dtype: torch.dtype) -> Target:
         return Target("quantized", dtype, dtype)
     if torch.compiler.is_compiling() and compiling():
         return Target("traced", dtype, dtype)
-    return Target("dequantized", dtype, operand_dtype(device, dtype))
+    wide = WIDE.get(dtype) if device.type == "cpu" else operand_dtype(device, dtype)
+    if wide is None:
+        wide = WIDE[dtype] = operand_dtype(device, dtype)
+    return Target("dequantized", dtype, wide)
 
 
 def in_cpu_graph(device: torch.device) -> bool:
@@ -93,10 +97,13 @@ def quantized_operand(
 ) -> GemmOperand:
     """Quantize x: [..., R, C] for one GEMM: rowwise contracts C, columnwise R. dtype: `Target.wide`."""
     if x.device.type in _DEQUANTIZING_DEVICES:
-        operand = quantizer.operand(x, usage, dtype, key)
+        # as `rounded`, without two calls
+        found = quantizer.encode(x, Scale(key), Uses((), usage, dtype))
+        operand = None if found is None else found.operand
+        operand = quantizer.rounded(x, usage, dtype, key) if operand is None else operand
         return operand if usage == "rowwise" else transposed(operand, usage)
     scaled = quantizer.scaled_operand(x, usage, key)
-    return emulating(quantizer, quantizer.operand(x, usage, dtype, key), usage) if scaled is None else scaled
+    return emulating(quantizer, quantizer.rounded(x, usage, dtype, key), usage) if scaled is None else scaled
 
 
 def stored_operand(
@@ -107,10 +114,8 @@ def stored_operand(
     if device.type in _DEQUANTIZING_DEVICES:
         operand = quantizer.operand_of_fields(fields, usage, dtype, shape)
         return operand if usage == "rowwise" else transposed(operand, usage)
-    scaled = quantizer.scaled_operand_of_fields(fields, usage, shape)
-    if scaled is not None:
-        return scaled
-    return emulating(quantizer, quantizer.operand_of_fields(fields, usage, dtype, shape), usage)
+    found = quantizer.operand_of_fields(fields, usage, dtype, shape, quantized=True)
+    return emulating(quantizer, found, usage) if isinstance(found, Operand) else found
 
 
 def stored_for_few_rows(x: Tensor, weight: QuantizedTensor) -> ScaledOperand | few_rows.IntegerOperand | None:
@@ -120,13 +125,13 @@ def stored_for_few_rows(x: Tensor, weight: QuantizedTensor) -> ScaledOperand | f
     if not few_rows.serves(x, weight, groups):
         return None
     quantizer, fields = weight.quantizer, weight.fields
-    operand: ScaledOperand | few_rows.IntegerOperand | None
+    operand: Operand | ScaledOperand | few_rows.IntegerOperand | None
     # integers have scales of rows: a stack of them is one matrix of all rows
     operand = quantizer.integer_operand(fields, weight.shape)
     whole = weight.shape == weight.matrix_shape and (quantizer.symmetric or "rowwise" in quantizer.stored_usages())
     if operand is None and whole:
-        operand = quantizer.scaled_operand_of_fields(fields, "rowwise", weight.matrix_shape)
-    return operand if operand is not None and operand.inner == x.shape[-1] else None
+        operand = quantizer.operand_of_fields(fields, "rowwise", x.dtype, weight.matrix_shape, quantized=True)
+    return None if operand is None or isinstance(operand, Operand) or operand.inner != x.shape[-1] else operand
 
 
 # --- products: two quantized operands go to a GEMM that takes quantized numbers, others are dequantized ---------------

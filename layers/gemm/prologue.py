@@ -117,7 +117,7 @@ def fused_storage(
     result [..., C]."""
     value = value_of(quantizer)
     matrix = torch.Size((torch.Size(shape[:-1]).numel(), shape[-1]))
-    return STORAGE_CLASSES[value.FORMAT](quantizer.fields_of_output(copies), value, matrix, dtype)
+    return STORAGE_CLASSES.get(value.FORMAT, QuantizedStorage)(quantizer.fields_of_output(copies), value, matrix, dtype)
 
 
 def quantized_output(y: Tensor, quantizer: AnyQuantizer) -> QuantizedTensor:
@@ -140,7 +140,7 @@ def quantized_gradient(
 def _as_tensor(x: Tensor, quantizer: AnyQuantizer, key: Tensor | None = None) -> QuantizedTensor:
     rows, value = x.detach().reshape(-1, x.shape[-1]), value_of(quantizer)
     fields = quantizer.quantize_fields(rows, key)
-    return TENSOR_CLASSES[value.FORMAT](fields, value, x.shape, x.dtype, matrix_shape=rows.shape)
+    return TENSOR_CLASSES.get(value.FORMAT, QuantizedTensor)(fields, value, x.shape, x.dtype, matrix_shape=rows.shape)
 
 
 _OF_INPUT_GRADIENTS = 2**61

@@ -66,4 +66,4 @@ def permuted(x: Tensor, permutation: Permutation, quantizers: GemmQuantizers, dt
     assert output is not None, "the caller has asked"
     fields = quantizer.fields_of_output(permute_quantized(x.to(dtype), permutation, output))
     shape = torch.Size((permutation.slot_of_row.shape[0], x.shape[1]))
-    return STORAGE_CLASSES[quantizer.FORMAT](fields, quantizer, shape, dtype)
+    return STORAGE_CLASSES.get(quantizer.FORMAT, QuantizedStorage)(fields, quantizer, shape, dtype)

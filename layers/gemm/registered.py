@@ -23,12 +23,10 @@ from ..quantizer.state import NO_STATE, QuantizerState
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import QuantizedStorage
-from .encode import ONE_MATRIX, Form
-from .gradients import Forms, fprop, gradients
 from .plain import stored_linear
 from .product import bias_gradient, target
 from .scaling import GemmCall, GemmConfig, GemmOptions, Scaling
-from .weight import plain_weights
+from .three_gemms import ONE_MATRIX, Form, Forms, fprop, gradients, plain_weights
 from .wgrad import WeightGradient
 
 Boundary = Literal["kernel", "layer"]

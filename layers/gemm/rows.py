@@ -28,11 +28,11 @@ from te_models.kernels.gemm import Operand
 from te_models.kernels.quantize import cpu_fields
 
 from ..quantizer import Fields, Usage
+from ..quantizer.encoding import OWN_SCALE, Uses
 from ..quantizer.group_offsets import PaddedRows
 from ..quantizer.state import AnyQuantizer, value_of
 from ..recipe.base import GemmQuantizers
 from ..tensor.grouped_tensor import GroupedRows
-from .encode import USAGES, OneMatrix
 from .product import (
     GemmOperand,
     Target,
@@ -45,6 +45,7 @@ from .product import (
     stored_operand,
     transposed,
 )
+from .three_gemms import USAGES, OneMatrix
 from .wgrad import WeightGradient
 
 MIN_ROW_ALIGNMENT = 16
@@ -134,7 +135,7 @@ class Groups(AlignedGroups):
         self, quantizer: AnyQuantizer, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None
     ) -> Any:
         if quantized_gemms(x.device) and quantizer.quantizes_rows(usage, self.align):
-            fields = quantizer.quantize_rows_for_gemms(x, self.offsets.m_splits, (usage,), self.align, key)
+            fields = quantizer.rows_for_gemms(x, self.offsets.m_splits, (usage,), self.align, key)
             return self.of_fields(quantizer, fields[usage], usage, dtype, x.shape)
         return self._apart(quantizer, x, usage, key)
 
@@ -149,14 +150,14 @@ class Groups(AlignedGroups):
             x, offsets = padding.pad(x), padding.groups()
         operand: GemmOperand | None = None
         if not quantized_gemms(x.device):
-            operand = quantizer.rows_operand(x, usage, self.dtype, offsets, key)
+            operand = quantizer.rounded(x, usage, self.dtype, key, offsets)
             operand = operand if usage == "rowwise" else transposed(operand, usage)
         else:
             member = quantizer.member(usage)
             if member.BLOCK_SCALES_ONLY:  # the blocks are inside the groups already
                 operand = member.scaled_operand(x, usage, key)
             if operand is None:
-                operand = emulating(quantizer, quantizer.rows_operand(x, usage, self.dtype, offsets, key), usage)
+                operand = emulating(quantizer, quantizer.rounded(x, usage, self.dtype, key, offsets), usage)
         return operand if usage == "columnwise" else _Padded(operand, padding)
 
     def encode(self, quantizer: AnyQuantizer, x: Tensor, usage: Usage, to: Target) -> tuple[Any, Fields] | None:
@@ -168,10 +169,10 @@ class Groups(AlignedGroups):
         if usage == "columnwise" and not quantizer.symmetric and cpu_fields.chosen(x) is Backend.COMPILED:
             # C++ rounds rows in one pass, which takes less than decoding a stored copy of them
             left = self._apart(quantizer, x, "rowwise")
-            by_usage = quantizer.quantize_rows_for_gemms(x, splits, ("columnwise",), self.align)
+            by_usage = quantizer.rows_for_gemms(x, splits, ("columnwise",), self.align)
         else:
             usages: tuple[Usage, ...] = ("rowwise",) if usage == "rowwise" else USAGES
-            by_usage = quantizer.quantize_rows_for_gemms(x, splits, usages, self.align)
+            by_usage = quantizer.rows_for_gemms(x, splits, usages, self.align)
             left = self.of_fields(quantizer, by_usage["rowwise"], "rowwise", to.wide, x.shape)
         return left, by_usage[usage]
 
@@ -183,8 +184,9 @@ class Groups(AlignedGroups):
         if not statically_known_true(self.offsets.num_groups * self.align <= x.shape[0]):
             return None
         padding = self.padding(self.align)
-        fields = value.fields_in_graph(x if padding is None else padding.pad(x), "columnwise")
-        return None if fields is None else (self._apart(quantizer, x, "rowwise"), fields)
+        uses = Uses(("columnwise",), traced=True)
+        found = value.encoded(x if padding is None else padding.pad(x), OWN_SCALE, uses)
+        return None if found is None else (self._apart(quantizer, x, "rowwise"), found.fields)
 
     def for_both_gemms(self, quantizer: AnyQuantizer, dy: Tensor, to: Target, key: Tensor | None) -> dict[Usage, Any]:
         if to.on != "quantized":  # equal copies side by side are one copy in a graph
@@ -193,7 +195,7 @@ class Groups(AlignedGroups):
         together: list[Usage] = [usage for usage in USAGES if quantizer.quantizes_rows(usage, self.align)]
         fields: dict[Usage, Fields] = {}
         if together:
-            fields = quantizer.quantize_rows_for_gemms(dy, self.offsets.m_splits, together, self.align, key)
+            fields = quantizer.rows_for_gemms(dy, self.offsets.m_splits, together, self.align, key)
         return {
             usage: self.of_fields(quantizer, fields[usage], usage, to.wide, dy.shape)
             if usage in fields
@@ -216,7 +218,7 @@ class Groups(AlignedGroups):
     def rounded(self, quantizer: AnyQuantizer, x: Tensor) -> Tensor:
         padding = self._padding_of(quantizer, "rowwise")
         inside = self.offsets if padding is None else padding.groups()
-        operand = quantizer.rows_operand(x if padding is None else padding.pad(x), "rowwise", self.dtype, inside)
+        operand = quantizer.rounded(x if padding is None else padding.pad(x), "rowwise", self.dtype, None, inside)
         values = operand.values
         if operand.scale is not None:
             values = values.float() * inside.per_row(operand.scale)[:, None]

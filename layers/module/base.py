@@ -25,7 +25,7 @@ from ..recipe.activation_checkpoint import (
     scratch_like,
 )
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers, Recipe
-from ..recipe.context import State, state
+from ..recipe.context import THREAD, State, state
 from ..recipe.recipe_use import Choice, LastUse, choose_once, untracked_side_effect
 from ..recipe.recipes import DelayedScaling
 from ..tensor.fsdp import sharded
@@ -60,7 +60,8 @@ class QuantizedModule(RecipeStateModule):
         """Return `quantizers` under what is in force `now`."""
         use = self.recipe_use
         last = None if traced or now.calibrating else use.last
-        if last is not None and last.recipe is now.compute and last.asked == use.asked and last.ran == use.ran:
+        same = last is not None and (last.recipe is now.compute or last.recipe == now.compute)
+        if last is not None and same and last.asked == use.asked and last.ran == use.ran:
             return last.quantizers  # as in the call before: nothing to choose or to write down
         recipe, chosen = self._chosen()
         untracked_side_effect(self._record_use, now.compute, recipe)
@@ -124,15 +125,9 @@ class QuantizedModule(RecipeStateModule):
         if self.calibrating():
             update_amax_(self.calibration_amax(role, gemm_index), amax)
 
-    def _without_state(self, quantizers: GemmQuantizers, now: State, traced: bool) -> bool:
-        """Whether a forward pass with `quantizers` needs no live tensors, and no checkpoint has to know of it."""
-        return self.delayed_rule is None and not (quantizers.needs_key or now.statistics) and (traced or not now.runs)
-
     def live_state(self, quantizers: GemmQuantizers) -> QuantizerState:
         """Return the live tensors that a forward pass with `quantizers` needs."""
-        now, traced = state(), compiling()
-        if self._without_state(quantizers, now, traced):
-            return NO_STATE
+        now, traced = THREAD.now, torch.compiler.is_compiling() and compiling()
         scale = amax = gradient = log = statistics = grad_statistics = key = None
         if self.delayed_rule is not None:
             scale = self.fp8_scale
@@ -149,14 +144,16 @@ class QuantizedModule(RecipeStateModule):
             # a new tensor: a compiled backward pass reads what the graph was given, not a copy made in it. Made in a
             # recomputation, too: selective checkpointing finds what it saved by counting operations
             moved_on = torch.stack((key[0], key[1] + 1))
-            if traced or not recomputing():
+            if traced:
                 untracked_side_effect(setattr, self, "fp8_rng_state", moved_on)
+            elif not (now.runs and recomputing()):
+                self.fp8_rng_state = moved_on
         live = QuantizerState(scale, amax, gradient, statistics, grad_statistics, key, log)
         if not traced:
             hooks = _saved_tensors_hooks(True)
             if hooks and (key is not None or (amax is not None and torch.is_grad_enabled())):
                 refuse_without_contexts(hooks[0])
-            return same_as_first_run(live)
+            return same_as_first_run(live) if now.runs else live
         if scale is not None or key is not None:
             refuse_around_a_graph()
         return live
@@ -246,7 +243,7 @@ class GemmModule(QuantizedModule):
         """Return what the functions of a GEMM need of this module for one call: what the recipe in force means for it,
         its live state and what it caches; None for plain high precision. gemm_index: of the GEMM with these weights,
         None where one call is of all GEMMs."""
-        now, traced = state(), torch.compiler.is_compiling() and compiling()
+        now, traced = THREAD.now, torch.compiler.is_compiling() and compiling()
         first = now.first_microbatch if is_first_microbatch is None else is_first_microbatch
         cached = None if first is None else self.cached_weight(weights, first, gemm_index)
         quantizers = self._quantizers(now, traced)
@@ -259,7 +256,9 @@ class GemmModule(QuantizedModule):
         if quantizers is None and options.wgrad is None:
             return None if amaxes is None else GemmCall(None, NO_STATE, None, amaxes)
         quantizers = HIGH_PRECISION if quantizers is None else quantizers
-        live = NO_STATE if self._without_state(quantizers, now, traced) else self.live_state(quantizers)
+        # live tensors are for delayed scaling, random bits and statistics, and for a checkpoint that has to know
+        needed = self.delayed_rule is not None or quantizers.needs_key or now.statistics or (now.runs and not traced)
+        live = self.live_state(quantizers) if needed else NO_STATE
         return GemmCall(GemmConfig(quantizers, options, gemm_index), live, cached, amaxes)
 
     def gemm_options(self, *weights: nn.Parameter, first: bool | None = None) -> GemmOptions:

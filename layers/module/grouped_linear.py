@@ -38,6 +38,8 @@ class GroupedLinear(TensorParallelModule, GemmModule):
     for num_gemms below 1 and for m_splits of another shape or dtype, below 0, or of more rows than there are.
     """
 
+    weight: nn.Parameter  # in the grouped layout
+
     def __init__(
         self,
         num_gemms: int,
@@ -147,8 +149,9 @@ class GroupedLinear(TensorParallelModule, GemmModule):
             m_splits = m_splits.to(x.device)
         if dgrad_out is not None:
             x = gradient_into(x, dgrad_out, m_splits if permutation is None else None)
-        weights = self._members("weight")
-        bias = None if self.parallel_mode == "row" or self.return_bias else self._stacked_bias()
+        weights = (self.weight,) if self.single_grouped_weight else self._members("weight")
+        own = self.use_bias and not (self.parallel_mode == "row" or self.return_bias)
+        bias = self._stacked_bias() if own else None
         call = self.gemm_call(weights, is_first_microbatch)
         y = grouped_linear(x, weights, bias, m_splits, call, permutation=permutation, row_align=row_align)
         if out is not None:

@@ -72,10 +72,7 @@ class LayerNormLinear(PrecedingNorm, SplitParameters):
     ) -> tuple[Tensor | tuple[Tensor | None, ...], Tensor | None]:
         """Return (what `forward` returns, norm(x) [..., in_features], or None where it is not `wanted` and the norm may
         be fused with the quantization)."""
-        if self.parameters_split is None:
-            weight, own = self.weight, self.bias
-        else:
-            weight, own = self.joined("weight"), self.joined("bias")
+        weight, own = (self.weight, self.bias) if self.parameters_split is None else self.joined_parameters()
         call = self.gemm_call((weight,), is_first_microbatch, 0)
         bias, normed = None if self.return_bias else own, None
         if fp8_grad:
@@ -85,6 +82,8 @@ class LayerNormLinear(PrecedingNorm, SplitParameters):
         else:
             normed = self.normed(x, None if self.parallel_mode is None else self.for_own_rows)
             y = linear(normed if self.parallel_mode is None else self.whole_rows(normed), weight, bias, call)
+        if not (self.return_bias or self.return_layernorm_output):
+            return y, normed
         return self.results(y, own, normed), normed  # this rank's part of the bias, beside whole rows
 
     def extra_repr(self) -> str:

@@ -65,10 +65,7 @@ class Linear(SplitParameters):
         fp8_grad in compiled code. activation: x is its
         input, [..., 2 in_features] if it is gated; on an accelerator its result is quantized in the same pass."""
         prologue = None if activation is None else Prologue(activation)
-        if self.parameters_split is None:  # of which most layers are: without a call
-            weight, own = self.weight, self.bias
-        else:
-            weight, own = self.joined("weight"), self.joined("bias")
+        weight, own = (self.weight, self.bias) if self.parameters_split is None else self.joined_parameters()
         row = self.parallel_mode == "row"
         call = self.gemm_call((weight,), is_first_microbatch, 0)
         if fp8_grad:

@@ -163,15 +163,12 @@ class PrecedingNorm(nn.Module):
         weight, bias = self.layer_norm_weight, self.layer_norm_bias
         if on_parameters is not None:
             weight, bias = (p if p is None else on_parameters(p) for p in (weight, bias))
-        return self.preceding_norm().of(x, weight, bias)
+        return Prologue(self.prologue().function, weight, bias).run(x)
 
     def prologue(self) -> Prologue:
         """Return the norm with its parameters, as the prologue of a GEMM."""
-        return Prologue(self.preceding_norm(), self.layer_norm_weight, self.layer_norm_bias)
-
-    def preceding_norm(self) -> Norm:
-        """Return the norm as a value, which takes the parameters as arguments."""
-        return Norm(self.normalization == "LayerNorm", self.eps, self.zero_centered_gamma, self.cast_order)
+        norm = Norm(self.normalization == "LayerNorm", self.eps, self.zero_centered_gamma, self.cast_order)
+        return Prologue(norm, self.layer_norm_weight, self.layer_norm_bias)
 
 
 def default_cast_order(normalization: str) -> str:

@@ -81,6 +81,10 @@ class SplitParameters(TensorParallelModule, GemmModule):
         parts = [getattr(self, name) for name in self._names(kind)]
         return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)
 
+    def joined_parameters(self) -> tuple[Any, Any]:
+        """Return `joined` of both; layers of one weight, which most are, read the two parameters without a call."""
+        return self.joined("weight"), self.joined("bias")
+
     def output(self, y: Tensor) -> Tensor:
         """Return y as the recipe in force quantizes the input of a GEMM, if one is; under delayed scaling with a scale
         of the earlier outputs."""

@@ -9,8 +9,9 @@ columnwise copy, its transpose has the same numbers. Every method takes leading 
 grouped weight [G, out, in] are quantized in one call.
 """
 
-from .base import Fields, Quantizer, Usage
+from .base import Quantizer
 from .blockwise import Float8BlockQuantizer, MXFP8Quantizer
+from .encoding import Fields, Usage
 from .fp8 import Float8CurrentScalingQuantizer, FP8Quantizer
 from .hybrid import HybridQuantizer
 from .identity import IdentityQuantizer

@@ -1,51 +1,58 @@
-"""The base of quantizers: what a format defines, and what follows from it."""
+"""The base of quantizers: what a format declares and defines, and what follows from it."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from te_models.kernels import quantize as q
 from te_models.kernels.compiling import compiling
-from te_models.kernels.gemm import Operand, ScaledOperand
+from te_models.kernels.gemm import Operand
 from te_models.kernels.gemm.few_rows import IntegerOperand
 from te_models.kernels.quantize import QuantizedOutput
 from te_models.kernels.torch_versions import equal_values, register_constants
 from te_models.suggestions import shown
 
+from .encoding import (
+    WHOLE_ROW,
+    Fields,
+    NumberFormat,
+    Parts,
+    Scale,
+    Schema,
+    Usage,
+    Use,
+    Uses,
+    grouped_values,
+    padded_row_count,
+)
 from .group_offsets import GroupOffsets
 from .maker import TensorMaker
-from .tensor_types import TENSOR_TYPES
+from .tensor_types import TENSOR_TYPES, type_of
 from .value import ValueObject, WithUsages, derived
-
-Usage = Literal["rowwise", "columnwise"]
-Fields = dict[str, Tensor]
-Parts = Sequence[Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantizer(TensorMaker, ValueObject):
+class Quantizer(NumberFormat, TensorMaker, ValueObject):
     """Base of all quantizers. rowwise, columnwise: which copies `quantize` makes.
 
     key, in every method that takes one: int64 [2], (seed, counter), what stochastic rounding draws from; formats that
     round to nearest ignore it. shape: the matrix's logical [..., rows, columns], which packed fields do not tell.
     """
 
-    FORMAT: ClassVar[str]
     PARTS: ClassVar[tuple[str, ...]] = ("data", "scale_inv")
     """What is stored for a usage; the field of a part is named `{usage}_{part}`."""
+    SCHEMA: ClassVar[Schema] = Schema()
     NEEDS_STATE: ClassVar[bool] = False
     """Whether it scales by tensors that a module keeps, see `QuantizerState`."""
     KEEPS_VALUES: ClassVar[bool] = False
     """Whether what it stores are the values themselves, in high precision."""
-    BLOCK_SCALES_ONLY: ClassVar[bool] = False
-    """Whether every scale belongs to one block, so that groups of whole blocks may be quantized as one matrix."""
-
     SIGNED_SCALES: ClassVar[bool] = False
     """Whether a scale may be negative or zero."""
     LATER_FIELDS: ClassVar[tuple[str, ...]] = ()
@@ -58,37 +65,47 @@ class Quantizer(TensorMaker, ValueObject):
         if not (self.rowwise or self.columnwise):
             raise ValueError("a quantizer needs at least one usage: rowwise or columnwise")
 
-    # --- what a format defines -------------------------------------------------------------------------------------
+    # --- what a format declares, beside `encode` and `operand` --------------------------------------------------------
 
     @derived
     def symmetric(self) -> bool:
         """Whether the transpose has the same numbers, so that one stored copy serves both usages."""
-        raise NotImplementedError
+        return False
 
     @derived
     def block(self) -> tuple[int, int] | None:
         """The rowwise block (rows, columns); None for one scale per matrix."""
         raise NotImplementedError
 
-    def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
-        """Return the parts of one usage, in storage layout. amax: what `amax_of` gave, or a larger one."""
-        raise NotImplementedError
-
-    def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
-        """Undo `_quantize`, [..., rows, columns] in the tensor's own orientation."""
-        raise NotImplementedError
-
-    def statistics(
-        self, x: Tensor, key: Tensor | None = None, amax: Tensor | None = None, count: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """Return what quantizing x rowwise does to it: amax, scale_min, scale_max, underflow and saturation, float32
-        scalars on its device (see `quantization_statistics`). amax: see `_quantize`; count: of elements, less where x
-        is padded."""
-        raise NotImplementedError
-
     def part_dtype(self, part: str) -> torch.dtype | None:
         """Return the dtype of a part; None where it is the quantized tensor's dtype."""
         raise NotImplementedError
+
+    @derived
+    def largest(self) -> float:
+        """The largest number of `data`, beyond which values are clamped."""
+        return float("inf")
+
+    # --- what a format may refine: what a kernel does in one step, and what is special --------------------------------
+
+    def dequantize_fields(self, fields: Fields, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
+        """Return the values the fields stand for: [..., rows, columns]."""
+        operand = self.operand(fields, Use(self._usage_in(fields), dtype, shape))
+        assert isinstance(operand, Operand), "dequantized values were asked for"
+        values = operand.values
+        return (values if operand.scale is None else values.float() * operand.scale[..., None, None]).to(dtype)
+
+    def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the values of what `quantize_rows` made of x of this shape: [T, C] in `dtype`; rows past the last
+        group are zero."""
+        align = self.row_block(self._usage_in(fields))
+        lie = (padded_row_count(shape[0], m_splits, align), shape[1])
+        return grouped_values(self.dequantize_fields(fields, dtype, lie), m_splits, shape[0], align)
+
+    def scales(self, fields: Fields) -> Tensor:
+        """Return what decoding multiplies the numbers of each block with, of rowwise fields, float32."""
+        scale_inv = fields["rowwise_scale_inv"]
+        return q.e8m0_to_float(scale_inv) if scale_inv.dtype == torch.uint8 else scale_inv.float()
 
     def amax_of(self, x: Tensor, usage: Usage) -> Tensor | None:
         """Return the amax [...] that the one scale of a matrix comes from; None in a format without such a scale."""
@@ -97,71 +114,6 @@ class Quantizer(TensorMaker, ValueObject):
     def needs_key(self) -> bool:
         """Whether it rounds stochastically and so draws from a key."""
         return False
-
-    # --- rows sorted by group, every group quantized by itself -----------------------------------------------------
-
-    def quantize_rows(
-        self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
-    ) -> Fields:
-        """Quantize x: [T, C] group by group into the stored fields. m_splits: [G] integer. usages: of the copies that
-        are stored, those to make; None: all of them. ValueError in a format that does not quantize rows."""
-        raise ValueError(f"rows of groups cannot be quantized by {self}; for NVFP4, with_2d_quantization is of weights")
-
-    def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the values of what `quantize_rows` made of x of this shape: [T, C] in `dtype`; rows past the last
-        group are zero."""
-        raise ValueError(f"rows of groups cannot be quantized by {self}")
-
-    def quantizes_rows(self, usage: Usage, align: int) -> bool:
-        """Whether `quantize_rows_for_gemms` makes the copy for a usage, with blocks of as many rows as are aligned."""
-        if not self.symmetric and usage not in self._usages:
-            return False
-        block = self._columnwise_block
-        return usage == "rowwise" or block is None or block[0] in (1, align)
-
-    def quantize_rows_for_gemms(
-        self, x: Tensor, m_splits: Tensor, usages: Sequence[Usage], align: int, key: Tensor | None = None
-    ) -> dict[Usage, Fields]:
-        """Quantize x: [T, C] group by group, in one pass for all usages, and return for each the fields that a GEMM
-        takes, under the names of its `member`. align: the multiple of rows at which groups begin in a columnwise copy.
-        """
-        if self.symmetric or len(usages) == 1:
-            fields = self.quantize_rows(x, m_splits, key, ("rowwise",) if self.symmetric else usages)
-            return dict.fromkeys(usages, fields)
-        fields = self.quantize_rows(x, m_splits, key, usages)
-        return {usage: {name: fields[name] for name in fields if name.startswith(usage)} for usage in usages}
-
-    def rows_statistics(self, x: Tensor, rows: GroupOffsets, key: Tensor | None = None) -> dict[str, Tensor]:
-        """Return `statistics` of rows sorted by group, x: [T, C], every group quantized by itself."""
-        x, count, align = rows.zero_outside(x), rows.count() * x.shape[1], self.row_block("rowwise")
-        if align > 1:
-            padding = rows.padded(align)
-            x, rows = padding.pad(x), padding.groups()
-        # as matrices of so few rows that each lies within one group
-        amax = rows.per_row(rows.amax(x))[::align]
-        return self.statistics(x.view(x.shape[0] // align, align, x.shape[1]), key, amax, count)
-
-    # --- rows that travel between ranks ----------------------------------------------------------------------------
-
-    @derived
-    def keeps_rows(self) -> bool:
-        """Whether a row has the same values wherever it is quantized, and when it is quantized a second time: its
-        blocks lie within it, and their scales are powers of two."""
-        return False
-
-    def row_parts(self, x: Tensor) -> Parts:
-        """Return the rowwise parts of x: [R, C], each [R, ...], in a format that `keeps_rows`."""
-        raise ValueError(f"rows do not keep their values in the format {self.FORMAT}")
-
-    def row_part_shapes(self, columns: int) -> tuple[tuple[torch.dtype, int], ...]:
-        """Return of each of `row_parts` (its dtype, how many numbers of it a row has)."""
-        raise NotImplementedError
-
-    def rows_of_parts(self, parts: Parts, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return the values of `row_parts` of x of this shape, in `dtype`."""
-        raise NotImplementedError
-
-    # --- what a format may refine ----------------------------------------------------------------------------------
 
     def member(self, usage: Usage) -> Quantizer:
         """Return the quantizer that makes the copy of a usage: this one, but for a format that is made of two."""
@@ -182,59 +134,21 @@ class Quantizer(TensorMaker, ValueObject):
         """Whether that transform has its random signs: operands cancel only against their like."""
         return True
 
-    def square_blocks(self, usage: Usage) -> bool:
-        """Whether the copy of a usage has blocks that no GEMM multiplies by another operand's of the kind: 128x128."""
+    @derived
+    def keeps_rows(self) -> bool:
+        """Whether a row has the same values wherever it is quantized, and when it is quantized a second time: its
+        blocks lie within it, and their scales are powers of two."""
         return False
-
-    def of_transpose(self) -> Quantizer | None:
-        """Return the quantizer of the transpose, whose rowwise copy is this one's columnwise one; None where no field
-        of the original could serve it."""
-        return self if self.symmetric else self.with_usage(rowwise=self.columnwise, columnwise=self.rowwise)
-
-    def emulated_kind(self, usage: Usage) -> str | None:
-        """Return what a GEMM on dequantized values of this usage stands in for; None for values that are not
-        quantized."""
-        return None if self.KEEPS_VALUES else self.FORMAT
 
     @derived
     def exact_in_bfloat16(self) -> bool:
         """Whether this format's operand values are exact in bfloat16."""
         return True
 
-    def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which this format's operand values are exact, given the compute dtype."""
-        return torch.bfloat16 if dtype == torch.bfloat16 and self.exact_in_bfloat16 else torch.float32
-
-    def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
-        """Quantize x for one GEMM: an operand in x's orientation, no quantized copy made."""
-        return self._operand(self._quantize(x, usage, key), usage, dtype, x.shape)
-
-    def rows_operand(
-        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: GroupOffsets, key: Tensor | None = None
-    ) -> Operand:
-        """Quantize rows sorted by group, every group by itself: `operand` with a scale [G] or None.
-
-        x: [T, C] as `rows` lays it out; groups begin at multiples of `row_block(usage)`.
-        """
-        return self.operand(x, usage, dtype, key)
-
-    def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
-        return Operand(self._dequantize(parts, usage, self.gemm_dtype(dtype), shape), None)
-
-    def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand | None:
-        """Return the parts of one usage as numbers that a GEMM takes as they are, the dimension that this usage
-        contracts last; None in a format that no GEMM takes."""
-        return None
-
-    def scaled_operand(self, x: Tensor, usage: Usage, key: Tensor | None = None) -> ScaledOperand | None:
-        """Quantize x for one GEMM that takes quantized numbers; None where there is no such form of this usage."""
-        stored: Usage = "rowwise" if self.symmetric else usage
-        operand = self._scaled(self._quantize(x, stored, key), stored)
-        return operand if operand is None or stored == usage else self._transposed(operand, x.shape)
-
-    def _transposed(self, operand: ScaledOperand, shape: Sequence[int] | None) -> ScaledOperand:
-        """Return the one stored copy of a matrix of this shape with its other dimension contracted."""
-        return operand.mT
+    def of_transpose(self) -> Quantizer | None:
+        """Return the quantizer of the transpose, whose rowwise copy is this one's columnwise one; None where no field
+        of the original could serve it."""
+        return self if self.symmetric else self.with_usage(rowwise=self.columnwise, columnwise=self.rowwise)
 
     def output(self) -> QuantizedOutput | None:
         """Return how another operation makes this format's fields of its result [T, C] as its last step; None in a
@@ -244,6 +158,9 @@ class Quantizer(TensorMaker, ValueObject):
     def fields_of_output(self, copies: Sequence[Tensor]) -> Fields:
         """Return what an operation made as `output` says, as fields."""
         raise NotImplementedError
+
+    def integer_operand(self, fields: Fields, shape: Sequence[int]) -> IntegerOperand | None:
+        """Return stored integers of matrices [..., R, C] as a CPU multiplies few rows by them; None: no integers."""
 
     # --- what follows from it --------------------------------------------------------------------------------------
 
@@ -267,6 +184,22 @@ class Quantizer(TensorMaker, ValueObject):
         """Return the names of the stored fields, in storage order."""
         return tuple([f"{usage}_{part}" for usage in self._usages for part in self.PARTS])
 
+    def named(self, parts: Sequence[Tensor], usages: Sequence[Usage]) -> Fields:
+        """Return the parts of these usages, in storage order, by the names of their fields."""
+        fields: Fields = {}
+        for i, part in enumerate(parts):
+            usage, name = divmod(i, len(self.PARTS))
+            fields[f"{usages[usage]}_{self.PARTS[name]}"] = part
+        return fields
+
+    def parts_of(self, fields: Fields, usage: Usage) -> Parts:
+        """Return the fields of the copy that serves a usage, in storage order."""
+        stored = self._stored_as(usage)
+        return [fields[f"{stored}_{part}"] for part in self.PARTS]
+
+    def _usage_in(self, fields: Fields) -> Usage:
+        return "rowwise" if "rowwise_data" in fields else "columnwise"
+
     def _block_of(self, usage: Usage) -> tuple[int, int]:
         """Return the block of a usage in the tensor's own orientation."""
         block = self.block if usage == "rowwise" else self._columnwise_block
@@ -274,79 +207,51 @@ class Quantizer(TensorMaker, ValueObject):
         return block
 
     def row_block(self, usage: Usage) -> int:
-        """Return how many rows one scale spans, so that grouped rows are aligned to it; 1 for one scale per matrix."""
         block = self.block if usage == "rowwise" else self._columnwise_block
         return 1 if block is None else block[0]
+
+    def square_blocks(self, usage: Usage) -> bool:
+        """Whether the copy of a usage has blocks that no GEMM multiplies by another operand's of the kind: 128x128."""
+        return self.member(usage).block == (128, 128)
+
+    def emulated_kind(self, usage: Usage) -> str | None:
+        """Return what a GEMM on dequantized values of this usage stands in for; None for values that are not
+        quantized."""
+        member = self.member(usage)
+        return None if member.KEEPS_VALUES else member.FORMAT
+
+    def gemm_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which this format's operand values are exact, given the compute dtype."""
+        return torch.bfloat16 if dtype == torch.bfloat16 and self.exact_in_bfloat16 else torch.float32
 
     def amaxes(self, x: Tensor) -> dict[Usage, Tensor]:
         """Return `amax_of` x for every stored usage that has one: what parts of one matrix must agree on."""
         found: dict[Usage, Tensor | None] = {usage: self.amax_of(x, usage) for usage in self.stored_usages()}
         return {usage: amax for usage, amax in found.items() if amax is not None}
 
-    def quantize_fields(
-        self, x: Tensor, key: Tensor | None = None, amaxes: Mapping[Usage, Tensor] | None = None
-    ) -> Fields:
-        """Quantize x: [..., rows, columns] into the stored fields. amaxes: see `amaxes`; None computes them from x."""
-        fields: Fields = {}
-        for usage in self._usages:
-            parts = self._quantize(x, usage, key, None if amaxes is None else amaxes.get(usage))
-            for part, tensor in zip(self.PARTS, parts, strict=True):
-                fields[f"{usage}_{part}"] = tensor
-        return fields
+    def statistics(
+        self, x: Tensor, key: Tensor | None = None, amax: Tensor | None = None, count: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return what quantizing x rowwise does to it: amax, scale_min, scale_max, underflow and saturation, float32
+        scalars on its device (see `quantization_statistics`). amax: what `amax_of` gave, or a larger one; count: of
+        elements, less where x is padded."""
+        amaxes: dict[Usage, Tensor] | None = None if amax is None else {"rowwise": amax}
+        fields = self.encode(x, Scale(key, amaxes), Uses(("rowwise",))).fields  # type: ignore[union-attr]
+        values = self.dequantize_fields(fields, torch.float32, x.shape)
+        block = self.SCHEMA.scale_block or self.block
+        if block is not None and block[1] == WHOLE_ROW:
+            block = (block[0], max(1, x.shape[-1]))
+        return q.quantization_statistics(x, values, self.scales(fields), block, self.largest, count)
 
-    def quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
-        """Return `_quantize` and the largest |values - x|, in float32, where a compiled function computes both."""
-
-    def operand_and_fields(
-        self, x: Tensor, dtype: torch.dtype, usage: Usage, key: Tensor | None = None
-    ) -> tuple[Operand, Fields]:
-        """Quantize x: [..., R, C]; return (the rowwise operand, the fields of `usage`); ValueError as below."""
-        stored = self._stored_for(usage)
-        parts = self._quantize(x, stored, key)
-        fields = dict(zip([f"{stored}_{part}" for part in self.PARTS], parts, strict=True))
-        if stored == "rowwise":
-            return self._operand(parts, stored, dtype, x.shape), fields
-        return self.operand(x, "rowwise", dtype, key), fields
-
-    def operand_and_fields_in_graph(self, x: Tensor, dtype: torch.dtype, usage: Usage) -> tuple[Operand, Fields] | None:
-        """Return `operand_and_fields` of x [R, C] in a graph that a CPU runs, where there are operations for it; None
-        where the graph stores x itself."""
-        fields = self.fields_in_graph(x, usage)
-        return None if fields is None else (self.operand(x, "rowwise", dtype), fields)
-
-    def fields_in_graph(self, x: Tensor, usage: Usage) -> Fields | None:
-        """Like `operand_and_fields_in_graph`, but only the stored fields; None if this format has no such operation."""
-
-    def dequantize_fields(self, fields: Fields, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
-        """Return the values the fields stand for: [..., rows, columns]."""
-        usage = self.stored_usages()[0]
-        return self._dequantize([fields[f"{usage}_{part}"] for part in self.PARTS], usage, dtype, shape)
-
-    def operand_of_fields(
-        self, fields: Fields, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None = None
-    ) -> Operand:
-        """Return stored fields as the operand of a GEMM that needs `usage`; ValueError where that copy is missing."""
-        stored = self._stored_for(usage)
-        return self._operand([fields[f"{stored}_{part}"] for part in self.PARTS], stored, dtype, shape)
-
-    def scaled_operand_of_fields(
-        self, fields: Fields, usage: Usage, shape: Sequence[int] | None = None
-    ) -> ScaledOperand | None:
-        """Return stored fields for a GEMM that takes quantized numbers, as `scaled_operand`; ValueError as above."""
-        stored = self._stored_for(usage)
-        operand = self._scaled([fields[f"{stored}_{part}"] for part in self.PARTS], stored)
-        return operand if operand is None or stored == usage else self._transposed(operand, shape)
-
-    def integer_operand(self, fields: Fields, shape: Sequence[int]) -> IntegerOperand | None:
-        """Return stored integers of matrices [..., R, C] as a CPU multiplies few rows by them; None: no integers."""
-
-    def _stored_for(self, usage: Usage) -> Usage:
-        stored: Usage = "rowwise" if self.symmetric else usage
-        if stored not in self._usages:
-            raise ValueError(
-                f"this {self.FORMAT} tensor has no {usage} copy, which the GEMM needs; quantize it with {usage}=True"
-            )
-        return stored
+    def rows_statistics(self, x: Tensor, rows: GroupOffsets, key: Tensor | None = None) -> dict[str, Tensor]:
+        """Return `statistics` of rows sorted by group, x: [T, C], every group quantized by itself."""
+        x, count, align = rows.zero_outside(x), rows.count() * x.shape[1], self.row_block("rowwise")
+        if align > 1:
+            padding = rows.padded(align)
+            x, rows = padding.pad(x), padding.groups()
+        # as matrices of so few rows that each lies within one group
+        amax = rows.per_row(rows.amax(x))[::align]
+        return self.statistics(x.view(x.shape[0] // align, align, x.shape[1]), key, amax, count)
 
     # --- tensors -----------------------------------------------------------------------------------------------------
 
@@ -366,7 +271,7 @@ class Quantizer(TensorMaker, ValueObject):
         noop_flag: a scalar tensor; where it is nonzero dst stays as it is, decided on the device. key: see `Quantizer`.
         ValueError for another format or other options, and for another shape.
         """
-        if not isinstance(dst, TENSOR_TYPES[self.FORMAT]) or not self.same_numbers(dst.quantizer):
+        if not isinstance(dst, type_of(self)) or not self.same_numbers(dst.quantizer):
             raise ValueError(f"{self} cannot update {shown(dst)}; allowed: a tensor that such a quantizer made")
         return dst.quantize_(src.to(dst.device), noop=noop_flag, key=key)
 

@@ -30,16 +30,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_models.kernels import quantize as q
-from te_models.kernels.backend import Backend
-from te_models.kernels.gemm import Operand, ScaledOperand
+from te_models.kernels.gemm import Operand
 from te_models.kernels.quantize import cpu_fields
 from te_models.suggestions import shown
 
-from . import Fields, Float8CurrentScalingQuantizer, Quantizer, Usage
-from .fp8 import OneScale, quantize_by_scale
+from . import Float8CurrentScalingQuantizer, Quantizer
+from .encoding import Fields, Scale, Usage
+from .fp8 import OneScale
 from .group_offsets import GroupOffsets
 from .maker import TensorMaker
-from .tensor_types import TENSOR_TYPES
+from .tensor_types import TENSOR_TYPES, type_of
 from .value import torch_dtype, value_class
 
 ROLES = ("input", "weight", "grad_output")
@@ -76,8 +76,8 @@ class Float8Quantizer(OneScale, TensorMaker):
     """
 
     FORMAT: ClassVar[str] = "float8"
-    BLOCK_SCALES_ONLY: ClassVar[bool] = False
     symmetric: ClassVar[bool] = True
+    _usages: ClassVar[tuple[Usage, ...]] = ("rowwise",)
     rowwise = columnwise = True
 
     def __init__(
@@ -108,43 +108,22 @@ class Float8Quantizer(OneScale, TensorMaker):
         if self.amax is not None:
             update_amax_(self.amax, amax)
 
-    def quantize_fields(self, x: Tensor, key: Tensor | None = None) -> Fields:
-        """Quantize x: [..., R, C], one scale per matrix, recording amaxes."""
+    def scale_of_matrix(self, x: Tensor, scale: Scale) -> Tensor:
         self.record(q.amax(x))
-        scale = self.scale if self.scale.dim() == x.dim() - 2 else self.scale.reshape(x.shape[:-2])
-        data, scale_inv = quantize_by_scale(x, scale, self.fp8_dtype)
-        return {"rowwise_data": data, "rowwise_scale_inv": scale_inv}
+        return self.scale if self.scale.dim() == x.dim() - 2 else self.scale.reshape(x.shape[:-2])
 
-    def operand_and_fields(
-        self, x: Tensor, dtype: torch.dtype, usage: Usage, key: Tensor | None = None
-    ) -> tuple[Operand, Fields]:
-        """Quantize x into the stored fields, recording its amax, and return (the operand that they are, they)."""
-        fields = self.quantize_fields(x)
-        return self.value.operand_of_fields(fields, "rowwise", dtype, x.shape), fields
+    def rounded_matrix(self, x: Tensor, dtype: torch.dtype) -> Operand:
+        if self.amax is not None:
+            self.amax.copy_(q.raised_amax(x, self.amax))
+        return self.rounded_by(x, self.scale, self.scale[..., None, None], dtype)
 
-    def operand_and_fields_in_graph(self, x: Tensor, dtype: torch.dtype, usage: Usage) -> tuple[Operand, Fields] | None:
-        """See `Quantizer.operand_and_fields_in_graph`; records the amax of x."""
-        if (
-            self.fp8_dtype is not torch.float8_e4m3fn
-            or self.scale.dim()
-            or cpu_fields.chosen(x) is not Backend.OPERATION
-        ):
+    def stored_by_operation(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
+        if self.scale.dim():
             return None
         if self.amax is not None:
             self.amax.copy_(q.raised_amax(x, self.amax))
-        values, data = cpu_fields.store_scaled(x, self.scale, self.value.gemm_dtype(dtype))
-        scale_inv = torch.div(torch.ones_like(self.scale), self.scale)
-        return Operand(values, scale_inv), {"rowwise_data": data, "rowwise_scale_inv": scale_inv}
-
-    def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
-        """Quantize x for a GEMM, recording its amax."""
-        if self.amax is not None:
-            self.amax.copy_(q.raised_amax(x, self.amax))
-        return self.rounded(x, self.scale, self.scale[..., None, None], dtype)
-
-    def scaled_operand(self, x: Tensor, usage: Usage, key: Tensor | None = None) -> ScaledOperand | None:
-        """Quantize x for a GEMM that takes quantized numbers, recording its amax."""
-        return self.value.scaled_operand_of_fields(self.quantize_fields(x), usage)
+        values, data = cpu_fields.store_scaled(x, self.scale, dtype)
+        return values, data, torch.div(torch.ones_like(self.scale), self.scale)
 
     def statistics(self, x: Tensor, key: Tensor | None = None, count: Tensor | None = None) -> dict[str, Tensor]:
         """Return what quantizing x with this scale does to it, as `Quantizer.statistics`; records nothing."""
@@ -157,10 +136,6 @@ class Float8Quantizer(OneScale, TensorMaker):
         """Return `statistics` of rows sorted by group, [T, C], every group with its own scale; scale is [G]."""
         own = Float8Quantizer(rows.per_row(self.scale), None, self.fp8_dtype)
         return own.statistics(rows.zero_outside(x)[:, None, :], key, rows.count() * x.shape[1])
-
-    def quantizes_rows(self, usage: Usage, align: int) -> bool:
-        """Whether `quantize_rows_for_gemms` makes the copy for a usage: each of them."""
-        return True
 
     def scale_of_groups(self, amax: Tensor) -> Tensor:
         """Record the amaxes of groups, [G], and return the scale of each. ValueError for another number of scales."""
@@ -205,7 +180,7 @@ class Float8Quantizer(OneScale, TensorMaker):
     ) -> Any:
         """Quantize src into dst with this scale, recording its amax, and return dst: see `Quantizer.update_quantized`.
         ValueError for another format, and for another shape."""
-        if not isinstance(dst, TENSOR_TYPES[self.FORMAT]) or dst.quantizer.fp8_dtype != self.fp8_dtype:
+        if not isinstance(dst, type_of(self)) or dst.quantizer.fp8_dtype != self.fp8_dtype:
             raise ValueError(
                 f"a Float8Quantizer of {self.fp8_dtype} cannot update {shown(dst)}; allowed: such a Float8Tensor"
             )

@@ -17,8 +17,8 @@ from te_models.kernels.quantize import cpu_fields
 from te_models.kernels.quantize.fp8.dequantize_grouped import dequantize_grouped
 from te_models.suggestions import shown
 
-from .base import Fields, Parts, Quantizer, Usage
-from .group_offsets import GroupOffsets
+from .base import Quantizer
+from .encoding import Encoding, Fields, NumberFormat, RowsByGroup, Scale, Usage, Use, Uses
 from .value import derived, torch_dtype, value_class
 
 
@@ -39,13 +39,18 @@ class FP8Quantizer(Quantizer):
     def part_dtype(self, part: str) -> torch.dtype | None:
         return self.fp8_dtype if part == "data" else torch.float32
 
-    def statistics(
-        self, x: Tensor, key: Tensor | None = None, amax: Tensor | None = None, count: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        parts = self._quantize(x, "rowwise", key, amax)
-        values = self._dequantize(parts, "rowwise", torch.float32, x.shape)
-        scale_inv = q.e8m0_to_float(parts[1]) if parts[1].dtype == torch.uint8 else parts[1]
-        return q.quantization_statistics(x, values, scale_inv, self.block, q.FP8_MAX[self.fp8_dtype], count)
+    @derived
+    def largest(self) -> float:
+        return q.FP8_MAX[self.fp8_dtype]
+
+    def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        usage = self._usage_in(fields)
+        data, scale_inv = self._as_it_lies(fields[f"{usage}_data"], fields[f"{usage}_scale_inv"], usage)
+        block = self.block if usage == "rowwise" else self._columnwise_block
+        return dequantize_grouped(data, scale_inv, m_splits, shape[0], block, dtype)
+
+    def _as_it_lies(self, data: Tensor, scale_inv: Tensor, usage: Usage) -> tuple[Tensor, Tensor]:
+        return data, scale_inv
 
     @classmethod
     def _from_json(cls, field: str, value: Any) -> Any:
@@ -57,63 +62,103 @@ class FP8Quantizer(Quantizer):
         return dtypes[value]
 
 
-def quantize_by_scale(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Parts:
-    """Return (x [..., R, C] times the scale of its matrix as FP8, what to multiply with when dequantizing).
+def quantize_by_scale(
+    x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, *, measured: bool = False
+) -> tuple[Fields, float | None]:
+    """Return (the fields of x [..., R, C] times the scale of its matrix, the largest error, where it was measured).
 
     scale: float32 [...]. Eagerly on a CPU one C++ pass makes E4M3 of a matrix, of a NaN and elsewhere an operation.
     """
     scale_inv = torch.div(torch.ones_like(scale), scale)
+    data, error = None, None
     if fp8_dtype is torch.float8_e4m3fn and cpu_fields.chosen(x) is Backend.COMPILED:
-        found = cpu_fields.quantize_scaled(x, float(scale), float(scale_inv), measured=False)
+        found = cpu_fields.quantize_scaled(x, float(scale), float(scale_inv), measured=measured)
         if found is not None:
-            return found[0], scale_inv
-    return q.quantize_per_tensor(x, scale[..., None, None], fp8_dtype), scale_inv
+            data, error = found[0], found[1] if measured else None
+    data = q.quantize_per_tensor(x, scale[..., None, None], fp8_dtype) if data is None else data
+    return {"rowwise_data": data, "rowwise_scale_inv": scale_inv}, error
 
 
 def check_epsilon(epsilon: float) -> None:
-    """Raise ValueError for a floor of amax that is none."""
+    """Raise ValueError unless epsilon is finite and >= 0."""
     if not 0 <= epsilon < float("inf"):
         raise ValueError(f"amax_epsilon is {shown(epsilon)}; allowed: a finite number from 0 on")
 
 
-class OneScale:
-    """What quantizers with one scale per matrix do with rows of groups: each group has its own."""
+class OneScale(NumberFormat):
+    """What quantizers with one scale per matrix share, values and live ones; of rows every group has its own."""
 
+    ENCODES_ROWS: ClassVar[bool] = True
     fp8_dtype: torch.dtype
+
+    def scale_of_matrix(self, x: Tensor, scale: Scale) -> Tensor:
+        """Return the scale of each matrix of x [..., R, C], [...]."""
+        raise NotImplementedError
 
     def scale_of_groups(self, amax: Tensor) -> Tensor:
         """Return the scale of each group, [G], of these amaxes, [G]."""
         raise NotImplementedError
 
-    def rounded(self, x: Tensor, scale: Tensor, per_row: Tensor, dtype: torch.dtype) -> Operand:
+    def rounded_matrix(self, x: Tensor, dtype: torch.dtype) -> Operand:
+        """Return x as the operand that it is, no quantized copy made; dtype: of the values."""
+        raise NotImplementedError
+
+    def stored_by_operation(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return the values of x [R, C] in `dtype`, its data, and what is left to multiply with, by the operation of a
+        graph that makes both; None where there is none for this scale."""
+        raise NotImplementedError
+
+    def rounded_by(self, x: Tensor, scale: Tensor, per_row: Tensor, dtype: torch.dtype) -> Operand:
         """Return x as the operand it is with these scales, no quantized copy made. scale: one per matrix or group, what
         is left for the epilogue; per_row: the same, broadcastable to x."""
-        exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        values = q.round_per_tensor(x, per_row, self.fp8_dtype, exact)
+        values = q.round_per_tensor(x, per_row, self.fp8_dtype, dtype)
         return Operand(values, torch.div(torch.ones_like(scale), scale))
 
-    def rows_operand(
-        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: GroupOffsets, key: Tensor | None = None
-    ) -> Operand:
-        """See `Quantizer.rows_operand`."""
-        scale = self.scale_of_groups(rows.amax(x))
-        return self.rounded(x, scale, rows.per_row(scale)[:, None], dtype)
+    def encode(self, x: Tensor, scale: Scale, uses: Uses, rows: RowsByGroup | None = None) -> Encoding | None:
+        dtype = torch.bfloat16 if uses.dtype == torch.bfloat16 else torch.float32
+        if rows is not None and rows.offsets is not None:
+            of_groups = self.scale_of_groups(rows.offsets.amax(x))
+            return Encoding({}, self.rounded_by(x, of_groups, rows.offsets.per_row(of_groups)[:, None], dtype))
+        if rows is not None:
+            return Encoding(self._of_groups(x, rows, uses.stored))
+        if not uses.stored:
+            return Encoding({}, self.rounded_matrix(x, dtype))
+        if uses.traced:
+            if self.fp8_dtype is not torch.float8_e4m3fn or cpu_fields.chosen(x) is not Backend.OPERATION:
+                return None
+            found = self.stored_by_operation(x, dtype)
+            if found is None:
+                return None
+            values, data, scale_inv = found
+            return Encoding({"rowwise_data": data, "rowwise_scale_inv": scale_inv}, Operand(values, scale_inv))
+        own = self.scale_of_matrix(x, scale)
+        fields, error = quantize_by_scale(x, own, self.fp8_dtype, measured=uses.measured)
+        return Encoding(fields, error=error)
 
-    def quantize_rows(
-        self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
-    ) -> Fields:
-        """See `Quantizer.quantize_rows`."""
-        scale = self.scale_of_groups(q.grouped_amax(x, m_splits))
-        return quantize_rows_with(scale, x, m_splits, self.fp8_dtype)[0]
+    def _of_groups(self, x: Tensor, rows: RowsByGroup, usages: Sequence[Usage]) -> Fields:
+        """Return the fields of each usage: the T rows, and for a columnwise use a copy in groups at whole multiples."""
+        scale = self.scale_of_groups(q.grouped_amax(x, rows.m_splits))
+        scale_inv = torch.div(torch.ones_like(scale), scale)
+        apart = "columnwise" in usages and rows.align > 1
+        copies = q.quantize_grouped_per_tensor(
+            x, rows.m_splits, scale, self.fp8_dtype, align=rows.align, columnwise=apart
+        )
+        fields: Fields = {}
+        for usage in usages:
+            fields[f"{usage}_data"] = copies[-1 if usage == "columnwise" else 0]
+            fields[f"{usage}_scale_inv"] = scale_inv
+        return fields
 
-    def quantize_rows_for_gemms(
-        self, x: Tensor, m_splits: Tensor, usages: Sequence[Usage], align: int, key: Tensor | None = None
-    ) -> dict[Usage, Fields]:
-        """See `Quantizer.quantize_rows_for_gemms`."""
-        apart = "columnwise" in usages and align > 1
-        scale = self.scale_of_groups(q.grouped_amax(x, m_splits))
-        copies = quantize_rows_with(scale, x, m_splits, self.fp8_dtype, align=align, columnwise=apart)
-        return {usage: copies[-1 if usage == "columnwise" else 0] for usage in usages}
+    def operand(self, fields: Fields, use: Use) -> Operand | ScaledOperand:
+        data, scale_inv = fields["rowwise_data"], fields["rowwise_scale_inv"]
+        if use.quantized:
+            found = ScaledOperand(data, scale_inv, "per_tensor")
+            return found if use.usage == "rowwise" else found.mT
+        dtype = torch.bfloat16 if use.dtype == torch.bfloat16 else torch.float32
+        if data.dtype is torch.float8_e4m3fn and cpu_fields.chosen(data, dtype) is Backend.OPERATION:
+            return Operand(cpu_fields.read_numbers(data, dtype), scale_inv)
+        # by way of float32: the compiler vectorises FP8 -> float32, but not FP8 -> bfloat16 (8 times slower on CPU)
+        return Operand(q.fp8_to_float(data).to(dtype), scale_inv)
 
 
 @value_class
@@ -149,64 +194,19 @@ class Float8CurrentScalingQuantizer(OneScale, FP8Quantizer):
     def amax_of(self, x: Tensor, usage: Usage) -> Tensor:
         return q.amax(x)
 
-    def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
-        scale = self.scale(q.amax(x) if amax is None else amax)
-        return quantize_by_scale(x, scale, self.fp8_dtype)
-
-    def quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
-        if self.fp8_dtype is not torch.float8_e4m3fn or cpu_fields.chosen(x) is not Backend.COMPILED:
-            return None
-        scale = self.scale(q.amax(x) if amax is None else amax)
-        scale_inv = torch.div(torch.ones_like(scale), scale)
-        found = cpu_fields.quantize_scaled(x, float(scale), float(scale_inv))
-        return None if found is None else ((found[0], scale_inv), found[1])
-
-    def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
-        data, scale_inv = parts
-        return q.dequantize_per_tensor(data, scale_inv[..., None, None], dtype)
-
-    def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
-        pow2, epsilon = self.force_pow_2_scales, self.amax_epsilon or 0.0  # a literal, as in blockwise
-        return Operand(*q.round_current(x, self.fp8_dtype, self.gemm_dtype(dtype), pow2=pow2, epsilon=epsilon))
-
-    def operand_and_fields_in_graph(self, x: Tensor, dtype: torch.dtype, usage: Usage) -> tuple[Operand, Fields] | None:
-        if self.fp8_dtype is not torch.float8_e4m3fn or cpu_fields.chosen(x) is not Backend.OPERATION:
-            return None
-        pow2, epsilon = self.force_pow_2_scales, self.amax_epsilon or 0.0
-        values, data, scale_inv = cpu_fields.store_current(x, pow2, epsilon, self.gemm_dtype(dtype))
-        return Operand(values, scale_inv), {"rowwise_data": data, "rowwise_scale_inv": scale_inv}
-
-    def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
-        data, scale_inv = parts
-        dtype = self.gemm_dtype(dtype)
-        if data.dtype is torch.float8_e4m3fn and cpu_fields.chosen(data, dtype) is Backend.OPERATION:
-            return Operand(cpu_fields.read_numbers(data, dtype), scale_inv)
-        # by way of float32: the compiler vectorises FP8 -> float32, but not FP8 -> bfloat16 (8 times slower on CPU)
-        return Operand(q.fp8_to_float(data).to(dtype), scale_inv)
-
-    def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand:
-        data, scale_inv = parts
-        return ScaledOperand(data, scale_inv, "per_tensor")
+    def scale_of_matrix(self, x: Tensor, scale: Scale) -> Tensor:
+        amax = scale.amaxes.get("rowwise") if scale.amaxes else None
+        return self.scale(q.amax(x) if amax is None else amax)
 
     def scale_of_groups(self, amax: Tensor) -> Tensor:
         return self.scale(amax)
 
-    def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        data, scale_inv = fields["rowwise_data"], fields["rowwise_scale_inv"]
-        return dequantize_grouped(data, scale_inv, m_splits, shape[0], None, dtype)
+    def rounded_matrix(self, x: Tensor, dtype: torch.dtype) -> Operand:
+        pow2, epsilon = self.force_pow_2_scales, self.amax_epsilon or 0.0  # a literal, as in blockwise
+        return Operand(*q.round_current(x, self.fp8_dtype, dtype, pow2=pow2, epsilon=epsilon))
 
+    def stored_by_operation(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        return cpu_fields.store_current(x, self.force_pow_2_scales, self.amax_epsilon or 0.0, dtype)
 
-def quantize_rows_with(
-    scale: Tensor,
-    x: Tensor,
-    m_splits: Tensor,
-    fp8_dtype: torch.dtype,
-    *,
-    align: int = 1,
-    columnwise: bool = False,
-) -> list[Fields]:
-    """Quantize x: [T, C] with one scale per group, [G]: the fields of the T rows, and if `columnwise` those of a copy
-    in padded rows, in which groups begin at multiples of `align`."""
-    scale_inv = torch.div(torch.ones_like(scale), scale)
-    copies = q.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype, align=align, columnwise=columnwise)
-    return [{"rowwise_data": data, "rowwise_scale_inv": scale_inv} for data in copies]
+    def dequantize_fields(self, fields: Fields, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
+        return q.dequantize_per_tensor(fields["rowwise_data"], fields["rowwise_scale_inv"][..., None, None], dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.suggestions import shown
 
-from .base import Fields, Quantizer, Usage
+from .base import Quantizer
+from .encoding import Encoding, Fields, RowsByGroup, Scale, Usage, Use, Uses
 from .group_offsets import GroupOffsets
 from .identity import IdentityQuantizer
 from .value import derived, value_class
@@ -29,6 +30,7 @@ class HybridQuantizer(Quantizer):
     """
 
     FORMAT: ClassVar[str] = "hybrid"
+    ENCODES_ROWS: ClassVar[bool] = True
 
     rowwise_quantizer: Quantizer = field(default_factory=IdentityQuantizer)
     columnwise_quantizer: Quantizer = field(default_factory=IdentityQuantizer)
@@ -64,14 +66,8 @@ class HybridQuantizer(Quantizer):
     def random_signs(self) -> bool:
         return self.columnwise_quantizer.random_signs
 
-    def square_blocks(self, usage: Usage) -> bool:
-        return self.member(usage).square_blocks(usage)
-
     def of_transpose(self) -> None:
         return None  # the copies have two formats
-
-    def emulated_kind(self, usage: Usage) -> str | None:
-        return self.member(usage).emulated_kind(usage)
 
     def _stored(self, usage: Usage) -> tuple[Quantizer, Usage]:
         """Return the quantizer of a usage and the usage it stores its copy as."""
@@ -92,83 +88,56 @@ class HybridQuantizer(Quantizer):
     def field_names(self) -> tuple[str, ...]:
         return tuple([f"{usage}_{part}" for usage in self._usages for part in self.member(usage).PARTS])
 
-    def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
-        return self.member(usage).operand(x, usage, dtype, key)
+    def encode(self, x: Tensor, scale: Scale, uses: Uses, rows: RowsByGroup | None = None) -> Encoding | None:
+        if uses.traced:
+            return None
+        fields: Fields = {}
+        for usage in uses.stored:
+            member, stored = self._stored(usage)
+            amaxes: dict[Usage, Tensor] | None = None
+            if scale.amaxes and usage in scale.amaxes:
+                amaxes = {stored: scale.amaxes[usage]}
+            found = member.encoded(x, Scale(scale.key, amaxes), Uses((stored,)), rows)
+            assert found is not None, "only a graph is refused"
+            for name, value in found.fields.items():
+                fields[f"{usage}_{name.partition('_')[2]}"] = value
+        usage = uses.multiplied
+        if usage is None or usage in uses.stored:
+            return Encoding(fields)
+        alone = self.member(usage).encoded(x, scale, Uses((), usage, uses.dtype), rows)
+        assert alone is not None, "only a graph is refused"
+        return Encoding(fields, alone.operand)
 
-    def rows_operand(
-        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: GroupOffsets, key: Tensor | None = None
-    ) -> Operand:
-        return self.member(usage).rows_operand(x, usage, dtype, rows, key)
-
-    def scaled_operand(self, x: Tensor, usage: Usage, key: Tensor | None = None) -> ScaledOperand | None:
-        return self.member(usage).scaled_operand(x, usage, key)
+    def operand(self, fields: Fields, use: Use) -> Operand | ScaledOperand:
+        member, fields = self._member_fields(fields, use.usage)
+        return member.operand(fields, use)
 
     def amax_of(self, x: Tensor, usage: Usage) -> Tensor | None:
         return self.member(usage).amax_of(x, self._stored(usage)[1])
-
-    def quantize_fields(
-        self, x: Tensor, key: Tensor | None = None, amaxes: Mapping[Usage, Tensor] | None = None
-    ) -> Fields:
-        fields: Fields = {}
-        for usage in self._usages:
-            member, stored = self._stored(usage)
-            own_amaxes: dict[Usage, Tensor] | None = {stored: amaxes[usage]} if amaxes and usage in amaxes else None
-            for name, value in member.quantize_fields(x, key, own_amaxes).items():
-                fields[f"{usage}_{name.partition('_')[2]}"] = value
-        return fields
-
-    def operand_and_fields(
-        self, x: Tensor, dtype: torch.dtype, usage: Usage, key: Tensor | None = None
-    ) -> tuple[Operand, Fields]:
-        fields = {name: field for name, field in self.quantize_fields(x, key).items() if name.startswith(usage)}
-        if usage == "rowwise":
-            return self.operand_of_fields(fields, usage, dtype, x.shape), fields
-        return self.operand(x, "rowwise", dtype, key), fields
 
     def _member_fields(self, fields: Fields, usage: Usage) -> tuple[Quantizer, Fields]:
         """Return the quantizer of a usage and the fields under the names it gave them."""
         member, stored = self._stored(usage)
         return member, {f"{stored}_{part}": fields[f"{usage}_{part}"] for part in member.PARTS}
 
-    def quantize_rows(
-        self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
-    ) -> Fields:
-        fields: Fields = {}
-        for usage in self._usages if usages is None else usages:
-            for name, value in self.member(usage).quantize_rows(x, m_splits, key).items():
-                fields[f"{usage}_{name.partition('_')[2]}"] = value
-        return fields
-
     def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        member, fields = self._member_fields(fields, self._usages[0])
+        member, fields = self._member_fields(fields, self._usage_in(fields))
         return member.dequantize_rows(fields, m_splits, shape, dtype)
 
     def quantizes_rows(self, usage: Usage, align: int) -> bool:
         return self.member(usage).quantizes_rows(usage, align)
 
-    def quantize_rows_for_gemms(
+    def rows_for_gemms(
         self, x: Tensor, m_splits: Tensor, usages: Sequence[Usage], align: int, key: Tensor | None = None
     ) -> dict[Usage, Fields]:
         found: dict[Usage, Fields] = {}
         for usage in usages:
-            found |= self.member(usage).quantize_rows_for_gemms(x, m_splits, (usage,), align, key)
+            found |= self.member(usage).rows_for_gemms(x, m_splits, (usage,), align, key)
         return found
 
     def dequantize_fields(self, fields: Fields, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
-        member, fields = self._member_fields(fields, self._usages[0])
+        member, fields = self._member_fields(fields, self._usage_in(fields))
         return member.dequantize_fields(fields, dtype, shape)
-
-    def operand_of_fields(
-        self, fields: Fields, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None = None
-    ) -> Operand:
-        member, fields = self._member_fields(fields, self._stored_for(usage))
-        return member.operand_of_fields(fields, usage, dtype, shape)
-
-    def scaled_operand_of_fields(
-        self, fields: Fields, usage: Usage, shape: Sequence[int] | None = None
-    ) -> ScaledOperand | None:
-        member, fields = self._member_fields(fields, self._stored_for(usage))
-        return member.scaled_operand_of_fields(fields, usage, shape)
 
     def statistics(
         self, x: Tensor, key: Tensor | None = None, amax: Tensor | None = None, count: Tensor | None = None

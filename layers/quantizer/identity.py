@@ -12,8 +12,8 @@ from torch import Tensor
 from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand
 
-from .base import Fields, Parts, Quantizer, Usage
-from .group_offsets import GroupOffsets
+from .base import Quantizer
+from .encoding import Encoding, Fields, RowsByGroup, Scale, Usage, Use, Uses
 from .value import derived, value_class
 
 
@@ -25,6 +25,7 @@ class IdentityQuantizer(Quantizer):
     FORMAT: ClassVar[str] = "identity"
     PARTS: ClassVar[tuple[str, ...]] = ("data",)
     KEEPS_VALUES: ClassVar[bool] = True
+    ENCODES_ROWS: ClassVar[bool] = True
 
     @derived
     def symmetric(self) -> bool:
@@ -37,23 +38,16 @@ class IdentityQuantizer(Quantizer):
     def part_dtype(self, part: str) -> torch.dtype | None:
         return None
 
-    def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
-        return Operand(x.to(self.gemm_dtype(dtype)), None)
-
-    def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
+    def encode(self, x: Tensor, scale: Scale, uses: Uses, rows: RowsByGroup | None = None) -> Encoding:
         # a field of its own, which later writes to x do not reach
-        return (x.clone(),)
+        fields: Fields = {"rowwise_data": x.clone()} if uses.stored else {}
+        return Encoding(fields, None if uses.multiplied is None else Operand(x.to(self.gemm_dtype(uses.dtype)), None))
 
-    def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
-        return parts[0].to(dtype)
+    def operand(self, fields: Fields, use: Use) -> Operand:
+        return Operand(fields["rowwise_data"].to(self.gemm_dtype(use.dtype)), None)
 
-    def quantize_rows(
-        self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
-    ) -> Fields:
-        return {"rowwise_data": x.clone()}
-
-    def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return GroupOffsets.of(m_splits, shape[0]).zero_outside(fields["rowwise_data"]).to(dtype)
+    def dequantize_fields(self, fields: Fields, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
+        return fields["rowwise_data"].to(dtype)
 
     def quantizes_rows(self, usage: Usage, align: int) -> bool:
         return False  # a GEMM takes the rows as they are

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from te_models.kernels import quantize as q
+from te_models.kernels.gemm import Operand
 from te_models.kernels.gemm.few_rows import IntegerOperand
 from te_models.kernels.quantize.integers.reference import (
     dequantize_integers,
@@ -19,11 +19,10 @@ from te_models.kernels.quantize.integers.reference import (
 )
 from te_models.suggestions import shown
 
-from .base import Fields, Parts, Quantizer, Usage
+from .base import Quantizer
+from .encoding import WHOLE_ROW, Encoding, Fields, RowsByGroup, Scale, Schema, Use, Uses
 from .value import derived, value_class
 
-WHOLE_ROW = 2**62
-"""As the columns of a group: all that there are."""
 _SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -77,20 +76,27 @@ class IntQuantizer(Quantizer):
     def part_dtype(self, part: str) -> torch.dtype | None:
         return self.scale_dtype if part == "scale_inv" else torch.uint8
 
-    def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
-        size = self.group_size or max(1, x.shape[-1])
-        codes, scale, zero = quantize_integers(x, self.BITS, size, self.scale_dtype, zero_points=self.zero_points)
-        data = pack_nibbles(codes) if self.BITS == 4 else codes
-        return (data, scale) if zero is None else (data, scale, zero)
+    @derived
+    def largest(self) -> float:
+        return 2.0 ** (self.BITS - 1)
 
-    def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
-        data, scale = parts[:2]
-        zero = parts[2] if self.zero_points else None
+    def encode(self, x: Tensor, scale: Scale, uses: Uses, rows: RowsByGroup | None = None) -> Encoding:
+        size = self.group_size or max(1, x.shape[-1])
+        codes, scale_inv, zero = quantize_integers(x, self.BITS, size, self.scale_dtype, zero_points=self.zero_points)
+        data = pack_nibbles(codes) if self.BITS == 4 else codes
+        return Encoding(self.named((data, scale_inv) if zero is None else (data, scale_inv, zero), ("rowwise",)))
+
+    def operand(self, fields: Fields, use: Use) -> Operand:
+        return Operand(self.dequantize_fields(fields, self.gemm_dtype(use.dtype), use.shape), None)
+
+    def dequantize_fields(self, fields: Fields, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
+        data, scale_inv = fields["rowwise_data"], fields["rowwise_scale_inv"]
         if self.BITS == 4:
             if shape is None:
                 raise ValueError("packed fields do not tell their matrix's shape; pass shape, [..., rows, columns]")
             data = unpack_nibbles(data, shape[-1])
-        return dequantize_integers(data, scale, zero, self.BITS, self.block[1], dtype)
+        zero = fields["rowwise_zero_point"] if self.zero_points else None
+        return dequantize_integers(data, scale_inv, zero, self.BITS, self.block[1], dtype)
 
     def integer_operand(self, fields: Fields, shape: Sequence[int]) -> IntegerOperand:
         """Return stored fields of matrices [..., R, C] as a CPU multiplies few rows by them."""
@@ -98,14 +104,6 @@ class IntQuantizer(Quantizer):
         parts = [fields[f"rowwise_{name}"].view(*shape[:-1], -1) for name in names]
         data, scale, zero = parts if self.zero_points else (*parts, None)
         return IntegerOperand(data, scale, zero, columns, self.BITS, min(self.group_size or WHOLE_ROW, max(1, columns)))
-
-    def statistics(
-        self, x: Tensor, key: Tensor | None = None, amax: Tensor | None = None, count: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        parts = self._quantize(x, "rowwise", key, amax)
-        values = self._dequantize(parts, "rowwise", torch.float32, x.shape)
-        block = (1, min(self.block[1], max(1, x.shape[-1])))
-        return q.quantization_statistics(x, values, parts[1].float(), block, 2.0 ** (self.BITS - 1), count)
 
     @classmethod
     def _from_json(cls, field: str, value: Any) -> Any:
@@ -127,6 +125,7 @@ class Int4Quantizer(IntQuantizer):
     """
 
     FORMAT: ClassVar[str] = "int4"
+    SCHEMA: ClassVar[Schema] = Schema(values_per_entry=2)
     BITS: ClassVar[int] = 4
 
 

@@ -16,7 +16,8 @@ from te_models.kernels.quantize import cpu_fields
 from te_models.kernels.quantize.fp8.dequantize_grouped import unpad_rows
 from te_models.suggestions import shown
 
-from .base import Fields, Parts, Quantizer, Usage
+from .base import Quantizer
+from .encoding import Encoding, Fields, Parts, RowsByGroup, Scale, Schema, Usage, Use, Uses
 from .group_offsets import GroupOffsets
 from .value import derived, value_class
 
@@ -48,6 +49,8 @@ class NVFP4Quantizer(Quantizer):
 
     FORMAT: ClassVar[str] = "nvfp4"
     PARTS: ClassVar[tuple[str, ...]] = ("data", "scale_inv", "amax")
+    SCHEMA: ClassVar[Schema] = Schema(values_per_entry=2, scale_block=(1, _BLOCK))
+    ENCODES_ROWS: ClassVar[bool] = True
     LATER_FIELDS: ClassVar[tuple[str, ...]] = (
         "with_random_sign_mask",
         "row_scaled_nvfp4",
@@ -118,38 +121,40 @@ class NVFP4Quantizer(Quantizer):
     def needs_key(self) -> bool:
         return self.stochastic_rounding
 
-    def operand(self, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None) -> Operand:
-        stored: Usage = "rowwise" if self.symmetric else usage
-        if not self._ordinary:
-            return self._operand(self._quantize(x, stored, key), stored, dtype, x.shape)
+    @derived
+    def largest(self) -> float:
+        return 6.0
+
+    def encode(self, x: Tensor, scale: Scale, uses: Uses, rows: RowsByGroup | None = None) -> Encoding | None:
+        key, usage = scale.key, uses.multiplied
+        if rows is not None and rows.offsets is None:
+            return Encoding(self._of_groups(x, rows.m_splits, key, uses.stored))
+        if rows is not None and usage is not None and not self.row_scaled_nvfp4:
+            return Encoding({}, self._rounded_rows(x, usage, uses.dtype, rows.offsets, key))  # type: ignore[arg-type]
+        copies = self._copies(x, scale, uses) if uses.stored else Encoding({})
+        if usage is None or copies is None or not self._ordinary or uses.stored == ("rowwise",):
+            return copies  # the operand is read from fields
+        return copies._replace(operand=self._rounded(x, "rowwise" if self.symmetric else usage, uses.dtype, key))
+
+    def _rounded(self, x: Tensor, stored: Usage, dtype: torch.dtype, key: Tensor | None) -> Operand:
         if self.with_rht and stored == "columnwise":
             x = self._transformed(x, stored)
-        block = self.block if stored == "rowwise" else self._columnwise_block
-        assert block is not None, "blocks are what this format has"
+        block: tuple[int, int] = self.block if stored == "rowwise" else self._columnwise_block  # type: ignore[assignment]
         drawn = self.checked_key(key) if self.stochastic_rounding else None
-        return Operand(
-            *q.round_current_nvfp4(x, self.gemm_dtype(dtype), block=block, key=drawn, stream=_STREAM[stored])
-        )
+        dtype = dtype if dtype == torch.bfloat16 else torch.float32
+        return Operand(*q.round_current_nvfp4(x, dtype, block=block, key=drawn, stream=_STREAM[stored]))
 
-    def rows_operand(
-        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: GroupOffsets, key: Tensor | None = None
+    def _rounded_rows(
+        self, x: Tensor, usage: Usage, dtype: torch.dtype, rows: GroupOffsets, key: Tensor | None
     ) -> Operand:
-        if self.row_scaled_nvfp4:
-            return self.operand(x, usage, dtype, key)
         x = self._transformed(x, usage)
         amax, block = rows.amax(x), self._block_of(usage)
+        per_block = rows.per_row(amax)[:: block[0], None]
         if self.nvfp4_use_4over6:
-            per_block = rows.per_row(amax)[:: block[0], None]
             packed, scales, _ = self._four_over_six(x, usage, per_block)
-            return self._operand((packed, scales, amax), usage, dtype, x.shape)
-        values, _ = q.round_nvfp4(
-            x,
-            self.gemm_dtype(dtype),
-            block=block,
-            amax=rows.per_row(amax)[:: block[0], None],
-            key=self.checked_key(key),
-            stream=_STREAM[usage],
-        )
+            return self._decoded((packed, scales, amax), usage, dtype, x.shape)
+        key, dtype = self.checked_key(key), self.gemm_dtype(dtype)
+        values, _ = q.round_nvfp4(x, dtype, block=block, amax=per_block, key=key, stream=_STREAM[usage])
         return Operand(values, q.global_decode(amax))
 
     def checked_key(self, key: Tensor | None) -> Tensor | None:
@@ -198,6 +203,26 @@ class NVFP4Quantizer(Quantizer):
             return super().amaxes(x)
         return dict.fromkeys(self.stored_usages(), q.amax(x))  # neither copy is transformed
 
+    def _copies(self, x: Tensor, scale: Scale, uses: Uses) -> Encoding | None:
+        """Quantize x as it lies for each usage; in a graph by an operation, where there is one."""
+        if uses.traced:
+            # the transform fills up the rows to whole blocks, whatever their number
+            if uses.stored != ("columnwise",) or not self.with_rht or self.stochastic_rounding or not self._ordinary:
+                return None
+            if cpu_fields.chosen(x) is not Backend.OPERATION:
+                return None
+            parts = cpu_fields.store_nvfp4(self._transformed(x, "columnwise").mT.contiguous())
+            return Encoding(self.named(parts, uses.stored))
+        found: list[Tensor] = []
+        for usage in uses.stored:
+            amax = scale.amaxes.get(usage) if scale.amaxes else None
+            if uses.measured and uses.stored == ("rowwise",):
+                measured = self._in_one_pass(x, amax, measured=True)
+                if measured is not None:
+                    return Encoding(self.named(measured[0], uses.stored), error=measured[1])
+            found += self._quantize(x, usage, scale.key, amax)
+        return Encoding(self.named(found, uses.stored))
+
     def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
         key, stream = self.checked_key(key) if self.stochastic_rounding else None, _STREAM[usage]
         if self.row_scaled_nvfp4:
@@ -211,7 +236,8 @@ class NVFP4Quantizer(Quantizer):
             return self._four_over_six(x, usage, amax)
         if usage == "columnwise" and not self.with_2d_quantization:
             if cpu_fields.chosen(x) is Backend.COMPILED:
-                return self._packed(self._transformed(x, usage).mT.contiguous(), amax, key, stream)
+                x = self._transformed(x, usage) if self.with_rht else x
+                return self._packed(x.mT.contiguous(), amax, key, stream)
             x = x if self.with_random_sign_mask else self._unmasked(x)
             return q.quantize_nvfp4_transposed(x, with_rht=self.with_rht, amax=amax, key=key, stream=stream)
         return self._packed(x.mT.contiguous() if usage == "columnwise" else x, amax, key, stream)
@@ -222,9 +248,6 @@ class NVFP4Quantizer(Quantizer):
         if found is not None:
             return found[0]
         return q.quantize_nvfp4(x, block_rows=self.block[0], amax=amax, key=key, stream=stream)
-
-    def quantize_in_one_pass(self, x: Tensor, usage: Usage, amax: Tensor | None) -> tuple[Parts, float] | None:
-        return None if usage == "columnwise" else self._in_one_pass(x, amax, measured=True)
 
     def _in_one_pass(self, x: Tensor, amax: Tensor | None, *, measured: bool) -> tuple[Parts, float] | None:
         """Return packed values, scales and amax of x as it lies, and the largest error where it is `measured`."""
@@ -239,16 +262,31 @@ class NVFP4Quantizer(Quantizer):
         found = cpu_fields.quantize_nvfp4(x, self.block[0], float(amax), measured=measured)
         return None if found is None else ((*found[:2], amax), found[2])
 
-    def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
-        """Undo `_quantize` and the transform."""
-        operand = self._operand(parts, usage, torch.float32, shape)
+    def dequantize_fields(self, fields: Fields, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
+        """Return the values of stored fields, transformed back."""
+        usage = self._usage_in(fields)
+        operand = self._decoded(self.parts_of(fields, usage), usage, torch.float32, shape)
         assert shape is not None, "there is none without a shape"
         values = operand.values if operand.scale is None else operand.values * operand.scale[..., None, None]
         if self._rotates(usage):
             values = self._unmasked(q.inverse_random_hadamard(values, -2))[..., : shape[-2], :]
         return values.to(dtype)
 
-    def _operand(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Operand:
+    def operand(self, fields: Fields, use: Use) -> Operand | ScaledOperand:
+        parts, usage, shape = self.parts_of(fields, use.usage), self._stored_as(use.usage), use.shape
+        if not use.quantized or self.row_scaled_nvfp4 or self.nvfp4_e4m3_max != 448:
+            return self._decoded(parts, usage, use.dtype, shape)
+        data, scale_inv, amax = parts
+        if usage != use.usage:
+            if shape is None:
+                raise ValueError(_NO_SHAPE)
+            # packed values have no transposed view: the same numbers are packed along the other dimension
+            data, scale_inv = q.transpose_nvfp4(data, scale_inv, shape[-1])
+        return ScaledOperand(data, scale_inv, "nvfp4", (1, _BLOCK), amax)
+
+    def _decoded(
+        self, parts: Sequence[Tensor], usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None
+    ) -> Operand:
         if shape is None:
             raise ValueError(_NO_SHAPE)
         packed, scales, amax = parts
@@ -274,41 +312,17 @@ class NVFP4Quantizer(Quantizer):
         whole = chosen is Backend.COMPILED and (self.with_rht or rows % _BLOCK == 0)
         return cpu_fields.decode_nvfp4(packed, scales, dtype) if whole else None
 
-    def fields_in_graph(self, x: Tensor, usage: Usage) -> Fields | None:
-        # the transform fills up the rows to whole blocks, whatever their number
-        if not self._rotates(usage) or self.stochastic_rounding or not self._ordinary:
-            return None
-        if cpu_fields.chosen(x) is not Backend.OPERATION:
-            return None
-        parts = cpu_fields.store_nvfp4(self._transformed(x, usage).mT.contiguous())
-        names = [f"{usage}_{part}" for part in self.PARTS]
-        return dict(zip(names, parts, strict=True))
-
-    def _scaled(self, parts: Parts, usage: Usage) -> ScaledOperand | None:
-        if self.row_scaled_nvfp4 or self.nvfp4_e4m3_max != 448:
-            return None
-        data, scale_inv, amax = parts
-        return ScaledOperand(data, scale_inv, "nvfp4", (1, _BLOCK), amax)
-
-    def _transposed(self, operand: ScaledOperand, shape: Sequence[int] | None) -> ScaledOperand:
-        if shape is None:
-            raise ValueError(_NO_SHAPE)
-        # packed values have no transposed view: the same numbers are packed along the other dimension
-        data, scale_inv = q.transpose_nvfp4(operand.data, operand.scale_inv, shape[-1])
-        return ScaledOperand(data, scale_inv, "nvfp4", (1, _BLOCK), operand.amax)
-
     def quantizes_rows(self, usage: Usage, align: int) -> bool:
         return not self.with_2d_quantization and super().quantizes_rows(usage, align)
 
-    def quantize_rows(
-        self, x: Tensor, m_splits: Tensor, key: Tensor | None = None, usages: Sequence[Usage] | None = None
-    ) -> Fields:
+    def _of_groups(self, x: Tensor, m_splits: Tensor, key: Tensor | None, computed: Sequence[Usage]) -> Fields:
         if self.with_2d_quantization:
-            return super().quantize_rows(x, m_splits, key, usages)
-        computed: list[Usage] = [usage for usage in self._usages if usages is None or usage in usages]
+            raise ValueError(
+                f"rows of groups cannot be quantized by {self}; for NVFP4, with_2d_quantization is of weights"
+            )
         if self.with_rht and not self.with_random_sign_mask and len(computed) == 2:
-            fields = self.quantize_rows(x, m_splits, key, ("rowwise",))
-            return fields | self.quantize_rows(x, m_splits, key, ("columnwise",))
+            fields = self._of_groups(x, m_splits, key, ("rowwise",))
+            return fields | self._of_groups(x, m_splits, key, ("columnwise",))
         flags: dict[str, Any] = {"rowwise": "rowwise" in computed, "columnwise": "columnwise" in computed}
         if self.row_scaled_nvfp4:
             parts = [part for usage in computed for part in self._quantize(x, usage, key)]
@@ -322,12 +336,11 @@ class NVFP4Quantizer(Quantizer):
                     x, torch.arange(x.shape[0], device=x.device) - rows.per_row(rows.ends - rows.m_splits)
                 )
             parts = q.quantize_grouped_nvfp4(x, m_splits, with_rht=self.with_rht, key=self.checked_key(key), **flags)
-        names = [f"{usage}_{part}" for usage in computed for part in self.PARTS]
-        return dict(zip(names, parts, strict=True))
+        return self.named(parts, computed)
 
     def dequantize_rows(self, fields: Fields, m_splits: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        usage = self._usages[0]
-        packed, scales, amax = [fields[f"{usage}_{part}"] for part in self.PARTS]
+        usage = self._usage_in(fields)
+        packed, scales, amax = self.parts_of(fields, usage)
         if shape[0] * shape[1] == 0:
             return packed.new_empty(tuple(shape), dtype=dtype)
         rows = GroupOffsets.of(m_splits, shape[0])
@@ -345,11 +358,6 @@ class NVFP4Quantizer(Quantizer):
             values = self._unmasked(q.inverse_random_hadamard(values, -2))
         return unpad_rows(values, rows.m_splits, align, shape[0]).to(dtype)
 
-    def statistics(
-        self, x: Tensor, key: Tensor | None = None, amax: Tensor | None = None, count: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        parts = self._quantize(x, "rowwise", key, amax)
-        values = self._dequantize(parts, "rowwise", torch.float32, x.shape)
-        factor = self._factor(parts[2])
-        scale_inv = parts[1].float() * (factor if self.row_scaled_nvfp4 else factor[..., None, None])
-        return q.quantization_statistics(x, values, scale_inv, (1, _BLOCK), 6.0, count)
+    def scales(self, fields: Fields) -> Tensor:
+        factor = self._factor(fields["rowwise_amax"])
+        return super().scales(fields) * (factor if self.row_scaled_nvfp4 else factor[..., None, None])

@@ -13,24 +13,7 @@ import torch
 from torch import Tensor
 
 from . import Fields, Quantizer, Usage
-
-_WHOLE_ROW = 2**62  # columns that one entry spans: all there are
-
-
-@dataclass(frozen=True)
-class Schema:
-    """The declaration of one format; its parts (data, scale_inv, ...) are the quantizer's `PARTS`.
-
-    values_per_entry: how many values an entry of `data` packs along its last dimension; scale_block: matrix entries
-    (rows, columns) per stored rowwise scale, where that is not the quantizer's block; columnwise_transposed: whether
-    the columnwise copy is stored as [columns, rows]; transposed_view: whether it is so by its strides, and lies in
-    memory as the matrix does, which is how it is made.
-    """
-
-    values_per_entry: int = 1
-    scale_block: tuple[int, int] | None = None
-    columnwise_transposed: bool = True
-    transposed_view: bool = False
+from .encoding import WHOLE_ROW
 
 
 @dataclass(frozen=True)
@@ -72,18 +55,6 @@ class FieldLayout:
         return start // size, -(-stop // size) - start // size
 
 
-SCHEMAS: dict[str, Schema] = {
-    "float8": Schema(),
-    "float8_block": Schema(transposed_view=True),
-    "mxfp8": Schema(columnwise_transposed=False),
-    "nvfp4": Schema(values_per_entry=2, scale_block=(1, 16)),
-    "int4": Schema(values_per_entry=2),
-    "int8": Schema(),
-    "identity": Schema(),
-}
-"""Format -> declaration. A hybrid tensor follows the declarations of its two formats."""
-
-
 def high_precision_fields(quantizer: Quantizer) -> set[str]:
     """Return the names of the fields that hold values in high precision: the fields of identity quantizers."""
     members = {usage: quantizer.member(usage) for usage in quantizer.stored_usages()}
@@ -97,12 +68,12 @@ def field_layouts(quantizer: Quantizer) -> tuple[FieldLayout, ...]:
         member = quantizer.member(usage)
         # the one copy of a symmetric format lies as a rowwise one, whatever it serves
         columnwise = usage == "columnwise" and not member.symmetric
-        schema = SCHEMAS[member.FORMAT]
+        schema = member.SCHEMA
         for part in member.PARTS:
             scale = schema.scale_block or member.block
             block = {"data": (1, schema.values_per_entry), "scale_inv": scale, "zero_point": scale}.get(part)
             if part == "amax" and member.row_scaled:
-                block = (1, _WHOLE_ROW)
+                block = (1, WHOLE_ROW)
             if columnwise and block is not None:
                 block = (block[1], block[0])
             transposed = columnwise and schema.columnwise_transposed

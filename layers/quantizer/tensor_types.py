@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 TENSOR_TYPES: dict[str, Any] = {}
-"""Format -> the class of tensor that `quantize` makes, and "grouped" -> the class of a stack of matrices. The modules
-of these classes, which are built on quantizers, enter them when they are imported."""
+"""Format -> the class of tensor that `quantize` makes, "" -> that of formats without one, and "grouped" -> the class of
+a stack of matrices. The modules of these classes, which are built on quantizers, enter them when they are imported."""
+
+
+def type_of(quantizer: Any) -> Any:
+    """Return the class of tensor that a quantizer makes."""
+    return TENSOR_TYPES.get(quantizer.FORMAT) or TENSOR_TYPES[""]
 
 
 def quantized(quantizer: Any, x: Tensor, key: Tensor | None, dtype: torch.dtype | None) -> Any:
@@ -19,7 +24,7 @@ def quantized(quantizer: Any, x: Tensor, key: Tensor | None, dtype: torch.dtype 
         return quantized(quantizer, x, key, None).to(dtype)
     if x.requires_grad and torch.is_grad_enabled():
         return _Quantize.apply(x, quantizer, key)
-    cls = TENSOR_TYPES[quantizer.FORMAT]
+    cls = type_of(quantizer)
     if x.dim() == cls.RANK:
         return cls.quantize(x, quantizer, key)
     flat = cls.quantize(x.reshape(1, -1) if x.dim() < 2 else x.flatten(0, -2), quantizer, key)
@@ -28,7 +33,7 @@ def quantized(quantizer: Any, x: Tensor, key: Tensor | None, dtype: torch.dtype 
 
 def empty_tensor(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> Any:
     """Return an uninitialised tensor of a quantizer's format, of logical shape [..., C] or [], one number."""
-    cls, size = TENSOR_TYPES[quantizer.FORMAT], torch.Size(shape)
+    cls, size = type_of(quantizer), torch.Size(shape)
     matrix = (size[:-1].numel(), size[-1]) if size else (1, 1)
     flat = cls.empty(matrix, quantizer, dtype, torch.get_default_device() if device is None else device)
     return flat if len(size) == cls.RANK else flat.wrap(flat.fields, shape=size, matrix_shape=flat.shape)

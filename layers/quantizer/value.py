@@ -55,10 +55,21 @@ def _derived_names(cls: type) -> tuple[str, ...]:
     return tuple(name for name, member in found.items() if isinstance(member, derived))
 
 
+_DERIVED: dict[tuple[Any, ...], dict[str, Any]] = {}
+"""(class, values of the fields) -> derived properties: each step may build its recipe again, of the same values."""
+_MOST_DERIVED = 1024
+
+
 def _derive(instance: Any) -> None:
-    """Compute the derived properties of an instance that has its fields."""
-    for name in instance._derived_names:
-        object.__setattr__(instance, name, getattr(instance, name))
+    """Compute the derived properties of an instance that has its fields, or take those of an equal one."""
+    key = (type(instance), *vars(instance).values())
+    found = _DERIVED.get(key)
+    if found is None:
+        found = {name: getattr(instance, name) for name in instance._derived_names}
+        if len(_DERIVED) >= _MOST_DERIVED:
+            _DERIVED.clear()
+        _DERIVED[key] = found
+    vars(instance).update(found)
 
 
 class ValueObject:

@@ -57,12 +57,13 @@ class _OfThread(threading.local):
         self.now = State()
 
 
-_STATE = _OfThread()
+THREAD = _OfThread()
+"""`THREAD.now` is `state()` without the call."""
 
 
 def state() -> State:
     """Return what is in force now in this thread; only the regions write to it."""
-    return _STATE.now
+    return THREAD.now
 
 
 class Entry:

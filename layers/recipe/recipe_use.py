@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from te_models.kernels.compiling import compiling
 from te_models.kernels.torch_versions import constant_when_traced
 
@@ -169,7 +171,7 @@ def put_in_force(recipe: Recipe | None) -> None:
     """Let layers run under this recipe now."""
     s = state()
     s.compute = recipe
-    s.by_region = recipe is not None and not compiling()
+    s.by_region = recipe is not None and not (torch.compiler.is_compiling() and compiling())
     s.chosen = _Traced.anything and s.by_region and _choose_for_all(recipe)
 
 

@@ -56,10 +56,10 @@ TENSOR_CLASSES: dict[str, type[QuantizedTensor]] = {
     "identity": IdentityTensor,
     "hybrid": HybridTensor,
 }
-"""Format -> the class of one matrix."""
-TENSOR_TYPES.update(TENSOR_CLASSES)
+"""Format -> the class of one matrix; of a format without one `QuantizedTensor`."""
+TENSOR_TYPES.update({**TENSOR_CLASSES, "": QuantizedTensor})
 
-CLASSES: dict[str, type[QuantizedTensor]] = {c.__name__: c for c in TENSOR_CLASSES.values()}
+CLASSES: dict[str, type[QuantizedTensor]] = {c.__name__: c for c in (*TENSOR_CLASSES.values(), QuantizedTensor)}
 """Class name -> class, of everything that can be saved."""
 
 

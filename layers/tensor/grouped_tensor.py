@@ -42,7 +42,9 @@ class GroupedTensor(QuantizedTensor):
         """Return member `index` as a per-GEMM tensor that shares this tensor's storage."""
         self.require_matrix("be indexed by member")
         fields = {name: field[index] for name, field in self.fields.items()}
-        return self.view_of(fields, shape=self.shape[1:], cls=TENSOR_CLASSES[self.quantizer.FORMAT])
+        return self.view_of(
+            fields, shape=self.shape[1:], cls=TENSOR_CLASSES.get(self.quantizer.FORMAT, QuantizedTensor)
+        )
 
     def members(self) -> list[QuantizedTensor]:
         """Return all members, sharing this tensor's storage."""
@@ -159,7 +161,7 @@ class GroupedRows(QuantizedTensor):
             splits = self.m_splits.tolist()
         if len(splits) != self.num_gemms:
             raise ValueError(f"splits has {len(splits)} entries; allowed: {self.num_gemms}, one per group")
-        cls, found = TENSOR_CLASSES[self.quantizer.FORMAT], []
+        cls, found = TENSOR_CLASSES.get(self.quantizer.FORMAT, QuantizedTensor), []
         for i, rows in enumerate(splits):
             fields = member_of_rows(self.quantizer, self.fields, splits, i)
             found.append(cls(fields, self.quantizer, torch.Size((rows, self.shape[1])), self.dtype))

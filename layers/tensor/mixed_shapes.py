@@ -15,6 +15,7 @@ from torch import Tensor
 from ..quantizer import Fields, Quantizer
 from ..quantizer.schema import empty_fields
 from .formats import TENSOR_CLASSES
+from .quantized_tensor import QuantizedTensor
 
 
 class MixedShapesStorage:
@@ -40,7 +41,7 @@ class MixedShapesStorage:
             buffer = self.buffers[name] = torch.empty(sum(sizes), dtype=own, device=device)
             for fields, spec, part in zip(members, specs, buffer.split(sizes), strict=True):
                 fields[name] = part.as_strided(spec.shape, spec.stride())
-        cls = TENSOR_CLASSES[quantizer.FORMAT]
+        cls = TENSOR_CLASSES.get(quantizer.FORMAT, QuantizedTensor)
         self._members = [cls(f, quantizer, s, dtype) for f, s in zip(members, self.shapes, strict=True)]
 
     @property

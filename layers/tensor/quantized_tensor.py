@@ -205,7 +205,9 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
     def to_storage(self) -> QuantizedStorage:
         """Return the bare fields, shared. ValueError for a view of another shape."""
         self.require_matrix("be turned into a storage")
-        return STORAGE_CLASSES[self.quantizer.FORMAT](self.fields, self.quantizer, self.shape, self.dtype)
+        return STORAGE_CLASSES.get(self.quantizer.FORMAT, QuantizedStorage)(
+            self.fields, self.quantizer, self.shape, self.dtype
+        )
 
     def share_memory_(self) -> Self:
         """Move the fields to shared memory, in place, for other processes; returns self."""

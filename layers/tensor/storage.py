@@ -99,7 +99,7 @@ class QuantizedStorage(QuantizedFields):
         """Return x: [..., rows, columns] quantized, in the class of the quantizer's format. key: for stochastic
         rounding."""
         fields = quantizer.quantize_fields(x.detach(), key)
-        return STORAGE_CLASSES[quantizer.FORMAT](fields, value_of(quantizer), x.shape, x.dtype)
+        return STORAGE_CLASSES.get(quantizer.FORMAT, QuantizedStorage)(fields, value_of(quantizer), x.shape, x.dtype)
 
     @classmethod
     def empty(
@@ -107,7 +107,7 @@ class QuantizedStorage(QuantizedFields):
     ) -> QuantizedStorage:
         """Return uninitialised fields for a matrix of this logical shape and dtype."""
         fields = empty_fields(quantizer, torch.Size(shape), device, dtype)
-        return STORAGE_CLASSES[quantizer.FORMAT](fields, quantizer, shape, dtype)
+        return STORAGE_CLASSES.get(quantizer.FORMAT, QuantizedStorage)(fields, quantizer, shape, dtype)
 
     @property
     def device(self) -> torch.device:
@@ -127,7 +127,7 @@ class QuantizedStorage(QuantizedFields):
         """Undo `flatten`, in the class of the quantizer's format."""
         quantizer, shape, dtype = meta
         fields = dict(zip(quantizer.field_names(), tensors, strict=True))
-        return STORAGE_CLASSES[quantizer.FORMAT](fields, quantizer, shape, dtype)
+        return STORAGE_CLASSES.get(quantizer.FORMAT, QuantizedStorage)(fields, quantizer, shape, dtype)
 
     def __repr__(self) -> str:
         return (
@@ -178,4 +178,4 @@ STORAGE_CLASSES: dict[str, type[QuantizedStorage]] = {
     "identity": IdentityTensorStorage,
     "hybrid": HybridTensorStorage,
 }
-"""Format -> the class of bare fields."""
+"""Format -> the class of bare fields; of a format without one `QuantizedStorage`."""

@@ -135,7 +135,7 @@ def select(x: QuantizedTensor, dim: int, index: int) -> Any:
         raise refused("select", x)
     fields = {name: field.select(dim, index) for name, field in x.fields.items()}
     shape = torch.Size((*x.shape[:dim], *x.shape[dim + 1 :]))
-    return x.view_of(fields, shape=shape, cls=TENSOR_CLASSES[x.quantizer.FORMAT])
+    return x.view_of(fields, shape=shape, cls=TENSOR_CLASSES.get(x.quantizer.FORMAT, QuantizedTensor))
 
 
 def unbind(x: QuantizedTensor, dim: int = 0) -> list[Any]:

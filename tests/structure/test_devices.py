@@ -105,6 +105,7 @@ MAY_ASK = {
     "layers/optimizers/master_weights.py": "memory: pieces of a large tensor",
     "layers/optimizers/norm.py": "memory: pieces of a large tensor",
     "layers/recipe/context.py": FLAG,
+    "layers/recipe/recipe_use.py": FLAG,
     "layers/tensor/grouped_tensor.py": "splits that the host may read without waiting",
 }
 TRACED = re.compile(r"\bcompiling\b")
@@ -118,7 +119,7 @@ MAY_DIFFER = {
     "layers/gemm/double_backward.py": NO_SECOND,
     "layers/gemm/prologue.py": NO_NEW,
     "layers/gemm/product.py": OPERANDS,
-    "layers/gemm/weight.py": "what a graph compares of a weight's format",
+    "layers/gemm/weight_format.py": "what a graph compares of a weight's format",
     "layers/te/ops/fuser.py": NO_SECOND,
     "layers/optimizers/adamw_update.py": "torch's fused kernel cannot be in a graph",
     "layers/quantizer/base.py": NO_NEW,

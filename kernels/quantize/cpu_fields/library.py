@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import cpp_library
+from ... import cpp_library, threads
 from ...backend import Backend, Compiled, choose, has_library
 from ...custom_op import takes
 from ...threads import threads_for
@@ -101,16 +101,29 @@ def quantize_blocks(
 
 
 def encode_blocks(
-    x: Tensor, block: tuple[int, int], rounded: tuple[int, int], scale_kind: str, epsilon: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return x [R, C] as blocks of the shape `rounded` hold it, in `dtype`, and data and scales of `quantize_blocks`:
-    what one GEMM multiplies, and what is stored for another. None as there."""
+    x: Tensor,
+    block: tuple[int, int] | None,
+    rounded: tuple[int, int],
+    scale_kind: str,
+    epsilon: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Measured | None] | None:
+    """Return x [R, C] as blocks of the shape `rounded` hold it in E4M3, in `dtype`, and `quantize_blocks` in blocks of
+    the shape `block`, if there is one: what one GEMM multiplies, and what is stored for another. None as there."""
+    if torch.compiler.is_compiling():  # where operations are asked for by themselves
+        return None
+    if block is None:
+        if choose(shared.ROUND_FP8, x, x.dtype, dtype) is not Backend.COMPILED:
+            return None
+        if shared.IN_BLOCKS.misfit_on_cpu(x, rounded, torch.float8_e4m3fn, scale_kind):
+            return None
+        return shared.round_fp8(x, rounded, torch.float8_e4m3fn, scale_kind, dtype, epsilon), None
     if choose(ENCODE, x, x.dtype, dtype) is not Backend.COMPILED or _BLOCKS.misfit_on_cpu(x, block, scale_kind):
         return None
     found = _quantize_blocks(x, block, scale_kind, epsilon, False)
     if found is None:
         return None
-    return shared.round_fp8(x, rounded, torch.float8_e4m3fn, scale_kind, dtype, epsilon), *found[:2]
+    return shared.round_fp8(x, rounded, torch.float8_e4m3fn, scale_kind, dtype, epsilon), found
 
 
 def _quantize_blocks(
@@ -124,7 +137,9 @@ def _quantize_blocks(
     kind, overflow, error = _KINDS.index(scale_kind), torch.finfo(x.dtype).max, ctypes.c_uint32()
     sizes = (rows, columns, *block, kind, epsilon, overflow)
     # conversions, which measure errors, call this from several threads of their own
-    measuring = (ctypes.byref(error), 1) if measured else (None, threads_for(2 * x.numel()))
+    nanoseconds = 2 * x.numel()
+    own = measured or nanoseconds < threads.LEAST_NS  # as `threads_for`, without the call
+    measuring = (ctypes.byref(error) if measured else None, 1 if own else threads.threads_for(nanoseconds))
     if _function("te_quantize_blocks", x.dtype)(x.data_ptr(), data.data_ptr(), *pointers, *sizes, *measuring):
         return None
     return data, scales, ctypes.c_float.from_buffer(error).value

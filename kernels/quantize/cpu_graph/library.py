@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import cpp_library
+from ... import cpp_library, threads
 from ...backend import Compiled
 from ...backend import fallbacks as fallbacks
+from ...custom_op import takes
 from ...threads import threads_for
 from .. import hadamard
 
@@ -58,6 +59,14 @@ def _compiled(operation: str, name: str, *, amax: bool = False) -> Compiled:
     return Compiled(operation, load, DTYPES, in_graphs="always")
 
 
+IN_BLOCKS = takes(
+    "x: any [..., R, C]; block: value; fp8_dtype: value; scale_kind: value; block[0] > 0 and block[1] > 0;"
+    "fp8_dtype in FP8; scale_kind in KINDS",
+    FP8=(torch.float8_e4m3fn, torch.float8_e5m2),
+    KINDS=KINDS,
+)
+"""What `round_fp8` takes."""
+
 ROUND_FP8 = _compiled("round_blockwise", "te_round_fp8")
 ROUND_CURRENT = _compiled("round_current", "te_round_current")
 ROUND_SCALED = _compiled("round_per_tensor", "te_round_scaled")
@@ -83,7 +92,9 @@ def round_fp8(
     scales = (fp8_dtype is torch.float8_e5m2, KINDS.index(scale_kind), epsilon, overflow)
     run = _function("te_round_fp8", x.dtype, dtype)
     sizes = math.prod(x.shape[:-2]), x.shape[-2], x.shape[-1]
-    run(x.data_ptr(), out.data_ptr(), *sizes, *block, *scales, threads_for(x.numel()))
+    elements = x.numel()
+    count = 1 if elements < threads.LEAST_NS else threads_for(elements)  # a nanosecond each
+    run(x.data_ptr(), out.data_ptr(), *sizes, *block, *scales, count)
     return out
 
 

@@ -24,12 +24,6 @@ from .library import ROUND_CURRENT, ROUND_FP8, ROUND_NVFP4, ROUND_SCALED, ROW_AM
 
 __all__ = ["raised_amax", "random_hadamard", "round_blockwise", "round_current", "round_nvfp4", "round_per_tensor"]
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_IN_BLOCKS = takes(
-    "x: any [..., R, C]; block: value; fp8_dtype: value; scale_kind: value; block[0] > 0 and block[1] > 0;"
-    "fp8_dtype in FP8; scale_kind in KINDS",
-    FP8=_FP8,
-    KINDS=library.KINDS,
-)
 _MATRICES = takes("x: any [..., R, C]; fp8_dtype: value; fp8_dtype in FP8", FP8=_FP8)
 _BY_ROW = takes(
     "x: any [..., R, C]; scale: float32; fp8_dtype: value; fp8_dtype in FP8;"
@@ -44,7 +38,7 @@ _BY_ROW = takes(
     lambda x, dtype: like(x, dtype=dtype),
     reference=rounding.round_blockwise,
     compiled=ROUND_FP8,
-    takes=_IN_BLOCKS,
+    takes=library.IN_BLOCKS,
     cpu_only=True,
 )
 def round_blockwise(

@@ -43,9 +43,9 @@ def as_input(x: Tensor) -> Input:
     if not isinstance(x, QuantizedTensor):
         return x
     x.require_matrix("be the input of an operation")
-    if type(x) is not TENSOR_CLASSES[x.quantizer.FORMAT]:
+    if type(x) is not TENSOR_CLASSES.get(x.quantizer.FORMAT, QuantizedTensor):
         return x.dequantize()
-    storage = STORAGE_CLASSES[x.quantizer.FORMAT](x.fields, x.quantizer, x.shape, x.dtype)
+    storage = STORAGE_CLASSES.get(x.quantizer.FORMAT, QuantizedStorage)(x.fields, x.quantizer, x.shape, x.dtype)
     return QuantizedRows(storage, x.shape)
 
 
@@ -56,7 +56,9 @@ def as_result(x: Input) -> Tensor:
     if len(x.shape) != 2:
         raise ValueError(f"a quantized output of shape {tuple(x.shape)} is no matrix; allowed: [rows, columns]")
     storage = x.storage
-    return TENSOR_CLASSES[storage.quantizer.FORMAT](storage.fields, storage.quantizer, x.shape, storage.dtype)
+    return TENSOR_CLASSES.get(storage.quantizer.FORMAT, QuantizedTensor)(
+        storage.fields, storage.quantizer, x.shape, storage.dtype
+    )
 
 
 class OperationArguments(NamedTuple):

@@ -54,7 +54,9 @@ def stored(format: str, shape: tuple[int, int] = (256, 512), magnitude: float = 
     """Return a weight and a function of its values in a dtype, as the layers dequantize it."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * magnitude
     weight = FORMATS[format].quantize(values)
-    operand = weight.quantizer.scaled_operand_of_fields(weight.fields, "rowwise", weight.matrix_shape)
+    operand = weight.quantizer.operand_of_fields(
+        weight.fields, "rowwise", torch.bfloat16, weight.matrix_shape, quantized=True
+    )
     assert operand is not None
     return operand, weight
 

@@ -28,7 +28,9 @@ def stored(format: str) -> ScaledOperand:
     magnitudes = torch.tensor([1.0, 2.0, 1e-3, 50.0, 1.0, 7.0])[:, None, None]
     values = torch.randn(6, 256, 336, generator=torch.Generator().manual_seed(1)) * magnitudes
     weight = GroupedTensor.quantize(values, FORMATS[format])
-    operand = weight.quantizer.scaled_operand_of_fields(weight.fields, "rowwise", weight.matrix_shape)
+    operand = weight.quantizer.operand_of_fields(
+        weight.fields, "rowwise", torch.bfloat16, weight.matrix_shape, quantized=True
+    )
     assert operand is not None
     return operand
 

@@ -20,6 +20,7 @@ from te_models.layers.quantizer import (
     NVFP4Quantizer,
     Quantizer,
 )
+from te_models.layers.quantizer.encoding import Scale, Uses
 from tests.kernels.triton.quantize.quantize_cases import E4M3, hard, ordinary
 
 ROWWISE = {"rowwise": True, "columnwise": False}
@@ -74,10 +75,10 @@ def test_fields_and_error(dtype: torch.dtype) -> None:
         for x in _inputs(dtype):
             wanted = quantizer.quantize_fields(x)
             with at_work():
-                found = quantizer.quantize_in_one_pass(x, usage, None)
-            assert found is not None
-            _assert_same_fields(dict(zip(quantizer.field_names(), found[0], strict=True)), wanted, quantizer)
-            assert found[1] == float((quantizer.dequantize_fields(wanted, torch.float32, x.shape) - x).abs().max())
+                found = quantizer.encode(x, Scale(), Uses((usage,), measured=True))
+            assert found is not None and found.error is not None
+            _assert_same_fields(found.fields, wanted, quantizer)
+            assert found.error == float((quantizer.dequantize_fields(wanted, torch.float32, x.shape) - x).abs().max())
 
 
 EAGER: list[Quantizer] = [
@@ -143,7 +144,8 @@ def test_a_nan_is_left_to_the_definitions() -> None:
     x[3, 5] = float("nan")
     with at_work():
         for quantizer in QUANTIZERS:
-            assert quantizer.quantize_in_one_pass(x, quantizer.stored_usages()[0], None) is None
+            found = quantizer.encode(x, Scale(), Uses(quantizer.stored_usages(), measured=True))
+            assert found is not None and found.error is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -34,10 +34,10 @@ FOLDERS = {
 # per layer and recipe: Python calls, the files that they are in, how deep they go; of the calls, those in layers/, and
 # all calls of a forward and a backward pass
 LIMITS = {
-    ("linear", None): (10, 8, 5, 5, 19),
-    ("linear", "mxfp8"): (34, 19, 10, 18, 94),
-    ("linear", "nvfp4"): (82, 25, 14, 36, 177),
-    ("grouped", "mxfp8"): (83, 32, 13, 47, 206),
+    ("linear", None): (9, 7, 5, 5, 18),
+    ("linear", "mxfp8"): (23, 10, 9, 14, 74),
+    ("linear", "nvfp4"): (65, 19, 15, 26, 161),
+    ("grouped", "mxfp8"): (80, 30, 15, 47, 199),
 }
 
 
@@ -158,7 +158,7 @@ def calls_of(run: Callable[[], Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("name", "limit"), [(None, 276), ("mxfp8", 610)])
+@pytest.mark.parametrize(("name", "limit"), [(None, 260), ("mxfp8", 450)])
 def test_a_model_with_experts_is_few_calls(name: str | None, limit: int) -> None:
     """Forward, of one layer, after the first pass."""
     model = GPTModel(tiny_moe().replace(num_layers=1)).bfloat16().train()
@@ -195,4 +195,5 @@ def test_a_train_step_is_few_calls() -> None:
         step()
     found = calls_of(step)
     asking = sum(name in ASKING for name in found)
-    assert len(found) <= 1060 and asking <= 0.05 * len(found), (len(found), asking)
+    # 5 % of 1,200 calls are 60: what asks stays below that, and no rarer call is one that asks more often
+    assert len(found) <= 930 and asking <= 48, (len(found), asking)

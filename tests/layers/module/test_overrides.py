@@ -242,7 +242,7 @@ def test_a_custom_recipe_gives_each_operand_its_format() -> None:
     assert [role for role in seen if role.name == "here"] == roles
 
     def through(quantizer, tensor: torch.Tensor, usage: str) -> torch.Tensor:
-        operand = quantizer.operand(tensor, usage, torch.float32)
+        operand = quantizer.rounded(tensor, usage, torch.float32)
         return operand.values if operand.scale is None else operand.values * operand.scale
 
     w, plain = layer.weight.detach(), x.detach()

@@ -43,7 +43,7 @@ def draws(quantizer: NVFP4Quantizer, x: torch.Tensor) -> np.ndarray:
     """x rounded DRAWS times, in float64: [DRAWS, rows, columns]."""
     found = []
     for step in range(DRAWS):
-        operand = quantizer.operand(x, "rowwise", torch.float32, torch.tensor([11, step]))
+        operand = quantizer.rounded(x, "rowwise", torch.float32, torch.tensor([11, step]))
         assert operand.scale is not None
         found.append(operand.values.double().numpy() * operand.scale.item())
     return np.stack(found)

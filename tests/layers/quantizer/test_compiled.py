@@ -21,7 +21,7 @@ CONSTANTS = EXAMPLES | {"delayed": DELAYED}
 
 def fields_and_operands(x: Tensor, key: Tensor | None, quantizer: Quantizer) -> tuple[Fields, list[Tensor]]:
     fields = quantizer.quantize_fields(x, key)
-    operands = [quantizer.operand(x, usage, torch.float32, key) for usage in ("rowwise", "columnwise")]
+    operands = [quantizer.rounded(x, usage, torch.float32, key) for usage in ("rowwise", "columnwise")]
     return fields, [t for operand in operands for t in operand if t is not None]
 
 
@@ -56,7 +56,7 @@ def test_inductor_rounds_stochastically_to_the_same_bits(columnwise_stored: bool
     direct = "rowwise" if columnwise_stored else "columnwise"
 
     def run(x: Tensor, key: Tensor) -> tuple[Fields, list[Tensor]]:
-        operand = quantizer.operand(x, direct, torch.bfloat16, key)
+        operand = quantizer.rounded(x, direct, torch.bfloat16, key)
         assert operand.scale is not None
         return quantizer.quantize_fields(x, key), [operand.values, operand.scale]
 

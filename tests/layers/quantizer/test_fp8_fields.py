@@ -98,7 +98,7 @@ def test_dequantized_values_equal_the_emulation(name: str, dtype: torch.dtype) -
         for usage in ("rowwise", "columnwise"):
             expected = emulated.get(usage, emulated["rowwise"])(values, fmt, overflow).values.astype(np.float32)
             for operand in (
-                quantizer.operand(x, usage, torch.float32),
+                quantizer.rounded(x, usage, torch.float32),
                 quantizer.operand_of_fields(fields, usage, torch.float32, x.shape),
             ):
                 scaled = operand.values if operand.scale is None else operand.values * operand.scale

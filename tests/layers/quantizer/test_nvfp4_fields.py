@@ -104,7 +104,7 @@ def test_operands_equal_the_emulation(name: str, dtype: torch.dtype) -> None:
             expected = emulated(quantizer, stored, values)
             decode = np.float32(1) / em.global_encode(expected.amax)
             exact = expected.values if stored == "rowwise" else expected.values.T
-            direct = quantizer.operand(x, usage, torch.bfloat16, key)
+            direct = quantizer.rounded(x, usage, torch.bfloat16, key)
             kept = quantizer.operand_of_fields(fields, usage, torch.bfloat16, x.shape)
             for operand in (direct, kept):
                 assert operand.values.dtype == torch.bfloat16

@@ -105,8 +105,8 @@ def test_transposition(name: str, x: Tensor) -> None:
     if quantizer.symmetric and quantizer.FORMAT not in ("int4", "int8"):  # whose groups lie along rows
         assert torch.equal(dequantized(quantizer, x.mT), dequantized(quantizer, x).mT)
     elif not quantizer.symmetric and quantizer.FORMAT != "hybrid" and "RHT" not in name:
-        columnwise = quantizer.operand(x, "columnwise", torch.float32)
-        rowwise = quantizer.operand(x.mT.contiguous(), "rowwise", torch.float32)
+        columnwise = quantizer.rounded(x, "columnwise", torch.float32)
+        rowwise = quantizer.rounded(x.mT.contiguous(), "rowwise", torch.float32)
         assert torch.equal(columnwise.values.mT, rowwise.values)
         assert columnwise.scale == rowwise.scale
 
@@ -115,7 +115,7 @@ def pieces(quantizer: Quantizer, x: Tensor) -> dict[str, Tensor]:
     """All that a quantizer makes of x."""
     found = dict(quantizer.quantize_fields(x))
     for usage in ("rowwise", "columnwise"):
-        operand = quantizer.operand(x, usage, torch.bfloat16)
+        operand = quantizer.rounded(x, usage, torch.bfloat16)
         found[f"{usage} values"] = operand.values
         if operand.scale is not None:
             found[f"{usage} scale"] = operand.scale
@@ -142,10 +142,10 @@ def test_groups_of_rows_are_quantized_by_themselves(name: str, usage) -> None:
     x = torch.randn(sum(sizes), 50, generator=torch.Generator().manual_seed(0))
     x[: sizes[0]] *= 1000
     rows = GroupOffsets.of(torch.tensor(sizes), len(x))
-    together = quantizer.rows_operand(x, usage, torch.float32, rows)
+    together = quantizer.rounded(x, usage, torch.float32, None, rows)
     begin = 0
     for group, size in enumerate(sizes):
-        alone = quantizer.operand(x[begin : begin + size], usage, torch.float32)
+        alone = quantizer.rounded(x[begin : begin + size], usage, torch.float32)
         assert torch.equal(together.values[begin : begin + size], alone.values)
         assert (together.scale is None) == (alone.scale is None)
         if size and alone.scale is not None and together.scale is not None:
@@ -163,7 +163,7 @@ def test_a_matrix_without_elements(name: str, shape: tuple[int, int]) -> None:
     for usage in ("rowwise", "columnwise"):
         rows = -(-shape[0] // 16) * 16 if "RHT" in name and usage == "columnwise" else shape[0]
         for operand in (
-            quantizer.operand(x, usage, torch.float32),
+            quantizer.rounded(x, usage, torch.float32),
             quantizer.operand_of_fields(fields, usage, torch.float32, shape),
         ):
             assert operand.values.shape == (rows, shape[1])

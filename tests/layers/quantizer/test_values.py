@@ -131,7 +131,7 @@ X = torch.ones(16, 16)
         (lambda: Quantizer.from_dict({"format": "mxfp8", "speed": 1}), "MXFP8Quantizer has no field 'speed'; its fie"),
         (lambda: Quantizer.from_dict({"format": "mxfp8", "fp8_dtype": "int8"}), "fp8_dtype is 'int8'; allowed: 'flo"),
         (lambda: STOCHASTIC.quantize_fields(X), "stochastic rounding draws from a key; pass key, an int64 tensor"),
-        (lambda: STOCHASTIC.operand(X, "rowwise", torch.float32), "stochastic rounding draws from a key"),
+        (lambda: STOCHASTIC.rounded(X, "rowwise", torch.float32), "stochastic rounding draws from a key"),
         (lambda: STOCHASTIC.statistics(X), "stochastic rounding draws from a key"),
         (lambda: random_hadamard(X), "the random Hadamard transform takes bfloat16; got torch.float32"),
         (lambda: quantize_nvfp4(X, block_rows=4), "block_rows is 4; allowed: 1, 16"),

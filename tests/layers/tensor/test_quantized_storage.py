@@ -115,7 +115,7 @@ def test_storages_flatten_and_come_back(name: str) -> None:
 def test_storage_and_tensor_give_the_same_operand(name: str, usage: str) -> None:
     x = torch.randn(32, 64)
     quantizer = FORMATS[name]
-    expected = quantizer.operand(x, usage, torch.bfloat16)
+    expected = quantizer.rounded(x, usage, torch.bfloat16)
     for holder in (QuantizedStorage.quantize(x, quantizer), quantizer.quantize(x)):
         found = holder.operand(usage, torch.bfloat16)
         assert torch.equal(found.values, expected.values)

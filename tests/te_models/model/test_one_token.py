@@ -17,7 +17,7 @@ from te_models.kernels.gemm.few_rows import op as few_rows
 from te_models.layers import autocast, quantized_model_init, recipe
 from te_models.lora import add_lora
 from te_models.model import layer, one_token
-from tests.te_models.configs import VARIANTS, tiny, token_ids
+from tests.build import VARIANTS, tiny, token_ids
 
 pytestmark = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the products are for x86 CPUs with AVX2")
 

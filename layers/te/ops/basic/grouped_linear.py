@@ -9,12 +9,11 @@ from torch import Tensor
 
 from te_models.kernels.without_autocast import autocast_dtype, require_floating
 
-from ....gemm.gradients import fprop, gradients
 from ....gemm.plain import largest
 from ....gemm.product import bias_rows_gradient
 from ....gemm.rows import Groups, row_alignment
 from ....gemm.scaling import GemmConfig, Scaling
-from ....gemm.weight import stacked_values
+from ....gemm.three_gemms import fprop, gradients, stacked_values
 from ....gemm.wgrad import main_grads
 from ....quantizer.delayed import update_amax_
 from ....quantizer.group_offsets import GroupOffsets

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from te_models.kernels.without_autocast import autocast_dtype, require_floating
 
 from ....distributed.tensor_parallel import InitMethod, ParallelMode, Split, TensorParallelModule, split_group
-from ....gemm.encode import ONE_MATRIX
-from ....gemm.gradients import Forms, fprop, gradients
 from ....gemm.plain import largest
 from ....gemm.product import scaled_values
 from ....gemm.prologue import input_quantizer, readable_as_input
 from ....gemm.scaling import GemmConfig, Scaling
+from ....gemm.three_gemms import ONE_MATRIX, Forms, fprop, gradients
 from ....module.base import GemmModule, QuantizedModule
 from ....module.options import WeightGradients
 from ....module.primary_weights import default_init_method, empty_parameter, store_weights_as_asked
@@ -246,7 +245,9 @@ class Quantize(TEState, QuantizedModule, BasicOperation):
         quantizer = with_state(wanted, state.scale, state.amax, "input", 0)
         value = value_of(quantizer)
         rows = x.reshape(-1, x.shape[-1])
-        storage = STORAGE_CLASSES[value.FORMAT](quantizer.quantize_fields(rows), value, rows.shape, x.dtype)
+        storage = STORAGE_CLASSES.get(value.FORMAT, QuantizedStorage)(
+            quantizer.quantize_fields(rows), value, rows.shape, x.dtype
+        )
         return Computed(QuantizedRows(storage, x.shape))
 
     def op_forward_save_ctx(self, ctx: OperationContext, x: Input, computed: Computed, call: OperationCall) -> None:
@@ -263,7 +264,7 @@ class Quantize(TEState, QuantizedModule, BasicOperation):
         (key,), (gradient, gradient_log) = ctx.saved, ctx.live
         state = QuantizerState(gradient=gradient, gradient_log=gradient_log)
         quantizer = with_gradient_state(ctx.constants, state, lambda: largest(dy), 0)
-        operand = quantizer.operand(dy.reshape(-1, dy.shape[-1]), "rowwise", dy.dtype, key)
+        operand = quantizer.rounded(dy.reshape(-1, dy.shape[-1]), "rowwise", dy.dtype, key)
         return Gradients(scaled_values(operand, dy.dtype).view(dy.shape))
 
     def extra_repr(self) -> str:
