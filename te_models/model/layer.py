@@ -107,7 +107,8 @@ class TransformerLayer(nn.Module):
         self.layer_scalar = LayerScalar(build) if config.layer_scalar else None
         others = (self.input_layernorm, self.mixer, self.post_self_attn_layernorm, self.post_mlp_layernorm, hyper)
         others = (*others, self.shared_use, self.sequence_shard, self.residual_factors, lanes, embedding, rank)
-        self.is_plain = self.block == "pre" and not config.layer_scalar and all(other is None for other in others)
+        whole = self.self_attention is not None and self.mlp is not None and self.block == "pre"
+        self.is_plain = whole and not config.layer_scalar and all(other is None for other in others)
         """Whether it is `x = x + attention(n1(x)); x = x + mlp(n2(x))`, n1 in the attention, and nothing else."""
         self.recompute_save: list[Any] | None = None  # operations whose results a recomputation finds saved
 

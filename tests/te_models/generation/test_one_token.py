@@ -41,6 +41,7 @@ def wide(**attention: Any) -> ModelConfig:
 
 CONFIGS = VARIANTS | {"wide": wide(), "wide, normed heads": wide(qk_layernorm="head", add_qkv_bias=True)}
 CONFIGS["wide, windows"] = wide(window_size=5).replace(layer_types=("sliding", "full"))
+CONFIGS["wide, one MLP"] = wide().replace(mlp_layers=(0,))
 CONFIGS["wide, no gate"] = wide().replace(mlp=MLPConfig(ffn_hidden_size=48, activation="gelu", gated=False))
 
 
