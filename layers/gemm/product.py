@@ -72,7 +72,9 @@ def target(device: torch.device, dtype: torch.dtype) -> Target:
         return Target("traced", dtype, dtype)
     wide = WIDE.get(dtype) if device.type == "cpu" else operand_dtype(device, dtype)
     if wide is None:
-        wide = WIDE[dtype] = operand_dtype(device, dtype)
+        wide = operand_dtype(device, dtype)
+        if not torch.compiler.is_compiling():  # perhaps in another thread: then this was no choice of the machine's
+            WIDE[dtype] = wide
     return Target("dequantized", dtype, wide)
 
 

@@ -198,7 +198,10 @@ class Quantizer(NumberFormat, TensorMaker, ValueObject):
         return [fields[f"{stored}_{part}"] for part in self.PARTS]
 
     def _usage_in(self, fields: Fields) -> Usage:
-        return "rowwise" if "rowwise_data" in fields else "columnwise"
+        """Return the usage that values are read from: the first that is stored, of fields that lack it the other."""
+        first = self._usages[0]
+        other: Usage = "columnwise" if first == "rowwise" else "rowwise"
+        return first if f"{first}_data" in fields else other
 
     def _block_of(self, usage: Usage) -> tuple[int, int]:
         """Return the block of a usage in the tensor's own orientation."""

@@ -38,7 +38,9 @@ class IdentityQuantizer(Quantizer):
     def part_dtype(self, part: str) -> torch.dtype | None:
         return None
 
-    def encode(self, x: Tensor, scale: Scale, uses: Uses, rows: RowsByGroup | None = None) -> Encoding:
+    def encode(self, x: Tensor, scale: Scale, uses: Uses, rows: RowsByGroup | None = None) -> Encoding | None:
+        if uses.traced:
+            return None  # a graph stores x itself
         # a field of its own, which later writes to x do not reach
         fields: Fields = {"rowwise_data": x.clone()} if uses.stored else {}
         return Encoding(fields, None if uses.multiplied is None else Operand(x.to(self.gemm_dtype(uses.dtype)), None))

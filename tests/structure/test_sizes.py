@@ -55,8 +55,7 @@ LINES: dict[str, int] = {
     "te_models/training/setup.py:set_up": 118,
 }
 METHODS: dict[str, int] = {
-    "layers/quantizer/base.py:Quantizer": 69,
-    "layers/quantizer/hybrid.py:HybridQuantizer": 31,
+    "layers/quantizer/base.py:Quantizer": 45,
     "layers/quantizer/nvfp4.py:NVFP4Quantizer": 35,
     "layers/tensor/quantized_tensor.py:QuantizedTensor": 46,
     "te_models/config/model.py:ModelConfig": 38,
