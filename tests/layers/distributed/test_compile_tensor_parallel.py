@@ -72,7 +72,9 @@ def cases() -> list[tuple[str, bool, str | None, bool, str]]:
 @on_ranks(2, timeout=600)
 @pytest.mark.sentinels("linear_row-False-delayed-False-eager")  # collectives of sums, with scales of earlier calls
 @pytest.mark.parametrize(("kind", "sequence", "name", "stored", "backend"), cases())
-def test_a_compiled_layer_computes_the_bits_of_the_eager_one(kind: str, sequence: bool, name: str | None, stored: bool, backend: str) -> None:
+def test_a_compiled_layer_computes_the_bits_of_the_eager_one(
+    kind: str, sequence: bool, name: str | None, stored: bool, backend: str
+) -> None:
     """One graph of layer and collectives, for other numbers of rows, too, computes the same bits."""
     split = {"tp_group": dist.group.WORLD} | ({"sequence_parallel": True} if sequence else {})
     torch.manual_seed(1)
