@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from te_models.checkpoints import CheckpointError
+from te_models.checkpoints.families.base.common import PaddingIdx
 from te_models.checkpoints.families.base.family import Family
 from te_models.checkpoints.families.base.fields import REQUIRED, Entry, Field, Filled, Fixed, Only, Renamed
 from te_models.checkpoints.families.base.rope import Rope, RopePerLayerType
@@ -124,6 +125,8 @@ def adapted(family: Family, pool: Pool, known: KnownType, built: Built) -> tuple
         names = set(entry.names)
         if isinstance(entry, Renamed):
             entry = entry if names & set(known.defaults) else entry.entry
+        if isinstance(entry, PaddingIdx):
+            entry = PaddingIdx(known.defaults.get("pad_token_id"))
         others = {name: aliases[name] for name in entry.names if name in aliases}
         usable = not isinstance(entry, Renamed) and others and not names & set(known.defaults)
         if usable:

@@ -36,8 +36,8 @@ class WrappedType(KnownType):
     """The fields beside `text_config` of a small model."""
 
     def config(self, arguments: Mapping[str, Any]) -> Any:
-        text = {"model_type": self.text_type, **arguments}
-        tied = {TIED: arguments[TIED]} if TIED in arguments else {}
+        tied = {TIED: arguments.get(TIED, self.defaults[TIED])} if TIED in self.defaults else {}
+        text = {"model_type": self.text_type, **tied, **arguments}
         with quiet():
             return self.outer_class(**{**tied, **self.outer, "text_config": text})
 

@@ -55,8 +55,12 @@ def test_a_type_around_a_text_model_has_the_fields_of_the_text_model() -> None:
     known = wrapped_type("gemma3")
     assert known is not None and known.text_type == "gemma3_text" and "num_hidden_layers" in known.defaults
     assert wrapped_type("llama") is None and wrapped_type("nobody") is None
-    whole = known.config({"num_hidden_layers": 2, "tie_word_embeddings": False})
-    assert whole.text_config.num_hidden_layers == 2 and whole.tie_word_embeddings is False
+    for tied in (True, False):
+        whole = known.config({"num_hidden_layers": 2, "tie_word_embeddings": tied})
+        assert whole.text_config.num_hidden_layers == 2
+        assert (whole.tie_word_embeddings, whole.text_config.tie_word_embeddings) == (tied, tied)
+    whole = known.config({})
+    assert whole.tie_word_embeddings == whole.text_config.tie_word_embeddings  # so that the text model's says it
 
 
 @pytest.mark.slow
