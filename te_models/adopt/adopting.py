@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,22 @@ import torch
 from te_models.checkpoints import FAMILIES
 from te_models.checkpoints.families.base.family import Family
 from te_models.checkpoints.families.base.names import Fused, Names
+from te_models.checkpoints.families.base.text_part import TIED
 from te_models.checkpoints.io.atomic import new_folder
 from te_models.checkpoints.io.hub import local_folder
 from te_models.checkpoints.io.strict_json import read_object
 
 from ..extras import require
 from .declare import source_of, test_source
-from .fields import SAME, WRONG, Declaration, declare, outcome, reads_alike
+from .fields import SAME, WRONG, Declaration, declare, outcome, reads_alike, without_fields
 from .moves import Move, moved, moves
 from .naming import solve, unexplained
 from .near import Near, nearest
 from .pool import Pool, pool_of
-from .probe import AdoptError, Built, KnownType, Values, known_type
+from .probe import AdoptError, Built, KnownType, Values
 from .report import Report, markdown, meanings_of, sort_moves
 from .solve import TOLERANCE, State, search, structure
+from .wrapped import WrappedType, known_texts, known_type, wrapped_family
 
 
 @dataclass
@@ -71,41 +73,58 @@ def adopt(source: str | os.PathLike[str], *, hidden: Collection[str] = ()) -> Ad
     """
     model_type, values = model_type_of(source)
     known = known_type(model_type)
+    wrapped = known if isinstance(known, WrappedType) else None
     pool = pool_of({model_type, *hidden})
-    fields_of_file = {k: v for k, v in values.items() if k in known.defaults}
-    arguments, base = known.working(fields_of_file)
+    values = values.get("text_config", values) if wrapped else values
+    arguments, base = known.working({k: v for k, v in values.items() if k in known.defaults})
     report = Report(model_type, known.architecture, require("transformers", "hf", feature="adopt").__version__)
-    beginnings = nearest(pool, base, known, 4)
-    report.near = [(near.name, near.explained) for near in beginnings]
     found = moves(known, arguments, base)
     sort_moves(report, found)
-    for near in beginnings:
-        state = _solved(near, known, pool, base, report)
-        if state is None:
-            continue
-        declared = declare(near, state, known, pool, base, found)
+    for name, declared in _declarations(known, pool, base, found, report):
         if "" in declared.lacking:
-            report.missing[near.name] = [declared.lacking[""]]
+            report.missing[name] = [declared.lacking[""]]
             continue
         family = _with_forms(declared.family, base, pool)
         report.proofs, culprit = _proofs(family, declared, known, arguments, base, found)
+        moved_alike = {m.label[:80]: m for m in found if _is_same(family, m)}
+        if not culprit and wrapped:
+            built = [m.built for m in moved_alike.values() if m.built is not None]
+            whole, culprit = wrapped_family(family, wrapped, arguments, base, built)
+            family = whole or family
         if culprit:
-            report.missing[near.name] = [culprit]
+            report.missing[name] = [culprit]
             continue
         report.lacking = dict(declared.lacking)
-        report.verdict, report.begun_with = "declared", near.name
+        report.verdict, report.begun_with = "declared", name
         report.meanings = meanings_of(family, known.defaults)
-        cases = {m.label[:80]: m.values for m in found if _is_same(family, m)}
-        return Adopted(report, family, arguments, {"as it is": {}, **cases})
+        return Adopted(report, family, arguments, {"as it is": {}, **{k: m.values for k, m in moved_alike.items()}})
     report.lacking.setdefault("", "no element and no names that were tried give its tensors and logits")
     return Adopted(report)
+
+
+def _declarations(
+    known: KnownType, pool: Pool, base: Built, found: list[Move], report: Report
+) -> Iterator[tuple[str, Declaration]]:
+    """Yield what may be a declaration, the nearest first, with the name of the family that it begins with."""
+    if isinstance(known, WrappedType):
+        for family in known_texts(known, base, pool):
+            report.near = [(family.model_type, 1.0)]
+            yield family.model_type, Declaration(family)
+    beginnings = nearest(pool, base, known, 4)
+    report.near = [(near.name, near.explained) for near in beginnings]
+    for near in beginnings:
+        state = _solved(near, known, pool, base, found, report)
+        if state is not None:
+            yield near.name, declare(near, state, known, pool, base, found)
 
 
 def _is_same(family: Family, move: Move) -> bool:
     return move.built is not None and move.name != "sizes" and outcome(family, move.built)[0] == SAME
 
 
-def _solved(near: Near, known: KnownType, pool: Pool, base: Built, report: Report) -> State | None:
+def _solved(
+    near: Near, known: KnownType, pool: Pool, base: Built, found_moves: list[Move], report: Report
+) -> State | None:
     """Return the model that has transformers' tensors and logits, from a near family; None where there is none."""
     shapes = {name: tuple(tensor.shape) for name, tensor in base.published.items()}
     values = {name: value for name, value in base.values.items() if name in known.defaults}
@@ -117,7 +136,7 @@ def _solved(near: Near, known: KnownType, pool: Pool, base: Built, report: Repor
         missing, left = unexplained(found.names, state.config(), shapes)
         report.missing[near.name] = [*(f"no {name}" for name in missing[:4]), *left[:8]]
         return None
-    state, error = search(_with_output(state, base), base, pool, values)
+    state, error = search(_with_output(state, base, found_moves), base, pool, values)
     if error > TOLERANCE:
         report.lacking[""] = (
             f"its tensors are those of a model like {near.name}, and the logits differ by {error:.1e} of the largest, "
@@ -127,14 +146,19 @@ def _solved(near: Near, known: KnownType, pool: Pool, base: Built, report: Repor
     return state
 
 
-def _with_output(state: State, base: Built) -> State:
-    """Return the state with the name of an output layer that repeats the embedding, and that files leave out."""
+def _with_output(state: State, base: Built, found: list[Move]) -> State:
+    """Return the state with the name of an output layer that repeats the embedding, and that files leave out: what
+    files have beside the others where it repeats none, or what transformers calls it in memory."""
+    untied = next((m.built for m in found if m.name == TIED and m.built is not None), None)
+    more = [] if untied is None else [name for name in untied.published if name not in base.published]
     embedding = base.published.get(f"{state.names.embedding}.weight")
     for name, tensor in base.memory.items():
-        repeats = name not in base.published and embedding is not None and torch.equal(tensor, embedding)
-        if repeats and name.endswith(".weight") and not name.endswith(f"{state.names.embedding}.weight"):
-            return replace(state, names=replace(state.names, output=name.removesuffix(".weight")))
-    return state
+        if name not in base.published and embedding is not None and torch.equal(tensor, embedding):
+            more.append(name)
+    outputs = [
+        name for name in more if name.endswith(".weight") and not name.endswith(f"{state.names.embedding}.weight")
+    ]
+    return replace(state, names=replace(state.names, output=outputs[0].removesuffix(".weight"))) if outputs else state
 
 
 def _with_forms(family: Family, base: Built, pool: Pool) -> Family:
@@ -189,6 +213,7 @@ def _proofs(
             and not reads_alike(family, move.built, known)
         ):
             rows.append((f"{move.label}, without what has the class's default", WRONG, "another model is read"))
+    rows += without_fields(family, known, arguments)
     wrong = [f"{label}: {why}" for label, got, why in rows if got == WRONG]
     if rows[0][1] != SAME:
         wrong.append("the base model itself is refused")

@@ -13,6 +13,7 @@ from te_models.checkpoints.families.base.common import ACTIVATIONS, decoder_fiel
 from te_models.checkpoints.families.base.family import Family
 from te_models.checkpoints.families.base.fields import REQUIRED, Choice, Entry, Field, Fixed, Renamed
 from te_models.checkpoints.families.base.names import Names
+from te_models.checkpoints.families.base.text_part import TextPart, text_part
 
 from ..extras import require
 
@@ -147,6 +148,9 @@ def usual_decoder(entries: tuple[Entry, ...]) -> tuple[dict[str, Any], dict[str,
 
 def source_of(family: Family, near: str, note: str) -> str:
     """Return the text of a family's file."""
+    part = text_part(family)
+    if part is not None:
+        return _source_around(family, part, near, note)
     writer = Writer()
     base = common.__name__.rpartition(".")[0]
     writer.use("Family", f"{base}.family")
@@ -205,6 +209,30 @@ def source_of(family: Family, near: str, note: str) -> str:
         ")",
     ]
     return formatted("\n".join(text_lines) + "\n")
+
+
+def _source_around(family: Family, part: TextPart, near: str, note: str) -> str:
+    """Return the text of the file of models around a text model."""
+    writer, (text, *_) = Writer(), part.families
+    base = common.__name__.rpartition(".")[0]
+    writer.use("Family", f"{base}.family")
+    writer.use("TextPart", f"{base}.text_part")
+    inner = text.model_type.upper().replace("-", "_")
+    before = ""
+    if FAMILIES.get(text.model_type) is text:
+        writer.use(inner, f"{base.rpartition('.')[0]}.{FAMILIES.file_of(text.model_type)}")
+    else:
+        before = source_of(text, near, note).partition("from __future__ import annotations\n\n")[2]
+    arguments = [f"({inner},)", writer.value(dict(part.defaults), 8), f"tied_outside={part.tied_outside}"]
+    arguments += [] if part.kind is None else [f"kind={writer.value(part.kind)}"]
+    body = [f'    model_type="{family.model_type}",', f'    architecture="{family.architecture}",']
+    body.append(f"    fields=({writer.call('TextPart', arguments, 8)},),")
+    for name in ("names", "other_names", "unused", "keeps_dtype"):
+        body.append(f"    {name}={writer.value(getattr(family, name), 4)},")
+    imports = [f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(writer.imports.items())]
+    head = [*_wrapped(f'"""{family.model_type}: {note}"""'), "", "from __future__ import annotations", ""]
+    constant = family.model_type.upper().replace("-", "_")
+    return formatted("\n".join([*head, *imports, before, f"{constant} = Family(", *body, ")"]) + "\n")
 
 
 def _form(writer: Writer, names: Names, first: Names) -> str:
@@ -313,7 +341,7 @@ def test_logits(case: str, seed: int) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_configuration_written_again_is_the_same_model(case: str) -> None:
-    declared, values = family(), known_type("{type}").values({{**SIZES, **CASES[case]}})
+    declared, values = family(), known_type("{type}").file_of({{**SIZES, **CASES[case]}})
     config = declared.read_config(values)
     assert declared.read_config(declared.write_config(config)) == config
 '''

@@ -10,12 +10,13 @@ from typing import Any
 from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.families.base.family import Family
 from te_models.checkpoints.families.base.fields import Entry, Field, Fixed, Flag, Only, Renamed, Spread
+from te_models.checkpoints.families.base.text_part import text_part
 
 from ..config import ConfigError, ModelConfig
 from .moves import OF_TRAINING, Move, outside_of
 from .near import Near, agrees, with_defaults
 from .pool import Pool
-from .probe import Built, KnownType, small_size
+from .probe import Built, KnownType, Values, small_size
 from .solve import TOLERANCE, Paths, State, difference, our_logits, search, weights_of
 from .toggles import usual_paths
 
@@ -35,8 +36,9 @@ class Declaration:
 
 def outcome(family: Family, built: Built, *, memory: bool = False, seed: int = 0) -> tuple[str, str]:
     """Return whether a family has a model's tensors and logits, refuses it, or neither; and why."""
+    values = built.values if text_part(family) is None else built.whole
     try:
-        config = family.read_config(built.values)
+        config = family.read_config(values)
     except CheckpointError as error:
         return REFUSED, str(error)
     except Exception as error:  # an entry that does not expect what the field holds
@@ -47,7 +49,7 @@ def outcome(family: Family, built: Built, *, memory: bool = False, seed: int = 0
         if memory:
             form, _ = family.best_form(config, tensors)
             names = family.forms[form]
-        unused = [name for name in tensors if family.unused.holds(name, built.values)]
+        unused = [name for name in tensors if family.unused.holds(name, values)]
         weights = weights_of(config, names, tensors, unused)
         error_size = difference(our_logits(config, weights, built.logits, seed), built.logits)
     except (CheckpointError, ConfigError, ValueError, RuntimeError, AssertionError, TypeError, KeyError) as error:
@@ -127,6 +129,14 @@ def declare(near: Near, state: State, known: KnownType, pool: Pool, base: Built,
                 again = True
         if not again:
             break
+    for move in found:  # an entry that reads one field right may read another one wrong
+        got, why = (SAME, "") if move.built is None else outcome(result.family, move.built)
+        if got == WRONG and move.inert:
+            result.family = _without_effect(result.family, move.name, base)
+            got, why = outcome(result.family, move.built or base)
+        if got == WRONG:
+            result.lacking[move.name] = why
+            result.family = _refusing(result.family, move.name, base, known)
     return result
 
 
@@ -166,7 +176,7 @@ def repair(
         other = neutral(_with(family, entry, base), base)
         if outcome(other, base)[0] != SAME or outcome(other, move.built or base)[0] != SAME:
             continue
-        if not agrees(entry, known.defaults):
+        if not agrees(entry, known):
             continue
         its = score(other, found, {*concerned, *entry.names})
         before = score(family, found, {*concerned, *entry.names})
@@ -182,7 +192,7 @@ def candidates(field_name: str, known: KnownType, pool: Pool, near: Near) -> Ite
     seen: list[Entry] = []
     order = {name: i for i, name in enumerate([near.name])}
     for _, entry in sorted(pool.entries.get(field_name, ()), key=lambda pair: order.get(pair[0], 9)):
-        its = with_defaults(entry, known.defaults)
+        its = pool.fitted(entry, lambda e: with_defaults(e, known))
         if its not in seen and not isinstance(its, Only):
             seen.append(its)
             yield its
@@ -190,7 +200,8 @@ def candidates(field_name: str, known: KnownType, pool: Pool, near: Near) -> Ite
         for name in sorted(pool.synonyms[path]):
             for _, entry in pool.entries.get(name, ())[:3]:
                 if not isinstance(entry, Renamed) and entry.names == (name,) and name != field_name:
-                    its = with_defaults(Renamed(entry, {name: field_name}), known.defaults)
+                    alike = Renamed(entry, {name: field_name})
+                    its = pool.fitted(alike, lambda e: with_defaults(e, known))
                     if its not in seen:
                         seen.append(its)
                         yield its
@@ -207,7 +218,7 @@ def _new(move: Move, known: KnownType, pool: Pool, base: Built, family: Family) 
     except CheckpointError:
         return
     values = {k: v for k, v in move.built.values.items() if k in known.defaults}
-    state, error = search(State(paths, family.names), move.built, pool, values, budget=250)
+    state, error = search(State(paths, family.names), move.built, pool, values, budget=160)
     if error > TOLERANCE:
         return
     changed = {p: v for p, v in state.paths.items() if paths.get(p) != v}
@@ -273,12 +284,40 @@ def _refusing(family: Family, name: str, base: Built, known: KnownType) -> Famil
     return replace(family, fields=(*entries, Only(name, base.values.get(name))))
 
 
+def _without_effect(family: Family, name: str, base: Built) -> Family:
+    """Return the family with a field that changes nothing, whatever it says."""
+    entries: list[Entry] = []
+    for entry in family.fields:
+        if entry.names == (name,):
+            entries += [Fixed(path, value, (name,)) for path, value in entry.read(base.values).items()]
+        else:
+            entries.append(entry)
+    return replace(family, fields=tuple(entries))
+
+
+def without_fields(family: Family, known: KnownType, arguments: Values) -> Iterator[tuple[str, str, str]]:
+    """Yield what becomes of files that leave one field out: the model is what transformers' class makes of it."""
+    for name in known.defaults:
+        try:
+            file = known.values({k: v for k, v in arguments.items() if k != name})
+            file.pop(name, None)
+            whole = known.values({k: v for k, v in file.items() if k in known.defaults})
+            expected = family.read_config({**file, **whole})
+        except Exception:  # transformers needs the field, or the family refuses its default
+            continue
+        try:
+            got = SAME if family.read_config(file) == expected else WRONG
+            yield f"without {name}", got, "the same model" if got == SAME else "another model is read"
+        except CheckpointError as error:
+            yield f"without {name}", REFUSED, str(error)
+
+
 def reads_alike(family: Family, built: Built, known: KnownType) -> bool:
     """Whether the family reads a file without the fields that have the class's defaults as the whole one."""
     try:
         return family.read_config(outside_of(built.values, known.defaults)) == family.read_config(built.values)
-    except CheckpointError:
-        return False
+    except CheckpointError as error:
+        return "config.json has no " in str(error)
 
 
 def config_of(family: Family, built: Built) -> ModelConfig:

@@ -60,6 +60,8 @@ def split(shapes: Shapes, layer: str) -> tuple[dict[str, Module], dict[str, Modu
         match = pattern.fullmatch(name) if layer else None
         number, rest = (int(match[1]), match[2]) if match else (0, name)
         found = _KIND.match(rest)
+        if found and found[3] and name.removesuffix("_bias") not in shapes:
+            found = None  # a tensor of its own, as the bias that selects experts
         module, kind = (found[1], found[2] or found[3]) if found else (rest, "")
         module = re.sub(r"(?<=\.)\d+(?=\.|$)", "{n}", module)
         (inside if match else outside)[module][number, kind] = tuple(shape)
@@ -87,6 +89,7 @@ def variants(names: Names, config: ModelConfig, shapes: Shapes) -> Iterator[tupl
         fused = (f"{_MARK}experts_fc1", f"{_MARK}experts_fc2")
         experts = (*experts, Fused(*fused), Fused(*fused, transposed=True))
     gated = 2 if config.mlp.gated else 1
+    unsqueezed = config.moe is not None and (1, config.moe.num_moe_experts) in map(tuple, shapes.values())
     for qkv, fc1, shared, kind, in_out in itertools.product(
         (3, 1), {gated, 1}, {gated, 1} if config.moe else {1}, experts, (False, True)
     ):
@@ -115,7 +118,7 @@ def variants(names: Names, config: ModelConfig, shapes: Shapes) -> Iterator[tupl
                 shared_fc1=tuple(f"{_MARK}shared_fc1_{shared}_{k}" for k in range(shared)),
                 experts=kind,
                 transposed=in_out,
-                selection_bias_unsqueezed=names.selection_bias_unsqueezed,
+                selection_bias_unsqueezed=unsqueezed,
                 mtp=None,
             ),
         )
@@ -135,7 +138,12 @@ def fit(marked: Names, config: ModelConfig, shapes: Shapes, pool: Pool, near: Na
     missing = left = 0
     for mine, present in zip(ours, theirs):
         pairs = _match(mine, present, pool, near)
-        chosen |= pairs
+        for mark, name in pairs.items():
+            if _kinds(mine[mark]) == {""} and _kinds(present[name]) == {"weight"}:  # experts as one module's weight
+                present[name] = {(number, ""): shape for (number, _), shape in present[name].items()}
+                chosen[mark] = f"{name}.weight"
+            else:
+                chosen[mark] = name
         for mark, module in mine.items():
             other = present.get(pairs.get(mark, ""), {})
             missing += sum(other.get(key) != shape for key, shape in module.items())
@@ -144,6 +152,10 @@ def fit(marked: Names, config: ModelConfig, shapes: Shapes, pool: Pool, near: Na
             other = mine.get(back.get(name, ""), {})
             left += sum(other.get(key) != shape for key, shape in module.items())
     return Found(_named(marked, chosen, layer), missing, left)
+
+
+def _kinds(module: Module) -> set[str]:
+    return {kind for _, kind in module}
 
 
 def _match(mine: dict[str, Module], theirs: dict[str, Module], pool: Pool, near: Names | None) -> dict[str, str]:

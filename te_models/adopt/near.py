@@ -8,15 +8,16 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from te_models.checkpoints import CheckpointError
+from te_models.checkpoints.families.base.common import PaddingIdx
 from te_models.checkpoints.families.base.family import Family
-from te_models.checkpoints.families.base.fields import REQUIRED, Entry, Field, Fixed, Only, Renamed
+from te_models.checkpoints.families.base.fields import REQUIRED, Entry, Field, Filled, Fixed, Only, Renamed
 from te_models.checkpoints.families.base.rope import Rope, RopePerLayerType
 from te_models.checkpoints.families.base.text_part import text_part
 
 from ..config import ConfigError, ModelConfig
 from .naming import layer_prefix, split
 from .pool import Pool, from_paths, read_leniently
-from .probe import Built, KnownType, small_size
+from .probe import Built, KnownType
 from .solve import Paths, State
 
 
@@ -36,9 +37,7 @@ def nearest(pool: Pool, built: Built, known: KnownType, most: int = 4) -> list[N
     """Return the families that explain most of a model, the nearest first."""
     found = []
     shapes = {name: tuple(tensor.shape) for name, tensor in built.published.items()}
-    for name, family in pool.families.items():
-        if text_part(family) is not None:
-            continue
+    for name, family in _beginnings(pool, known, shapes):
         entries = adapted(family, pool, known, built)
         state = begin(family, entries, built.values)
         if state is None:
@@ -49,9 +48,68 @@ def nearest(pool: Pool, built: Built, known: KnownType, most: int = 4) -> list[N
             path.startswith("moe.") for path in state.paths
         )
         score = explained + 0.5 * alike + fields_alike + routed
+        state = replace(state, elements=elements(entries, pool, known, built))
         found.append((score, Near(name, family, explained, entries, state)))
     ordered = [near for _, near in sorted(found, key=lambda pair: -pair[0])]
     return ordered[:most]
+
+
+def _beginnings(pool: Pool, known: KnownType, shapes: Mapping[str, Any]) -> Iterator[tuple[str, Family]]:
+    """Yield the known families; those that name fields of a recurrent mixer that the class has also with that mixer in
+    place of their own, by the names that files have for it."""
+    fields_of = set(known.defaults)
+    whole = {name: family for name, family in pool.families.items() if text_part(family) is None}
+    others: dict[str, tuple[str, Family]] = {}
+    for name, family in whole.items():
+        parts = {part.hf for part in getattr(family.mixers, "parts", ())}
+        if parts and parts <= fields_of:
+            others.setdefault(repr(family.mixers), (name, family))
+    for name, family in whole.items():
+        yield name, _placed(family, shapes)
+        for other, its in others.values():
+            if its.mixers != family.mixers and other != name:
+                names = replace(family.names, mixers=its.names.mixers, recurrent_norms=its.names.recurrent_norms)
+                yield (
+                    f"{name} with the mixers of {other}",
+                    _placed(replace(family, mixers=its.mixers, names=names), shapes),
+                )
+
+
+def _placed(family: Family, shapes: Mapping[str, Any]) -> Family:
+    """Return a family whose mixers lie where the files have them."""
+    found: dict[str, Any] = {}
+    inside = {re.sub(r"^.*?\.\d+\.", "", name) for name in shapes}
+    for kind, its in family.names.mixers.items():
+        at = getattr(its, "at", None)
+        if at is None or any(name.startswith(at) for name in inside):
+            continue
+        marks = re.compile(r"(.*?\.)(A_log|conv1d\.weight|conv\.weight|in_proj\.weight|slope_rate)$")
+        place = next((match[1] for match in map(marks.match, sorted(inside)) if match), None)
+        if place is not None:
+            found[kind] = replace(its, at=place)  # type: ignore[type-var]
+    return (
+        family if not found else replace(family, names=replace(family.names, mixers={**family.names.mixers, **found}))
+    )
+
+
+def elements(entries: tuple[Entry, ...], pool: Pool, known: KnownType, built: Built) -> tuple[Paths, ...]:
+    """Return what other families say of the fields that no entry reads: each field's meanings, and all that one family
+    says of several."""
+    read = {name for entry in entries for name in entry.names}
+    unread = [name for name in known.defaults if name not in read]
+    by_family: dict[str, Paths] = {}
+    found: list[Paths] = []
+    for name in unread:
+        for family, entry in pool.entries.get(name, ()):
+            try:
+                said = entry.read(built.values)
+            except (CheckpointError, TypeError, AttributeError, KeyError):
+                continue
+            said = {path: value for path, value in said.items() if "dropout" not in path}
+            if said and said not in found:
+                found.append(said)
+            by_family.setdefault(family, {}).update(said)
+    return (*found, *(said for said in by_family.values() if said and said not in found))
 
 
 def adapted(family: Family, pool: Pool, known: KnownType, built: Built) -> tuple[Entry, ...]:
@@ -59,18 +117,24 @@ def adapted(family: Family, pool: Pool, known: KnownType, built: Built) -> tuple
     meaning are read by that name; what the class has no field for is fixed."""
     aliases = pool.aliases(family, known.defaults)
     entries: list[Entry] = []
+
+    def fitted(entry: Entry) -> Entry:
+        return pool.fitted(entry, lambda its: with_defaults(its, known))
+
     for entry in family.fields:
         names = set(entry.names)
         if isinstance(entry, Renamed):
             entry = entry if names & set(known.defaults) else entry.entry
+        if isinstance(entry, PaddingIdx):
+            entry = PaddingIdx(known.defaults.get("pad_token_id"))
         others = {name: aliases[name] for name in entry.names if name in aliases}
         usable = not isinstance(entry, Renamed) and others and not names & set(known.defaults)
         if usable:
-            entries.append(with_defaults(Renamed(entry, others), known.defaults))
+            entries.append(fitted(Renamed(entry, others)))
         elif isinstance(entry, Only) and not names & set(known.defaults):
             continue
         elif not names or names & set(known.defaults) or isinstance(entry, Fixed):
-            entries.append(with_defaults(entry, known.defaults))
+            entries.append(fitted(entry))
         else:
             try:
                 values = entry.read(built.values)
@@ -110,60 +174,77 @@ def _rope(known: KnownType, built: Built) -> Iterator[Entry]:
         yield RopePerLayerType(thetas[0], thetas[1])
 
 
-def with_defaults(entry: Entry, defaults: Mapping[str, Any]) -> Entry:
-    """Return an entry that reads a file without its fields as one that has the class's defaults, where a change of its
-    own default does so; the entry itself otherwise."""
+def with_defaults(entry: Entry, known: KnownType) -> Entry:
+    """Return an entry that reads a file without its fields as the class does, where a change of its own default does
+    so, or where the class's values in place of absent ones do; the entry itself otherwise."""
+    if agrees(entry, known):
+        return entry
+    for other in _with_other_defaults(entry, known.defaults):
+        if agrees(other, known, surely=True):
+            return other
+    wholes = [whole for _, whole in known.left_out(entry.names)]
+    values = {name: known.defaults[name] for name in entry.names if name in known.defaults}
+    if agrees(Filled(entry, values), known):
+        return Filled(entry, values)
+    for name, value in values.items():  # which the class works out of other fields
+        if any(whole.get(name) != value for whole in wholes):
+            values[name] = REQUIRED
+    return Filled(entry, values) if agrees(Filled(entry, values), known) else entry
+
+
+def _with_other_defaults(entry: Any, defaults: Mapping[str, Any]) -> Iterator[Entry]:
+    """Yield an entry with another value in place of one of its own defaults."""
     if isinstance(entry, Renamed):
         back = {entry.others.get(name, name): name for name in entry.entry.names}
         seen = {**defaults, **{back[name]: value for name, value in defaults.items() if name in back}}
-        inner = with_defaults(entry.entry, seen)
-        return entry if inner is entry.entry else replace(entry, entry=inner)
-    if agrees(entry, defaults) or not is_dataclass(entry):
-        return entry
-    values: list[Any] = [None, True, False, *(defaults[name] for name in entry.names if name in defaults)]
+        yield from (replace(entry, entry=inner) for inner in _with_other_defaults(entry.entry, seen))
+        return
+    if not is_dataclass(entry) or isinstance(entry, type):
+        return
+    values: list[Any] = [*(defaults[name] for name in entry.names if name in defaults), None, True, False]
     for name in entry.names:
         inner = defaults.get(name)
         if isinstance(inner, dict):
             values += [v for v in inner.values() if not isinstance(v, dict)]
             values += [v for d in inner.values() if isinstance(d, dict) for v in d.values()]
-    tried: list[Any] = [entry]
+    values = list({repr(v): v for v in values if not isinstance(v, list | dict)}.values())
     for f in fields(entry):
         if f.name in ("hf", "path", "kind", "names", "paths", "values", "name", "size"):
             continue
-        for before in list(tried):
-            for value in values:
-                if isinstance(value, list | dict):
-                    continue
-                try:
-                    other = replace(before, **{f.name: value})  # type: ignore[type-var]
-                    if agrees(other, defaults):
-                        return other
-                except Exception:  # an entry checks what it is made with, each in its own way
-                    continue
-                if len(tried) < 12:
-                    tried.append(other)
-    return entry
+        for value in values:
+            try:
+                yield replace(entry, **{f.name: value})
+            except Exception:  # an entry checks what it is made with, each in its own way
+                continue
 
 
-def agrees(entry: Entry, defaults: Mapping[str, Any]) -> bool:
-    """Whether an entry reads a file without its fields as one that has the class's defaults."""
-    sizes = {name: small_size(name) for name, value in defaults.items() if isinstance(value, int) and value is not True}
-    small = {name: size for name, size in sizes.items() if size and name not in entry.names}
-    return all(_alike(entry, values) for values in (defaults, {**defaults, **small}))
+def agrees(entry: Entry, known: KnownType, *, surely: bool = False) -> bool:
+    """Whether an entry reads files without its fields as the class does: of the class's sizes, and of small ones; the
+    former may be no model. surely: of one of them at least."""
+    compared = False
+    for file, whole in known.left_out(entry.names):
+        try:
+            expected = entry.read(whole)
+        except Exception:  # the class's own defaults may be no model
+            continue
+        try:
+            if _with_heads(entry.read(file), whole) != _with_heads(expected, whole):
+                return False
+            compared = True
+        except CheckpointError as error:
+            if "config.json has no " not in str(error):
+                return False
+        except Exception:
+            return False
+    return compared or not surely
 
 
-def _alike(entry: Entry, values: Mapping[str, Any]) -> bool:
-    absent = {name: value for name, value in values.items() if name not in entry.names}
-    try:
-        with_all = entry.read(values)
-    except Exception:  # the class's own defaults may be no model
-        return True
-    try:
-        return entry.read(absent) == with_all
-    except CheckpointError as error:
-        return "config.json has no " in str(error)
-    except Exception:
-        return False
+def _with_heads(said: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return paths without the number of key heads where each query head has its own, as where nothing is said."""
+    if "attention.num_query_groups" not in said:
+        return dict(said)
+    heads = {value for name, value in values.items() if re.fullmatch(r"n_heads?|num_heads|num_attention_heads", name)}
+    return {k: v for k, v in said.items() if k != "attention.num_query_groups" or v not in heads}
 
 
 def begin(family: Family, entries: tuple[Entry, ...], values: Mapping[str, Any]) -> State | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,15 @@ class Pool:
     """Part of the weight map -> what families call it."""
     usual: dict[tuple[str, str], float] = field(default_factory=dict)
     """(part, name) -> how usual it is to call it so, remembered."""
+    remembered: dict[str, Entry] = field(default_factory=dict)
+    """Text of an entry -> the same with the defaults of the class in question."""
+
+    def fitted(self, entry: Entry, fit: Callable[[Entry], Entry]) -> Entry:
+        """Return `fit` of an entry, done once for all families that have it."""
+        text = repr(entry)
+        if text not in self.remembered:
+            self.remembered[text] = fit(entry)
+        return self.remembered[text]
 
     def meanings(self, name: str) -> set[str]:
         """Return the paths of ModelConfig that a field of this name means in some family."""

@@ -6,6 +6,7 @@ transformers' code is imported from the installed package alone, by the type's n
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import re
@@ -90,6 +91,10 @@ class Built:
     memory: dict[str, Tensor]
     logits: dict[int, Tensor]
     without: dict[str, tuple[dict[str, Tensor], dict[int, Tensor]]] = field(default_factory=dict)
+    whole: Values = field(default_factory=dict)
+    """All of config.json, where the decoder is a part of the model."""
+    others: set[str] = field(default_factory=set)
+    """Names of tensors of other parts, which the others here leave out."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ class KnownType:
     model_class: Any
     defaults: Values
     """The fields of its configuration class, and what they are where a file leaves them out."""
+    remembered: dict[tuple[str, ...], list[tuple[Values, Values]]] = field(default_factory=dict, compare=False)
 
     @property
     def architecture(self) -> str:
@@ -145,7 +151,7 @@ class KnownType:
                     arguments[name] = value
             try:
                 self._check_size(arguments)
-                built = self.build_parts(arguments)
+                built = self.build(arguments, parts=True)
             except Exception as error:  # transformers checks what it is made with in many ways
                 first = first or f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
                 continue
@@ -191,47 +197,68 @@ class KnownType:
 
     def values(self, arguments: Mapping[str, Any]) -> Values:
         """Return the configuration as config.json has it."""
+        return self.values_of(self.config(arguments))
+
+    def file_of(self, arguments: Mapping[str, Any]) -> Values:
+        """Return all of config.json."""
         found: Values = json.loads(self.config(arguments).to_json_string(use_diff=False))
         return found
 
-    @torch.no_grad()
-    def build(self, arguments: Mapping[str, Any], *, seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> Built:
-        """Return a small model; whatever transformers raises goes through."""
-        config = self.config(arguments)
-        with quiet(), torch.random.fork_rng():
-            torch.manual_seed(seed)
-            model = self.model_class._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-            fill(model)
-            logits = self._logits(model, config.get_text_config().vocab_size, lengths, seed)
-            published = self._published(model)
-        values: Values = json.loads(model.config.to_json_string(use_diff=False))
-        values.pop("_attn_implementation", None)
-        return Built(values, published, _own(model), logits)
+    def values_of(self, config: Any) -> Values:
+        """Return the fields of a decoder in config.json."""
+        found: Values = json.loads(config.to_json_string(use_diff=False))
+        found.pop("_attn_implementation", None)
+        return found
+
+    def left_out(self, names: tuple[str, ...]) -> list[tuple[Values, Values]]:
+        """Return files without some fields, and with what the class makes of them: of its own sizes, of small ones."""
+        if names not in self.remembered:
+            found = []
+            for arguments in ({}, self.small()):
+                try:
+                    whole = self.values({k: v for k, v in arguments.items() if k not in names})
+                except Exception:  # the class may need a field, or not take a size
+                    continue
+                found.append(({k: v for k, v in whole.items() if k not in names}, whole))
+            self.remembered[names] = found
+        return self.remembered[names]
+
+    def of_other_parts(self, model: Any, names: Mapping[str, Tensor]) -> set[str]:
+        """Return which of these tensors are of no decoder."""
+        return set()
 
     @torch.no_grad()
-    def build_parts(self, arguments: Mapping[str, Any], *, seed: int = 0) -> Built:
-        """Return `build`, and in `without` the same model with attention, the MLPs, or both adding nothing."""
+    def build(
+        self, arguments: Mapping[str, Any], *, seed: int = 0, lengths: tuple[int, ...] = LENGTHS, parts: bool = False
+    ) -> Built:
+        """Return a small model; whatever transformers raises goes through. parts: also, in `without`, the same model
+        with attention, the MLPs, or both adding nothing."""
         config = self.config(arguments)
         with quiet(), torch.random.fork_rng():
             torch.manual_seed(seed)
             model = self.model_class._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
             fill(model)
             vocabulary = config.get_text_config().vocab_size
-            logits, published = self._logits(model, vocabulary, LENGTHS, seed), self._published(model)
+            logits, published = self._logits(model, vocabulary, lengths, seed), self._published(model)
             memory = {name: tensor.clone() for name, tensor in _own(model).items()}
+            others = self.of_other_parts(model, published), self.of_other_parts(model, memory)
             without = {}
-            for what, silent in (("mlp", MLP_OUT), ("attention", ATTENTION_OUT), ("both", BOTH_OUT)):
+            for what, silent in (("mlp", MLP_OUT), ("attention", ATTENTION_OUT), ("both", BOTH_OUT)) if parts else ():
                 changed = False
                 for name, tensor in _own(model).items():
                     if silent.search(name):
                         tensor.zero_()
                         changed = True
                 if changed:
-                    without[what] = self._published(model), self._logits(model, vocabulary, LENGTHS, seed)
+                    its = {n: t for n, t in self._published(model).items() if n not in others[0]}
+                    without[what] = its, self._logits(model, vocabulary, lengths, seed)
                 for name, tensor in _own(model).items():
                     tensor.copy_(memory[name])
-        values: Values = json.loads(model.config.to_json_string(use_diff=False))
-        return Built(values, published, memory, logits, without)
+        published, memory = (
+            {n: t for n, t in tensors.items() if n not in names} for tensors, names in zip((published, memory), others)
+        )
+        whole = json.loads(model.config.to_json_string(use_diff=False))
+        return Built(self.values_of(model.config), published, memory, logits, without, whole, others[0] | others[1])
 
     def _logits(self, model: Any, vocabulary: int, lengths: tuple[int, ...], seed: int) -> dict[int, Tensor]:
         return {n: model(input_ids=tokens(n, vocabulary, seed), use_cache=False).logits for n in lengths}
@@ -256,7 +283,7 @@ MLP_OUT = re.compile(
 BOTH_OUT = re.compile(f"{ATTENTION_OUT.pattern}|{MLP_OUT.pattern}")
 
 
-def known_type(model_type: str) -> KnownType:
+def decoder_type(model_type: str) -> KnownType:
     """Return what the installed transformers has of a model type; AdoptError where it has no decoder of it."""
     transformers = require("transformers", "hf", feature="adopt")
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
@@ -268,7 +295,10 @@ def known_type(model_type: str) -> KnownType:
         )
     config_class = transformers.CONFIG_MAPPING[model_type]
     name = CLASSES.get(model_type)
-    module = import_module(config_class.__module__.replace("configuration_", "modeling_"))
+    try:
+        module = import_module(config_class.__module__.replace("configuration_", "modeling_"))
+    except ModuleNotFoundError:  # a configuration alone, for the class of another type
+        module = transformers
     name = name if isinstance(name, str) else None
     if name is None:
         stem = config_class.__name__.removesuffix("TextConfig").removesuffix("Config")
@@ -289,6 +319,7 @@ _ANY = {
 """Fields of every configuration that say nothing of a decoder."""
 
 
+@functools.cache
 def small_size(name: str) -> int | None:
     """Return the size that small models have for a field of this name; None for other fields."""
     return next((size for pattern, size in _SMALL if re.fullmatch(pattern, name)), None)

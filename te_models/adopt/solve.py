@@ -31,7 +31,7 @@ TOLERANCE = 1e-5
 Paths = dict[str, Any]
 STAGES: tuple[tuple[str, tuple[int, ...], tuple[str, ...]], ...] = (
     ("both", (1, 4), ("norm.", "embedding.", "block")),
-    ("attention", (1, 4), ("mlp.", "moe.", "residual_multiplier", "block", "layer_scalar")),
+    ("attention", (1, 4), ("mlp.", "moe.", "residual_multiplier", "block", "layer_scalar", "embedding.multiplier")),
     ("mlp", (1,), ("attention.", "block")),
     ("mlp", (1, 4), ("attention.", "rope.", "embedding.position", "embedding.multiplier")),
     ("mlp", (1, 4, 23), ("attention.", "rope.", "embedding.position", "layer_types")),
@@ -48,6 +48,8 @@ class State:
     names: Names
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What a family's `mixers` say beside them."""
+    elements: tuple[Paths, ...] = ()
+    """What other families say of the fields that this one does not know."""
     keeps_dtype: tuple[str, ...] = ("*.router.expert_bias",)
 
     def config(self) -> ModelConfig:
@@ -159,6 +161,9 @@ def _changes(state: State, numbers: Mapping[str, float], prefixes: tuple[str, ..
         current = state.config().to_dict()
     except ConfigError:
         current = {}
+    for element in state.elements:
+        if any(path.startswith(prefixes) for path in element):
+            yield element
     for path, values in options(numbers):
         if not path.startswith(prefixes) or (path.startswith("moe.") and current.get("moe") is None):
             continue
@@ -229,7 +234,7 @@ def _alternatives(
 
 
 def search(
-    state: State, built: Built, pool: Pool, values: Mapping[str, Any], *, budget: int = 400
+    state: State, built: Built, pool: Pool, values: Mapping[str, Any], *, budget: int = 240
 ) -> tuple[State, float]:
     """Return the state whose logits are transformers', or the nearest that was found, with its error."""
     shapes = {name: tuple(tensor.shape) for name, tensor in built.published.items()}
@@ -258,7 +263,7 @@ def search(
                 if its <= TOLERANCE or tried >= budget:
                     break
             if least > TOLERANCE and least > 0.2 * now:
-                for _, _, first in sorted(scores)[:4]:
+                for _, _, first in sorted(scores)[:2]:
                     for other in _alternatives(first, shapes, pool, prefixes, {}):
                         tried += 1
                         its = error_of(other, tensors, expected, lengths)

@@ -230,6 +230,28 @@ def renamed(entries: Iterable[Entry], others: Mapping[str, str]) -> tuple[Entry,
 
 
 @dataclass(frozen=True)
+class Filled:
+    """An entry whose fields are `values` where the file leaves them out, which the entry itself would read otherwise;
+    REQUIRED: a file must have the field."""
+
+    entry: Entry
+    values: Mapping[str, Any]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.entry.names
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        for name, value in self.values.items():
+            if value is REQUIRED and name not in hf:
+                raise CheckpointError(f"config.json has no {name!r}")
+        return self.entry.read({**self.values, **hf})
+
+    def write(self, config: ModelConfig) -> Values:
+        return self.entry.write(config)
+
+
+@dataclass(frozen=True)
 class Only(_OfOneField):
     """A field whose other values would change the model: absent or `value`, which is written; with `null` also null."""
 
