@@ -34,6 +34,13 @@ def attention_share(config: ModelConfig, sequence_length: int) -> float:
     return _mixer_flops(config, sequence_length) / forward_flops_per_token(config, sequence_length)
 
 
+def shared_expert_share(config: ModelConfig, sequence_length: int) -> float:
+    """Return the part of a pass's FLOPs that shared experts have."""
+    shapes = expected_tensors(config, "grouped").items()
+    weights = sum(math.prod(shape) for name, shape in shapes if ".shared_experts.linear_" in name and len(shape) == 2)
+    return 2.0 * weights / forward_flops_per_token(config, sequence_length)
+
+
 def flops_by_layer(config: ModelConfig, sequence_length: int) -> tuple[list[float], float]:
     """Return the FLOPs of a forward pass per token of each layer, and of what is behind the last one: the output layer,
     and the layers that predict further tokens. Blocks that layers share count nowhere."""

@@ -9,7 +9,7 @@ from typing import Any, Self
 from te_models.checkpoints import open_checkpoint
 
 from ..config import ConfigError, ModelConfig
-from ..model.flops import attention_share
+from ..model.flops import attention_share, shared_expert_share
 from ..training.build import read_model_config
 from ..training.config import TrainConfig
 from ..training.data.batch_size import with_global_batch
@@ -172,6 +172,10 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
     waits["send over cp, beyond attention"] = max(0.0, ring - attending)
     overlapped.add(("send", "cp"))
     waits |= {f"{kind} over {over}": s for (kind, over), s in seconds.items() if (kind, over) not in overlapped}
+    travelling = "all_to_all over ep"
+    if config.parallel.moe_shared_expert_overlap and travelling in waits:  # one direction of the two
+        shared = compute * shared_expert_share(model, config.data.sequence_length)
+        waits[travelling] -= min(waits[travelling] / 2, shared)
     return Plan(
         sizes={**dims.sizes(), "sequence_parallel": config.parallel.sequence_parallel}
         | {"cp_comm_type": config.parallel.cp_comm_type},
