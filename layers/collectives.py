@@ -78,12 +78,17 @@ def all_to_all(x: Tensor, group: Any, receive: list[int] | None = None, send: li
     return waited(functional.all_to_all_single(x.contiguous(), receive, send, group))
 
 
+def started_all_to_all(x: Tensor, group: Any, receive: list[int], send: list[int]) -> Tensor:
+    """As `all_to_all` in eager code, and return at once: to be read behind `waited`, which is to be called once."""
+    return functional.all_to_all_single(x.contiguous(), receive, send, group)
+
+
 def sent_on(x: Tensor, group: Any, rank: int, ranks: int) -> Tensor:
     """Send x [T, ...] to the next rank of a ring, and return what comes from the one before, of the same shape: to be
     read behind `waited`, which is to be called once, and may be called when something else has been computed."""
     send, receive = [0] * ranks, [0] * ranks
     send[(rank + 1) % ranks] = receive[rank - 1] = x.shape[0]
-    return functional.all_to_all_single(x.contiguous(), receive, send, group)
+    return started_all_to_all(x, group, receive, send)
 
 
 def waited(x: Tensor) -> Tensor:

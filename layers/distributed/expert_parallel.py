@@ -15,7 +15,8 @@ n ranks, T tokens of a rank, K experts per token, E experts, E/n of each rank, R
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +24,11 @@ from torch import Tensor
 from te_models.kernels.asserted import asserted
 from te_models.kernels.torch_versions import own_result, scalars_in_graphs
 
-from ..collectives import all_gather, all_to_all, reduce_scatter
+from ..collectives import all_gather, all_to_all, reduce_scatter, started_all_to_all, waited
 from ..quantizer import Quantizer
 from .quantized_rows import pack_rows, unpack_rows
+
+T = TypeVar("T")
 
 
 class Splits(NamedTuple):
@@ -87,6 +90,72 @@ def exchange_rows(
     ranks that they come from. The gradient travels back. group: a name; rows, gradients: what they travel as, see
     `quantized_rows`; None: their own dtype."""
     return _Exchanged.apply(x, send, receive, group, rows, gradients)
+
+
+def exchange_rows_beside(
+    x: Tensor, send: list[int], receive: list[int], group: str, beside: Callable[[], T]
+) -> tuple[Tensor, T]:
+    """Return `exchange_rows` of plain rows, and what `beside` returns, which is computed while rows travel; in the
+    backward pass its gradients are, while theirs travel. Of eager code, where autograd runs what was computed last
+    first."""
+    way = _Way(send, receive, group)
+    travelling = _Started.apply(x, way)
+    try:
+        found = beside()
+    except BaseException:
+        way.arrive()
+        raise
+    return _Arrived.apply(travelling, way), found
+
+
+class _Way:
+    """An exchange that has been started. It holds what travels, and what is sent, until that has arrived: so that each
+    collective is waited for once, whatever autograd hands from node to node."""
+
+    def __init__(self, send: list[int], receive: list[int], group: str) -> None:
+        self.send, self.receive, self.group = send, receive, group
+        self._travels: tuple[Tensor, Tensor] | None = None
+
+    def start(self, x: Tensor, receive: list[int], send: list[int]) -> None:
+        """Send rows, and go on."""
+        x = x.contiguous()
+        self._travels = x, started_all_to_all(x, self.group, receive, send)
+
+    def arrive(self) -> Tensor:
+        """Wait for what was started, and return it."""
+        assert self._travels is not None, "it has been started"
+        (_, arriving), self._travels = self._travels, None
+        return waited(arriving)
+
+
+class _Started(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
+        way.start(x, way.receive, way.send)
+        return _standing_in(x, way.receive)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return ctx.way.arrive(), None
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, travelling: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
+        return way.arrive()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        way = ctx.way
+        way.start(dy, way.send, way.receive)
+        return _standing_in(dy, way.receive), None
+
+
+def _standing_in(x: Tensor, rows: list[int]) -> Tensor:
+    """Return a tensor of the shape of what travels, for autograd, which reads none of its one number."""
+    return x.new_zeros(1).expand(sum(rows), *x.shape[1:])
 
 
 def _exchange(x: Tensor, send: list[int], receive: list[int], group: str, quantizer: Quantizer | None) -> Tensor:

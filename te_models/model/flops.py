@@ -38,6 +38,11 @@ def weight_flops_per_token(config: ModelConfig, counted: Callable[[str], bool]) 
     """Return the FLOPs of a forward pass per token of the products with weights that are `counted`, by name in the
     grouped layout."""
     return 2.0 * _active_weights(config, counted)
+def shared_expert_share(config: ModelConfig, sequence_length: int) -> float:
+    """Return the part of a pass's FLOPs that shared experts have."""
+    shapes = expected_tensors(config, "grouped").items()
+    weights = sum(math.prod(shape) for name, shape in shapes if ".shared_experts.linear_" in name and len(shape) == 2)
+    return 2.0 * weights / forward_flops_per_token(config, sequence_length)
 
 
 def flops_by_layer(config: ModelConfig, sequence_length: int) -> tuple[list[float], float]:

@@ -13,7 +13,7 @@ from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.mapping.param_shapes import is_linear_weight
 
 from ..config import ModelConfig
-from ..model.flops import attention_share, forward_flops_per_token, weight_flops_per_token
+from ..model.flops import attention_share, forward_flops_per_token, shared_expert_share, weight_flops_per_token
 from ..training.config import TrainConfig
 from .result import Hardware, Moved, Traffic
 
@@ -52,6 +52,10 @@ def waits_of(
     waits["send over cp, beyond attention"] = max(0.0, ring - attending)
     overlapped.add(("send", "cp"))
     waits |= {f"{kind} over {over}": s for (kind, over), s in seconds.items() if (kind, over) not in overlapped}
+    travelling = "all_to_all over ep"
+    if config.parallel.moe_shared_expert_overlap and travelling in waits:  # one direction of the two
+        shared = compute * shared_expert_share(model, config.data.sequence_length)
+        waits[travelling] -= min(waits[travelling] / 2, shared)
     if found.copied:
         waits[COPIES] = max(0.0, found.copied * micro_batches / hardware.host_gbps / 1e9 - compute)
     return waits

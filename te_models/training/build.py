@@ -18,6 +18,7 @@ from ..catalogue import CatalogueError
 from ..config import ConfigError, ModelConfig
 from ..model import GPTModel
 from ..model.embedding import Table
+from ..model.moe import MoELayer
 from ..model.output import OutputLayer
 from ..model.pretrained.keep_in_fp32 import keep_dtypes
 from ..parallel.parts import ModelParts, load_own_parts
@@ -58,6 +59,9 @@ def build_model(
     start: what was read of `checkpoint`. The weights of a sharded checkpoint are not read yet.
     """
     model = _build_model(config, device, checkpoint, start, layout)
+    for layer in model.modules() if config.parallel.moe_shared_expert_overlap else ():
+        if isinstance(layer, MoELayer):
+            layer.moe_shared_expert_overlap = True
     split = layout.dims.tensor_model_parallel_size, layout.dims.expert_tensor_parallel_size
     if config.precision.quantized_weights and split != (1, 1):
         check_split_weights(model)

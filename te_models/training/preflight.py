@@ -158,6 +158,7 @@ def check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) ->
         check_deepep(model, dims.expert_model_parallel_size, etp if dims.splits_experts_apart else 1)
     check_layers(model, tp, etp)
     _check_tokens(config, model, dims)
+    _check_shared_experts(config, model)
     _check_optimizer(config, dims)
     _check_reshard(config, dims)
     if dims.is_whole and not (config.checkpoint.async_save and dims.expert_model_parallel_size > 1):
@@ -203,6 +204,17 @@ def _check_optimizer(config: TrainConfig, dims: ParallelDims) -> None:
         raise ConfigError(
             f"lora.dropout is {lora.dropout}; allowed with expert_tensor_parallel_size other than "
             "tensor_model_parallel_size: 0"
+        )
+
+
+def _check_shared_experts(config: TrainConfig, model: ModelConfig) -> None:
+    """Raise ConfigError where no shared expert computes while rows of the others travel."""
+    moe = model.moe
+    shared = moe is not None and moe.shared_expert_intermediate_size is not None
+    if config.parallel.moe_shared_expert_overlap and not (shared and not (moe is not None and moe.own_norms)):
+        raise ConfigError(
+            "parallel.moe_shared_expert_overlap is True; allowed: a model with moe.shared_expert_intermediate_size, "
+            "without moe.own_norms"
         )
 
 

@@ -8,6 +8,7 @@ T tokens of this rank, K experts per token, E experts, R rows of this rank's exp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from te_models.kernels.permute import (
 from te_models.layers.collectives import all_gather
 from te_models.layers.distributed.expert_parallel import (
     exchange_rows,
+    exchange_rows_beside,
     exchange_splits,
     expert_of_row,
     gather_tokens,
@@ -58,10 +60,13 @@ class Dispatcher:
     """A way from tokens to experts and back. moe: of the layer; a capacity bounds what an expert takes.
 
     supposes_balance: whether rows travel as if all experts had equally many, for a plan, whose tensors have no values.
-    needs_equal_shares: whether every rank has to bring equally many tokens.
+    needs_equal_shares: whether every rank has to bring equally many tokens. beside: what `combine` computes while
+    results travel, and leaves in `computed`.
     """
 
     supposes_balance = False
+    beside: Callable[[], Tensor] | None = None
+    computed: Tensor | None = None
     needs_equal_shares = False
 
     def __init__(self, moe: MoEConfig) -> None:
@@ -205,11 +210,20 @@ class AllToAll(Dispatcher):
         results = unpermute(results, own, None)
         if self._split_ranks > 1:
             results = sum_rows(results, shares, received, self._split_group)
-        if self._ranks > 1:
-            results = exchange_rows(results, receive, send, self._group, gradients=formats.gradients)
+        results = self._sent_back(results, receive, send, formats)
         if dropped is not None:  # choices that experts had no room for
             results = torch.cat([results, results.new_zeros(dropped, results.shape[1])])
         return unpermute(results, order, weights), order.tokens_per_expert[: self.moe.num_moe_experts]
+
+    def _sent_back(self, results: Tensor, send: list[int], receive: list[int], formats: RowFormats) -> Tensor:
+        """Return the results of this rank's tokens, in exchange for those of the tokens of others."""
+        if self._ranks == 1:
+            return results
+        if self.beside is None:
+            return exchange_rows(results, send, receive, self._group, gradients=formats.gradients)
+        assert formats.gradients is None, "the configuration has been checked"
+        results, self.computed = exchange_rows_beside(results, send, receive, self._group, self.beside)
+        return results
 
 
 class PaddedAllToAll(AllToAll):
@@ -235,8 +249,7 @@ class PaddedAllToAll(AllToAll):
         """Send results back, and add up by token those that are not empty."""
         order, weights, local, room, splits, slots, formats = dispatched.way
         results = results.view(local, self._ranks, room, -1).transpose(0, 1).flatten(0, 2)
-        if self._ranks > 1:
-            results = exchange_rows(results, splits, splits, self._group, gradients=formats.gradients)
+        results = self._sent_back(results, splits, splits, formats)
         results = torch.cat([results, results.new_zeros(slots - sum(splits), results.shape[1])])
         return unpermute(results, order, weights), order.tokens_per_expert[: self.moe.num_moe_experts]
 

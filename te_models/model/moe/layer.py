@@ -9,6 +9,7 @@ to step without a host synchronisation and without recompiling. Where experts ar
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -69,6 +70,8 @@ class MoELayer(nn.Module):
             self.fc2_latent_proj = make_output_linear(config, latent, bias, build.whole)
         self.experts = Experts(config, build)
         self.shared_experts = None
+        self.moe_shared_expert_overlap = False
+        """Whether the shared expert computes while results of the others travel back."""
         if config.moe.shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(config, build)
         for name in NORMS if config.moe.own_norms else ():  # before and after the shared expert and the others
@@ -109,10 +112,14 @@ class MoELayer(nn.Module):
         if self.moe.own_norms:
             y, counts = self._beside(x, weights, indices)
         else:
+            shared, dispatcher, own = self.shared_experts, self.dispatcher, None
+            if self.moe_shared_expert_overlap and shared is not None:
+                dispatcher.beside = partial(shared, x)
             y, counts = self._expert_sums(tokens, weights, indices)
             y = y.view(x.shape)
-            if self.shared_experts is not None:
-                y = y + self.shared_experts(x)
+            own, dispatcher.beside, dispatcher.computed = dispatcher.computed, None, None
+            if shared is not None:
+                y = y + (shared(x) if own is None else own)
             y = y if self.moe.output_multiplier == 1.0 else y * self.moe.output_multiplier
         decided = self._router_output(logits, indices, counts, token_mask, x.shape[0])
         if self.router.recorded:

@@ -54,6 +54,9 @@ class ParallelConfig(ConfigPart):
     numbers to which the recipe rounds it there (all_to_all_quantized; mxfp8 and block), every rank gets the tokens of
     all (all_gather), or each travels once to each rank of its experts, by the library deep_ep, on CUDA devices, in
     bfloat16 and without compilation (deepep)."""
+    moe_shared_expert_overlap: bool = False
+    """Whether the shared expert of a layer computes while results of the others travel back, forward and backward, by
+    all_to_all and without compilation; gradients of what it reads are added up in another order."""
     reshard_after_forward: int | Literal["default", "always", "never"] = "default"
     """Whether FSDP2 frees gathered parameters between forward and backward pass: of layers (default), of all (always),
     or down to shards over that many ranks, from which the backward pass gathers (a number)."""
@@ -79,6 +82,10 @@ class ParallelConfig(ConfigPart):
     def _validate(self) -> None:
         names = (name for name in self.__dataclass_fields__ if name.endswith("_size"))
         check_sizes({name: getattr(self, name) for name in names}, "parallel.")
+        overlaps, dispatch = self.moe_shared_expert_overlap, self.expert_dispatch
+        spread = self.expert_model_parallel_size > 1 and dispatch == "all_to_all"
+        allowed = "False without expert_model_parallel_size, and with another expert_dispatch than 'all_to_all'"
+        check(spread or not overlaps, "parallel.moe_shared_expert_overlap", overlaps, allowed)
         tp = self.tensor_model_parallel_size
         where = "parallel.sequence_parallel"
         check(tp > 1 or not self.sequence_parallel, where, True, "False with tensor_model_parallel_size = 1")

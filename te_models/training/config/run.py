@@ -102,6 +102,8 @@ class TrainConfig(ConfigPart):
             check(dtype != "fp32", "precision.dtype", dtype, f"'bf16' and 'bf16-mixed' {where}")
         if self.parallel.async_tensor_parallel:
             self._check_overlap()
+        where = "parallel.moe_shared_expert_overlap"
+        check(not (self.parallel.moe_shared_expert_overlap and self.compile), where, True, "False with compile = true")
         self.precision.check_schedule(self.steps)
         offloaded, staged = self.model.activation_offloading, self.parallel.pipeline_model_parallel_size > 1
         allowed = "False with a graph of the whole loss, or pipeline stages"

@@ -147,6 +147,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "pipeline_schedule": "ZBVZeroBubble",
         "pipeline_balance": True,
     },
+    "ep2 beside": {"expert_model_parallel_size": 2, "moe_shared_expert_overlap": True},
     "ep2 quantized": {"expert_model_parallel_size": 2, "expert_dispatch": "all_to_all_quantized"},
 }
 """Layouts with options that do not go with every model, recipe and optimizer."""

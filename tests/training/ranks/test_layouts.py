@@ -109,6 +109,7 @@ TRAINED = [
     Case("tied", "bf16 moments", "pp2"),
     Case("tied ahead", "fp8 moments", "pp2"),
     Case("moe", "fp32", "cp2 p2p"),
+    Case("mla_moe", "fp32", "ep2 beside"),
     Case("mla_moe", "fp32", "cp2 p2p"),
     Case("ahead", "packed", "cp2 p2p"),
     Case("moe", "documents", "cp2 a2a"),
