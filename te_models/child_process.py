@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,15 +64,39 @@ def leave_current_directory() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in entries if Path(entry).is_absolute())
 
 
-def run_module(module: str, text: str) -> subprocess.CompletedProcess[str]:
+def run_module(
+    module: str, text: str, *, told: Callable[[str], object] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run `main` of a module of the project in an interpreter of its own, which reads a text from its standard input;
-    return how it ended and what it printed."""
+    return how it ended and what it printed. told: is called with each thing that it says by `tell`, when it does."""
     import subprocess
+    import tempfile
 
     code = f"{_MODULE}from {module} import main\nmain()\n"  # of this package, wherever it was imported from
     arguments = [json.dumps(import_path()), module.partition(".")[0], str(Path(__file__).parent)]
     command = [sys.executable, "-I", "-c", code, *arguments]
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryFile("w+") as asked, tempfile.TemporaryFile("w+") as printed:
+        asked.write(text)
+        asked.seek(0)
+        errors = []
+        with subprocess.Popen(command, stdin=asked, stdout=printed, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if not line.startswith(_TOLD):
+                    errors.append(line)
+                elif told is not None:
+                    told(line.removeprefix(_TOLD).strip())
+        printed.seek(0)
+        return subprocess.CompletedProcess(command, process.returncode, printed.read(), "".join(errors))
+
+
+_TOLD = "\x1e"
+"""Begins a line of a child's standard error that is for `told`."""
+
+
+def tell(what: object) -> None:
+    """Tell the process that runs this one by `run_module` something."""
+    print(f"{_TOLD}{what}", file=sys.stderr, flush=True)
 
 
 def start_script(file: str, arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -26,6 +26,12 @@ Path("pairs.jsonl").write_text('{"question": "2 + 2 = ", "answer": "4"}\n' * 50)
 options = DocumentOptions(format="prompt_completion", fields=("prompt=question", "completion=answer"))
 print(build_dataset("data/pairs", ["pairs.jsonl"], "bytes", options=options).loss_mask)  # the answers alone count
 
+# %% DiLoCoConfig
+from te_models.training import DiLoCoConfig
+
+local = DiLoCoConfig(inner_steps=500, outer_lr=0.7, outer_momentum=0.9)  # [diloco] of a run's TOML file
+assert DiLoCoConfig.from_dict(local.to_dict()) == local and DiLoCoConfig().inner_steps == 0
+
 # %% load_config, TrainConfig, ModelSource, DataConfig, OptimizerConfig, LoRAConfig, ScheduleConfig, PrecisionConfig
 from te_models import AttentionConfig, MLPConfig, ModelConfig
 from te_models.training import (

@@ -123,7 +123,13 @@ class FusedAdamW(MasterWeightOptimizer):
         local, state = piece.parameter, piece.state
         weight = state["master"] if "master" in state else values(local, working_dtype(local))
         first, second = self._moments.read(state, weight)
-        return Update(piece, weight, piece.gradient.to(weight.dtype), first, second)
+        gradient = piece.gradient.to(weight.dtype)
+        # the fused kernel goes through memory from each first element on, whatever the strides are
+        if weight.stride() != first.stride() and "master" not in state:
+            weight = torch.empty_like(first).copy_(weight)
+        if gradient.stride() != first.stride():
+            gradient = torch.empty_like(first).copy_(gradient)
+        return Update(piece, weight, gradient, first, second)
 
     def _updated_at_once(self, whole: Piece, group: dict[str, Any], noop: Tensor | None) -> bool:
         parameter, state = whole.parameter, whole.state

@@ -23,7 +23,7 @@ from te_models.checkpoints.folder.checkpoint import Checkpoint
 from te_models.checkpoints.folder.load import layout_of
 from te_models.checkpoints.mapping.param_shapes import is_expert_stack
 from te_models.checkpoints.mapping.parameters import Parameters
-from te_models.checkpoints.mapping.quantized_format import SUFFIXES, describe, empty
+from te_models.checkpoints.mapping.quantized_format import SUFFIXES, describe, empty, quantizer_of
 from te_models.checkpoints.mapping.rank_shards import Cuts, Ranges, RankPart, cut_shape, part_of, parts
 from te_models.layers import QuantizedTensor
 from te_models.layers.tensor.fsdp import entries_of_rows, is_one_matrix, largest_shard, local_part
@@ -86,6 +86,16 @@ class LocalPart:
     def of_whole(self, whole: Tensor) -> Tensor:
         """Return this part of a whole tensor."""
         return part_of(whole, self.cuts)
+
+
+class ShardPlace(NamedTuple):
+    """Which of `ranks` shards along a dimension a rank has: all have `each` indices in turn until none are left. A part
+    of a parameter that is no DTensor says so as its attribute `shard_place`."""
+
+    rank: int
+    ranks: int
+    dim: int
+    each: int
 
 
 def _with_offsets(ranges: Ranges) -> Iterator[tuple[int, int, int]]:
@@ -153,7 +163,7 @@ class ModelParts:
         for name, tensor in base_state_dict(self.model).items():
             local = local_part(tensor).detach()
             if isinstance(local, QuantizedTensor):
-                found |= dict(self._fields(name, tensor, local))
+                found |= dict(self.fields(name, tensor, local))
             else:
                 found[name] = self.like(name, tensor, local)
         return found
@@ -165,12 +175,14 @@ class ModelParts:
     def like(self, name: str, parameter: Tensor, tensor: Tensor) -> LocalPart:
         """Return the part of a tensor that is divided among the ranks as a parameter is. tensor: this rank's."""
         whole, cuts = self._shapes[name], dict(self._owned[name].cuts())
+        place: ShardPlace | None = getattr(parameter, "shard_place", None)
         if local_part(parameter) is not parameter:
             rank, ranks, dim = _place_of_shard(parameter)
-            size = self._owned[name].shape(whole)[dim]
-            each = largest_shard(parameter, size, ranks)
-            begin = min(rank * each, size)
-            cuts[dim] = _narrow(cuts.get(dim, ((0, size),)), begin, min(begin + each, size))
+            place = ShardPlace(rank, ranks, dim, largest_shard(parameter, self._owned[name].shape(whole)[dim], ranks))
+        if place is not None:
+            size = self._owned[name].shape(whole)[place.dim]
+            begin = min(place.rank * place.each, size)
+            cuts[place.dim] = _narrow(cuts.get(place.dim, ((0, size),)), begin, min(begin + place.each, size))
         return LocalPart(tensor, whole, cuts)
 
     def wholes(self) -> dict[str, Tensor]:
@@ -184,7 +196,9 @@ class ModelParts:
                 found[name] = torch.empty(self._shapes[name], dtype=tensor.dtype, device="meta")
         return found
 
-    def _fields(self, name: str, parameter: Tensor, local: QuantizedTensor) -> Iterator[tuple[str, LocalPart]]:
+    def fields(self, name: str, parameter: Tensor, local: QuantizedTensor) -> Iterator[tuple[str, LocalPart]]:
+        """Yield this rank's part of each stored field of a quantized parameter, by its name in files, eight-bit numbers
+        as bytes. local: its tensor here."""
         whole = empty(name, self._shapes[name], describe(local.quantizer, local.dtype), "meta").fields
         by_field = self._owned[name].field_cuts(name, self._shapes[name], local.quantizer)
         for layout in local.layouts:
@@ -240,16 +254,13 @@ def _narrow(ranges: Ranges, begin: int, end: int) -> Ranges:
 @torch.no_grad()
 def load_own_parts(model: GPTModel, checkpoint: Checkpoint) -> None:
     """Fill this rank's part of every tensor, in the dtype that it has. Weights that are stored quantized in the model
-    are quantized from the values of this rank's part.
+    are quantized from the values of this rank's part, or take over the bits of a folder that has them in their format.
 
-    Raises CheckpointError for a folder that does not fit the model, ConfigError for one that is quantized itself.
+    Raises CheckpointError for a folder that does not fit the model, ConfigError for one that is quantized in another
+    format than the model's weights are stored in.
     """
-    if checkpoint.quantized is not None or checkpoint.formats:
-        raise ConfigError(
-            f"{checkpoint.path} holds quantized weights, which sharded models do not load; allowed: plain weights "
-            "(te-models dequantize)"
-        )
     checkpoint.check_values()
+    checkpoint.check_elements()
     tensors = dict(model.stored_tensors())
     whole = model.whole or model
     layout = layout_of(dict(whole.stored_tensors()), model.config, "the names of the parameters to load")
@@ -263,7 +274,11 @@ def load_own_parts(model: GPTModel, checkpoint: Checkpoint) -> None:
         cuts = own.like(name, tensor, local).cuts
         if 0 in cut_shape(shapes[name], cuts):
             continue
-        if isinstance(local, QuantizedTensor) and local.dim() == 3:
+        if name in stored.formats:
+            _check_format(checkpoint, name, local, stored.formats[name])
+            for field, part in own.fields(name, tensor, local):  # type: ignore[arg-type]
+                stored.fill_part(field, part.cuts, part.tensor.view(stored.dtype(field)))
+        elif isinstance(local, QuantizedTensor) and local.dim() == 3:
             first = cuts.get(0, ((0, 0),))[0][0]
             rest = {dim - 1: ranges for dim, ranges in cuts.items() if dim}
             for number, member in enumerate(local.members(), first):  # type: ignore[attr-defined]
@@ -273,3 +288,13 @@ def load_own_parts(model: GPTModel, checkpoint: Checkpoint) -> None:
         else:
             stored.fill_part(name, cuts, local)
     checkpoint.files.finish_checks()
+
+
+def _check_format(checkpoint: Checkpoint, name: str, local: Tensor, stored: Mapping[str, Any]) -> None:
+    quantizer, _ = quantizer_of(name, stored)
+    if isinstance(local, QuantizedTensor) and local.quantizer == quantizer:
+        return
+    raise ConfigError(
+        f"{checkpoint.path} holds {name} quantized, and the sharded model stores it otherwise; allowed: "
+        "precision.quantized_weights with a recipe of the folder's format, or plain weights (te-models dequantize)"
+    )

@@ -16,6 +16,12 @@ from .result import Hardware, Plan
 from .simulation import fake_ranks, fake_tensors
 from .stages import record_stages
 
+OPTIONS = (
+    *("pipeline_schedule", "virtual_pipeline_model_parallel_size", "use_distributed_optimizer"),
+    *("reduce_gradients", "expert_dispatch", "reshard_after_forward", "cpu_offload"),
+)
+"""Keys of [parallel] that are no sizes and that a plan depends on."""
+
 
 def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank: int = 0) -> Plan:
     """Return the plan of a run on so many ranks, in a process that belongs to no process group and plans no other run:
@@ -45,6 +51,7 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
     return Plan(
         sizes={**dims.sizes(), "sequence_parallel": config.parallel.sequence_parallel}
         | {"cp_comm_type": config.parallel.cp_comm_type},
+        options={name: getattr(config.parallel, name) for name in OPTIONS},
         ranks=ranks,
         parameters=round(found.parameters),
         optimizer=round(found.optimizer),

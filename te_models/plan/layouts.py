@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, get_args
@@ -28,30 +29,83 @@ class Refused:
     reason: str
 
 
-def plan_layouts(config: TrainConfig, ranks: int, hardware: Hardware) -> list[Plan | Refused]:
-    """Return the plan of every layout in `layouts_of`: those that fit first, by model FLOPs utilization;
-    refused ones last.
+Told = Callable[[int, int], object]
+"""Is told how many plans of how many are made."""
 
-    As many are planned at a time as the machine has cores.
+
+def plan_layouts(
+    config: TrainConfig, ranks: int, hardware: Hardware, *, told: Told | None = None
+) -> list[Plan | Refused]:
+    """Return the plan of every layout in `layouts_of`, and of the best of them with each of `choices_of` too: those
+    that fit first, by model FLOPs utilization; refused ones last.
+
+    As many are planned at a time as the machine has cores. told: of the progress.
     """
     found: list[Plan | Refused] = []
-    sizes, runs = [], []
-    data = config.data
+    runs, model, data = [], model_of(config), config.data
     length = {"sequence_length": data.sequence_length, "tokens": data.micro_batch_size * data.sequence_length}
     batch = data.global_batch_size
     micro_batches = data.gradient_accumulation if batch is None else batch // data.micro_batch_size
-    for its in layouts_of(model_of(config), ranks, hardware.node_ranks, micro_batches, **length):
+    for its in layouts_of(model, ranks, hardware.node_ranks, micro_batches, **length):
         try:
-            runs.append(_run(config, ranks, its))
-            sizes.append(its)
+            runs.append((its, _run(config, ranks, its)))
         except ConfigError as error:
             found.append(Refused(its, str(error)))
-    for its, plan in zip(sizes, plan_each(runs, ranks, hardware), strict=True):
-        found.append(Refused(its, str(plan)) if isinstance(plan, ConfigError) else plan)
-    return sorted(found, key=_rank)
+    planned: list[tuple[Plan, TrainConfig]] = []
+
+    def plan(some: Sequence[tuple[Layout, TrainConfig]], *, refused: bool) -> None:
+        plans = plan_each([run for _, run in some], ranks, hardware, told)
+        for (its, run), plan in zip(some, plans, strict=True):
+            if isinstance(plan, Plan):
+                planned.append((plan, run))
+            elif refused:
+                found.append(Refused(its, str(plan)))
+        planned.sort(key=lambda each: _rank(each[0]))
+
+    plan(runs, refused=True)
+    for choices in (choices_of, dispatches_of):
+        plan([({}, run) for _, best in planned[:REFINED] for run in choices(best, model)], refused=False)
+    return [*(plan for plan, _ in planned), *found]
 
 
-MOST_STAGES = 16
+REFINED = 6
+"""How many of the best layouts are planned with other schedules, reductions and dispatchers."""
+
+
+def choices_of(run: TrainConfig, model: ModelConfig) -> Iterator[TrainConfig]:
+    """Yield a run in its layout with other pipeline schedules, numbers of virtual stages, and ways to share gradients
+    and optimizer states among data-parallel ranks."""
+    stages, sharded = run.parallel.pipeline_model_parallel_size, run.parallel.data_parallel_shard_size != 1
+    update: dict[str, Any] = {"data_parallel_replicate_size": None, "data_parallel_shard_size": 1}
+    update["use_distributed_optimizer"] = True
+    schedules: list[dict[str, Any]] = [{}]
+    if stages > 1:
+        most = model.num_layers // stages
+        schedules += [
+            {"pipeline_schedule": "Interleaved1F1B", "virtual_pipeline_model_parallel_size": v}
+            for v in _powers(2, min(most, 8))
+            if v > 1
+        ]
+    later = [{"pipeline_schedule": name} for name in ("ZBVZeroBubble", "DualPipeV")] if stages > 1 else []
+    found = [schedule for schedule in schedules if schedule]
+    found += [{"reduce_gradients": "step"}] if sharded and stages == 1 else []
+    found += [update | schedule for schedule in (*schedules, *later)]
+    yield from _changed(run, found)
+
+
+def dispatches_of(run: TrainConfig, model: ModelConfig) -> Iterator[TrainConfig]:
+    """Yield a run with the other ways in which tokens reach distributed experts."""
+    spread = model.moe is not None and run.parallel.expert_model_parallel_size > 1
+    yield from _changed(run, [{"expert_dispatch": "deepep"}] if spread else [])
+
+
+def _changed(run: TrainConfig, changes: Iterable[dict[str, Any]]) -> Iterator[TrainConfig]:
+    for some in changes:
+        with contextlib.suppress(ConfigError):  # not a choice that this run has
+            yield run.replace(parallel=run.parallel.replace(**some))
+
+
+MOST_STAGES = 64
 FEWEST_TOKENS = 8192
 """Of a sequence, that a rank is to have where ranks share it."""
 
@@ -66,14 +120,15 @@ def layouts_of(
     tokens: int = 0,
 ) -> Iterator[Layout]:
     """Yield the sizes to try: tensor parallelism inside a node by powers of two, with sequence parallelism where the
-    tokens of a micro-batch can be shared; pipeline stages over 1, 4 and 16 ranks where a step has as many
-    micro-batches; long sequences over 1, 4 and 16 ranks, by each way that attention has; experts over 1, 4,
-    16, ... ranks, split as the other layers or not at all; and everything sharded over the ranks that are left."""
+    tokens of a micro-batch can be shared; pipeline stages over each number of ranks that divides them, up to the
+    micro-batches of a step and the layers; long sequences over 1, 4 and 16 ranks, by each way that attention has;
+    experts over 1, 4, 16, ... ranks, split as the other layers or not at all; and everything sharded over the ranks
+    that are left."""
     experts = 1 if model.moe is None else model.moe.num_moe_experts
     drops = max(model.hidden_dropout, model.embedding_dropout) > 0
     for tp, pp, cp in product(
         _powers(2, min(node_ranks, ranks)),
-        _powers(4, min(MOST_STAGES, micro_batches, model.num_layers, ranks)),
+        _divisors(ranks, min(MOST_STAGES, micro_batches, model.num_layers)),
         _powers(4, max(1, min(sequence_length // FEWEST_TOKENS, ranks))),
     ):
         if ranks % (tp * pp * cp):
@@ -103,6 +158,10 @@ def _ways(model: ModelConfig, ranks: int, tp: int) -> Iterator[str]:
         except ConfigError:
             continue
         yield way
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [size for size in range(1, most + 1) if number % size == 0]
 
 
 def _powers(base: int, most: int) -> Iterator[int]:

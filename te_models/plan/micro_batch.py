@@ -121,6 +121,7 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
             passes.append(recorder.traffic)
         found.each, recorder.traffic = passes[0], {}
         reduction.finish()
+        optimizer.gather_parameters()
         found.once = joined(recorder.traffic, joined(passes[-1], passes[0], -1.0))
         found.peak = recorder.peak
     if config.parallel.cpu_offload:

@@ -17,7 +17,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from ..child_process import forks, run_module
+from ..child_process import forks, run_module, tell
 from ..config import ConfigError, ModelConfig
 from ..training.config import TrainConfig
 from .result import Hardware, Plan
@@ -49,8 +49,11 @@ def plan_run(config: TrainConfig, ranks: int, hardware: Hardware | None = None) 
     return found
 
 
-def plan_each(configs: Sequence[TrainConfig], ranks: int, hardware: Hardware) -> list[Plan | ConfigError]:
-    """Return the plan of each run, or why it is refused, as many at a time as the machine has cores.
+def plan_each(
+    configs: Sequence[TrainConfig], ranks: int, hardware: Hardware, told: Callable[[int, int], object] | None = None
+) -> list[Plan | ConfigError]:
+    """Return the plan of each run, or why it is refused, as many at a time as the machine has cores. told: is told how
+    many of how many processes have answered.
 
     Raises RuntimeError where a process fails or is killed.
     """
@@ -60,7 +63,10 @@ def plan_each(configs: Sequence[TrainConfig], ranks: int, hardware: Hardware) ->
         for config in configs
         for rank in pipeline_ranks(config)
     ]
-    run = run_module(__name__, json.dumps(asked))
+    if not asked:
+        return []
+    said = {} if told is None else {"told": lambda line: told(int(line), len(asked))}
+    run = run_module(__name__, json.dumps(asked), **said)
     if run.returncode:
         raise _failure((run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1], run.stderr)
     answers = iter(json.loads(run.stdout))
@@ -110,9 +116,11 @@ def pipeline_ranks(config: TrainConfig) -> tuple[int, ...]:
     return (0,) if ranks == 1 else (0, ranks - 1)
 
 
-def in_forks(tasks: Sequence[Task], work: Callable[[Task], Task], at_once: int) -> list[Task]:
+def in_forks(
+    tasks: Sequence[Task], work: Callable[[Task], Task], at_once: int, done: Callable[[int], object] | None = None
+) -> list[Task]:
     """Return what `work` makes of each task in a fork of this process, JSON values both; of a fork that fails or is
-    killed {"failed": a sentence, "where": its traceback}."""
+    killed {"failed": a sentence, "where": its traceback}. done: is called with how many have ended."""
     context = forks()
     found: list[Task] = [{} for _ in tasks]
     left, running = deque(enumerate(tasks)), {}
@@ -136,6 +144,8 @@ def in_forks(tasks: Sequence[Task], work: Callable[[Task], Task], at_once: int) 
                 found[number] = {"failed": f"its process {how} before it had an answer", "where": ""}
             process.join()
             receiving.close()
+            if done is not None:
+                done(len(tasks) - len(left) - len(running))
     return found
 
 
@@ -174,4 +184,4 @@ def main() -> None:
     for name in _USED:
         import_module(name)
     import_module("te_models.plan.estimate")
-    print(json.dumps(in_forks(json.load(sys.stdin), _plan, os.cpu_count() or 1)))
+    print(json.dumps(in_forks(json.load(sys.stdin), _plan, os.cpu_count() or 1, tell)))

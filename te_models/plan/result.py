@@ -4,7 +4,7 @@ process that asks does not need."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from ..config import ConfigError
@@ -66,8 +66,8 @@ class Hardware:
 class Plan:
     """What one rank takes, the one that takes the most memory. Bytes; FLOPs and seconds are of one optimizer step.
 
-    sizes: of the layout, by name, whether it has sequence parallelism, and `cp_comm_type`.
-    parameters: as they are stored on this rank.
+    sizes: of the layout, by name, whether it has sequence parallelism, and `cp_comm_type`. options: its other choices,
+    by the names of their keys in [parallel]. parameters: as they are stored on this rank.
     optimizer: moments, masters and main gradients. activations: the most that a micro-batch takes beyond those,
     gradients and gathered parameters included. host: what is in main memory, where the run offloads. traffic:
     (collective, dimension of the mesh) -> `Traffic` of a step.
@@ -92,6 +92,7 @@ class Plan:
     memory_limit: float
     peak_flops: float
     host: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def memory(self) -> int:
@@ -124,7 +125,7 @@ class Plan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the plan that `to_dict` described."""
-        known: dict[str, Any] = {field.name: values[field.name] for field in fields(cls)}
+        known: dict[str, Any] = {its.name: values[its.name] for its in fields(cls)}
         rows = [dict(row) for row in known["traffic"]]
         known["traffic"] = {(row.pop("collective"), row.pop("over")): Traffic(**row) for row in rows}
         return cls(**known)

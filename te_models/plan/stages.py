@@ -127,6 +127,7 @@ def _measure(gpt: GPTModel, config: TrainConfig, layout: Layout) -> _Measured:
         with recorder.apart() as end:
             optimizer.accumulate_gradients()
             reduce_gradients(optimizer, layout.gradients)
+            optimizer.gather_parameters()
             pipeline.sum_embedding_gradients()
         found.once, found.peak = end.traffic, before + end.peak
     if config.parallel.cpu_offload:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .config import (
         CheckpointConfig,
         DataConfig,
+        DiLoCoConfig,
         EvaluationConfig,
         HubConfig,
         LogConfig,
@@ -52,6 +53,7 @@ _HOME = {
     "config": (
         "CheckpointConfig",
         "DataConfig",
+        "DiLoCoConfig",
         "EvaluationConfig",
         "HubConfig",
         "LogConfig",
@@ -87,6 +89,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "DataError",
+    "DiLoCoConfig",
     "DocumentOptions",
     "EvaluationConfig",
     "HubConfig",

@@ -30,6 +30,7 @@ from .config.file import BALANCE
 from .optimizer.adamw import Optimizer
 from .optimizer.groups import freeze
 from .optimizer.whole_matrix import divided_matrices
+from .optimizer.zero import ranks_that_hold
 from .precision import build_recipe
 from .ranks.experts import expert_ranks
 from .ranks.layout import ONE_RANK, Layout
@@ -242,12 +243,14 @@ def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_R
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
     parts = None if layout.mesh is None else ModelParts(model)
+    experts = expert_ranks(model.expert_parameters(), layout.mesh)
+    shared = config.parallel.use_distributed_optimizer and layout.gradients.world_size > 1
     return Optimizer(
         model.named_parameters(),
         config.optimizer,
         seed=derive_seed(config.seed, "optimizer moments"),
         compile=config.compile,
-        experts=expert_ranks(model.expert_parameters(), layout.mesh),
+        experts=experts,
         stages=None if layout.mesh is None else layout.mesh.stages,
         elsewhere=names_counted_elsewhere(model),
         groups=None if parts is None else parts.groups(),
@@ -256,6 +259,7 @@ def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_R
         blocks=blocks_of(model.config, model.expert_layout),
         everywhere=everywhere,
         own=None if parts is None or not config.optimizer.needs_parts else parts.stored(),
+        held_by=ranks_that_hold(layout.gradients, experts) if shared else None,
     )
 
 

@@ -41,7 +41,7 @@ from .metrics import METRICS
 from .objective import Objective
 from .optimizer.learning_rate import LearningRate
 from .preflight import FINAL, FINAL_EMA
-from .ranks.data_parallel import Ranks, barrier, largest_over_ranks, ranks_from_environment
+from .ranks.data_parallel import Ranks, barrier, largest_over_ranks, mean_over_ranks, ranks_from_environment
 from .ranks.layout import Layout
 from .row import Rows, busy_seconds
 from .seeding import derive_seed, seed_all
@@ -155,7 +155,7 @@ def _run(
             micro_batches,
             lr,
             step=step + 1,
-            ranks=layout.gradients,
+            ranks=run.step_ranks,
             before=run.quantize_weights,
             statistics=noting,
             objective=run.objective,
@@ -163,6 +163,9 @@ def _run(
             reduction=run.reduction,
         )
         clip = {} if run.qk_clip is None else run.qk_clip.step(run.optimizer, skipped=result.skipped)
+        if run.outer is not None:
+            run.outer.after(step + 1)
+            result = replace(result, loss=float(mean_over_ranks(torch.tensor(result.loss, device="cpu"), ranks)))
         load = None
         if has_experts:
             fixed = result.skipped or run.adapters is not None  # an adapter's folder has no biases of experts
@@ -249,8 +252,9 @@ def _saved(
     if saves:
         recipe = complete_recipe_state(run.model, run.recipes.used(step))
         values = {"step": step, "position": position, "data_digest": run.digest, "config": config.to_dict()}
+        replicas = {} if run.outer is None else run.outer.state()
         with run.averaged():
-            run.saving.save(values, recipe, keep_last=config.checkpoint.keep_last)
+            run.saving.save(values, recipe, keep_last=config.checkpoint.keep_last, replicas=replicas)
         if not failed:
             callbacks.tell("on_save", view, where)
             callbacks.check(said)

@@ -51,6 +51,7 @@ from .metrics import METRICS, read_metrics
 from .objective import Objective
 from .one_run import alone_in
 from .optimizer.adamw import Optimizer
+from .optimizer.diloco import OuterOptimizer
 from .optimizer.learning_rate import continued_config
 from .optimizer.qk_clip import QKClip
 from .posttraining import DPO, Distillation, load_teacher, reference_of
@@ -79,6 +80,7 @@ class SetUp:
         quantize_weights: Is called before the micro-batches of a step; None: nothing is.
         recipes: The recipes of its steps.
         qk_clip: Clips the logits of attention after each step; None: nothing does.
+        outer: Joins the replicas after their inner steps; None: there are none.
         rounded: What training and validation passes run in: it rounds the weights to the format of precision.qat.
         stage: What the seed of dropout also depends on: the pipeline stage, where there are any.
         writers: What gets the row of each step: the file of the metrics first; on other ranks than 0 nothing.
@@ -106,14 +108,20 @@ class SetUp:
     recipes: RecipeSchedule
     rounded: Callable[[], contextlib.AbstractContextManager[None]]
     qk_clip: QKClip | None
+    outer: OuterOptimizer | None
     stage: tuple[Any, ...]
     writers: list[MetricsWriter]
     progress: Progress
 
+    @property
+    def step_ranks(self) -> Ranks:
+        """The ranks whose gradients and losses a step averages: a replica's alone, where steps are local."""
+        return self.layout.gradients if self.outer is None else Ranks()
+
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Have the model be what is measured and written, see `Optimizer.averaged`, inside."""
-        with self.optimizer.averaged():
+        with contextlib.nullcontext() if self.outer is None else self.outer.averaged(), self.optimizer.averaged():
             yield
             reshard(self.model)  # gathered weights that an evaluation left would be used by the next pass
 
@@ -187,6 +195,9 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     if start:
         with naming_the_intact(checkpoint, output_dir):
             saving.restore(start)
+    outer = OuterOptimizer(config.diloco, optimizer, layout.gradients) if config.diloco.inner_steps else None
+    if start and outer is not None:
+        outer.restore(start)
     objective = objective_of(config, model, device, layout)
     recipes = RecipeSchedule(config.precision, config.steps, model_config.num_layers)
     recipes.enter(max(0, step - 1))  # of the last step: a run that begins with the next one's says so
@@ -194,7 +205,8 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     same_layers = None if layout.mesh is None else layout.mesh.same_layers
     quantize_weights = make_weight_cache(model, config.precision, device, same_layers, recipes)
     once, staged = config.parallel.reduces_once, layout.stages is not None
-    reduction = Reduction(optimizer, layout.gradients, model, once=once and not staged, overlaps=not staged)
+    gradients = layout.gradients if outer is None else Ranks()
+    reduction = Reduction(optimizer, gradients, model, once=once and not staged, overlaps=not staged)
     set_rounding_seed(model, rounding_seed(config.seed, ranks.rank))
     stages = None if layout.mesh is None else layout.mesh.stages
     stage = () if stages is None else ("stage", stages.rank())  # whose dropout is its own
@@ -237,6 +249,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         recipes=recipes,
         rounded=rounded_weights(config, model, layout),
         qk_clip=None if threshold is None else QKClip(model, threshold, layout.gradients, ranks),
+        outer=outer,
         stage=stage,
         writers=writers,
         progress=progress,

@@ -50,7 +50,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 PLANS = """
 import contextlib, io, sys
 import te_models.plan.process as plans
-def plan_here(module, text):
+def plan_here(module, text, told=None):
     sys.stdin, printed = io.StringIO(text), io.StringIO()
     with contextlib.redirect_stdout(printed):
         plans.main()

@@ -19,7 +19,8 @@ Plan a training run on any number of ranks, without them: memory, FLOPs, bytes o
 collective and a model of step time. One micro-batch, of a pipeline its whole schedule, runs on
 tensors without values, as a rank of the layout in CONFIG.toml would run it on CPU. --layouts
 tries layouts of tensor, sequence, pipeline, context and expert parallelism that ranks,
-micro-batches and sequences allow, and says which ones fit. Exit code 1: nothing fits."""
+micro-batches and sequences allow, the best of them with other pipeline schedules, virtual
+stages, reductions and dispatchers, too, and says which ones fit. Exit code 1: nothing fits."""
 
 _SHORT = {
     "data_parallel_replicate_size": "dp_replicate",
@@ -93,11 +94,17 @@ def run(args: argparse.Namespace) -> int:
         plan = plan_run(config, args.ranks, hardware)
         emit(args, plan.to_dict(), *_tables(plan, hardware))
         return 0 if plan.fits else 1
-    plans = plan_layouts(config, args.ranks, hardware)
+    plans = plan_layouts(config, args.ranks, hardware, told=say_how_many)
     fitting = [plan for plan in plans if not isinstance(plan, Refused) and plan.fits]
     values = [{"sizes": p.sizes, "refused": p.reason} if isinstance(p, Refused) else p.to_dict() for p in plans]
     emit(args, {"layouts": values}, layouts_table(plans, args.ranks, hardware))
     return 0 if fitting else 1
+
+
+def say_how_many(done: int, of: int) -> None:
+    """Tell a person at a terminal how many plans are made."""
+    if done % 10 == 0 or done == of:
+        say_while_waiting(f"{done} of {plural(of, 'plan')}")
 
 
 def _model(name: str) -> tuple[dict[str, Any], int]:
@@ -173,18 +180,36 @@ def _differs(name: str, plans: list[Plan | Refused]) -> bool:
     return any(plan.sizes[name] != usual for plan in plans)
 
 
+_OPTIONS = {
+    "pipeline_schedule": "schedule",
+    "virtual_pipeline_model_parallel_size": "vp",
+    "use_distributed_optimizer": "zero1",
+    "reduce_gradients": "reduced",
+    "expert_dispatch": "dispatch",
+}
+
+
+def _option(plan: Plan | Refused, name: str) -> str:
+    value = getattr(plan, "options", {}).get(name)
+    return "" if value is None else _size(value)
+
+
 def layouts_table(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -> Table:
     """Return the plans of several layouts, one in a row."""
     from ...plan import Refused
 
     names = [name for name in _SHORT if not name.startswith("data_") and _differs(name, plans)]
-    rows: list[tuple[str, ...]] = [(*(_SHORT[name] for name in names), "memory", "fits", "step", "MFU")]
+    options = [name for name in _OPTIONS if len({_option(plan, name) for plan in plans}) > 1]
+    heads = (*(_SHORT[name] for name in names), *(_OPTIONS[name] for name in options))
+    rows: list[tuple[str, ...]] = [(*heads, "memory", "fits", "step", "MFU", "tokens/s")]
     for plan in plans:
-        sizes = [_size(plan.sizes[name]) for name in names]
+        sizes = [*(_size(plan.sizes[name]) for name in names), *(_option(plan, name) for name in options)]
         if isinstance(plan, Refused):
-            rows.append((*sizes, "refused", "", "", plan.reason))
+            rows.append((*sizes, "refused", "", "", "", plan.reason))
         else:
             mfu = f"{100 * plan.mfu:.3g} %"
             fits = "yes" if plan.fits else "no"
-            rows.append((*sizes, format_size(plan.memory), fits, f"{plan.step_s:.3g} s", mfu))
+            rows.append(
+                (*sizes, format_size(plan.memory), fits, f"{plan.step_s:.3g} s", mfu, f"{plan.tokens_per_second:,.4g}")
+            )
     return Table(rows, f"layouts of {plural(ranks, 'rank')} of {hardware.memory_gib:g} GiB", heading=True)

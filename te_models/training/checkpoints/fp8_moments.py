@@ -113,7 +113,7 @@ def load_whole(tensors: Mapping[str, Tensor], optimizer: Optimizer, own: ModelPa
 
 def _states(optimizer: Optimizer, own: ModelParts) -> Iterator[tuple[str, dict[str, Tensor], LocalPart]]:
     """Yield, of each parameter with FP8 moments, its name, this rank's fields, and the part that they are of."""
-    for name, parameter in optimizer.parameters.items():
+    for name, parameter in optimizer.stepped.items():
         fields = {key: local_part(field) for key, field in optimizer.fp8_moments(name).items()}
         if fields:
             yield name, fields, own.like(name, parameter, local_part(parameter))

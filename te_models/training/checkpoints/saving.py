@@ -20,7 +20,7 @@ from te_models.checkpoints import save_model
 
 from ...model import GPTModel
 from ...model.parallel import reshard
-from ...parallel.parts import ModelParts
+from ...parallel.parts import LocalPart, ModelParts
 from ...terminal import say
 from ..lora import ADAPTER_HF, ADAPTERS, Adapters
 from ..optimizer.adamw import Optimizer
@@ -81,7 +81,7 @@ class Saving:
             load_pieces(start.parts, self.optimizer, own)
         else:
             own = ModelParts(self.model)
-            if self.layout.dims.is_whole:
+            if self.layout.dims.is_whole and not self.optimizer.is_shared:
                 self.optimizer.load_state_tensors(start.tensors)
             else:
                 self.optimizer.load_whole_state(start.tensors, own)
@@ -100,13 +100,21 @@ class Saving:
         weights |= {f"{ADAPTERS}{name}": part for name, part in own.adapters().items()}
         return weights | self.optimizer.parts(own)
 
-    def save(self, values: Mapping[str, Any], recipe: Mapping[str, torch.Tensor], *, keep_last: int) -> None:
+    def save(
+        self,
+        values: Mapping[str, Any],
+        recipe: Mapping[str, torch.Tensor],
+        *,
+        keep_last: int,
+        replicas: Mapping[str, LocalPart] | None = None,
+    ) -> None:
         """Write a checkpoint, or begin to; called by all ranks. values: step, position, data_digest and config of the
-        run. recipe: this rank's live state of the recipe. Raises CheckpointError, and leaves nothing of it, where that
-        fails; where `writer` writes, the next call, `check` or `finish` does."""
+        run. recipe: this rank's live state of the recipe. replicas: what `OuterOptimizer.state` returns, of local
+        steps. Raises CheckpointError, and leaves nothing of it, where that fails; where `writer` writes, the next call,
+        `check` or `finish` does."""
         if self.writer is not None:
             self.writer.finish()
-        work = self._work(values, recipe, keep_last)
+        work = self._work(values, recipe, keep_last, replicas or {})
         if self.writer is not None:
             self.writer.start(work)
         else:
@@ -134,7 +142,11 @@ class Saving:
     def _divided(self) -> bool:
         """Whether every rank writes its own part: also of distributed experts, where a thread writes them, because they
         would have to be sent to the first rank while other collectives run."""
-        return self._exports_parts or (self.writer is not None and self.layout.dims.expert_model_parallel_size > 1)
+        return (
+            self._exports_parts
+            or self.optimizer.is_shared
+            or (self.writer is not None and self.layout.dims.expert_model_parallel_size > 1)
+        )
 
     @property
     def _exports_parts(self) -> bool:
@@ -144,16 +156,20 @@ class Saving:
         return not dims.is_whole or (self.adapters is not None and dims.expert_model_parallel_size > 1)
 
     def _work(
-        self, values: Mapping[str, Any], recipe: Mapping[str, torch.Tensor], keep_last: int
+        self,
+        values: Mapping[str, Any],
+        recipe: Mapping[str, torch.Tensor],
+        keep_last: int,
+        replicas: Mapping[str, LocalPart],
     ) -> Callable[[], object]:
         """Return what writes a checkpoint of the present state, whenever it is called if `writer` calls it."""
         ranks, output_dir = self.ranks, self.output_dir
         own_copies: Any = dict if self.writer is None else copied
-        if self._divided:
+        if self._divided or replicas:
             from .sharded.checkpoint import private_states, save_parts
 
             own = self._own()
-            parts = self._parts(own) | pieces(self.optimizer, own)
+            parts = self._parts(own) | pieces(self.optimizer, own) | dict(replicas)
             parts |= private_states(random_state(), "rng", ranks.rank)
             parts = own_copies(parts | private_states(recipe, "recipe", ranks.rank))
             counts = {"world_size": ranks.world_size, "data_ranks": self.layout.data.world_size}
@@ -188,7 +204,7 @@ class Saving:
     def export_averages(self, folder: Path, step: int) -> None:
         """Write the model with the optimizer's float32 averages in place of what they are averages of; called by all
         ranks. step: of the newest checkpoint."""
-        if not self.layout.dims.is_whole:
+        if not self.layout.dims.is_whole or self.optimizer.is_shared:
             from .sharded.checkpoint import export_parts
 
             if self.ranks.is_main:

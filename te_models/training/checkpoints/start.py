@@ -22,6 +22,7 @@ from ...config import ConfigError
 from ...parallel.dims import ParallelDims
 from ..config import (
     DataConfig,
+    DiLoCoConfig,
     LoRAConfig,
     ModelSource,
     OptimizerConfig,
@@ -220,7 +221,7 @@ def restore_generators(start: TrainingState, ranks: Ranks, model: GPTModel, dims
 def _fields(config: dict[str, Any]) -> dict[str, str]:
     """Return what decides a run's numbers, by name (`optimizer.lr`), as texts."""
     found = {}
-    for name in ("seed", "model", "data", "optimizer", "lora", "posttraining", "schedule", "precision"):
+    for name in ("seed", "model", "data", "optimizer", "diloco", "lora", "posttraining", "schedule", "precision"):
         value = config.get(name)
         table = {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
         found |= {key: json.dumps(v) for key, v in table.items()}
@@ -230,7 +231,7 @@ def _fields(config: dict[str, Any]) -> dict[str, str]:
 def _defaults() -> dict[str, str]:
     """Return the defaults of keys, by name: what a checkpoint of before there was a key means."""
     parts = {"model": ModelSource, "data": DataConfig, "optimizer": OptimizerConfig, "lora": LoRAConfig}
-    parts |= {"precision": PrecisionConfig, "posttraining": PosttrainingConfig}
+    parts |= {"diloco": DiLoCoConfig, "precision": PrecisionConfig, "posttraining": PosttrainingConfig}
     found = {}
     for table, part in parts.items():
         for field in dataclasses.fields(part):

@@ -3,7 +3,7 @@
 `run` puts the tables together, `file` reads them, `overrides` makes options of their keys.
 """
 
-from .optimizer import LoRAConfig, OptimizerConfig, ScheduleConfig
+from .optimizer import DiLoCoConfig, LoRAConfig, OptimizerConfig, ScheduleConfig
 from .output import CheckpointConfig, EvaluationConfig, HubConfig, LogConfig, ProfileConfig
 from .parallel import ParallelConfig
 from .posttraining import PosttrainingConfig
@@ -14,6 +14,7 @@ from .source import DataConfig, ModelSource
 __all__ = [
     "CheckpointConfig",
     "DataConfig",
+    "DiLoCoConfig",
     "EvaluationConfig",
     "HubConfig",
     "LoRAConfig",

@@ -161,6 +161,24 @@ class LoRAConfig(ConfigPart):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DiLoCoConfig(ConfigPart):
+    """Local steps between exchanges of weights (DiLoCo, arXiv 2311.08105): each rank is a replica with an inner
+    optimizer, which is [optimizer], and an outer one follows the mean of what they moved."""
+
+    inner_steps: int = 0
+    """Steps that each replica makes alone (the paper's H); 0 means that gradients are averaged in every step."""
+    outer_lr: float = 0.7
+    """Learning rate of the outer optimizer, SGD with Nesterov's momentum."""
+    outer_momentum: float = 0.9
+    """Momentum of the outer optimizer."""
+
+    def _validate(self) -> None:
+        check(self.inner_steps >= 0, "diloco.inner_steps", self.inner_steps, "zero or a positive integer")
+        check(self.outer_lr > 0, "diloco.outer_lr", self.outer_lr, "a positive number")
+        check(0 <= self.outer_momentum < 1, "diloco.outer_momentum", self.outer_momentum, "0 <= momentum < 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(ConfigPart):
     """The learning rate as a function of the step.
 

@@ -66,6 +66,9 @@ class ParallelConfig(ConfigPart):
     without shards."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which FSDP2 adds up the gradients of the ranks."""
+    use_distributed_optimizer: bool = False
+    """Whether ranks that have the same parameters each update a part of them, with its moments and master, and gather
+    the others' (ZeRO-1); gradients are summed once a step, under every pipeline schedule."""
     cpu_offload: bool = False
     """Whether parameters that FSDP2 shards, their gradients and moments stay in main memory, where the optimizer steps;
     each pass copies what it needs to the device."""
@@ -110,6 +113,9 @@ class ParallelConfig(ConfigPart):
         check(sharded or default, where, self.reshard_after_forward, "'default' with data_parallel_shard_size = 1")
         ranks = self.reshard_after_forward
         check(isinstance(ranks, str) or ranks > 1, where, ranks, "'default', 'always', 'never' or 2 and more ranks")
+        where = "parallel.use_distributed_optimizer"
+        allowed = "False with data_parallel_shard_size, whose shards each rank updates alone"
+        check(not (sharded and self.use_distributed_optimizer), where, True, allowed)
         offloaded = self.cpu_offload
         check(sharded or not offloaded, "parallel.cpu_offload", offloaded, "False with data_parallel_shard_size = 1")
         where = "parallel.reduce_dtype"

@@ -13,13 +13,17 @@ from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from ...config import ConfigPart, check
-from .optimizer import LoRAConfig, OptimizerConfig, ScheduleConfig
+from .optimizer import DiLoCoConfig, LoRAConfig, OptimizerConfig, ScheduleConfig
 from .output import CheckpointConfig, EvaluationConfig, HubConfig, LogConfig, ProfileConfig
 from .parallel import ParallelConfig
 from .posttraining import PosttrainingConfig
 from .precision import PrecisionConfig
 from .source import DataConfig, ModelSource
 
+_SPLITS = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+)
 _MOST_MINUTES = 7 * 24 * 60
 _MOST_STEPS = 10**12
 
@@ -67,6 +71,8 @@ class TrainConfig(ConfigPart):
     """How the ranks share the model and the data."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW, or Muon for matrices."""
+    diloco: DiLoCoConfig = field(default_factory=DiLoCoConfig)
+    """Steps that ranks make alone, and the optimizer that joins them."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """LoRA instead of training the weights."""
     posttraining: PosttrainingConfig = field(default_factory=PosttrainingConfig)
@@ -154,6 +160,12 @@ class TrainConfig(ConfigPart):
             self.schedule.kind,
             "'constant' with optimizer.kind = 'schedule_free', whose average takes the place of a decay",
         )
+        if self.parallel.use_distributed_optimizer:
+            where, name = "with parallel.use_distributed_optimizer", "parallel.use_distributed_optimizer"
+            check(optimizer.kind == "adamw", "optimizer.kind", optimizer.kind, f"'adamw' {where}")
+            check(clip is None, "optimizer.qk_clip_threshold", clip, f"null {where}")
+            quantized = self.precision.quantized_weights
+            check(not quantized, name, True, "False with precision.quantized_weights, whose blocks ranks would cut")
         has_validation = self.data.validation_fraction > 0 or bool(self.evaluation.sets)
         has_validation |= self.evaluation.measures_more
         check(
@@ -162,7 +174,28 @@ class TrainConfig(ConfigPart):
             self.evaluation.every,
             "0 without validation data, functions or tasks",
         )
+        self._check_local_steps()
         self._check_pairs()
+
+    def _check_local_steps(self) -> None:
+        every = self.diloco.inner_steps
+        if not every:
+            return
+        where = "with diloco.inner_steps"
+        check(self.steps % every == 0, "steps", self.steps, f"a multiple of diloco.inner_steps = {every}")
+        parallel, optimizer = self.parallel, self.optimizer
+        for name in ("data_parallel_shard_size", *_SPLITS):
+            size = getattr(parallel, name)
+            check(size in (1, None), f"parallel.{name}", size, f"1 {where}, because each rank is a replica")
+        shared = parallel.use_distributed_optimizer
+        check(not shared, "parallel.use_distributed_optimizer", shared, f"False {where}")
+        kind, clip, decay = optimizer.kind, optimizer.qk_clip_threshold, optimizer.ema_decay
+        check(kind != "schedule_free", "optimizer.kind", kind, f"another one {where}")
+        check(clip is None, "optimizer.qk_clip_threshold", clip, f"null {where}")
+        check(decay is None, "optimizer.ema_decay", decay, f"null {where}")
+        check(not self.lora.rank, "lora.rank", self.lora.rank, f"0 {where}")
+        quantized = self.precision.quantized_weights
+        check(not quantized, "precision.quantized_weights", quantized, f"False {where}")
 
     @property
     def window_rows(self) -> int:

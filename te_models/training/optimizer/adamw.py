@@ -21,6 +21,7 @@ from te_models.layers.optimizers.moments import MOMENT_KEYS
 from te_models.layers.optimizers.norm import tensor_norm
 from te_models.layers.tensor.fsdp import local_part
 
+from ...config import ConfigError
 from ..checkpoints.checks import check_ranges, check_same_layout
 from ..config import OptimizerConfig
 from ..host import reads_are_free
@@ -29,6 +30,7 @@ from .frozen_experts import FrozenExperts
 from .groups import BlockRates, optimizer_groups
 from .muon import Muon
 from .whole_matrix import DividedMatrix
+from .zero import GroupOf, SharedUpdate
 
 if TYPE_CHECKING:
     from ...parallel.parts import LocalPart, ModelParts
@@ -159,6 +161,7 @@ class Optimizer:
             own and which Muon takes one by one; None: none does.
         everywhere: the names of the whole model's parameters, which patterns may mean; None: these.
         own: what part of each parameter this rank has, by name; None: it has all of each.
+        held_by: the ranks that hold a parameter, which share its update (`zero`); None: each makes all of it.
     """
 
     def __init__(
@@ -177,6 +180,7 @@ class Optimizer:
         blocks: Mapping[str, Mapping[str, int]] | None = None,
         everywhere: Iterable[str] | None = None,
         own: Mapping[str, LocalPart] | None = None,
+        held_by: GroupOf | None = None,
     ) -> None:
         self.config = config
         self.experts = experts
@@ -188,6 +192,9 @@ class Optimizer:
         owner: Any
         for owner in self.parameters.values() if main_grads else ():
             owner.main_grad = torch.zeros_like(owner, dtype=torch.float32, requires_grad=False)
+        self._shared = None if held_by is None else SharedUpdate(self.parameters, held_by)
+        self.stepped = self.parameters if self._shared is None else self._shared.own
+        """What this rank updates, by name: the parameters, or its parts of them."""
         devices = [p.device for p in self.parameters.values()]
         # with cpu_offload some parameters are on another device: the host's decisions are made where most are
         device = next((device for device in devices if device.type == "cpu"), devices[0])
@@ -196,7 +203,10 @@ class Optimizer:
         groups_of: dict[str, list[dict[str, Any]]] = {"adamw": [], "muon": [], "schedule_free": []}
         self._block_rates = BlockRates(config, self.parameters, blocks or {}, own)
         rates = self._block_rates.largest
-        groups_by = optimizer_groups(config, self.parameters, everywhere, blocks, rates)
+        if self._shared is not None and (rates or self._frozen.rows):
+            key = "optimizer.lr_mult of matrices that a weight joins" if rates else "optimizer.freeze_experts"
+            raise ConfigError(f"parallel.use_distributed_optimizer is True; allowed with {key}: False")
+        groups_by = optimizer_groups(config, self.stepped, everywhere, blocks, rates)
         for (kind, rate, decay), members in groups_by.items():
             lr = self.lr if rate == 1.0 else torch.zeros_like(self.lr)
             self._rates += [(lr, rate)]
@@ -239,7 +249,7 @@ class Optimizer:
         """The float32 averages of `ema_decay` of this rank's parts, by name."""
         if config.ema_decay is not None:
             masters = self.masters  # whose values a weight of fewer bits only approximates
-            wide = {name: local_part(masters.get(name, p.detach())).float() for name, p in self.parameters.items()}
+            wide = {name: local_part(masters.get(name, p.detach())).float() for name, p in self.stepped.items()}
             self.averages = {name: value.clone() for name, value in wide.items()}
         # what the rule of skip_grad_norm_spike goes by: the running average of the norm, and the steps in it
         self._norms = (
@@ -266,7 +276,7 @@ class Optimizer:
 
     def entries(self, name: str) -> dict[str, torch.Tensor]:
         """Return the state of a parameter."""
-        parameter = self.parameters[name]
+        parameter = self.stepped[name]
         optimizer: Any = next(o for o in self._optimizers() if parameter in o.state)
         average = {"ema": self.averages[name]} if name in self.averages else {}
         return {**optimizer.state[parameter], **average}
@@ -299,23 +309,39 @@ class Optimizer:
         for own, rate in self._rates:
             if own is not self.lr:
                 own.fill_(lr * rate)
+        if self._shared is not None:
+            self._shared.take_gradients()
         masters = self.masters if self._frozen.rows or self._block_rates.largest else {}
         frozen, rates = self._frozen, self._block_rates
         with frozen.unchanged(self.parameters, masters), rates.applied(self.parameters, masters):
             for optimizer in self._optimizers():
                 optimizer.step(noop=noop)
         self._update_averages(noop)
+        self.gather_parameters()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether ranks that hold a parameter share its update."""
+        return self._shared is not None
+
+    def gather_parameters(self) -> None:
+        """Make the parameters whole whose update ranks share; called by all of them."""
+        if self._shared is not None:
+            self._shared.gather()
 
     @torch.no_grad()
     def _update_averages(self, noop: torch.Tensor | None) -> None:
         decay = self.config.ema_decay
         for name, average in self.averages.items() if decay is not None else ():
-            parameter, state = self.parameters[name], self.entries(name)
+            parameter, state = self.stepped[name], self.entries(name)
             new = average.lerp(local_part(state.get("master", parameter)).float(), 1 - float(decay or 0))
             average.copy_(new if noop is None else torch.where(noop.to(average.device).bool(), average, new))
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
+        if self._shared is not None:
+            for parameter in self.parameters.values():
+                parameter.grad = None
         self._adamw.zero_grad()
         for optimizer in self._optimizers()[:-1]:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -398,7 +424,7 @@ class Optimizer:
         from ...parallel.parts import LocalPart
 
         found = {key: LocalPart.undivided(value) for key, value in self._shared_state().items()}
-        for name, parameter in self.parameters.items():
+        for name, parameter in self.stepped.items():
             in_blocks = self.fp8_moments(name)
             for key, value in self.entries(name).items():
                 if key in in_blocks:

@@ -2,7 +2,8 @@
 
 A thread of each rank writes a heartbeat into the process group's store, at least once a second. Rank 0's thread reads
 all of them and writes what it concludes, which the other threads read. A rank whose heartbeat stands still for
-`timeout` is lost. Work that takes long does not count as that: whoever waits for it, in `barrier`, waits as long as
+`timeout` is lost, and so is one whose process is gone, which the ranks of its machine see within seconds, whether they
+wait for it or not. Work that takes long does not count as that: whoever waits for it, in `barrier`, waits as long as
 the heartbeats go on. Collectives that never return could keep a process for ever; a process that does not leave by
 itself after a rank is lost is ended by its thread.
 
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -63,7 +65,11 @@ class RankMonitor:
         self._closing = False
         self._wake, self._news = threading.Event(), threading.Condition()
         store.set_timeout(timedelta(seconds=timeout))
-        store.set(f"rank {rank}", json.dumps([0, 0, RUNNING, ""]))  # before the first barrier: all can be read then
+        self._gone: set[int] = set()  # ranks of this machine whose processes are gone
+        self._reported: set[int] = set()
+        self._neighbours: dict[int, list[Any]] | None = None
+        store.set(f"process {rank}", json.dumps(_process()))
+        store.set(f"rank {rank}", json.dumps([0, 0, RUNNING, "", []]))  # before the first barrier: all can be read then
         self._heard = time.monotonic()  # when the store was last used with success
         self._thread = threading.Thread(target=self._run, name="rank monitor", daemon=True)
         self._thread.start()
@@ -114,8 +120,9 @@ class RankMonitor:
         while True:
             beats += 1
             closing, barrier = self._closing, self._barrier
-            own = [beats, barrier, self._status, self._text]
             try:
+                self._look_around()
+                own = [beats, barrier, self._status, self._text, sorted(self._gone)]
                 self._exchange(own)
                 self._heard = time.monotonic()
             except Exception:  # whatever a store raises when the process that keeps it is gone
@@ -149,6 +156,17 @@ class RankMonitor:
         """Seconds of silence after which rank 0 is lost to this one: few where a collective has failed already."""
         return 4 * self.interval if self._status == WAITING else self.timeout
 
+    def _look_around(self) -> None:
+        """Note the ranks of this machine whose processes are gone."""
+        if self._neighbours is None:
+            count = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or min(self.world_size, _NEIGHBOURS)
+            first = self.rank - self.rank % count
+            ranks = [r for r in range(first, min(first + count, self.world_size)) if r != self.rank]
+            found = map(json.loads, self.store.multi_get([f"process {rank}" for rank in ranks])) if ranks else ()
+            mine = _process()
+            self._neighbours = {r: its for r, its in zip(ranks, found, strict=False) if mine and its[:1] == mine[:1]}
+        self._gone |= {rank for rank, its in self._neighbours.items() if not _runs(*its[1:])}
+
     def _exchange(self, own: list[Any]) -> None:
         """Write this rank's heartbeat, read the others' (rank 0) or what rank 0 concludes from them."""
         if self.rank == 0:
@@ -169,7 +187,8 @@ class RankMonitor:
         said, now = json.loads(self.store.get("all")), time.monotonic()
         if 0 not in self._seen or self._seen[0][0] != said:
             self._seen[0] = said, now
-        silent = said[3] == RUNNING and now - self._seen[0][1] > self._patience
+        twice, self._reported = 0 in self._reported & self._gone, set(self._gone)
+        silent = said[3] == RUNNING and (twice or now - self._seen[0][1] > self._patience)
         self._conclude(said[2] or (self._silence(0) if silent else None), said[1])
 
     def _judge(self, now: float) -> str | None:
@@ -178,6 +197,10 @@ class RankMonitor:
         failed = next((rank for rank, word in status.items() if word == FAILED), None)
         if failed is not None:
             return f"rank {failed} failed: {self._seen[failed][0][3]}"
+        reported = {rank for beat, _ in self._seen.values() for rank in beat[4] if status[rank] != DONE}
+        gone, self._reported = reported & self._reported, reported  # twice: what it said last has been read by then
+        if gone:
+            return self._silence(min(gone))
         suspected = WAITING in status.values()
         if not suspected:
             self._suspected = now
@@ -204,6 +227,33 @@ class RankMonitor:
             self.lost = self.lost or lost
             self._open = max(self._open, everyone)
             self._news.notify_all()
+
+
+_NEIGHBOURS = 8
+"""Consecutive ranks that may be on one machine, where the launcher does not say."""
+
+
+def _process() -> list[Any]:
+    """Return what says which process this is: the machine since its start with its names of processes, the number,
+    and when it began; nothing where the system does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return [f"{boot} {Path('/proc/self/ns/pid').readlink()}", os.getpid(), _begun(os.getpid())]
+    except (OSError, IndexError, ValueError):
+        return []
+
+
+def _begun(pid: int) -> str:
+    """Return when a process began, in ticks; "" for one that has ended and is not yet collected."""
+    state, *values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return "" if state in "ZX" else values[18]
+
+
+def _runs(pid: int, begun: str) -> bool:
+    try:
+        return _begun(pid) == begun
+    except OSError:
+        return False
 
 
 def show_stacks(rank: int, lost: str) -> None:

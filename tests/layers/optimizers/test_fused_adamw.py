@@ -70,6 +70,22 @@ def test_torch_adamw_works_too(name: str) -> None:
     assert (parameter.dequantize() - before).abs().mean() > 0.1
 
 
+@pytest.mark.parametrize("shape", [(3, 8), (64, 64)])
+def test_a_view_of_some_columns_is_updated_and_nothing_beside_it(shape: tuple[int, int]) -> None:
+    """The fused kernel goes through memory as if it were contiguous: the view's neighbours were what it moved."""
+    torch.manual_seed(0)
+    whole, gradient = torch.randn(shape), torch.randn(shape)
+    view = nn.Parameter(whole.narrow(1, 2, 4))
+    alone = nn.Parameter(view.detach().clone())
+    beside = whole.clone()
+    for parameter in (view, alone):
+        parameter.grad = gradient.narrow(1, 2, 4)
+        FusedAdamW([parameter], **OPTIONS).step()
+    assert torch.equal(view, alone)
+    beside[:, 2:6] = alone.detach()
+    assert torch.equal(whole, beside)
+
+
 def test_small_updates_are_not_lost() -> None:
     parameter = quantized_parameter("float8_block")
     before = parameter.detach().dequantize()

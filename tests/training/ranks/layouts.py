@@ -148,6 +148,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "pipeline_balance": True,
     },
     "ep2 beside": {"expert_model_parallel_size": 2, "moe_shared_expert_overlap": True},
+    "zero": {"use_distributed_optimizer": True},
+    "pp2 ZBVZeroBubble zero": {**SCHEDULES["pp2 ZBVZeroBubble"], "use_distributed_optimizer": True},
+    "pp2 ep2 DualPipeV zero": {
+        **SCHEDULES["pp2 DualPipeV"],
+        "expert_model_parallel_size": 2,
+        "use_distributed_optimizer": True,
+    },
     "ep2 quantized": {"expert_model_parallel_size": 2, "expert_dispatch": "all_to_all_quantized"},
 }
 """Layouts with options that do not go with every model, recipe and optimizer."""

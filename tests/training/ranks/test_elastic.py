@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from te_models.config import ConfigError
-from te_models.training import CheckpointConfig, read_metrics, train
+from te_models.training import CheckpointConfig, DiLoCoConfig, TrainConfig, read_metrics, train
 from te_models.training.data.batch_size import with_global_batch
 from te_models.training.ranks.monitor import show_stacks
 from te_models.training.row import STEPS, Stragglers, busy_seconds
@@ -159,10 +159,8 @@ def test_a_rank_that_hangs_ends_all_and_every_rank_shows_its_stack(tmp_path: Pat
     assert "rank 1 runs but does not take part" in told
 
 
-@pytest.mark.slow
-def test_fewer_ranks_go_on_when_a_node_is_gone(tmp_path: Path) -> None:
-    """Two agents of one process each; the second is killed, and the first goes on alone from the newest checkpoint."""
-    config, alone = run_of(tmp_path)
+def starts_after_losing_a_node(config: TrainConfig, tmp_path: Path) -> list[dict]:  # type: ignore[type-arg]
+    """Run with two agents of one process each, of which the second is killed; return how the run was started."""
     options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
     options += ["--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "run", "--rdzv-conf", "last_call_timeout=4"]
     first = agent(tmp_path, {"pause": 1.0}, *options, log="first")
@@ -182,6 +180,27 @@ def test_fewer_ranks_go_on_when_a_node_is_gone(tmp_path: Path) -> None:
         second.wait()
     starts = [json.loads(line) for line in (Path(config.output_dir) / "starts.jsonl").read_text().splitlines()]
     assert [start["environment"]["ranks"] for start in starts] == [2, 1]
+    return starts
+
+
+@pytest.mark.slow
+def test_fewer_ranks_go_on_when_a_node_is_gone(tmp_path: Path) -> None:
+    """The first agent goes on alone from the newest checkpoint."""
+    config, alone = run_of(tmp_path)
+    starts_after_losing_a_node(config, tmp_path)
     train(alone)
     rows, right = (read_metrics(Path(run.output_dir) / "metrics.jsonl") for run in (config, alone))
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in right], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_fewer_replicas_go_on_when_a_node_is_gone(tmp_path: Path) -> None:
+    """Local steps: the replica that is left takes its own weights and states from the newest checkpoint, and goes on
+    with the bits of one that is started so."""
+    config, alone = run_of(tmp_path, diloco=DiLoCoConfig(inner_steps=3))
+    starts = starts_after_losing_a_node(config, tmp_path)
+    begun = Path(config.output_dir) / "checkpoints" / f"step-{starts[-1]['step']:08}"
+    train(alone.replace(resume_from=str(begun)))
+    found, right = (tensors_under(Path(run.output_dir) / "final") for run in (config, alone))
+    assert_same_bits(found, right)
+    assert [row["step"] for row in read_metrics(Path(config.output_dir) / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]

@@ -120,6 +120,11 @@ TRAINED = [
     Case("zamba", "packed", "pp2"),
     Case("zamba", "bf16", "pp2 Interleaved1F1B"),
     Case("zamba", "fp32", "cp2 p2p"),
+    Case("dense", "fp32", "dp2"),
+    Case("dense", "fp32", "zero"),
+    Case("tied", "bf16", "zero"),
+    Case("moe", "fp8 moments", "zero"),
+    Case("moe", "lora", "zero"),
     *MUON,
     *LORA,
 ]
@@ -128,6 +133,10 @@ CONTINUED = [
     Case("dense", "fp32", "tp2", start="fsdp2"),
     Case("dense", "fp32", "fsdp2 offloaded", start="fsdp2"),
     Case("dense", "fp32", "fsdp2", start="one"),
+    Case("dense", "fp32", "fsdp2", start="zero"),
+    Case("dense", "fp32", "zero", start="one"),
+    Case("dense", "fp32", "zero", start="zero"),
+    Case("moe", "fp8 moments", "zero", start="fsdp2"),
     Case("moe", "fp32", "ep2 fsdp2", start="tp2"),
     Case("moe", "fp32", "tp2", start="ep2 fsdp2"),
     Case("moe", "fp32", "ep2", start="ep2 fsdp2"),
@@ -196,6 +205,8 @@ FOUR = [
     Case("deep", "fp32", "pp2 tp2 sp"),
     Case("tied", "fp32", "pp2 tp2 sp ZBVZeroBubble"),
     Case("deep", "packed", "pp2 cp2"),
+    Case("deep", "fp32", "pp2 ZBVZeroBubble zero"),
+    Case("deep", "mxfp8", "pp2 ep2 DualPipeV zero"),
     Case("mla_moe", "fp32", "pp2 ep2"),
     Case("ahead", "packed", "pp2 cp2"),
     Case("ahead", "fp32", "pp2 tp2 sp"),
@@ -218,6 +229,7 @@ BACK = [
     Case("dense", "muon", "one", start="tp4 sp"),
     Case("zamba", "fp32", "one", start="pp2 fsdp2"),
     Case("zamba", "fp32", "one", start="tp4"),
+    Case("deep", "fp32", "one", start="pp2 ZBVZeroBubble zero"),
 ]
 
 
@@ -287,6 +299,17 @@ def test_the_same_layout_continues_bit_for_bit(case: Case, runs: Runs) -> None:
     columns = ("loss", "grad_norm", "validation_loss")
     rows = [[row.get(name) for name in columns] for row in runs.curve(whole)]
     assert [[row.get(name) for name in columns] for row in runs.curve(case)] == rows[2:]
+
+
+@pytest.mark.sentinels("dense_fp32_zero")
+@pytest.mark.parametrize("case", each([Case("dense", "fp32", "zero")]))
+def test_a_shared_update_has_the_bits_of_a_whole_one(case: Case, runs: Runs) -> None:
+    """Weights after four steps, of ranks that each update a half, and of ranks that both update all."""
+    whole = Case(case.kind, case.precision, "dp2")
+    if not (runs.output_dir(whole) / "final").exists():
+        runs.on_ranks([whole], 2)
+    shared, own = (tensors_under(runs.output_dir(c) / "final") for c in (case, whole))
+    assert_same_bits(shared, own)
 
 
 @pytest.mark.slow

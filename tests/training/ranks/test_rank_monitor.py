@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from te_models.training import LostRankError, ParallelConfig, list_checkpoints
+from tests.fork_server import run_python
 from tests.training.checkpoints.test_interruption import FOREVER, endless
 from tests.training.processes import exit_codes, stderr, training, wait_for_rows
 
@@ -130,3 +131,34 @@ def test_a_process_that_cannot_leave_is_ended(
     second._watcher.join(20)
     assert codes == [3]
     assert "te-models: rank 1 ends: rank 0 failed: out of memory" in capfd.readouterr().err
+
+
+KILLED = """
+import os, signal, sys, time
+import torch.distributed as dist
+from te_models.training.ranks.monitor import LostRankError, RankMonitor
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+pid = os.fork()
+if pid == 0:
+    own = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    RankMonitor(own, 1, 2, 600.0).barrier()
+    time.sleep(2)
+    os.kill(os.getpid(), signal.SIGKILL)
+monitor = RankMonitor(store.clone(), 0, 2, 600.0)
+monitor.barrier()
+try:
+    while True:  # computes: no collective tells
+        monitor.check()
+        time.sleep(0.05)
+except LostRankError as error:
+    print(error, flush=True)
+    monitor.close(error)
+os._exit(0)
+"""
+
+
+def test_a_killed_rank_is_named_while_nobody_waits_for_it() -> None:
+    """By the ranks of its machine, in a run that waits ten minutes for what does not answer."""
+    done = run_python(["-c", KILLED], timeout=120)
+    assert done.stdout == "rank 1 stopped answering\n", done.stderr

@@ -1,0 +1,137 @@
+"""The update of whole parameters shared by the ranks that hold them (ZeRO-1, arXiv 1910.02054): each keeps the moments
+and the master of a part of every parameter, steps it, and gets the other parts from the ranks that stepped them.
+
+A part is a view of some rows of the parameter, so that the state of a step is what FSDP2's shards have, and checkpoints
+name it alike. Gradients are whole, and summed once a step, which every pipeline
+schedule allows; the update of an element is the one that a rank with all of them would make, to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from te_models.layers import QuantizedTensor, gradient_of
+
+from ...config import ConfigError
+from ...parallel.parts import ShardPlace
+from ..ranks.buckets import BUCKET
+from ..ranks.data_parallel import Ranks
+
+GroupOf = Callable[[Tensor], tuple[dist.ProcessGroup | None, int, int]]
+"""Of a parameter: the ranks that hold it (None: all), this one's number among them, and how many they are."""
+
+
+@dataclass(eq=False)
+class _Part:
+    """A parameter, this rank's part of it, and the ranks that have the others."""
+
+    whole: nn.Parameter
+    own: nn.Parameter
+    place: ShardPlace
+    group: dist.ProcessGroup | None
+
+    def of_rank(self, rank: int) -> Tensor:
+        """Return the part of a rank: its own, fewer, or none at the end."""
+        dim, each = self.place.dim, self.place.each
+        begin = min(rank * each, self.whole.shape[dim])
+        return self.whole.detach().narrow(dim, begin, min(each, self.whole.shape[dim] - begin))
+
+    @property
+    def elements(self) -> int:
+        """Of the largest part."""
+        return self.whole.numel() // max(1, self.whole.shape[self.place.dim]) * self.place.each
+
+
+class SharedUpdate:
+    """This rank's parts of parameters, and what makes the parameters whole after a step.
+
+    Raises ConfigError for weights that are stored quantized, whose blocks a part would cut.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], group_of: GroupOf) -> None:
+        self._parts: dict[str, _Part] = {}
+        for name, whole in parameters.items():
+            if isinstance(whole, QuantizedTensor):
+                raise ConfigError(
+                    "parallel.use_distributed_optimizer is True; allowed with precision.quantized_weights: False"
+                )
+            group, rank, ranks = group_of(whole)
+            place = ShardPlace(rank, ranks, 0, -(-whole.shape[0] // ranks))
+            part = _Part(whole, whole, place, group)
+            own: Any = nn.Parameter(part.of_rank(rank))
+            own.shard_place = place
+            main_grad = getattr(whole, "main_grad", None)
+            if main_grad is not None:
+                own.main_grad = self._narrowed(main_grad, place)
+            part.own = own
+            self._parts[name] = part
+        self.own: dict[str, nn.Parameter] = {name: part.own for name, part in self._parts.items()}
+        self._buckets = list(self._filled())
+
+    @staticmethod
+    def _narrowed(tensor: Tensor, place: ShardPlace) -> Tensor:
+        size = tensor.shape[place.dim]
+        begin = min(place.rank * place.each, size)
+        return tensor.narrow(place.dim, begin, min(place.each, size - begin))
+
+    def _filled(self) -> Iterator[list[_Part]]:
+        kinds: dict[Any, list[_Part]] = {}
+        for part in self._parts.values():
+            if part.place.ranks > 1:
+                kinds.setdefault((part.whole.dtype, id(part.group)), []).append(part)
+        for members in kinds.values():
+            bucket: list[_Part] = []
+            for part in members:
+                size = sum(p.elements * p.place.ranks for p in (*bucket, part)) * part.whole.element_size()
+                if bucket and size > BUCKET:
+                    yield bucket
+                    bucket = []
+                bucket.append(part)
+            yield bucket
+
+    def take_gradients(self) -> None:
+        """Have each part's gradient be its part of the parameter's."""
+        for part in self._parts.values():
+            gradient = gradient_of(part.whole)
+            if getattr(part.own, "main_grad", None) is None:
+                part.own.grad = None if gradient is None else self._narrowed(gradient, part.place)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Make the parameters whole: each rank gets the parts of the others; called by all of them."""
+        for part in self._parts.values():
+            part.own.grad = None
+        for bucket in self._buckets:
+            first = bucket[0]
+            sent = torch.cat([_filled_up(part.own.data, part.elements) for part in bucket])
+            received = sent.new_empty(first.place.ranks * sent.numel())
+            dist.all_gather_into_tensor(received, sent, group=first.group)
+            for rank, values in enumerate(received.view(first.place.ranks, -1).unbind()):
+                if rank == first.place.rank:
+                    continue
+                for part, its in zip(bucket, values.split([p.elements for p in bucket]), strict=True):
+                    there = part.of_rank(rank)
+                    there.copy_(its[: there.numel()].view(there.shape))
+
+
+def _filled_up(tensor: Tensor, elements: int) -> Tensor:
+    flat = tensor.reshape(-1)
+    return flat if flat.numel() == elements else torch.cat([flat, flat.new_zeros(elements - flat.numel())])
+
+
+def ranks_that_hold(ranks: Ranks, experts: Any) -> GroupOf:
+    """Return what says which ranks hold a parameter. ranks: over which gradients are averaged; experts: `ExpertRanks`,
+    whose parameters only those with the same ones hold."""
+
+    def group_of(parameter: Tensor) -> tuple[dist.ProcessGroup | None, int, int]:
+        if experts is not None and experts.owns(parameter):
+            return experts.copies, experts.copies.rank(), experts.copies.size()
+        return ranks.group, ranks.rank, ranks.world_size
+
+    return group_of
