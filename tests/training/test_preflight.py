@@ -12,7 +12,7 @@ import pytest
 
 from te_models.checkpoints import CheckpointError, expected_tensors
 from te_models.checkpoints.mapping.rank_shards import Place
-from te_models.config import ConfigError
+from te_models.config import ConfigError, IndexerConfig, ModelConfig
 from te_models.parallel import ParallelDims
 from te_models.training import (
     DataError,
@@ -228,6 +228,42 @@ def test_tokens_that_ranks_cannot_share(tmp_path: Path, sizes: dict, changes: di
     config = data(tiny_run(tmp_path).replace(parallel=ParallelConfig(**sizes)), **changes)
     with pytest.raises(ConfigError, match=sentence):
         preflight.check_layout(config, tiny_model(), ParallelDims.of(sizes, 2))
+
+
+def indexed(model: ModelConfig) -> ModelConfig:
+    indexer = IndexerConfig(n_heads=2, head_dim=16, topk=4)
+    return model.replace(attention=model.attention.replace(indexer=indexer))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "model", "sentence"),
+    [
+        ({"context_parallel_size": 8, "cp_comm_type": "a2a"}, tiny_model(), "heads is 4; .* a multiple of the 8 ranks"),
+        (
+            {"context_parallel_size": 4, "tensor_model_parallel_size": 2, "cp_comm_type": "a2a"},
+            tiny_model(),
+            "heads is 4, 2 on each of 2 ranks that split layers; allowed with cp_comm_type 'a2a': a multiple of the 4",
+        ),
+        ({"context_parallel_size": 2, "cp_comm_type": "p2p"}, indexed(tiny_model()), "indexer: .* 'p2p': attention wi"),
+    ],
+)
+def test_keys_that_cannot_be_reached(tmp_path: Path, sizes: dict, model: ModelConfig, sentence: str) -> None:
+    config = data(tiny_run(tmp_path).replace(parallel=ParallelConfig(**sizes)))
+    with pytest.raises(ConfigError, match=sentence):
+        preflight.check_layout(config, model, ParallelDims.of(sizes, 8))
+
+
+def test_options_of_what_is_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cp_comm_type is 'p2p'; allowed: 'all_gather' with context_parallel_size"):
+        ParallelConfig(cp_comm_type="p2p")
+    with pytest.raises(ConfigError, match="moe_shared_expert_overlap is True; allowed: False without expert_model_par"):
+        ParallelConfig(moe_shared_expert_overlap=True)
+    sizes = {"expert_model_parallel_size": 2, "moe_shared_expert_overlap": True}
+    config = tiny_run(tmp_path, moe=True).replace(parallel=ParallelConfig(**sizes), compile=False)
+    with pytest.raises(ConfigError, match=r"a model with moe\.shared_expert_intermediate_size, without moe\.own"):
+        preflight.check_layout(config, tiny_model(moe=True), ParallelDims.of(sizes, 2))
+    with pytest.raises(ConfigError, match="moe_shared_expert_overlap is True; allowed: False with compile = true"):
+        config.replace(compile=True)
 
 
 DEEPEP = {"expert_model_parallel_size": 2, "expert_dispatch": "deepep"}

@@ -31,7 +31,7 @@ from tests.fork_server import run_python
 from tests.ranks import run_on_ranks
 from tests.te_models.plan.plan_ranks import LAYOUTS, STAGES
 from tests.training.processes import as_toml
-from tests.training.runs import tiny_model, tiny_run
+from tests.training.runs import balanced_model, tiny_model, tiny_run
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 MODULE = "tests.te_models.plan.plan_ranks"
@@ -331,6 +331,25 @@ def test_layouts_are_planned_by_utilization_and_refused_ones_come_last(tmp_path:
     )
     assert all(any(reason in refused.reason for reason in why) for refused in found[len(plans) :])
     assert [plan.mfu for plan in plans] == sorted((plan.mfu for plan in plans), reverse=True)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_what_travels_while_a_rank_computes(tmp_path: Path) -> None:
+    """A ring's keys behind attention; results of experts behind shared ones."""
+    run, slow = tiny_run(tmp_path), Hardware(tflops=1e-3)
+    waits = {}
+    for way in ("p2p", "a2a"):
+        ranks = run.parallel.replace(context_parallel_size=2, cp_comm_type=way)
+        waits[way] = plan_run(run.replace(parallel=ranks), 2, slow).waits
+    assert not any("over cp" in name and "send" in name for name in waits["p2p"])
+    assert waits["a2a"]["all_to_all over cp"] > 0
+    model = balanced_model()
+    run = run.replace(model=run.model.replace(config=model), compile=False)
+    for beside in (False, True):
+        ranks = run.parallel.replace(expert_model_parallel_size=2, moe_shared_expert_overlap=beside)
+        waits[beside] = plan_run(run.replace(parallel=ranks), 2, slow).waits["all_to_all over ep"]
+    assert waits[True] == pytest.approx(waits[False] / 2)
 
 
 @pytest.mark.slow
