@@ -27,7 +27,7 @@ from ..checks import PARTS
 from ..files import INDEX
 
 OLD_INDEX = "index.json"
-KINDS = ("model.", "optimizer.", "lora.", "rng.", "recipe.")
+KINDS = ("model.", "optimizer.", "lora.", "rng.", "recipe.", "replica.", "outer.")
 MOST_DIMENSIONS = 8
 MOST = 1 << 62
 """Elements of a tensor: torch counts them in 64 bits."""
@@ -125,7 +125,7 @@ class Index:
             kind, _, rest = name.partition(".")
             if not name.startswith(KINDS):
                 raise CheckpointError(f"{where} has {quote(name)}, which is no part of a training state")
-            if kind in ("rng", "recipe") and rest.partition(".")[0] not in allowed:
+            if kind in ("rng", "recipe", "replica") and rest.partition(".")[0] not in allowed:
                 raise CheckpointError(f"{where} has {quote(name)}, and the run had {ranks} ranks")
         for rank in range(ranks):
             for generator in ("python", "torch"):
