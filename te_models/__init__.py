@@ -1,7 +1,7 @@
 """te_models: GPT and mixture-of-experts language models on a Transformer-Engine-style layer set.
 
 Names are imported on first use, so `import te_models` costs little. What lives where:
-config       ModelConfig and its parts             model        GPTModel, TransformerLayer, MoELayer
+config       ModelConfig and its parts             model        GPTModel, DecoderLayer, MoELayer
 generation   generate, stream, drafts              compile      compile_model
 parallel     ParallelDims, parallelize             training     train
 cli          the command `te-models`
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     )
     from .generation import Draft, DraftModel, MTPDraft, generate, stream
     from .model import (
+        DecoderLayer,
         GPTModel,
         KVCache,
         ModelOutput,
         MoELayer,
         RouterRecord,
         StaticKVCache,
-        TransformerLayer,
         logprobs,
         take_expert_load,
         update_expert_bias,
@@ -67,7 +67,7 @@ _HOME = {
         "ModelOutput",
         "RouterRecord",
         "StaticKVCache",
-        "TransformerLayer",
+        "DecoderLayer",
         "logprobs",
         "take_expert_load",
         "update_expert_bias",
@@ -80,6 +80,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionConfig",
     "ConfigError",
+    "DecoderLayer",
     "Draft",
     "DraftModel",
     "EmbeddingConfig",
@@ -98,7 +99,6 @@ __all__ = [
     "RouterRecord",
     "StaticKVCache",
     "TemperatureConfig",
-    "TransformerLayer",
     "compile_model",
     "generate",
     "logprobs",
@@ -107,4 +107,7 @@ __all__ = [
     "update_expert_bias",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF, "; the layer set is te_models.layers")
+# te_models.TransformerLayer promised the constructor of te_models.layers.TransformerLayer, and had another
+__getattr__, __dir__ = lazy_names(
+    __name__, _MODULE_OF, "; the layer set is te_models.layers", {"TransformerLayer": "DecoderLayer"}
+)

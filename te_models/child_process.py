@@ -65,7 +65,7 @@ def leave_current_directory() -> None:
 
 
 def run_module(module: str, text: str) -> subprocess.CompletedProcess[str]:
-    """Run `main` of a module of the project in an interpreter of its own, which reads a text from its standard input;
+    """Run `main` of a module of the project in a new interpreter, which reads a text from its standard input;
     return how it ended and what it printed."""
     import subprocess
 
@@ -76,9 +76,8 @@ def run_module(module: str, text: str) -> subprocess.CompletedProcess[str]:
 
 
 def start_script(file: str, arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a script, whose arguments are these and as the last one its `sys.path` as JSON, in an interpreter of its
-    own and a session of its own: Ctrl-C is this process's to answer. Pipes lead to its standard input and output.
-    Raises OSError."""
+    """Start a script, whose arguments are these and as the last one its `sys.path` as JSON, in a new interpreter and a
+    new session: Ctrl-C is this process's to answer. Pipes lead to its standard input and output. Raises OSError."""
     import subprocess
 
     return subprocess.Popen(
@@ -92,7 +91,7 @@ def start_script(file: str, arguments: Sequence[str], environment: Mapping[str, 
 
 
 def exit_code(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Return the exit code of a process that is about to end; None: it has not, after so many seconds."""
+    """Return the exit code of a process that is about to end; None: it has not ended after `seconds`."""
     import subprocess
 
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -105,7 +104,7 @@ def run_program(
 ) -> tuple[int, str]:
     """Run a program, named by its whole path, in a folder; return its exit status, and what it said. environment: None
     is this process's in the C locale, with temporary files in the folder, which is the caller's then. Raises OSError
-    where it does not start, and TimeoutError after so many seconds, when it is killed with all that it has started."""
+    where it does not start, and TimeoutError after `seconds`, when it is killed with all that it has started."""
     import signal
     import subprocess
     import tempfile

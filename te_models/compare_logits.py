@@ -35,7 +35,7 @@ class AgreementReport:
     kl_mean, kl_max: Kullback-Leibler divergence of our next-token distribution from theirs, in nats, over the tokens.
     argmax_agreement: part of the tokens at which both put the same one first. relative_error: largest difference of
     logits divided by the largest logit. stages: the same for what comes out of the embedding, each layer but the last,
-    and the final norm. first_divergence: the first stage beyond `tolerance`, or "logits"; None if there is none.
+    and the final norm. first_divergence: the first stage beyond `tolerance`, or "logits"; None without one.
     """
 
     tokens: int

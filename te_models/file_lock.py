@@ -120,7 +120,7 @@ def _write_note(fd: int) -> None:
 
 
 def _read_note(fd: int) -> Note | None:
-    """Return what the note says; None where there is none, or something else."""
+    """Return what the note says; None without a note, or for a file of another kind."""
     try:
         values = json.loads(os.pread(fd, _MOST, 0))
         pid, host, since = values["pid"], values["host"], values["since"]

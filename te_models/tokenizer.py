@@ -1,4 +1,4 @@
-"""Tokenizers of model folders (extra `hf`), read and applied in a process of their own, with limits.
+"""Tokenizers of model folders (extra `hf`), read and applied in a separate process, with limits.
 
 A tokenizer's files are data from strangers, and the Rust library that reads them does not bound what they ask for: a
 chain of replacements doubles a text at every step, a damaged character map panics, and a failed allocation ends the
@@ -59,7 +59,7 @@ def tokenizer_folder(name: str | os.PathLike[str]) -> Path:
 
 
 class Tokenizer:
-    """A tokenizer in a process of its own, which ends with it. Each method raises TokenizerError.
+    """A tokenizer in a separate process, which ends with it. Each method raises TokenizerError.
 
     bos and eos: the ids of its special tokens; None: it has none.
     """
@@ -110,7 +110,7 @@ class Tokenizer:
         return self._process.ask(b"d", data.tobytes(), BYTES_PER_TOKEN * len(data)).decode()
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token; None: there is none."""
+        """Return the id of a token; None: the tokenizer does not have it."""
         found: int | None = json.loads(self._process.ask(b"t", token.encode("utf-8", "surrogatepass"), 32))
         return found
 
@@ -235,7 +235,7 @@ def _check_folder(folder: Path) -> None:
 
 
 class ChatTokenizer:
-    """The tokenizer of a folder with its chat template, as `AutoTokenizer` reads them, in a process of its own.
+    """The tokenizer of a folder with its chat template, as `AutoTokenizer` reads them, in a separate process.
 
     ends: tokens at which generation ends. end: a token to write behind answers that the template ends with none. final:
     see `encode`.

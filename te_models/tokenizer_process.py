@@ -74,7 +74,7 @@ def main(memory_bytes: int, seconds: int, paths: list[str]) -> None:
             os.abort()  # as the Rust side does
         except LimitError as error:
             mark, answer = b"!", str(error).encode()
-        except BaseException as error:  # the Rust side raises bare Exceptions, and a panic is none
+        except BaseException as error:  # the Rust side raises bare Exceptions, and a panic is not an Exception
             mark, answer = b"!", f"the library refuses it ({_first(error)})".encode(errors="replace")
         _send(answers, mark, answer)
 
@@ -268,7 +268,7 @@ def _added(rules: Any) -> int:
 
 
 def _allow(seconds: int) -> None:
-    """End this process after so many more seconds of processor time."""
+    """End this process after `seconds` more of processor time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _lower(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds)
 

@@ -56,7 +56,7 @@ _MLP = ("mlp.gate_multiplier", "mlp.output_multiplier")
 
 
 def _numbers(hf: Mapping[str, Any], name: str, count: int) -> list[float]:
-    """Return a list of so many numbers; ones where there is none."""
+    """Return a list of this many numbers; ones where the file has none."""
     values = read_typed(hf, name, list, None)
     values = [1.0] * count if values is None else values
     if len(values) != count:

@@ -8,7 +8,7 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .base.common import ACTIVATIONS, Dropouts, layer_norm
+from .base.common import ACTIVATIONS, Dropouts, layer_norm_entries
 from .base.family import Family
 from .base.fields import REQUIRED, Choice, Field, Fixed, OneOf, Values, read_typed
 from .base.names import Names
@@ -77,7 +77,7 @@ GPT2 = Family(
         Dropouts("resid_pdrop", "embd_pdrop", 0.1),
         Field("initializer_range", "init_method_std", float, 0.02),
         ScoreScale(),
-        *layer_norm(bias=True),
+        *layer_norm_entries(bias=True),
         Fixed("mlp.gated", False),
         Fixed("mlp.bias", True),
         Fixed("attention.add_qkv_bias", True),

@@ -58,7 +58,7 @@ class Tied:
 
 
 def _pattern(hf: Mapping[str, Any], layers: int) -> list[str]:
-    """`full_attn_idxs`: the layers with attention; all of them where there is none."""
+    """`full_attn_idxs`: the layers with attention; all of them without the field."""
     full = read_typed(hf, "full_attn_idxs", list, None)
     return ["full_attention" if full is None or i in full else "conv" for i in range(layers)]
 

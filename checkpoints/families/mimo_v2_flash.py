@@ -15,7 +15,7 @@ from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed, Nullable, OneOf, Values, read_typed, shorten_value
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import Groups, LayerKinds
+from .base.moe_fields import ExpertGroups, LayerKinds
 from .base.names import Fused, Names
 from .base.rope import RopePerLayerType
 from .base.unused import Unused
@@ -101,7 +101,7 @@ MIMO_V2_FLASH = Family(
         Fixed("moe.router.dtype", "float32"),
         Field("norm_topk_prob", "moe.router.normalize", bool, True),
         Field("routed_scaling_factor", "moe.router.scaling_factor", float, 1.0, null=True),
-        Groups(),
+        ExpertGroups(),
         PublishedSpelling(),
         Agrees(),
         RopePerLayerType(5e6, 1e4, local="swa_rope_theta", partial=_PARTIAL, default=(_PARTIAL, _PARTIAL)),

@@ -13,7 +13,7 @@ from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Entry, Field, Fixed, Only, Values, shorten_value
-from .base.moe_fields import Groups, sigmoid_router
+from .base.moe_fields import ExpertGroups, sigmoid_router
 from .base.names import Fused, Names, PerExpert
 from .base.recurrent import Mamba2Names, MixerField, Nested, RecurrentLayers
 
@@ -162,7 +162,7 @@ NEMOTRON_H = Family(
         Fixed("mlp.gated", False),
         Field("mlp_bias", "mlp.bias", bool, False),
         Only("mamba_hidden_act", "silu"),
-        Groups(),
+        ExpertGroups(),
         ExpertEntries(
             (
                 Field("n_routed_experts", "moe.num_moe_experts", int, 8),

@@ -20,7 +20,7 @@ from .base.rope import Rope
 
 @dataclass(frozen=True)
 class OptionalRope(Rope):
-    """The rotary embedding; a base that is null, not absent, means that there is none."""
+    """The rotary embedding; a base that is null (not absent) turns rotation off."""
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         values = hf.get("rope_scaling") or hf.get("rope_parameters")

@@ -11,13 +11,13 @@ import torch
 from te_models.config import ModelConfig
 from te_models.layers import GroupedTensor, QuantizedTensor
 
-from ..formats.numbers import check_values
+from ..formats.numbers import check_scale_values
 from ..io.errors import CheckpointError, shorten
 from ..io.store import Store
 from ..mapping.param_shapes import ExpertLayout, expected_tensors
-from ..mapping.parameters import Parameters
+from ..mapping.parameters import StoredParameters
 from ..mapping.quantized_format import SUFFIXES
-from ..mapping.rank_shards import WHOLE, Place, parts
+from ..mapping.rank_shards import WHOLE, ShardPlace, parts
 from ..mapping.te_namespace import Formats
 from ..mapping.tensor_map import Namespace
 
@@ -29,7 +29,7 @@ def load_params(
     config: ModelConfig,
     formats: Formats,
     params: Mapping[str, torch.Tensor],
-    place: Place,
+    place: ShardPlace,
 ) -> None:
     """Fill `params` from `store`, whose tensors are as `source` says; formats: grouped names of quantized ones.
 
@@ -38,12 +38,12 @@ def load_params(
     A quantized parameter takes over quantized values of the same format bit for bit; otherwise values are quantized, or
     dequantized, as the parameter needs, one GEMM's matrix at a time where they are in high precision.
     """
-    layout = layout_of(params, config, "the names of the parameters to load")
+    layout = layout_of_names(params, config, "the names of the parameters to load")
     shapes = expected_tensors(config, layout)
     owned = parts(config, shapes, place)
     check_shapes(params, {name: owned[name].shape(shape) for name, shape in shapes.items()})
-    stored = Parameters(store, source, config, formats, layout)
-    per_gemm = cache(lambda: Parameters(store, source, config, formats, "per-gemm"))
+    stored = StoredParameters(store, source, config, formats, layout)
+    per_gemm = cache(lambda: StoredParameters(store, source, config, formats, "per-gemm"))
     for name, param in params.items():
         part = owned[name]
         if name in stored.formats:
@@ -64,7 +64,7 @@ def load_params(
 def _check_scales(name: str, value: QuantizedTensor) -> None:
     for field, scales in value.fields.items():
         if not field.endswith(("_data", "_zero_point")):
-            check_values(name + SUFFIXES[field], scales, signed=value.quantizer.SIGNED_SCALES)
+            check_scale_values(name + SUFFIXES[field], scales, signed=value.quantizer.SIGNED_SCALES)
 
 
 def check_shapes(params: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -74,7 +74,7 @@ def check_shapes(params: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[
             raise CheckpointError(f"the model's {name} has shape {list(params[name].shape)}; expected: {list(shape)}")
 
 
-def layout_of(names: Mapping[str, Any], config: ModelConfig, what: str) -> ExpertLayout:
+def layout_of_names(names: Mapping[str, Any], config: ModelConfig, what: str) -> ExpertLayout:
     """Return which layout a model's parameter names are in; names that are in neither raise CheckpointError."""
     layouts: tuple[ExpertLayout, ...] = ("grouped", "per-gemm")
     closest = min(layouts, key=lambda layout: len(set(names) ^ set(expected_tensors(config, layout))))

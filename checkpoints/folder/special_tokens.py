@@ -114,7 +114,7 @@ def generation_config(folder: Path, ids: dict[str, int]) -> dict[str, Any]:
 
 def hf_config(folder: Path) -> dict[str, Any]:
     """Return the Hugging Face configuration of a folder: its config.json, or the one that ours was imported with; empty
-    where there is none."""
+    for a folder without either."""
     values = _read(folder, "config.json")
     if values.get("model_type") != "te_models":
         return values

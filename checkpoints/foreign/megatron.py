@@ -28,7 +28,7 @@ _NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
-"""A norm before a projection, joined with it or as a module of its own."""
+"""A norm before a projection, joined with it or as a separate module."""
 
 
 def named_norm(at: str, rest: str, found: Mapping[str, HasShape] | None) -> str:

@@ -31,7 +31,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], WeightFormat | MixedFormat]] =
 }
 
 WRITABLE: dict[str, tuple[WeightFormat, ...]] = {
-    "fp8": (fp8.blocks(pow2=True), fp8.blocks(pow2=False)),
+    "fp8": (fp8.block_format(pow2=True), fp8.block_format(pow2=False)),
     "mxfp8": (mx.read_mxfp8({}),),
     "mxfp4": (mx.read_mxfp4({}),),
     "nvfp4-pack-quantized": (compressed_tensors.NVFP4,),

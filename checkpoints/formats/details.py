@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from te_models.lazy import later
 
-from ..io.dtypes import bits_of, dtype_name, torch_dtype
+from ..io.dtypes import bit_width, dtype_name, torch_dtype
 from ..io.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def check_details(details: Any) -> Mapping[str, Any]:
     good = (separate is None or isinstance(separate, dict)) and all(
         isinstance(x, dict) for x in (dtypes, ones, numbers)
     )
-    good = good and all(isinstance(x, str) and bits_of(x) is not None for x in dtypes.values())
+    good = good and all(isinstance(x, str) and bit_width(x) is not None for x in dtypes.values())
     good = good and all(isinstance(x, float) for x in numbers.values())
     good = good and all(isinstance(x, bool) for x in (*ones.values(), details.get("others", False)))
     unkept = details.get("unkept", [])

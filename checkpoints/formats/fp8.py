@@ -154,14 +154,14 @@ def read(config: Mapping[str, Any]) -> WeightFormat | MixedFormat:
         raise CheckpointError(
             f"config.json declares FP8 with weight_block_size = {shorten_value(block)}; supported: {list(BLOCK)}, null"
         )
-    found = blocks(pow2=one_of(config, "scale_fmt", ("float", "ue8m0"), "float") == "ue8m0")
+    found = block_format(pow2=one_of(config, "scale_fmt", ("float", "ue8m0"), "float") == "ue8m0")
     if one_of(config, "expert_dtype", ("fp8", "fp4"), "fp8") == "fp8":
         return found
     return MixedFormat(((lambda module: ".experts." in module, FP4_EXPERTS), (lambda module: True, found)))
 
 
 @functools.cache
-def blocks(*, pow2: bool) -> WeightFormat:
+def block_format(*, pow2: bool) -> WeightFormat:
     """Return the format of 128x128 blocks; pow2: whether its scales are powers of two."""
     return blocks_128(name="fp8", scale_suffix="_scale_inv", pow2=pow2, activations=_ACTIVATIONS)
 

@@ -107,7 +107,7 @@ def zeros_to_words(zeros: Tensor, per_word: int) -> Tensor:
     return (wide << shifts).sum(-2).to(torch.int32)
 
 
-def values_of(
+def integer_values(
     files: FileStore,
     weight: str,
     weight_format: WeightFormat,

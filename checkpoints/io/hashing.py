@@ -2,7 +2,7 @@
 
 The digest of a weight file is made of the digest of its header and the digests of its tensors, which together cover
 every byte. The digest of a tensor is made of the digests of its parts (`tensor_hash.py`). The digest that `sha256sum`
-prints of the same file is computed only where that is asked for, by a thread of its own from the same buffers: hashlib
+prints of the same file is computed only where that is asked for, by a separate thread from the same buffers: hashlib
 releases the interpreter lock.
 """
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .dtypes import bits_of
+from .dtypes import bit_width
 from .errors import CheckpointError, quote
 from .strict_json import check_escapes, parse_object
 
@@ -96,7 +96,7 @@ class Header:
 
 def byte_count(dtype: str, shape: tuple[int, ...]) -> int:
     """Return the number of bytes of a tensor (dtypes narrower than a byte must fill whole bytes)."""
-    bits = math.prod(shape) * (bits_of(dtype) or 0)
+    bits = math.prod(shape) * (bit_width(dtype) or 0)
     if bits % 8:
         raise CheckpointError(f"a {dtype} tensor of shape {list(shape)} does not fill whole bytes")
     return bits // 8
@@ -251,7 +251,7 @@ def _check_entry(name: str, dtype: Any, shape: Any, offsets: Any, sizes: Sizes, 
     """Return the description of a tensor; shape and offsets are tuples where they are known to be natural numbers."""
     _check_name(name, where)
     place = f"{where}: tensor"
-    bits = bits_of(dtype) if isinstance(dtype, str) else None
+    bits = bit_width(dtype) if isinstance(dtype, str) else None
     if bits is None:
         raise CheckpointError(f"{place} {quote(name)} has the unknown dtype {str(dtype)[:40]!r}")
     if len(shape) > _MAX_RANK if type(shape) is tuple else not _naturals(shape) or len(shape) > _MAX_RANK:

@@ -20,7 +20,7 @@ from te_models.lazy import later
 
 from .box_reads import read_box
 from .boxes import Box, full, slices
-from .dtypes import bits_of, dtype_name, torch_dtype
+from .dtypes import bit_width, dtype_name, torch_dtype
 from .errors import CheckpointError, quote
 from .header import Header, TensorInfo, read_header
 
@@ -166,7 +166,7 @@ class FileStore:
     def read(self, name: str, box: Box) -> torch.Tensor:
         info = self.tensors[name]
         dtype = torch_dtype(info.dtype)
-        if bits_of(info.dtype) != 8 * dtype.itemsize:
+        if bit_width(info.dtype) != 8 * dtype.itemsize:
             raise CheckpointError(f"tensor {name!r} has the packed dtype {info.dtype}, which can only be copied whole")
         return read_box(partial(self.read_into, name), info.shape, dtype, box)
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 from .boxes import Shape
-from .dtypes import bits_of
+from .dtypes import bit_width
 from .header import byte_count
 from .sha256 import SHA256_BYTES, digests_of_each
 
@@ -35,7 +35,7 @@ def part_bytes(dtype: str, shape: Shape, rows_per_part: int) -> int:
     A row has all elements of the last dimension. The part is the whole tensor where that has one dimension, where a
     part would be smaller than `LEAST_PART_BYTES`, and for rows_per_part 0 (earlier releases).
     """
-    size = rows_per_part * shape[-1] * (bits_of(dtype) or 0) // 8 if len(shape) > 1 else 0
+    size = rows_per_part * shape[-1] * (bit_width(dtype) or 0) // 8 if len(shape) > 1 else 0
     return size if size >= LEAST_PART_BYTES else byte_count(dtype, shape)
 
 

@@ -43,12 +43,12 @@ def start_threads(count: int) -> ThreadPoolExecutor:
     pool = ThreadPoolExecutor(count)
     if "torch" not in sys.modules:  # bytes are moved
         return pool
-    before, ready = torch.get_num_threads(), threading.Barrier(count)
+    before, barrier = torch.get_num_threads(), threading.Barrier(count)
 
     def start() -> None:
         torch.get_num_threads()  # a thread's first use of torch copies the setting, so that has to come before
         torch.set_num_threads(1)  # of this thread, and of threads that use torch for the first time from now on
-        ready.wait()
+        barrier.wait()
 
     wait([pool.submit(start) for _ in range(count)])
     torch.set_num_threads(before)

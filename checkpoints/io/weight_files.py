@@ -20,7 +20,7 @@ TEMPLATES = "additional_chat_templates"
 """The one folder inside a model folder whose files are read."""
 
 _MOST_SPARSE = 16 << 30
-"""Bytes that a file may have however little of them is stored: hashing so many zeros takes seconds."""
+"""Bytes that a file may have however little of them is stored: hashing more zeros than that takes seconds."""
 _MOST_HOLES = 16
 """Of larger files: how many times the stored bytes they may have. A file system that compresses stores long runs of
 zeros as holes, and no weights consist of them."""

@@ -394,7 +394,7 @@ def check_counts(layers: object, experts: object = None) -> None:
 def check_held(config: ModelConfig, held: int, where: str, *, experts_apart: bool) -> None:
     """Raise CheckpointError if the files hold fewer tensors than the layers of the model have at least.
 
-    held: how many. experts_apart: every expert has tensors of its own.
+    held: how many. experts_apart: every expert has separate tensors.
     """
     layers = range(config.num_layers)
     least = _PER_SUBLAYER * sum(bool(config.mixer_names(i)) + config.has_mlp(i) for i in layers)
@@ -412,7 +412,7 @@ def check_held(config: ModelConfig, held: int, where: str, *, experts_apart: boo
 
 
 def holds_experts(config: ModelConfig, held: int) -> bool:
-    """Whether a model whose experts have tensors of their own can have so many tensors."""
+    """Whether `held` tensors are enough for a model with one set of tensors per expert."""
     if config.moe is None:
         return True
     layers = config.num_layers if config.moe.layers is None else len(config.moe.layers)

@@ -11,7 +11,7 @@ from te_models.lazy import later
 from ..folder.checkpoint import Checkpoint, open_checkpoint
 from ..folder.hf_config import choose_family, export_config, weight_dtype
 from ..folder.passthrough import names_in_export, our_names
-from ..folder.provenance import source_of
+from ..folder.provenance import provenance_source
 from ..folder.special_tokens import GENERATION, generation_config, ids_to_add
 from ..folder.te_plan import plan_te_folder
 from ..folder.tied_weights import copies_in_export
@@ -20,10 +20,10 @@ from ..io.dtypes import as_torch_dtype
 from ..io.errors import CheckpointError
 from ..io.strict_json import dump_object
 from ..mapping.param_shapes import ExpertLayout, check_layout
-from ..mapping.plan import Plan, make_plan
+from ..mapping.plan import ConversionPlan, make_plan
 from ..mapping.report import moved_report
 from ..mapping.te_namespace import formats_in_layout, grouped_formats, te_namespace
-from .conversion import Conversion, Options, PathLike
+from .conversion import Conversion, ConversionOptions, PathLike
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +41,8 @@ def import_hf(
     allow_requantize: bool = False,
     dequantize: bool = False,
     mtp: bool = False,
-    **options: Unpack[Options],
-) -> Plan:
+    **options: Unpack[ConversionOptions],
+) -> ConversionPlan:
     """Convert a Hugging Face folder to a te_models folder. Quantized weights stay quantized, number for number.
 
     Arguments:
@@ -87,7 +87,7 @@ def import_hf(
             )
         else:
             plan = plan_import(ckpt, layout, wanted)
-        source = source_of(ckpt, grouped_formats(ckpt.config, layout, plan.formats))
+        source = provenance_source(ckpt, grouped_formats(ckpt.config, layout, plan.formats))
         return conversion.write_te_folder(plan, layout, source)
 
 
@@ -98,7 +98,7 @@ def plan_import(
     *,
     values: Checkpoint | None = None,
     dequantize: bool = False,
-) -> Plan:
+) -> ConversionPlan:
     """Return the plan of the import of an open Hugging Face folder; the arguments are those of `import_hf`.
 
     values: the same folder, opened as values, from which weights are requantized; None: none are.
@@ -126,8 +126,8 @@ def export_hf(
     allow_requantize: bool = False,
     dequantize: bool = False,
     dtype: torch.dtype | str | None = None,
-    **options: Unpack[Options],
-) -> Plan:
+    **options: Unpack[ConversionOptions],
+) -> ConversionPlan:
     """Convert a te_models folder to a Hugging Face folder that transformers loads. Quantized weights stay quantized.
 
     Arguments:
@@ -223,8 +223,8 @@ def relayout(
     src: PathLike,
     dst: PathLike,
     layout: ExpertLayout,
-    **options: Unpack[Options],
-) -> Plan:
+    **options: Unpack[ConversionOptions],
+) -> ConversionPlan:
     """Convert a te_models folder to another expert layout, bit for bit; quantized weights stay quantized.
 
     layout: "grouped" (one tensor [E, out, in] per projection) or "per-gemm" (one tensor [out, in] per expert). Raises

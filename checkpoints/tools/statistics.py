@@ -15,7 +15,7 @@ from ..folder.checkpoint import Checkpoint, open_checkpoint
 from ..io.boxes import Shape
 from ..io.header import byte_count
 from ..mapping.param_shapes import expected_tensors, is_expert_stack
-from ..mapping.parameters import Parameters
+from ..mapping.parameters import StoredParameters
 from ..mapping.quantized_format import SUFFIXES, field_specs
 from .conversion import PathLike
 
@@ -149,7 +149,7 @@ def _statistics(values: torch.Tensor, counts: torch.Tensor) -> ScaleStatistics:
 
 
 def _scales(ckpt: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    parameters = Parameters(ckpt.store, ckpt.namespace, ckpt.config, ckpt.formats, "grouped")
+    parameters = StoredParameters(ckpt.store, ckpt.namespace, ckpt.config, ckpt.formats, "grouped")
     for name, meta in ckpt.formats.items():
         yield str(meta["format"]), parameters.entry(name + _SCALES)
 

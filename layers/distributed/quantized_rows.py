@@ -7,7 +7,7 @@ lie, too. So the sender rounds, codes and scales travel, and the receiver's laye
 leaves as they are. What contracts rows, a weight gradient, sees the rounded values where it would have seen the
 original ones.
 
-R rows, C columns, B bytes of a row: C, and those of its scales.
+R rows, C columns, B bytes of a row: C, plus the bytes of its scales.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def unpack_rows(packed: Tensor, quantizer: Quantizer, columns: int, dtype: torch
     parts, at = [], 0
     for part_dtype, numbers in quantizer.row_part_shapes(columns):
         size = numbers * part_dtype.itemsize
-        # contiguous memory of its own: a wider dtype has to begin at a multiple of its size
+        # freshly allocated contiguous memory: a wider dtype has to begin at a multiple of its size
         parts.append(packed[:, at : at + size].clone(memory_format=torch.contiguous_format).view(part_dtype))
         at += size
     return quantizer.rows_of_parts(parts, (packed.shape[0], columns), dtype)

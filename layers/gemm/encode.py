@@ -1,4 +1,4 @@
-"""What the input of a layer is encoded to: for fprop, and for wgrad, which reads what is saved of it.
+"""What the input of a layer is encoded to: for fprop, and for wgrad from what is saved of it.
 
 `OneMatrix` says how that is done where all rows are multiplied by one matrix, `rows` where they are sorted by group.
 """
@@ -20,7 +20,7 @@ from ..quantizer.state import AnyQuantizer, value_of
 from ..recipe.base import BackwardOverride
 from ..tensor.grouped_tensor import GroupedRows
 from ..tensor.storage import QuantizedStorage
-from .product import Target, accumulate_product_, product, quantized_operand, stored_operand, transposed
+from .product import GemmTarget, accumulate_product_, product, quantized_operand, stored_operand, transposed
 from .scaling import Scaling
 from .wgrad import WeightGradient
 
@@ -53,7 +53,7 @@ class OneMatrix:
         """Return the largest magnitude, one for each scale."""
         return q.raised_amax(x, x.new_zeros((), dtype=torch.float32))
 
-    def encode(self, quantizer: AnyQuantizer, x: Tensor, usage: Usage, to: Target) -> tuple[Any, Fields] | None:
+    def encode(self, quantizer: AnyQuantizer, x: Tensor, usage: Usage, to: GemmTarget) -> tuple[Any, Fields] | None:
         """Quantize rows for fprop; return (the operand, the fields that a later GEMM of `usage` reads), or None where
         x itself is stored: in a graph that a CPU runs, in a format without operations for that."""
         stored: Usage = "rowwise" if quantizer.symmetric else usage
@@ -65,9 +65,11 @@ class OneMatrix:
         left = stored_operand(value_of(quantizer), fields, "rowwise", to.wide, x.shape)
         return left, fields_of_usage(fields, stored)
 
-    def for_both_gemms(self, quantizer: AnyQuantizer, dy: Tensor, to: Target, key: Tensor | None) -> dict[Usage, Any]:
-        """Quantize dy once for dgrad and wgrad. Return {} if each GEMM should quantize dy itself, which keeps only one
-        copy in memory."""
+    def for_both_gemms(
+        self, quantizer: AnyQuantizer, dy: Tensor, to: GemmTarget, key: Tensor | None
+    ) -> dict[Usage, Any]:
+        """Quantize dy once for dgrad and wgrad. Return {} if each GEMM should quantize dy itself, to keep only one copy
+        in memory."""
         if to.on == "quantized":
             fields = quantizer.quantize_fields(dy, key)
             return {usage: stored_operand(value_of(quantizer), fields, usage, to.wide, dy.shape) for usage in USAGES}
@@ -100,7 +102,7 @@ class OneMatrix:
     def accumulate_(
         self, main_grads: tuple[Tensor, ...], left: Any, right: Any, members: tuple[WeightGradient, ...]
     ) -> None:
-        """Add `wgrad` to main gradients, those of the members that want one, or write it there."""
+        """Add `wgrad` to the main gradients of the members that want one, or write it there."""
         accumulate_product_(main_grads[0], left, right, accumulate=not (members and members[0].overwrite))
 
 
@@ -108,7 +110,7 @@ ONE_MATRIX = OneMatrix()
 
 
 @dataclass(frozen=True)
-class Form:
+class SavedForm:
     """How what is saved of a tensor for a later GEMM is to be read.
 
     kind: "nothing"; "original" is the tensor itself, quantized again in the backward pass; "rounded" likewise, used as
@@ -121,7 +123,7 @@ class Form:
     names: tuple[str, ...] = ()
     shape: tuple[int, ...] = ()
 
-    def input_operand(self, scaling: Scaling, tensors: Sequence[Tensor], rows: OneMatrix, to: Target) -> Any:
+    def input_operand(self, scaling: Scaling, tensors: Sequence[Tensor], rows: OneMatrix, to: GemmTarget) -> Any:
         """Return the input as the right operand of wgrad, [K, T]. tensors: what was saved of it."""
         if self.kind == "plain":
             return rows.contracted(tensors[0])
@@ -138,14 +140,14 @@ class Form:
         return rows.of_fields(quantizer, fields, "columnwise", to.wide, self.shape)
 
 
-NOTHING = Form("nothing")
+NOTHING = SavedForm("nothing")
 
 
-class Encoded(NamedTuple):
+class EncodedTensor(NamedTuple):
     """A tensor as its GEMMs take it. operand: of fprop; form, tensors: what the operand of a later GEMM is made of."""
 
     operand: Any
-    form: Form = NOTHING
+    form: SavedForm = NOTHING
     tensors: tuple[Tensor, ...] = ()
 
 
@@ -153,11 +155,11 @@ def encode_input(
     x: Tensor | QuantizedStorage,
     quantizer: AnyQuantizer,
     rows: OneMatrix,
-    to: Target,
+    to: GemmTarget,
     override: BackwardOverride | None,
     save_original_input: bool,
     needs_wgrad: bool,
-) -> Encoded:
+) -> EncodedTensor:
     """Quantize x: [T, K] for fprop, and for wgrad if that is needed.
 
     to: of x's dtype and device. x may come quantized, by this quantizer's value: then its fields
@@ -169,22 +171,22 @@ def encode_input(
     usage: Usage = "columnwise" if override is None else "rowwise"
     if isinstance(x, GroupedRows):
         left = rows.of_rows(x, "rowwise", to.wide)  # pyright: ignore[reportAttributeAccessIssue]
-        return Encoded(left, Form("rows"), (x,)) if needs_wgrad else Encoded(left)
+        return EncodedTensor(left, SavedForm("rows"), (x,)) if needs_wgrad else EncodedTensor(left)
     if isinstance(x, QuantizedStorage):
         left, fields = stored_operand(x.quantizer, x.fields, "rowwise", to.wide, x.shape), x.fields
         if not needs_wgrad:
-            return Encoded(left)
+            return EncodedTensor(left)
         fields = fields_of_usage(fields, "rowwise" if x.quantizer.symmetric else usage)
     elif not needs_wgrad:
-        return Encoded(rows.operand(quantizer, x, "rowwise", to.wide))
+        return EncodedTensor(rows.operand(quantizer, x, "rowwise", to.wide))
     elif override == "high_precision":
-        return Encoded(rows.operand(quantizer, x, "rowwise", to.wide), Form("plain"), (x,))
+        return EncodedTensor(rows.operand(quantizer, x, "rowwise", to.wide), SavedForm("plain"), (x,))
     else:
         original = override is None and save_original_input
         found = None if original else rows.encode(quantizer, x, usage, to)
         if found is None:
-            form = Form("original" if override is None else "rounded")
-            return Encoded(rows.operand(quantizer, x, "rowwise", to.wide), form, (x,))
+            form = SavedForm("original" if override is None else "rounded")
+            return EncodedTensor(rows.operand(quantizer, x, "rowwise", to.wide), form, (x,))
         left, fields = found
-    form = Form("fields" if override is None else "dequantized", tuple(fields), tuple(x.shape))
-    return Encoded(left, form, tuple(fields.values()))
+    form = SavedForm("fields" if override is None else "dequantized", tuple(fields), tuple(x.shape))
+    return EncodedTensor(left, form, tuple(fields.values()))

@@ -20,8 +20,8 @@ from ..quantizer import Usage
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import QuantizedStorage
 from .double_backward import first_derivative
-from .encode import NOTHING, Form, OneMatrix, encode_input
-from .product import Target, target
+from .encode import NOTHING, OneMatrix, SavedForm, encode_input
+from .product import GemmTarget, target
 from .scaling import Scaling
 from .weight import Weights, dgrad_weight, encode_weight, stacked
 from .wgrad import run_wgrad
@@ -31,9 +31,9 @@ class Forms(NamedTuple):
     """How `gradients` reads the tensors that `fprop` saved, first of the input, then of the weight, and what the GEMMs
     take."""
 
-    to: Target
-    x: Form = NOTHING
-    weight: Form = NOTHING
+    to: GemmTarget
+    x: SavedForm = NOTHING
+    weight: SavedForm = NOTHING
 
 
 def fprop(

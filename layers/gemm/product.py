@@ -54,22 +54,22 @@ def quantized_gemms(device: torch.device) -> bool:
     return device.type not in _DEQUANTIZING_DEVICES
 
 
-class Target(NamedTuple):
-    """What the GEMMs of one pass take. on: the quantized numbers themselves, or what they dequantize to, which the
-    compiler may trace; dtype: of the layer; wide: in which operands that are dequantized are best made."""
+class GemmTarget(NamedTuple):
+    """What the GEMMs of one pass take. on: the quantized numbers themselves, or what they dequantize to (the compiler
+    may trace that); dtype: of the layer; wide: in which operands that are dequantized are best made."""
 
     on: Literal["quantized", "dequantized", "traced"]
     dtype: torch.dtype
     wide: torch.dtype
 
 
-def target(device: torch.device, dtype: torch.dtype) -> Target:
+def target(device: torch.device, dtype: torch.dtype) -> GemmTarget:
     """Return what GEMMs of a layer in `dtype` take on this device."""
     if device.type not in _DEQUANTIZING_DEVICES:
-        return Target("quantized", dtype, dtype)
+        return GemmTarget("quantized", dtype, dtype)
     if torch.compiler.is_compiling() and compiling():
-        return Target("traced", dtype, dtype)
-    return Target("dequantized", dtype, operand_dtype(device, dtype))
+        return GemmTarget("traced", dtype, dtype)
+    return GemmTarget("dequantized", dtype, operand_dtype(device, dtype))
 
 
 def in_cpu_graph(device: torch.device) -> bool:
@@ -78,7 +78,7 @@ def in_cpu_graph(device: torch.device) -> bool:
 
 
 def transposed(operand: Operand, usage: Usage) -> Operand:
-    """Return a tensor's operand, which is in the tensor's own orientation, with the contracted dimension last."""
+    """Return an operand in its tensor's orientation with the contracted dimension last."""
     return operand if usage == "rowwise" else Operand(operand.values.mT, operand.scale, operand.emulates)
 
 
@@ -91,7 +91,7 @@ def emulating(quantizer: AnyQuantizer, operand: Operand, usage: Usage) -> Operan
 def quantized_operand(
     quantizer: AnyQuantizer, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None
 ) -> GemmOperand:
-    """Quantize x: [..., R, C] for one GEMM: rowwise contracts C, columnwise R. dtype: `Target.wide`."""
+    """Quantize x: [..., R, C] for one GEMM: rowwise contracts C, columnwise R. dtype: `GemmTarget.wide`."""
     if x.device.type in _DEQUANTIZING_DEVICES:
         operand = quantizer.operand(x, usage, dtype, key)
         return operand if usage == "rowwise" else transposed(operand, usage)
@@ -102,7 +102,7 @@ def quantized_operand(
 def stored_operand(
     quantizer: Quantizer, fields: Fields, usage: Usage, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> GemmOperand:
-    """Return stored fields of a matrix [..., R, C] as an operand, exactly as they are. dtype: `Target.wide`."""
+    """Return stored fields of a matrix [..., R, C] as an operand, exactly as they are. dtype: `GemmTarget.wide`."""
     device = next(iter(fields.values())).device
     if device.type in _DEQUANTIZING_DEVICES:
         operand = quantizer.operand_of_fields(fields, usage, dtype, shape)
@@ -117,7 +117,7 @@ def stored_for_few_rows(x: Tensor, weight: QuantizedTensor) -> ScaledOperand | f
     """Return a stored weight [N, K], or grouped [G, N, K], as numbers that a CPU multiplies the rows x [..., K] by in
     high precision, see `few_rows`; None where what it dequantizes to is multiplied."""
     groups = weight.shape[0] if weight.dim() == 3 else 1
-    if not few_rows.serves(x, weight, groups):
+    if not few_rows.uses_few_rows(x, weight, groups):
         return None
     quantizer = weight.quantizer
     operand: ScaledOperand | few_rows.IntegerOperand | None
@@ -202,7 +202,8 @@ def accumulate_product_(main_grad: Tensor, left: GemmOperand, right: GemmOperand
 
 
 def _contractible(rows: ScaledOperand, dtype: torch.dtype) -> GemmOperand:
-    """Return rows as grouped GEMMs take them: dequantized where a block has several rows, which no kernel reads."""
+    """Return rows as grouped GEMMs take them: dequantized where a block has several rows, because no kernel reads
+    those."""
     if rows.block is None or rows.block[0] == 1:
         return rows
     values, scale, _ = rows.dequantized(dtype if rows.exact_in_bfloat16 else torch.float32)
@@ -263,6 +264,6 @@ def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bias_rows_gradient(dy: Tensor, m_splits: Tensor) -> Tensor:
-    """Return the gradient of a bias [G, N] from dy [T, N]: a GEMM with ones, which unlike the scatter that autograd
-    would derive sums in one order everywhere."""
+    """Return the gradient of a bias [G, N] from dy [T, N]: a GEMM with ones. Unlike the scatter that autograd would
+    derive, it sums in one order everywhere."""
     return grouped_gemm_wgrad(dy, dy.new_ones(dy.shape[0], 1), m_splits).squeeze(-1)

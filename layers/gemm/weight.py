@@ -23,10 +23,10 @@ from ..quantizer.state import value_of
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers, refuse_transformed, refuse_two_dimensional
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import QuantizedFields, QuantizedStorage
-from .encode import Encoded, Form, OneMatrix, fields_of_usage
+from .encode import EncodedTensor, OneMatrix, SavedForm, fields_of_usage
 from .product import (
     GemmOperand,
-    Target,
+    GemmTarget,
     dequantized,
     in_cpu_graph,
     quantized_operand,
@@ -66,41 +66,43 @@ def plain_weights(weights: Weights, dtype: torch.dtype, *, groups: bool) -> Tens
     return torch.stack(values) if groups and values[0].dim() == 2 else values[0]
 
 
-def encode_weight(weight: Tensor | QuantizedStorage, scaling: Scaling, to: Target, needs_dgrad: bool) -> Encoded:
+def encode_weight(
+    weight: Tensor | QuantizedStorage, scaling: Scaling, to: GemmTarget, needs_dgrad: bool
+) -> EncodedTensor:
     """Quantize a weight [..., N, K] for fprop, and on an accelerator for dgrad if that is needed; a stored one is taken
     as it is.
 
     Both copies are made in one pass over the weight, where two would read it twice; a format whose transpose has the
-    same numbers has one copy for both. (On CPU dgrad makes its own operand, which costs nothing there but the
-    rounding.) Nothing is saved of a quantizer that was asked for one copy, or that keeps values as they are.
+    same numbers has one copy for both. (On CPU dgrad makes its own operand; that costs only the rounding.) Nothing is
+    saved of a quantizer that was asked for one copy, or that keeps values as they are.
     """
     quantizers = scaling.config.quantizers
     if isinstance(weight, QuantizedFields):
         if quantizers is not HIGH_PRECISION:
             check_operands(weight.quantizer, quantizers, needs_dgrad)
-            return Encoded(weight_operand(weight, scaling, "rowwise", to.wide))
+            return EncodedTensor(weight_operand(weight, scaling, "rowwise", to.wide))
         weight = weight.dequantize(to.dtype)  # no recipe is in force that it has to fit
     quantizer = scaling.for_weight(records=True)
     if to.on != "quantized":
-        return Encoded(quantizer.operand(weight, "rowwise", to.wide))
+        return EncodedTensor(quantizer.operand(weight, "rowwise", to.wide))
     value = value_of(quantizer)
     both = value.symmetric or (value.rowwise and value.columnwise)
     if quantizers.backward_override or not needs_dgrad or not both or value.KEEPS_VALUES:
-        return Encoded(quantized_operand(quantizer, weight, "rowwise", to.wide))
+        return EncodedTensor(quantized_operand(quantizer, weight, "rowwise", to.wide))
     fields = quantizer.quantize_fields(weight)
     saved = fields_of_usage(fields, "rowwise" if value.symmetric else "columnwise")
     operand = stored_operand(value, fields, "rowwise", to.wide, weight.shape)
-    return Encoded(operand, Form("fields", tuple(saved), tuple(weight.shape)), tuple(saved.values()))
+    return EncodedTensor(operand, SavedForm("fields", tuple(saved), tuple(weight.shape)), tuple(saved.values()))
 
 
 def dgrad_weight(
     weights: Weights,
     cached: QuantizedTensor | None,
-    form: Form,
+    form: SavedForm,
     tensors: Sequence[Tensor],
     rows: OneMatrix,
     scaling: Scaling,
-    to: Target,
+    to: GemmTarget,
 ) -> GemmOperand:
     """Return the weight as the right operand of dgrad: from what `encode_weight` saved, quantized again, or in high
     precision, as the recipe's backward override says."""

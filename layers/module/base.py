@@ -17,7 +17,7 @@ from ..gemm.wgrad import weight_gradient
 from ..quantizer.delayed import ROLES, update_amax_
 from ..quantizer.state import NO_STATE, QuantizerState
 from ..recipe.activation_checkpoint import (
-    once,
+    once_per_checkpoint,
     recomputing,
     refuse_around_a_graph,
     refuse_without_contexts,
@@ -25,7 +25,7 @@ from ..recipe.activation_checkpoint import (
     scratch_like,
 )
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers, Recipe
-from ..recipe.context import State, state
+from ..recipe.context import RecipeContext, state
 from ..recipe.recipe_use import Choice, LastUse, choose_once, untracked_side_effect
 from ..recipe.recipes import DelayedScaling
 from ..tensor.fsdp import sharded
@@ -56,7 +56,7 @@ class QuantizedModule(RecipeStateModule):
         """Return this module's quantizers under the recipe in force; None: high precision."""
         return self._quantizers(state(), compiling())
 
-    def _quantizers(self, now: State, traced: bool) -> GemmQuantizers | None:
+    def _quantizers(self, now: RecipeContext, traced: bool) -> GemmQuantizers | None:
         """Return `quantizers` under what is in force `now`."""
         use = self.recipe_use
         last = None if traced or now.calibrating else use.last
@@ -124,7 +124,7 @@ class QuantizedModule(RecipeStateModule):
         if self.calibrating():
             update_amax_(self.calibration_amax(role, gemm_index), amax)
 
-    def _without_state(self, quantizers: GemmQuantizers, now: State, traced: bool) -> bool:
+    def _without_state(self, quantizers: GemmQuantizers, now: RecipeContext, traced: bool) -> bool:
         """Whether a forward pass with `quantizers` needs no live tensors, and no checkpoint has to know of it."""
         return self.delayed_rule is None and not (quantizers.needs_key or now.statistics) and (traced or not now.runs)
 
@@ -181,7 +181,7 @@ class QuantizedModule(RecipeStateModule):
             return None
         if not compiling():
             quantizer, make = quantizers.weight, update_cached_weight if first else cached_weight
-            return once(lambda: make(self, quantizer, weights, gemm_index))
+            return once_per_checkpoint(lambda: make(self, quantizer, weights, gemm_index))
         if first:
             raise RuntimeError(CANNOT_CACHE)
         return cached_weight(self, quantizers.weight, weights, gemm_index)
@@ -195,8 +195,8 @@ class GemmModule(QuantizedModule):
     """fuse_wgrad_accumulation: weight gradients are added to `weight.main_grad` in place and `weight.grad` stays None,
     or becomes zeros where a wrapper waits for it (see `gemm.wgrad`); a call with `is_first_microbatch=True`
     writes them there instead, so that nobody has to zero it. delay_wgrad_compute: backward leaves weight gradients out
-    until `backward_dw()`. save_original_input: save the input as it is for wgrad and quantize it in the backward pass,
-    which saves memory where several layers share it. Names and meanings are Transformer Engine's."""
+    until `backward_dw()`. save_original_input: save the input as it is for wgrad and quantize it in the backward pass:
+    this saves memory where several layers share it. Names and meanings are Transformer Engine's."""
 
     def __init__(
         self,

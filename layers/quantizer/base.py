@@ -33,7 +33,7 @@ class Quantizer(TensorMaker, ValueObject):
     """Base of all quantizers. rowwise, columnwise: which copies `quantize` makes.
 
     key, in every method that takes one: int64 [2], (seed, counter), what stochastic rounding draws from; formats that
-    round to nearest ignore it. shape: the matrix's logical [..., rows, columns], which packed fields do not tell.
+    round to nearest ignore it. shape: the matrix's logical [..., rows, columns], because packed fields do not tell it.
     """
 
     FORMAT: ClassVar[str]
@@ -174,7 +174,7 @@ class Quantizer(TensorMaker, ValueObject):
 
     @derived
     def row_scaled(self) -> bool:
-        """Whether every row of the rowwise copy has an amax of its own, in place of the matrix's."""
+        """Whether the amax is taken per row of the rowwise copy and not over the matrix."""
         return False
 
     @derived
@@ -376,8 +376,7 @@ class Quantizer(TensorMaker, ValueObject):
 
     def same_numbers(self, other: Quantizer) -> bool:
         """Whether what `other` has quantized has the numbers that this one makes: they differ in their copies at most.
-        In a graph, which cannot make new quantizers to compare, those that differ in that have to pass for
-        different."""
+        A graph cannot make new quantizers to compare, so there quantizers that differ in that count as different."""
         if equal_values(self, other):
             return True
         if compiling():
@@ -392,8 +391,8 @@ class Quantizer(TensorMaker, ValueObject):
         return dataclasses.replace(self, rowwise=rowwise, columnwise=columnwise)
 
     def require_storable(self) -> None:
-        """Raise ValueError where `from_dict` could not read what `to_dict` writes: a user's class with fields, or a
-        format, of its own."""
+        """Raise ValueError where `from_dict` could not read what `to_dict` writes: a user's class with additional
+        fields or another format."""
         from . import QUANTIZERS
 
         known = {f.name for f in dataclasses.fields(QUANTIZERS[self.FORMAT])} if self.FORMAT in QUANTIZERS else set()

@@ -19,7 +19,7 @@ from te_models.suggestions import shown
 
 from .base import Fields, Parts, Quantizer, Usage
 from .group_offsets import GroupOffsets
-from .value import derived, torch_dtype, value_class
+from .value import derived, dtype_of_enum, value_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class FP8Quantizer(Quantizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.fp8_dtype, enum.Enum):
-            object.__setattr__(self, "fp8_dtype", torch_dtype(self.fp8_dtype))
+            object.__setattr__(self, "fp8_dtype", dtype_of_enum(self.fp8_dtype))
         if self.fp8_dtype not in q.FP8_MAX:
             raise ValueError(f"fp8_dtype is {shown(self.fp8_dtype)}; allowed: {', '.join(map(str, q.FP8_MAX))}")
 
@@ -45,7 +45,7 @@ class FP8Quantizer(Quantizer):
         parts = self._quantize(x, "rowwise", key, amax)
         values = self._dequantize(parts, "rowwise", torch.float32, x.shape)
         scale_inv = q.e8m0_to_float(parts[1]) if parts[1].dtype == torch.uint8 else parts[1]
-        return q.quantization_statistics(x, values, scale_inv, self.block, q.FP8_MAX[self.fp8_dtype], count)
+        return q.block_statistics(x, values, scale_inv, self.block, q.FP8_MAX[self.fp8_dtype], count)
 
     @classmethod
     def _from_json(cls, field: str, value: Any) -> Any:
@@ -71,7 +71,7 @@ def quantize_by_scale(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Parts
 
 
 def check_epsilon(epsilon: float) -> None:
-    """Raise ValueError for a floor of amax that is none."""
+    """Raise ValueError unless epsilon is finite and >= 0."""
     if not 0 <= epsilon < float("inf"):
         raise ValueError(f"amax_epsilon is {shown(epsilon)}; allowed: a finite number from 0 on")
 
@@ -121,8 +121,8 @@ class OneScale:
 class Float8CurrentScalingQuantizer(OneScale, FP8Quantizer):
     """One float32 scale per matrix, from its own amax. Fields: data [..., R, C], scale_inv [...].
 
-    Taken as in Transformer Engine: device, the second positional argument, which nothing depends on (there is no
-    buffer to place), with_amax_reduction and amax_reduction_group at their defaults.
+    Accepted as in Transformer Engine: device, the second positional argument, without effect (there is no buffer to
+    place); with_amax_reduction and amax_reduction_group at their defaults.
     """
 
     FORMAT: ClassVar[str] = "float8"
@@ -205,8 +205,8 @@ def quantize_rows_with(
     align: int = 1,
     columnwise: bool = False,
 ) -> list[Fields]:
-    """Quantize x: [T, C] with one scale per group, [G]: the fields of the T rows, and if `columnwise` those of a copy
-    in padded rows, in which groups begin at multiples of `align`."""
+    """Quantize x: [T, C] with one scale per group, [G]: the fields of the T rows and, if `columnwise`, the fields of a
+    copy in padded rows whose groups begin at multiples of `align`."""
     scale_inv = torch.div(torch.ones_like(scale), scale)
     copies = q.quantize_grouped_per_tensor(x, m_splits, scale, fp8_dtype, align=align, columnwise=columnwise)
     return [{"rowwise_data": data, "rowwise_scale_inv": scale_inv} for data in copies]

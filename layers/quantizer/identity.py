@@ -41,7 +41,7 @@ class IdentityQuantizer(Quantizer):
         return Operand(x.to(self.gemm_dtype(dtype)), None)
 
     def _quantize(self, x: Tensor, usage: Usage, key: Tensor | None, amax: Tensor | None = None) -> Parts:
-        # a field of its own, which later writes to x do not reach
+        # a copy that later writes to x do not reach
         return (x.clone(),)
 
     def _dequantize(self, parts: Parts, usage: Usage, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:

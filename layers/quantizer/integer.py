@@ -31,9 +31,9 @@ _SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class IntQuantizer(Quantizer):
     """Base of quantizers to integers, of weights whose GEMMs take the dequantized values.
 
-    group_size: values of a row that share a scale, a power of two from 8; 0: all of the row. zero_points: whether a
-    group has a zero point of its own; else codes are symmetric around 2^(bits - 1). scale_dtype: of the scales,
-    torch.bfloat16, torch.float16 or torch.float32. ValueError for others.
+    group_size: values of a row that share a scale, a power of two from 8; 0: all of the row. zero_points: whether every
+    group has a zero point; else codes are symmetric around 2^(bits - 1). scale_dtype: of the scales, torch.bfloat16,
+    torch.float16 or torch.float32. ValueError for others.
 
     No recipe computes in integers: a layer whose weight is stored so runs without a recipe, forward and the gradient of
     its input, with the values that the one stored copy stands for.
@@ -105,7 +105,7 @@ class IntQuantizer(Quantizer):
         parts = self._quantize(x, "rowwise", key, amax)
         values = self._dequantize(parts, "rowwise", torch.float32, x.shape)
         block = (1, min(self.block[1], max(1, x.shape[-1])))
-        return q.quantization_statistics(x, values, parts[1].float(), block, 2.0 ** (self.BITS - 1), count)
+        return q.block_statistics(x, values, parts[1].float(), block, 2.0 ** (self.BITS - 1), count)
 
     @classmethod
     def _from_json(cls, field: str, value: Any) -> Any:

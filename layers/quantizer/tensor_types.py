@@ -10,13 +10,13 @@ from torch import Tensor
 
 TENSOR_TYPES: dict[str, Any] = {}
 """Format -> the class of tensor that `quantize` makes, and "grouped" -> the class of a stack of matrices. The modules
-of these classes, which are built on quantizers, enter them when they are imported."""
+of these classes are built on quantizers, and enter them when they are imported."""
 
 
-def quantized(quantizer: Any, x: Tensor, key: Tensor | None, dtype: torch.dtype | None) -> Any:
+def quantize_with(quantizer: Any, x: Tensor, key: Tensor | None, dtype: torch.dtype | None) -> Any:
     """Return `Quantizer.quantize` by a value or by the live quantizer of delayed scaling."""
     if dtype is not None and dtype != x.dtype:
-        return quantized(quantizer, x, key, None).to(dtype)
+        return quantize_with(quantizer, x, key, None).to(dtype)
     if x.requires_grad and torch.is_grad_enabled():
         return _Quantize.apply(x, quantizer, key)
     cls = TENSOR_TYPES[quantizer.FORMAT]
@@ -35,12 +35,12 @@ def empty_tensor(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, devic
 
 
 class _Quantize(torch.autograd.Function):
-    """`quantized` with the gradient of the identity."""
+    """`quantize_with` with the gradient of the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantizer: Any, key: Tensor | None) -> Any:
         ctx.dtype = x.dtype
-        return quantized(quantizer, x.detach(), key, None)
+        return quantize_with(quantizer, x.detach(), key, None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

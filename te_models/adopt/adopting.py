@@ -20,15 +20,15 @@ from te_models.checkpoints.io.hub import local_folder
 from te_models.checkpoints.io.strict_json import read_object
 
 from ..extras import require
-from .declare import source_of, test_source
-from .fields import SAME, WRONG, Declaration, declare, outcome, reads_alike
-from .moves import Move, moved, moves
+from .declare import family_source, test_source
+from .fields import SAME, WRONG, FamilyDraft, declare, outcome, reads_alike
+from .moves import Move, changed_model, moves
 from .naming import solve, unexplained
 from .near import Near, nearest
 from .pool import Pool, pool_of
 from .probe import AdoptError, Built, KnownType, Values, known_type
-from .report import Report, markdown, meanings_of, sort_moves
-from .solve import TOLERANCE, State, search, structure
+from .report import AdoptReport, markdown, meanings_of, sort_moves
+from .solve import TOLERANCE, SolverState, search, structure
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Adopted:
     """What was found, and the family; None where no declaration has transformers' logits. sizes: what the small models
     are made with; cases: the fields that are moved, by what is said of them."""
 
-    report: Report
+    report: AdoptReport
     family: Family | None = None
     sizes: Values = field(default_factory=dict)
     cases: dict[str, Values] = field(default_factory=dict)
@@ -74,7 +74,7 @@ def adopt(source: str | os.PathLike[str], *, hidden: Collection[str] = ()) -> Ad
     pool = pool_of({model_type, *hidden})
     fields_of_file = {k: v for k, v in values.items() if k in known.defaults}
     arguments, base = known.working(fields_of_file)
-    report = Report(model_type, known.architecture, require("transformers", "hf", feature="adopt").__version__)
+    report = AdoptReport(model_type, known.architecture, require("transformers", "hf", feature="adopt").__version__)
     beginnings = nearest(pool, base, known, 4)
     report.near = [(near.name, near.explained) for near in beginnings]
     found = moves(known, arguments, base)
@@ -105,8 +105,8 @@ def _is_same(family: Family, move: Move) -> bool:
     return move.built is not None and move.name != "sizes" and outcome(family, move.built)[0] == SAME
 
 
-def _solved(near: Near, known: KnownType, pool: Pool, base: Built, report: Report) -> State | None:
-    """Return the model that has transformers' tensors and logits, from a near family; None where there is none."""
+def _solved(near: Near, known: KnownType, pool: Pool, base: Built, report: AdoptReport) -> SolverState | None:
+    """Return the model that has transformers' tensors and logits, from a near family; None without one."""
     shapes = {name: tuple(tensor.shape) for name, tensor in base.published.items()}
     values = {name: value for name, value in base.values.items() if name in known.defaults}
     begun = structure(near.state, shapes, pool, near.state.names, values)
@@ -127,7 +127,7 @@ def _solved(near: Near, known: KnownType, pool: Pool, base: Built, report: Repor
     return state
 
 
-def _with_output(state: State, base: Built) -> State:
+def _with_output(state: SolverState, base: Built) -> SolverState:
     """Return the state with the name of an output layer that repeats the embedding, and that files leave out."""
     embedding = base.published.get(f"{state.names.embedding}.weight")
     for name, tensor in base.memory.items():
@@ -164,7 +164,7 @@ def _with_forms(family: Family, base: Built, pool: Pool) -> Family:
 
 
 def _proofs(
-    family: Family, declared: Declaration, known: KnownType, arguments: Values, base: Built, found: list[Move]
+    family: Family, declared: FamilyDraft, known: KnownType, arguments: Values, base: Built, found: list[Move]
 ) -> tuple[list[tuple[str, str, str]], str]:
     """Return what a family makes of all moves, of other weights and of fields moved together; and what it gets wrong,
     "" for nothing. Only a refusal by name is allowed beside the same logits."""
@@ -179,7 +179,7 @@ def _proofs(
         changed: Values = {}
         for move in chosen:
             changed |= move.values
-        together = moved(known, arguments, changed or {"use_cache": True}, base, seed=number + 1)
+        together = changed_model(known, arguments, changed or {"use_cache": True}, base, seed=number + 1)
         if together.built is not None:
             rows.append((f"seed {number + 1}: {together.label}", *outcome(family, together.built, seed=number + 1)))
     for move in found:
@@ -207,7 +207,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _SIZES = (*_LAYERS, "hidden_size", "num_attention_heads")
 
 
-def write(adopted: Adopted, folder: Path, *, overwrite: bool = False) -> list[str]:
+def write_adopted(adopted: Adopted, folder: Path, *, overwrite: bool = False) -> list[str]:
     """Write the report, and the family with its test where there is one; return the files' names. Nothing is there
     until all of it is."""
     report, family = adopted.report, adopted.family
@@ -215,7 +215,7 @@ def write(adopted: Adopted, folder: Path, *, overwrite: bool = False) -> list[st
     texts = {"report.json": json.dumps(report.to_dict(), indent=2) + "\n", "report.md": markdown(report)}
     if family is not None:
         note = f"adopted from transformers {report.transformers}, near {report.begun_with}."
-        texts[f"{stem}.py"] = source_of(family, report.begun_with or "", note)
+        texts[f"{stem}.py"] = family_source(family, report.begun_with or "", note)
         texts[f"test_{stem}.py"] = test_source(family, adopted.sizes, adopted.cases, f"{stem}.py")
     with new_folder(folder, overwrite=overwrite) as content:
         for name, text in texts.items():

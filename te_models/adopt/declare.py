@@ -1,4 +1,4 @@
-"""A family as the text of a file of its own: what a person would have written, from the values of the declaration."""
+"""A family as the text of one file: what a person would have written, from the values of the declaration."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def usual_decoder(entries: tuple[Entry, ...]) -> tuple[dict[str, Any], dict[str,
     return arguments, others, [e for e, inner in zip(entries, plain.values()) if inner in usual]
 
 
-def source_of(family: Family, near: str, note: str) -> str:
+def family_source(family: Family, near: str, note: str) -> str:
     """Return the text of a family's file."""
     writer = Writer()
     base = common.__name__.rpartition(".")[0]
@@ -234,7 +234,7 @@ def formatted(text: str) -> str:
 
 
 def _broken(line: str) -> list[str]:
-    """Return a call on one line, which is too long, with each argument on a line of its own."""
+    """Return a call on one line, which is too long, with each argument on a separate line."""
     indent = len(line) - len(line.lstrip())
     opened = line.find("(")
     depth, quoted, parts, part = 0, False, [], ""

@@ -14,10 +14,10 @@ from te_models.checkpoints.families.base.rope import Rope, RopePerLayerType
 from te_models.checkpoints.families.base.text_part import text_part
 
 from ..config import ConfigError, ModelConfig
-from .naming import layer_prefix, split
+from .naming import layer_prefix, split_names
 from .pool import Pool, from_paths, read_leniently
 from .probe import Built, KnownType, small_size
-from .solve import Paths, State
+from .solve import Paths, SolverState
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Near:
     explained: float
     """The part of the tensors that it explains by name and shape as it is."""
     entries: tuple[Entry, ...]
-    state: State
+    state: SolverState
 
 
 def nearest(pool: Pool, built: Built, known: KnownType, most: int = 4) -> list[Near]:
@@ -111,8 +111,8 @@ def _rope(known: KnownType, built: Built) -> Iterator[Entry]:
 
 
 def with_defaults(entry: Entry, defaults: Mapping[str, Any]) -> Entry:
-    """Return an entry that reads a file without its fields as one that has the class's defaults, where a change of its
-    own default does so; the entry itself otherwise."""
+    """Return an entry that reads a file without its fields as one that has the class's defaults, where changing the
+    entry's default does so; the entry itself otherwise."""
     if isinstance(entry, Renamed):
         back = {entry.others.get(name, name): name for name in entry.entry.names}
         seen = {**defaults, **{back[name]: value for name, value in defaults.items() if name in back}}
@@ -166,10 +166,10 @@ def _alike(entry: Entry, values: Mapping[str, Any]) -> bool:
         return False
 
 
-def begin(family: Family, entries: tuple[Entry, ...], values: Mapping[str, Any]) -> State | None:
+def begin(family: Family, entries: tuple[Entry, ...], values: Mapping[str, Any]) -> SolverState | None:
     """Return the state that a family's entries give; None where they give no model at all."""
     read, _ = read_leniently(replace(family, fields=entries), values)
-    state = State(read, family.names, keeps_dtype=family.keeps_dtype)
+    state = SolverState(read, family.names, keeps_dtype=family.keeps_dtype)
     if family.mixers is not None:
         try:
             nested = from_paths_nested(read)
@@ -200,7 +200,7 @@ def from_paths_nested(paths: Paths) -> dict[str, Any]:
     return nested
 
 
-def _explained(state: State, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> tuple[float, float]:
+def _explained(state: SolverState, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> tuple[float, float]:
     """Return the parts of all tensors that a family has by name and shape, and that it has the like of in a layer."""
     try:
         config: ModelConfig = state.config()
@@ -211,7 +211,7 @@ def _explained(state: State, family: Family, shapes: Mapping[str, tuple[int, ...
     exact = same / max(len(stored), len(shapes))
     modules = []
     for each in (stored, shapes):
-        _, inside = split(each, layer_prefix(each))
+        _, inside = split_names(each, layer_prefix(each))
         modules.append({name.rpartition(".")[2] for name in inside})
     alike = len(modules[0] & modules[1]) / max(len(modules[0] | modules[1]), 1)
     return exact, alike

@@ -108,7 +108,7 @@ CONVERSIONS: dict[str, Any] = {
 """What a number of ours may be of a number of theirs."""
 
 
-def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
+def derived_numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return what numbers of a configuration, and what follows from them, may mean: how it follows -> number."""
     found: dict[str, float] = {}
     flat = dict(values)

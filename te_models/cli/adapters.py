@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_export(args: argparse.Namespace) -> int:
+def run_adapter_export(args: argparse.Namespace) -> int:
     """Write the adapter of `export --adapter` with the names of transformers' model."""
     from te_models.checkpoints.io.hub import local_folder
     from te_models.checkpoints.io.strict_json import read_object
@@ -89,7 +89,7 @@ def run_export(args: argparse.Namespace) -> int:
     from ..lora import export_adapter
 
     out, begun, folder = Path(args.out), time.perf_counter(), local_folder(args.source)
-    check_model(folder, args.source)
+    check_is_model(folder, args.source)
     args.adapter = adapter_folder(args.adapter)
     if out.exists() and not args.force:
         raise ValueError(f"{out} exists; --force replaces it")
@@ -135,7 +135,7 @@ def adapter_folder(adapter: str | None) -> str | None:
     raise ValueError(f"{adapter} has no {ADAPTER}; {there}")
 
 
-def check_model(folder: Path, named: str) -> None:
+def check_is_model(folder: Path, named: str) -> None:
     """Raise ValueError for what is no folder of a model, `named` as the user named it; the sentence for an adapter
     names --adapter, which the verb has."""
     from te_models.checkpoints.io.model_folder import base_of_adapter, is_adapter

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..terminal import Table, say_while_waiting
-from .adapters import adapter_folder, check_model, load_model
+from ..terminal import TextTable, say_while_waiting
+from .adapters import adapter_folder, check_is_model, load_model
 from .codec import Codec, check_device, open_codec
 from .parser import Verbs, count, dtype, emit, integer, verb
 
@@ -57,16 +57,16 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("eval needs --text or --task")
     check_device(args.device)
     result: dict[str, Any] = {}
-    parts: list[str | Table] = []
+    parts: list[str | TextTable] = []
     folder = local_folder(args.model)
-    check_model(folder, args.model)
+    check_is_model(folder, args.model)
     args.adapter = adapter_folder(args.adapter)
     if args.text:
         result["text"] = _score_text(args, folder)
         rows = [("", "nats per token", "perplexity", "bits per byte", "tokens")]
         rows += [_row(name, numbers) for name, numbers in result["text"]["files"].items()]
         rows += [_row("all", result["text"]["all"])] if len(rows) > 2 else []
-        parts.append(Table(rows, heading=True))
+        parts.append(TextTable(rows, heading=True))
     if args.task:
         from ..evaluation.harness import run_tasks
 
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         rows = [
             (task, name, f"{value:.4f}") for task, numbers in result["tasks"].items() for name, value in numbers.items()
         ]
-        parts.append(Table([("task", "metric", "value"), *rows], heading=True))
+        parts.append(TextTable([("task", "metric", "value"), *rows], heading=True))
     emit(args, result, *parts)
     return 0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..suggestions import did_you_mean
-from ..terminal import Table, complain, show
+from ..terminal import TextTable, complain, show
 
 Verbs = Any  # argparse's subparsers action, which has no public name
 
@@ -125,7 +125,7 @@ def unknown(words: Sequence[str], verb: str, parser: argparse.ArgumentParser) ->
     return f"{verb} does not take {words[0]!r}{switches}"
 
 
-def emit(args: argparse.Namespace, result: dict[str, Any], *parts: str | Table) -> None:
+def emit(args: argparse.Namespace, result: dict[str, Any], *parts: str | TextTable) -> None:
     """Print `result` as JSON or the texts and tables, whichever the user asked for. Notes, which standard error has
     had, are a part of the JSON, behind those of the result."""
     noted = getattr(args, "noted", [])

@@ -92,9 +92,9 @@ def run_export(args: argparse.Namespace) -> int:
         asked = {"--to": args.to if args.to != "hf" else None, "--type": args.type, "--form": args.form}
         asked |= {"--format": args.format, "--dequantize": args.dequantize, "--dtype": args.dtype}
         _refuse(asked | {"--dry-run": args.dry_run}, "is of models; allowed with --adapter: --base-model, --family")
-        from .adapters import run_export
+        from .adapters import run_adapter_export
 
-        return run_export(args)
+        return run_adapter_export(args)
     _refuse({"--base-model": args.base_model}, "is of adapters: --adapter")
     of_ranks = {f"--{name.replace('_', '-')}": getattr(args, name) for name in RANKS}
     _refuse({} if args.to == "megatron" else of_ranks | {"--local-modules": args.local}, "is of --to megatron")

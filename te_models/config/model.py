@@ -31,7 +31,7 @@ are counted before anything else looks at them."""
 
 
 _NO_ATTENTION = AttentionConfig(num_attention_heads=1, kv_channels=1 << 40)
-"""Stands where no layer has `attention`: no model has so many channels."""
+"""Stands where no layer has `attention`: no model has that many channels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,7 +345,7 @@ class ModelConfig(ConfigPart):
         return {self.block_of(layer) for layer in range(self.num_layers)}
 
     def norms_before(self, layer: int) -> bool:
-        """Whether the sublayers of layer number `layer` have norms of their own before them."""
+        """Whether the sublayers of layer number `layer` each have a norm before them."""
         return self.block_of(layer) not in ("post", "parallel_shared_norm")
 
     def norms_after(self, layer: int) -> bool:
@@ -353,7 +353,7 @@ class ModelConfig(ConfigPart):
         return self.block_of(layer) in ("post", "sandwich")
 
     def has_input_layernorm(self, layer: int) -> bool:
-        """Whether the norm before the mixers of layer number `layer` is a module of its own, because more than one
+        """Whether the norm before the mixers of layer number `layer` is a separate module, because more than one
         projection reads what it gives."""
         attention = self.attention_of(layer)
         a = attention

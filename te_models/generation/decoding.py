@@ -141,7 +141,7 @@ def _steps(
     padded = not bool(mask.all())
     position_ids = positions_of(mask)
     running = torch.ones(batch, dtype=torch.bool, device=ids.device)
-    # where the rotary frequencies depend on the length, the cache is filled anew when they change
+    # where the rotary frequencies depend on the length, the cache is filled again when they change
     by_length, written = model.decoder.by_length, ids
     longest = int(mask.sum(dim=1).max()) if by_length else 0
     stage = model.decoder.rotary_stage(longest)

@@ -29,7 +29,7 @@ class _Depth:
 
 
 class MTPDraft(Draft):
-    """The layers of multi-token prediction of a model as the draft of its own text.
+    """The layers of multi-token prediction of a model as the draft of its text.
 
     A model of D depths proposes up to D tokens at a time. That of a single depth, as published models are, proposes any
     number: the layer goes on from its own result, as from the model's hidden state, which it was not trained on, so

@@ -27,7 +27,7 @@ class Backbone:
 
     _tp_plan: dict[str, str] | None = None
     _pp_plan: dict[str, Any] | None = None
-    """transformers asks its base models for plans of its own parallelism."""
+    """transformers asks its base models for plans of transformers' parallelism."""
 
     def __init__(self, owner: TEModelForCausalLM) -> None:
         self._owner = owner

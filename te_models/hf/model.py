@@ -39,7 +39,7 @@ else:
 
 
 class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin):
-    """A te_models model that works where transformers expects a model of its own.
+    """A te_models model that works where transformers expects one of its models.
 
     gpt: the `GPTModel`. Its submodules are this module's submodules, so parameters have the same names in both, and in
     files. recipe: the active recipe of `forward`; None leaves the recipe of the surrounding `autocast` active.

@@ -35,7 +35,7 @@ from ..training.data.formats import Fields, RowError
 from ..training.data.pairs import FORMAT, has_pairs
 from ..training.data.streamed import is_stream
 from ..training.data.tokenize import check_ids
-from ..training.data.windows import rows_of
+from ..training.data.windows import pack_documents
 from ..training.preflight import host_memory
 
 _SHARE = {"cpu": 0.75, "cuda": 0.9}
@@ -139,7 +139,9 @@ class Amount:
         if self.pairs:
             counts = torch.diff(torch.tensor((0, *self.ends), device="cpu"))
             return int((counts[: len(counts) // 2 * 2].view(-1, 2).amax(-1) <= length).sum())
-        return len(rows_of(torch.tensor(self.ends, device="cpu"), length)) if self.packed else self.tokens // length
+        return (
+            len(pack_documents(torch.tensor(self.ends, device="cpu"), length)) if self.packed else self.tokens // length
+        )
 
     def length(self, wanted: int) -> int:
         """Return the longest window, halved from the wanted one, of which the text has one."""
@@ -165,7 +167,7 @@ class Amount:
         return part if int(windows * part) >= size else part + 0.01
 
 
-def format_of(data: Sequence[str]) -> str:
+def data_format(data: Sequence[str]) -> str:
     """Return the format of the first row of the first JSON lines among files, "text" where there are none."""
     for file in (file for file in matching_files(data) if file.suffix in (".jsonl", ".ndjson")):
         try:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from te_models import layers
 from te_models.layers import LayerNormMLP, QuantizedTensor
 from te_models.layers.collectives import all_reduce
-from te_models.layers.distributed.tensor_parallel import part_of
+from te_models.layers.distributed.tensor_parallel import rank_part
 from te_models.layers.gemm.grouped import add_bias_rows
 from te_models.layers.module.grouped_linear import GroupedLinear
 from te_models.layers.module.layernorm_linear import LayerNormLinear
@@ -96,7 +96,7 @@ class Adapter(AdaptedLayer):
         drawn = torch.empty(shape, dtype=a.dtype, device="cpu").uniform_(-bound, bound)
         if experts is not None:
             drawn = drawn.narrow(0, experts[0], a.shape[0])
-        a.copy_(part_of(drawn, -1, rank, ranks))
+        a.copy_(rank_part(drawn, -1, rank, ranks))
 
     def _mode(self, pair: tuple[str, str]) -> str | None:
         return self.modes()[self.PAIRS.index(pair)]

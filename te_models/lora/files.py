@@ -18,7 +18,7 @@ from torch import Tensor
 
 from te_models.checkpoints import CheckpointError, expected_tensors
 from te_models.checkpoints.io.atomic import new_folder
-from te_models.checkpoints.mapping.rank_shards import part_of, parts
+from te_models.checkpoints.mapping.rank_shards import cut_part, parts
 from te_models.checkpoints.write.writer import write_tensors
 from te_models.layers import QuantizedTensor
 
@@ -29,7 +29,7 @@ from .factors import Factors
 from .layers import FIRST
 from .model import adaptable, adapters_of, base_state_dict, lora_state_dict, put_adapters
 from .parts import adapter_parameters, adapter_parts
-from .peft_folders import CONFIG, PREFIX, WEIGHTS, PeftFolder, numbers_of
+from .peft_folders import CONFIG, PREFIX, WEIGHTS, PeftFolder, rank_fields
 from .plain_weights import PLAIN_ADAPTERS
 from .reading import in_names_of_transformers
 
@@ -46,7 +46,7 @@ def save_adapter(model: GPTModel, folder: str | Path, *, base_model: str = "") -
     base = base_state_dict(model)
     tensors = {**lora_state_dict(model), **{name: base[name] for name in sorted(model.replaced_parameters)}}
     ranks = {name: (adapter.rank, adapter.alpha) for name, adapter in adapters_of(model)}
-    config |= numbers_of(ranks) | {"target_modules": list(ranks)}
+    config |= rank_fields(ranks) | {"target_modules": list(ranks)}
     if model.replaced_parameters:
         config["modules_to_save"] = sorted({name.rpartition(".")[0] for name in model.replaced_parameters})
     write_adapter(Path(folder), tensors, config)
@@ -88,11 +88,11 @@ def load_adapter(model: GPTModel, folder: str | Path) -> None:
                 f"{found.path / WEIGHTS} does not hold adapters of this model: {name} is {list(saved[name].shape)} and "
                 f"not {list(wholes[name].shape)}"
             )
-        own = part_of(saved[name], owned[name].cuts())
+        own = cut_part(saved[name], owned[name].cuts())
         # rows without adapter keep the length that they have
         tensor.copy_(torch.where(own.isnan(), tensor, own) if name.endswith(_LENGTHS) else own)
-    _replace_values(model, {name: part_of(value, place[name].cuts()) for name, value in values.items()})
-    _add_to_values(model, {name: part_of(its.product(), place[name].cuts()) for name, its in alone.items()})
+    _replace_values(model, {name: cut_part(value, place[name].cuts()) for name, value in values.items()})
+    _add_to_values(model, {name: cut_part(its.product(), place[name].cuts()) for name, its in alone.items()})
 
 
 def _parts(factors: Factors) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ _BASE = ".base_layer."
 _ADAPTERS = ADAPTERS | PLAIN_ADAPTERS
 
 
-def matches(name: str, target: str) -> bool:
+def is_targeted(name: str, target: str) -> bool:
     """Whether a target means the layer of this name: a glob of the name or of its last words."""
     return fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")
 
@@ -78,7 +78,7 @@ def add_lora(
     # an indexer that no loss trains would have adapters that stay as they are
     still = tuple(f"{n}." for n, m in whole.named_modules() if isinstance(m, Indexer) and not m.config.loss_coeff)
     layers = {n: m for n, m in whole.named_modules() if isinstance(m, LAYERS) and not n.startswith(still)}
-    chosen = targeted(layers, targets)
+    chosen = targeted_layers(layers, targets)
     for name in chosen:
         check_layer(layers[name], name)
     put_adapters(model, {name: (rank, alpha) for name in layers if name in chosen}, dropout, use_dora)
@@ -110,14 +110,14 @@ def put_adapters(model: nn.Module, ranks: Mapping[str, tuple[int, float]], dropo
             part.reshard()
 
 
-def targeted(layers: Iterable[str], targets: Iterable[str]) -> set[str]:
+def targeted_layers(layers: Iterable[str], targets: Iterable[str]) -> set[str]:
     """Return the names of the layers that targets mean, of the names of all GEMM layers. Raises ValueError for a target
     that means none."""
     names, chosen = list(layers), set()
     for target in targets:
-        found = {name for name in names if target == ALL_LINEAR or matches(name, target)}
+        found = {name for name in names if target == ALL_LINEAR or is_targeted(name, target)}
         if not found and target in TRANSFORMERS_NAMES:
-            found = {name for name in names if matches(name, TRANSFORMERS_NAMES[target])}
+            found = {name for name in names if is_targeted(name, TRANSFORMERS_NAMES[target])}
         if not found:
             last = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise ValueError(

@@ -181,7 +181,7 @@ def _check(config: Mapping[str, Any], path: Path) -> None:
             raise CheckpointError(f"{path} has {field} {config[field]!r}; allowed: a positive number")
 
 
-def numbers_of(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
+def rank_fields(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
     """Return the fields of adapter_config.json that say each module's rank and alpha, by its name."""
     (r, alpha), _ = Counter(ranks.values()).most_common(1)[0]
     config: dict[str, Any] = {"r": r, "lora_alpha": _plain(alpha)}

@@ -16,13 +16,14 @@ May import: everything but the command line.
 from .build import Build
 from .cache import KVCache, StaticKVCache
 from .gpt import GPTModel
-from .layer import TransformerLayer
+from .layer import DecoderLayer
 from .logprobs import logprobs
 from .moe import ExpertLoad, MoELayer, RouterOutput, RouterRecord, take_expert_load, update_expert_bias
 from .output import ModelOutput
 
 __all__ = [
     "Build",
+    "DecoderLayer",
     "ExpertLoad",
     "GPTModel",
     "KVCache",
@@ -31,7 +32,6 @@ __all__ = [
     "RouterOutput",
     "RouterRecord",
     "StaticKVCache",
-    "TransformerLayer",
     "logprobs",
     "take_expert_load",
     "update_expert_bias",

@@ -20,7 +20,7 @@ from ..config import ModelConfig, RopeConfig, TemperatureConfig, has_compressed_
 from .build import Build, make_norm
 from .cache import Memory
 from .hyper_connection import HyperConnection
-from .layer import TransformerLayer
+from .layer import DecoderLayer
 from .mixers import KeysValues, Selection, TokenInputs
 from .moe import MoELayer, RouterOutput
 from .residual import LaneProjections
@@ -59,7 +59,7 @@ class Decoder(nn.Module):
         self.activation_checkpointing = False
         self.sequence_shard = build.sequence_shard
         self.context_shard: ContextShard | None = None
-        self.layers = nn.ModuleList(TransformerLayer(config, i, build) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, i, build) for i in range(config.num_layers))
         shared = config.shared_blocks
         firsts = () if shared is None else shared.layers[: shared.num_blocks]
         self.shared_blocks = nn.ModuleList(SharedBlock(config, i, build) for i in firsts) if firsts else None
@@ -102,7 +102,7 @@ class Decoder(nn.Module):
     @property
     def by_length(self) -> bool:
         """Whether rotary frequencies depend on the length of the sequence: what a cache holds may have to be computed
-        anew when it grows (`rotary_stage`)."""
+        again when it grows (`rotary_stage`)."""
         return any(rotary.by_length for rotary in self._rotaries())
 
     def rotary_stage(self, length: int) -> tuple[int, ...]:
@@ -124,7 +124,7 @@ class Decoder(nn.Module):
     def _all_pack(self, device: torch.device) -> bool:
         """Whether every layer attends within documents without a mask."""
         blocks = (*self.layers, *(self.shared_blocks or ()))
-        attentions = (cast(TransformerLayer, block).self_attention for block in blocks)
+        attentions = (cast(DecoderLayer, block).self_attention for block in blocks)
         return all(attention.packs(device) for attention in attentions if attention is not None)
 
     def _output(self, x: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class Decoder(nn.Module):
 
     def run_layer(
         self,
-        layer: TransformerLayer,
+        layer: DecoderLayer,
         number: int,
         x: Tensor,
         inputs: LayerInputs,
@@ -257,7 +257,7 @@ class Decoder(nn.Module):
         routed: list[RouterOutput] = []
         choice: Tensor | None = None
         first = None if self.shared_blocks is None else x
-        for i, layer in enumerate(cast(list[TransformerLayer], self.layers)):
+        for i, layer in enumerate(cast(list[DecoderLayer], self.layers)):
             if states is not None:
                 states.append(x)
             x, decided, *selections = self.run_layer(

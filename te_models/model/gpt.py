@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     import transformers
     from torch.distributed.device_mesh import DeviceMesh
 
-    from te_models.checkpoints.folder.te_folder import Source
+    from te_models.checkpoints.folder.te_folder import HFSource
 
     from ..parallel.mesh import ParallelMesh
 
@@ -61,12 +61,13 @@ class GPTModel(SharedModel):
     tp_group: split attention, MLPs, embedding and output layer over these ranks; all of them call the model with the
     same tokens and get the same result, and every rank holds norms and routers in full. sequence_parallel: between
     split layers each of these ranks has its part of the tokens only, for training: such a model takes no cache.
-    ep_group: give each of these ranks an equal share of the experts; all of them call the model, with tokens of their
-    own, and every rank holds everything else in full. etp_group: split each expert over these ranks in place of those
-    of tp_group; all of them call the model, with tokens of their own, or, where tp_group splits the other layers, with
-    a part of its tokens. expert_dispatch: "all_to_all" sends tokens to the ranks of their experts, "deepep" does by the
-    library deep_ep, "all_gather", for equally many tokens on all ranks, sends them to all. Random initial values come
-    from torch's global generator; with the same seed on all ranks, a split model starts from the whole one's values.
+    ep_group: give each of these ranks an equal share of the experts; all of them call the model, each with different
+    tokens, and every rank holds everything else in full. etp_group: split each expert over these ranks in place of
+    those of tp_group; all of them call the model, each with different tokens, or, where tp_group splits the other
+    layers, with a part of its tokens. expert_dispatch: "all_to_all" sends tokens to the ranks of their experts,
+    "deepep" does by the library deep_ep, "all_gather", for equally many tokens on all ranks, sends them to all. Random
+    initial values come from torch's global generator; with the same seed on all ranks, a split model starts from the
+    whole one's values.
 
     Example:
         model = GPTModel(config)
@@ -123,7 +124,7 @@ class GPTModel(SharedModel):
         self.set_groups(tp_group, ep_group, etp_group)
         self.config = config
         self.pretrained_folder: Path | None = None
-        self.origin: Source | None = None
+        self.origin: HFSource | None = None
         self.replaced_parameters: frozenset[str] = frozenset()  # whose values an adapter brought
         self.expert_layout: ExpertLayout = expert_layout
         storage = storage_recipe()
@@ -342,7 +343,7 @@ class GPTModel(SharedModel):
         meta device only the stages that a rank has need data. Call a later stage with `inputs_embeds`, the
         `hidden_states[-1]` [B, S, H] of the stage before it (a rank's part of the tokens, and position_ids, where ranks
         share them); an earlier stage than the last returns no logits and no
-        loss, and `aux_loss` is of its own layers. Where embedding and output layer share their weight, the last stage
+        loss, and `aux_loss` covers its layers only. Where embedding and output layer share their weight, the last stage
         has the embedding, too: add up the gradients that both leave. So it has where layers predict further tokens,
         which are the last stage's; its loss in training needs the `input_ids`, too. Raises ConfigError for layers that
         the model does not have.
@@ -410,7 +411,7 @@ class GPTModel(SharedModel):
         not implemented, ValueError for other mesh dimensions, the meta device, `recipe` with `dequantize`.
         """
         from te_models.checkpoints import open_checkpoint
-        from te_models.checkpoints.folder.provenance import source_of
+        from te_models.checkpoints.folder.provenance import provenance_source
         from te_models.checkpoints.io.dtypes import as_torch_dtype
         from te_models.checkpoints.io.header import without_collections
 
@@ -439,7 +440,7 @@ class GPTModel(SharedModel):
                     model = cls(checkpoint.config, dtype=dtype, device=target, **split)
                 keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
             checkpoint.load_into(dict(model.stored_tensors()), place=place_of(model))
-            model.origin = source_of(checkpoint, () if dequantize else None)
+            model.origin = provenance_source(checkpoint, () if dequantize else None)
         model.pretrained_folder = checkpoint.path
         return model
 

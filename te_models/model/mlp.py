@@ -101,8 +101,8 @@ class MLP(nn.Module):
 
 def sparse_gates(hidden: Tensor, deviations: float) -> Tensor:
     """hidden: [..., 2 F], gates and then the up projection -> the same with each gate reduced by a bound, the mean of
-    the token's gates and so many standard deviations, and 0 below it: of normal gates the fraction that is zero is the
-    same for every token. Computed in float32."""
+    the token's gates plus a multiple of their standard deviation, and 0 below it. If gates are normally distributed,
+    the fraction of zeros is the same for every token. Computed in float32."""
     gate, up = hidden.chunk(2, -1)
     wide = gate.float()
     bound = wide.mean(-1, keepdim=True) + deviations * wide.std(-1, keepdim=True, unbiased=False)
@@ -127,7 +127,7 @@ class SharedExperts(nn.Module):
         self._activation = activation_of(config.mlp)
 
     def reset_parameters(self) -> None:
-        """Initialise the gate anew; the projections have their own."""
+        """Initialise the gate again; the projections have their own."""
         if self.gate_weight is not None:
             self.init_method(self.gate_weight)
 

@@ -20,7 +20,7 @@ from .build import Build, ExpertDispatch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from te_models.checkpoints.mapping.rank_shards import Place
+    from te_models.checkpoints.mapping.rank_shards import ShardPlace
 
     from ..parallel.mesh import ParallelMesh
     from .gpt import GPTModel
@@ -98,7 +98,7 @@ def check_split(config: ModelConfig, build: Build) -> None:
         split = 1 if build.etp_group is None else build.expert_tensor_parallel_size
         check_deepep(config, build.expert_model_parallel_size, split)
         check_deepep_device(build.expert_model_parallel_size, build.device)
-    check_layers(config, build.tp_size, build.expert_tensor_parallel_size)
+    check_layer_split(config, build.tp_size, build.expert_tensor_parallel_size)
     if build.sequence_shard is not None:
         check_sequence(config)
 
@@ -138,7 +138,7 @@ def check_tokens(tokens: int, ranks: int) -> None:
 
 
 def check_distribution(config: ModelConfig, ranks: int, expert_layout: str) -> None:
-    """Raise ConfigError where the experts cannot be distributed over so many ranks."""
+    """Raise ConfigError where the experts cannot be distributed over this many ranks."""
     if config.moe is None:
         raise ConfigError("moe is None: a model without experts has none to distribute over ep_group")
     experts = config.moe.num_moe_experts
@@ -149,7 +149,8 @@ def check_distribution(config: ModelConfig, ranks: int, expert_layout: str) -> N
 
 
 def check_split_experts(config: ModelConfig, ranks: int, expert_layout: str) -> None:
-    """Raise ConfigError where each expert cannot be split over so many ranks, others than the other layers."""
+    """Raise ConfigError where each expert cannot be split over this many ranks, a number that may differ from the other
+    layers'."""
     moe, where = config.moe, "expert_tensor_parallel_size"
     if moe is None:
         raise ConfigError(f"moe is None: a model without experts has none to split; allowed: no {where}")
@@ -164,8 +165,8 @@ def check_split_experts(config: ModelConfig, ranks: int, expert_layout: str) -> 
 
 
 def check_deepep(config: ModelConfig, ranks: int, split: int) -> None:
-    """Raise ConfigError where tokens cannot travel by deep_ep to experts over so many ranks. split: over how many ranks
-    each expert is, where these are others than those of the other layers."""
+    """Raise ConfigError where tokens cannot travel by deep_ep to experts over this many ranks. split: over how many
+    ranks each expert is, where these are others than those of the other layers."""
     allowed, moe = "allowed with expert_dispatch 'deepep'", config.moe
     if split > 1:
         raise ConfigError(f"expert_tensor_parallel_size is {split}; {allowed}: 1 or tensor_model_parallel_size")
@@ -185,8 +186,8 @@ def check_deepep_device(ranks: int, device: torch.device | str | None) -> None:
         check_available(ranks, torch.empty((), device=device).device)
 
 
-def check_layers(config: ModelConfig, ranks: int, expert_ranks: int) -> None:
-    """Raise ConfigError naming the first field because of which layers cannot be split over so many ranks.
+def check_layer_split(config: ModelConfig, ranks: int, expert_ranks: int) -> None:
+    """Raise ConfigError naming the first field because of which layers cannot be split over this many ranks.
     expert_ranks: those that split each expert."""
     if ranks == 1:
         return
@@ -266,21 +267,21 @@ _ELSEWHERE = {
 """Names that are usual for what does not happen here, or not yet."""
 
 
-def place_of(model: GPTModel) -> Place:
+def place_of(model: GPTModel) -> ShardPlace:
     """Return this rank's place among those that share the model."""
-    from te_models.checkpoints.mapping.rank_shards import Place
+    from te_models.checkpoints.mapping.rank_shards import ShardPlace
 
     groups = {"tp": model.tp_group, "ep": model.ep_group, "etp": model.etp_group}
     place: dict[str, int] = {}
     for name, group in groups.items():
         if group is not None:
             place |= {f"{name}_rank": group.rank(), f"{name}_size": group.size()}
-    return Place(**place)
+    return ShardPlace(**place)
 
 
 def reset_model(model: GPTModel) -> None:
     """Do as `GPTModel.reset_parameters` says. Other pipeline stages stay as they are."""
-    reshard(model)
+    free_gathered_parameters(model)
     own, device = set(model.modules()), next(model.parameters()).device
     for part in (model.whole or model).children():
         reset_parameters(part, own, device)
@@ -289,7 +290,7 @@ def reset_model(model: GPTModel) -> None:
 def reset_parameters(
     part: nn.Module, own: Collection[nn.Module] | None = None, device: torch.device | None = None
 ) -> None:
-    """Initialise a part of a model anew, in the order of construction: draws what the part of a new model draws. A
+    """Initialise a part of a model again, in the order of construction, with the draws of a new model. A
     shard gets its part of what the whole parameter would get, one module after the other.
 
     own: the modules that this rank has, None for all; for others random numbers are drawn on `device` and forgotten.
@@ -318,7 +319,7 @@ def _elsewhere(module: nn.Module, device: torch.device | None) -> Iterator[None]
         module._parameters, module._buffers = held
 
 
-def reshard(model: GPTModel) -> None:
+def free_gathered_parameters(model: GPTModel) -> None:
     """Free the gathered parameters that FSDP2 keeps after a forward pass, so that a model's parameters are its shards
     again."""
     if not dist.is_available():

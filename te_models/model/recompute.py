@@ -105,9 +105,9 @@ def offloading() -> Any:
 
 
 def _layers(model: nn.Module) -> Iterator[Any]:
-    from .layer import TransformerLayer
+    from .layer import DecoderLayer
 
-    yield from (module for module in model.modules() if isinstance(module, TransformerLayer))
+    yield from (module for module in model.modules() if isinstance(module, DecoderLayer))
 
 
 def _recomputed(module: nn.Module, forward: Callable[..., Any], save: list[Any] | None) -> Callable[..., Any]:

@@ -127,7 +127,7 @@ class ParallelDims:
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks have windows of their own: the others read those of one of them."""
+        """How many ranks read different windows: the others read the windows of one of these."""
         assert self.data_parallel_replicate_size is not None, "filled in"
         return self.data_parallel_replicate_size * self.data_parallel_shard_size
 

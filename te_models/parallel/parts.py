@@ -20,11 +20,11 @@ from torch import Tensor
 
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.folder.checkpoint import Checkpoint
-from te_models.checkpoints.folder.load import layout_of
+from te_models.checkpoints.folder.load import layout_of_names
 from te_models.checkpoints.mapping.param_shapes import is_expert_stack
-from te_models.checkpoints.mapping.parameters import Parameters
-from te_models.checkpoints.mapping.quantized_format import SUFFIXES, describe, empty
-from te_models.checkpoints.mapping.rank_shards import Cuts, Ranges, RankPart, cut_shape, part_of, parts
+from te_models.checkpoints.mapping.parameters import StoredParameters
+from te_models.checkpoints.mapping.quantized_format import SUFFIXES, empty, quantized_metadata
+from te_models.checkpoints.mapping.rank_shards import Cuts, Ranges, RankPart, cut_part, cut_shape, parts
 from te_models.layers import QuantizedTensor
 from te_models.layers.tensor.fsdp import entries_of_rows, is_one_matrix, largest_shard, local_part
 
@@ -85,7 +85,7 @@ class LocalPart:
 
     def of_whole(self, whole: Tensor) -> Tensor:
         """Return this part of a whole tensor."""
-        return part_of(whole, self.cuts)
+        return cut_part(whole, self.cuts)
 
 
 def _with_offsets(ranges: Ranges) -> Iterator[tuple[int, int, int]]:
@@ -179,13 +179,13 @@ class ModelParts:
         for name, tensor in base_state_dict(self.model.whole or self.model).items():
             local = local_part(tensor)
             if isinstance(local, QuantizedTensor):
-                found[name] = empty(name, self._shapes[name], describe(local.quantizer, local.dtype), "meta")
+                found[name] = empty(name, self._shapes[name], quantized_metadata(local.quantizer, local.dtype), "meta")
             else:
                 found[name] = torch.empty(self._shapes[name], dtype=tensor.dtype, device="meta")
         return found
 
     def _fields(self, name: str, parameter: Tensor, local: QuantizedTensor) -> Iterator[tuple[str, LocalPart]]:
-        whole = empty(name, self._shapes[name], describe(local.quantizer, local.dtype), "meta").fields
+        whole = empty(name, self._shapes[name], quantized_metadata(local.quantizer, local.dtype), "meta").fields
         by_field = self._owned[name].field_cuts(name, self._shapes[name], local.quantizer)
         for layout in local.layouts:
             field, cuts = getattr(local, layout.name), dict(by_field[layout.name])
@@ -252,10 +252,10 @@ def load_own_parts(model: GPTModel, checkpoint: Checkpoint) -> None:
     checkpoint.check_values()
     tensors = dict(model.stored_tensors())
     whole = model.whole or model
-    layout = layout_of(dict(whole.stored_tensors()), model.config, "the names of the parameters to load")
-    stored = Parameters(checkpoint.store, checkpoint.namespace, model.config, checkpoint.formats, layout)
+    layout = layout_of_names(dict(whole.stored_tensors()), model.config, "the names of the parameters to load")
+    stored = StoredParameters(checkpoint.store, checkpoint.namespace, model.config, checkpoint.formats, layout)
     per_gemm = cache(
-        lambda: Parameters(checkpoint.store, checkpoint.namespace, model.config, checkpoint.formats, "per-gemm")
+        lambda: StoredParameters(checkpoint.store, checkpoint.namespace, model.config, checkpoint.formats, "per-gemm")
     )
     shapes, own = expected_tensors(model.config, layout), ModelParts(model)
     for name, tensor in tensors.items():

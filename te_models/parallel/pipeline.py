@@ -252,7 +252,7 @@ class Pipeline:
         self._schedules = {count: self._schedule(count, stages) for count in sorted({micro_batches, *fewer})}
 
     def _schedule(self, count: int, stages: Sequence[tuple[Stage, dict[str, Any]]]) -> Any:
-        """Return torch's schedule of so many micro-batches, with stages of its own. stages: this rank's modules, and
+        """Return torch's schedule of this many micro-batches, with new stages. stages: this rank's modules, and
         options of torch's stages."""
         layout = self.layout
         own = [

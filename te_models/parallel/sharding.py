@@ -54,11 +54,11 @@ def parallelize(
     parts are created on `device` one by one. fill: called with each part that was created, embedding, layers and output
     layer in the order of a GPTModel; None: its `reset_parameters`, which draw what the whole model draws from the same
     seed. weights: the recipe in whose format the linear layers then store their weights. reshard_after_forward: free
-    gathered parameters between the passes, "default" of the layers, "always" of all; a number: keep shards over so many
-    ranks, a divisor of the ranks that share the parameters (not of quantized weights). reduce_dtype: in which gradients
-    of the ranks are added up; the result has the parameter's dtype. cpu_offload: keep sharded parameters and their
-    gradients in main memory, so that an optimizer works there; the passes copy what they need to `device`. stages: the
-    pipeline stages, where `mesh` has any; None: one a rank.
+    gathered parameters between the passes, "default" of the layers, "always" of all; a number: keep shards over this
+    many ranks, a divisor of the ranks that share the parameters (not of quantized weights). reduce_dtype: in which
+    gradients of the ranks are added up; the result has the parameter's dtype. cpu_offload: keep sharded parameters and
+    their gradients in main memory, so that an optimizer works there; the passes copy what they need to `device`.
+    stages: the pipeline stages, where `mesh` has any; None: one a rank.
 
     Parameters of another dtype than most of their part (routers in float32) are not sharded: average their gradients,
     and divide sharded experts' gradients, with `te_models.training.ranks.data_parallel.average_gradients`. Compile
@@ -66,7 +66,7 @@ def parallelize(
 
     Ranks that share sequences are told to the model.
 
-    Raises ConfigError where experts are distributed and torch cannot shard them over a mesh of their own, TypeError for
+    Raises ConfigError where experts are distributed and torch cannot shard them over a separate mesh, TypeError for
     another kind of mesh, ValueError for a model that was built over other ranks, for `cpu_offload` without shards, and
     for stored weights whose blocks the ranks cannot share equally where torch shards no other way.
     """
@@ -96,8 +96,8 @@ def parallelize(
         stages = stages or StageLayout(mesh.dims.pipeline_model_parallel_size)
         model = _own_stages(model, mesh, stages, sharded=over is not None)
         roots = model.pipeline_stages
-    own = {id(part) for part in parts_of(model)} | {id(p) for p in model.parameters()}
-    for part in parts_of(whole):
+    own = {id(part) for part in sharded_parts(model)} | {id(p) for p in model.parameters()}
+    for part in sharded_parts(whole):
         if id(part) not in own and not any(id(p) in own for p in part.parameters()):
             if any(p.is_meta for p in part.parameters()) and (fill is None or weights is not None):
                 part.to_empty(device=target)
@@ -124,7 +124,8 @@ def parallelize(
 
 
 def _check_mesh(model: GPTModel, mesh: ParallelMesh | None) -> None:
-    """Raise where a mesh is none of ours, whose dimensions say what they share, or the model was built over another."""
+    """Raise unless a mesh is a ParallelMesh, whose dimensions say what they share, or the model was built over
+    another."""
     if mesh is None:
         return
     if not isinstance(mesh, ParallelMesh):
@@ -171,7 +172,7 @@ def _reshard_of(asked: ReshardAfterForward) -> bool | int | None:
     return {"default": None, "always": True, "never": False}[asked] if isinstance(asked, str) else asked
 
 
-def parts_of(model: GPTModel) -> Iterator[nn.Module]:
+def sharded_parts(model: GPTModel) -> Iterator[nn.Module]:
     """Yield the parts of a model that are sharded one by one, in the order in which they are created."""
     decoder = model.decoder
     ends = decoder.final_layernorm, decoder.final_hyper_connection, decoder.lane_projections
@@ -227,7 +228,7 @@ def _experts_of(part: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def shards_experts_apart() -> bool:
-    """Whether `fully_shard` of this torch can shard some parameters of a layer over a mesh of their own."""
+    """Whether `fully_shard` of this torch can shard some parameters of a layer over a separate mesh."""
     from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
 
     return hasattr(_fsdp_common, "ShardPlacementResult") and hasattr(_fsdp_init, "_get_mesh_info")

@@ -12,11 +12,11 @@ from ..config import ConfigError, ModelConfig
 from ..training.build import read_model_config
 from ..training.config import TrainConfig
 from ..training.data.batch_size import with_global_batch
-from ..training.preflight import check_layout
+from ..training.preflight import check_run_layout
 from ..training.ranks.data_parallel import Ranks
-from ..training.ranks.layout import Layout, balanced, layout_of
-from ..training.trained import check_names, step_flops_per_token
-from .micro_batch import record
+from ..training.ranks.layout import RankLayout, balanced, rank_layout
+from ..training.trained import check_globs, step_flops_per_token
+from .micro_batch import record_step
 from .simulation import Traffic, fake_ranks, fake_tensors
 from .stages import record_stages
 
@@ -120,8 +120,8 @@ def pipeline_ranks(config: TrainConfig) -> tuple[int, ...]:
 
 
 def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank: int = 0) -> Plan:
-    """Return the plan of a run on so many ranks, in a process that belongs to no process group and plans no other run:
-    torch keeps meshes of equal shape, with the groups that they had.
+    """Return the plan of a run on this many ranks, in a process that belongs to no process group and plans no other
+    run: torch keeps meshes of equal shape, with the groups that they had.
 
     One micro-batch and the end of a step, of a pipeline all that its schedule does, run on tensors without values, as a
     rank of the layout would run them on CPU: the first of those that have the stages of `pipeline_rank`. Layers of a
@@ -134,13 +134,13 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
     model, pipeline = model_of(config), config.parallel.pipeline_model_parallel_size
     rank = pipeline_rank * (ranks // pipeline)
     with fake_ranks(ranks, rank):
-        layout = layout_of(config.parallel, Ranks(rank, ranks), "cpu")
+        layout = rank_layout(config.parallel, Ranks(rank, ranks), "cpu")
         config = with_global_batch(config, layout.data.world_size)
-        check_layout(config, model, layout.dims)
-        check_names(config, model)
+        check_run_layout(config, model, layout.dims)
+        check_globs(config, model)
         layout = balanced(layout, config, model)
         with fake_tensors():
-            found = (record if layout.stages is None else record_stages)(config, model, layout)
+            found = (record_step if layout.stages is None else record_stages)(config, model, layout)
         dims, stages = layout.dims, layout.stages
     micro_batches = config.data.gradient_accumulation
     tokens = config.micro_batch_tokens * micro_batches
@@ -201,7 +201,7 @@ def _overlaps(kind: str, dimension: str, config: TrainConfig) -> bool:
     return dimension in _OVERLAPPED and kind != "all_to_all"
 
 
-def _bandwidth(dimension: str, layout: Layout, hardware: Hardware) -> float:
+def _bandwidth(dimension: str, layout: RankLayout, hardware: Hardware) -> float:
     """Return the bytes per second of a ring over a dimension: the fast links' where its ranks are in one node."""
     dims = layout.dims
     tp, ep = dims.tensor_model_parallel_size, dims.expert_model_parallel_size

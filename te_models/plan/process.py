@@ -1,4 +1,4 @@
-"""Plans in processes of their own: `main` reads what to plan from standard input, and prints it, as JSON.
+"""Plans in separate processes: `main` reads what to plan from standard input, and prints it, as JSON.
 
 torch keeps the meshes of a plan, so that each needs a new process. It is forked from one that has imported torch: a new
 interpreter spends seconds on that.
@@ -36,7 +36,7 @@ _USED = (
 
 
 def plan_run(config: TrainConfig, ranks: int, hardware: Hardware | None = None) -> Plan:
-    """Return the plan of a training run on so many ranks: what each holds, computes and sends.
+    """Return the plan of a training run on this many ranks: what each holds, computes and sends.
 
     hardware: the defaults of `Hardware` where it is None. Raises ConfigError for what `te-models train` refuses in this
     layout, RuntimeError where the process fails.
@@ -129,7 +129,7 @@ def _send(work: Callable[[Task], Task], task: Task, to: Connection) -> None:
 def _plan(asked: Task) -> Task:
     import torch
 
-    # A fork makes torch's pool of threads anew where it is first asked for. If the threads of a backward pass ask at
+    # A fork makes torch's pool of threads again where it is first asked for. If the threads of a backward pass ask at
     # once, which they do with CUDA's devices, one may find none, and torch ends the process.
     torch.set_num_threads(1)
     try:

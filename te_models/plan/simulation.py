@@ -48,7 +48,7 @@ class Traffic:
         return Traffic(self.calls + other.calls, self.payload + other.payload, self.sent + other.sent)
 
     def times(self, factor: float) -> Traffic:
-        """Return the traffic of so many times as much work."""
+        """Return the traffic of `factor` times as much work."""
         return Traffic(round(self.calls * factor), round(self.payload * factor), self.sent * factor)
 
 
@@ -56,7 +56,7 @@ Moved = dict[tuple[str, str], Traffic]
 """(collective, dimension of the mesh) -> what it moved."""
 
 
-def joined(a: Moved, b: Moved, factor: float = 1.0) -> Moved:
+def added_traffic(a: Moved, b: Moved, factor: float = 1.0) -> Moved:
     """Return the traffic of `a` and of `factor` times as much work as that of `b`."""
     return {key: a.get(key, Traffic()) + b.get(key, Traffic()).times(factor) for key in sorted({*a, *b})}
 
@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):
         """Count work that is known and not done: bytes that stay, bytes at its highest point, and collectives."""
         self.peak = max(self.peak, self.live + peak)
         self.live += held
-        self.traffic = joined(self.traffic, traffic)
+        self.traffic = added_traffic(self.traffic, traffic)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[Apart]:
@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
             yield found
         finally:
             found.peak, found.traffic = self.peak - before, self.traffic
-            self.peak, self.traffic = max(peak, self.peak), joined(traffic, self.traffic)
+            self.peak, self.traffic = max(peak, self.peak), added_traffic(traffic, self.traffic)
 
     def __enter__(self) -> Self:
         resize = self._resize = torch.UntypedStorage.resize_

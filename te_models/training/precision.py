@@ -37,7 +37,7 @@ from te_models.layers.recipe.base import HIGH_PRECISION, GemmQuantizers, Quantiz
 from te_models.layers.tensor.fsdp import local_part
 
 from ..config import ConfigError, check
-from ..model.parallel import reshard
+from ..model.parallel import free_gathered_parameters
 from ..sizes import plural
 from .checkpoints.checkpoint import TrainingState
 from .config import PrecisionConfig, TrainConfig
@@ -200,11 +200,11 @@ def _check_separable(recipe: Recipe | None) -> None:
             )
 
 
-def rounded(weight: Tensor, quantizer: Quantizer) -> Tensor:
-    """Return what a quantizer's rowwise copy of matrices [out, in] or [num_gemms, out, in] stands for, each with scales
-    of its own."""
+def rounded_weight(weight: Tensor, quantizer: Quantizer) -> Tensor:
+    """Return what a quantizer's rowwise copy of matrices [out, in] or [num_gemms, out, in] stands for, each matrix with
+    its scales."""
     if weight.dim() == 3:
-        return torch.stack([rounded(matrix, quantizer) for matrix in weight]) if len(weight) else weight.clone()
+        return torch.stack([rounded_weight(matrix, quantizer) for matrix in weight]) if len(weight) else weight.clone()
     rowwise = quantizer.with_usage(rowwise=True, columnwise=quantizer.symmetric)
     return rowwise.dequantize_fields(rowwise.quantize_fields(weight), weight.dtype, weight.shape)
 
@@ -227,11 +227,13 @@ class RoundedWeights:
                 for name, weight in self._weights.items():
                     whole = self._divided.get(name)
                     values = before[name] if whole is None else whole.gather(before[name])
-                    values = rounded(values, self._quantizer)
+                    values = rounded_weight(values, self._quantizer)
                     local_part(weight).copy_(values if whole is None else whole.own(values))
             yield
         finally:
-            reshard(self._model)  # gathered weights that an evaluation left would be used by the next pass
+            free_gathered_parameters(
+                self._model
+            )  # gathered weights that an evaluation left would be used by the next pass
             with torch.no_grad():
                 for name, weight in self._weights.items():
                     local_part(weight).copy_(before[name])

@@ -20,7 +20,7 @@ from ..model.parallel import (
     check_deepep,
     check_deepep_device,
     check_distribution,
-    check_layers,
+    check_layer_split,
     check_sequence,
     check_split_experts,
 )
@@ -38,7 +38,7 @@ from .optimizer.qk_clip import check_qk_clip
 from .posttraining.distillation import check_teacher
 from .precision import RecipeSchedule
 from .run_data import open_data, training_windows, validation_windows
-from .trained import check_names, is_frozen
+from .trained import check_globs, is_frozen
 
 FINAL, FINAL_EMA = "final", "final-ema"
 """Where in a run's folder the trained model is, and its average."""
@@ -66,7 +66,7 @@ def check_run(
         checkpoint: Its folder.
         device: "cpu" or "cuda".
         dims: The layout of the ranks.
-        reads_text: Whether this rank builds the data set where there is none.
+        reads_text: Whether this rank builds the data set if it does not exist.
 
     Raises:
         ConfigError, DataError, CheckpointError, MissingExtraError: the run cannot be what is asked for.
@@ -90,8 +90,8 @@ def check_model(config: TrainConfig, model: ModelConfig, device: str, dims: Para
         )
     if config.posttraining.method == "distill":
         check_teacher(config, model)
-    check_names(config, model)
-    check_layout(config, model, dims)
+    check_globs(config, model)
+    check_run_layout(config, model, dims)
     if config.parallel.expert_dispatch == "deepep":
         check_deepep_device(dims.expert_model_parallel_size, device)
     if config.parallel.async_tensor_parallel and device not in async_tensor_parallel.DEVICES:
@@ -144,7 +144,7 @@ def _read_model(
     return model, []
 
 
-def check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -> None:
+def check_run_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -> None:
     """Raise ConfigError where a layout cannot have this model, or these formats."""
     precision, sharded, tp = config.precision, dims.is_sharded, dims.tensor_model_parallel_size
     if dims.expert_model_parallel_size > 1:
@@ -155,7 +155,7 @@ def check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) ->
         check_split_experts(model, etp, config.model.expert_layout)
     if config.parallel.expert_dispatch == "deepep":
         check_deepep(model, dims.expert_model_parallel_size, etp if dims.splits_experts_apart else 1)
-    check_layers(model, tp, etp)
+    check_layer_split(model, tp, etp)
     _check_tokens(config, model, dims)
     _check_optimizer(config, dims)
     _check_reshard(config, dims)

@@ -22,7 +22,7 @@ from te_models.layers.module.weight_cache import forget_cached_weights
 
 from ..config import ConfigError, ModelConfig
 from ..model import GPTModel
-from ..model.parallel import reshard
+from ..model.parallel import free_gathered_parameters
 from ..model.recompute import matching_modules, recompute_modules, save_results
 from ..parallel.parts import ModelParts
 from ..parallel.pipeline import Pipeline
@@ -57,9 +57,9 @@ from .posttraining import DPO, Distillation, load_teacher, reference_of
 from .precision import RecipeSchedule, RoundedWeights, cpu_gemm_of_run
 from .preflight import check_output, check_run
 from .progress import Progress
-from .ranks.agreement import check_same_settings, check_shared
+from .ranks.agreement import check_folder_is_shared, check_same_settings
 from .ranks.data_parallel import Ranks, barrier
-from .ranks.layout import Layout, balanced, layout_of
+from .ranks.layout import RankLayout, balanced, rank_layout
 from .ranks.reduction import Reduction
 from .run_data import open_data, training_windows, validation_batches, validation_windows
 from .seeding import derive_seed, rounding_seed, seed_all
@@ -89,7 +89,7 @@ class SetUp:
     checkpoint: Path | None
     step: int
     position: int
-    layout: Layout
+    layout: RankLayout
     model_config: ModelConfig
     digest: str
     batch: BatchSize
@@ -115,7 +115,9 @@ class SetUp:
         """Have the model be what is measured and written, see `Optimizer.averaged`, inside."""
         with self.optimizer.averaged():
             yield
-            reshard(self.model)  # gathered weights that an evaluation left would be used by the next pass
+            free_gathered_parameters(
+                self.model
+            )  # gathered weights that an evaluation left would be used by the next pass
 
     def forget_weights(self) -> None:
         """Forget the weights that a recipe quantized for its steps, when another one follows it."""
@@ -137,8 +139,8 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         check_output(output_dir)
         opened.enter_context(alone_in(output_dir))
     barrier(ranks)  # what no other run changes any more is looked for
-    check_shared(output_dir, ranks)
-    layout = layout_of(config.parallel, ranks, device)
+    check_folder_is_shared(output_dir, ranks)
+    layout = rank_layout(config.parallel, ranks, device)
     data_ranks = layout.data
     config = with_global_batch(config, data_ranks.world_size)
     batch = batch_size(config.data, data_ranks.world_size)
@@ -244,7 +246,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
 
 
 def _loss_function(
-    config: TrainConfig, model: GPTModel, device: str, layout: Layout, objective: Objective, recipes: RecipeSchedule
+    config: TrainConfig, model: GPTModel, device: str, layout: RankLayout, objective: Objective, recipes: RecipeSchedule
 ) -> LossFunction | Pipeline:
     """Return what computes the loss of a micro-batch, or the pipeline that has the model's stages."""
     if layout.stages is not None:
@@ -262,7 +264,7 @@ def _loss_function(
     )
 
 
-def objective_of(config: TrainConfig, model: GPTModel, device: str, layout: Layout) -> Objective:
+def objective_of(config: TrainConfig, model: GPTModel, device: str, layout: RankLayout) -> Objective:
     """Return what the run minimises: with its teacher, where it has one; for pairs, with a reference that has the
     weights the run began with, also where it continues."""
     if config.posttraining.method == "none":
@@ -278,9 +280,9 @@ def objective_of(config: TrainConfig, model: GPTModel, device: str, layout: Layo
 
 
 def rounded_weights(
-    config: TrainConfig, model: GPTModel, layout: Layout
+    config: TrainConfig, model: GPTModel, layout: RankLayout
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return what rounds the weights of a model to the format of precision.qat inside; where there is none, nothing."""
+    """Return what rounds the weights of a model to the format of precision.qat inside; without one, nothing."""
     if config.precision.qat == "none":
         return contextlib.nullcontext
     parts = None if layout.mesh is None else ModelParts(model)

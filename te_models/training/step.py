@@ -35,7 +35,7 @@ from .objective import TERMS, Objective
 from .optimizer.adamw import Optimizer
 from .precision import RecipeSchedule
 from .ranks.data_parallel import Ranks, mean_over_ranks
-from .ranks.layout import Layout
+from .ranks.layout import RankLayout
 from .ranks.reduction import Reduction
 
 LossFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -141,12 +141,12 @@ def make_loss_function(
 
 
 def make_pipeline(
-    model: GPTModel, config: TrainConfig, device: str, layout: Layout, recipes: RecipeSchedule | None = None
+    model: GPTModel, config: TrainConfig, device: str, layout: RankLayout, recipes: RecipeSchedule | None = None
 ) -> Pipeline:
     """Return what runs micro-batches through the pipeline stages of a model, compiled layer by layer or not. recipes:
     see `make_loss_function`.
 
-    Raises ConfigError where the schedule does not have so many micro-batches."""
+    Raises ConfigError where the schedule does not have this many micro-batches."""
     assert layout.stages is not None and layout.mesh is not None and layout.mesh.stages is not None
     found, group = recipes or RecipeSchedule.first(config.precision, model.config.num_layers), layout.mesh.same_layers
     if config.compile:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from te_models import GPTModel, RouterConfig, generate, take_expert_load
 from te_models.checkpoints import expected_tensors, verify
 from te_models.checkpoints.mapping.quantized_format import stored_fields
-from te_models.checkpoints.mapping.rank_shards import Place, parts
+from te_models.checkpoints.mapping.rank_shards import ShardPlace, parts
 from te_models.layers import GroupedTensor, QuantizedTensor, autocast, recipe
 from te_models.layers.collectives import all_to_all
 from te_models.training.ranks.data_parallel import Ranks, average_gradients
@@ -488,7 +488,7 @@ def split_and_distributed(name: str) -> None:
         split = GPTModel.from_pretrained(FOLDERS / name, device_mesh=mesh)
     assert reads.bytes == sum(t.numel() * t.element_size() for t in stored(split).values())
     shapes = expected_tensors(whole.config)
-    owned = parts(whole.config, shapes, Place(tp_rank=tp, tp_size=2, ep_rank=ep, ep_size=2))
+    owned = parts(whole.config, shapes, ShardPlace(tp_rank=tp, tp_size=2, ep_rank=ep, ep_size=2))
     experts = split.get_parameter("decoder.layers.0.mlp.experts.linear_fc1.weight")
     assert experts.shape == (2, 128, 32) and shapes["decoder.layers.0.mlp.experts.linear_fc1.weight"] == (4, 256, 32)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from te_models import ConfigError, GPTModel, KVCache, RouterRecord, compile_model, logprobs
 from te_models.checkpoints import expected_tensors
-from te_models.checkpoints.mapping.rank_shards import Place, parts
+from te_models.checkpoints.mapping.rank_shards import ShardPlace, parts
 from te_models.config import EmbeddingConfig
 from tests.ranks import report_cases
 from tests.te_models.configs import FURTHER, VARIANTS, tiny, token_ids
@@ -43,7 +43,7 @@ def pair(kind: str, variant: str) -> tuple[GPTModel, GPTModel]:
 
 def wrong_gradients(kind: str, whole: GPTModel, shared: GPTModel) -> list[str]:
     """Return the names of parameters whose gradients are not the whole model's."""
-    owned = parts(whole.config, expected_tensors(whole.config), Place(tp_rank=dist.get_rank(), tp_size=2))
+    owned = parts(whole.config, expected_tensors(whole.config), ShardPlace(tp_rank=dist.get_rank(), tp_size=2))
     expected, wrong = {name: p.grad for name, p in whole.named_parameters()}, []
     for name, parameter in shared.named_parameters():
         right, part = expected[name], owned[name]

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import te_models.checkpoints.mapping.stream as move
 from te_models import AttentionConfig, GPTModel, ModelConfig, compile_model, generate
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, verify
-from te_models.checkpoints.io.boxes import count
-from te_models.checkpoints.mapping.rank_shards import Place, parts
+from te_models.checkpoints.io.boxes import element_count
+from te_models.checkpoints.mapping.rank_shards import ShardPlace, parts
 from te_models.config import MLPConfig
 from te_models.layers import QuantizedTensor
 from te_models.memory import return_freed_memory
@@ -103,7 +103,7 @@ class Reads:
 
         def read_in_place(store, piece, out):
             done = self._in_place(store, piece, out)
-            self.bytes += count(piece.box) * out.element_size() if done else 0
+            self.bytes += element_count(piece.box) * out.element_size() if done else 0
             return done
 
         move.read_piece, move._read_in_place = read, read_in_place
@@ -115,7 +115,7 @@ class Reads:
 
 def part_of(config, name: str, whole: torch.Tensor, rank: int, layout: str) -> torch.Tensor:
     """This rank's part of a parameter, cut with torch's own functions."""
-    part = parts(config, expected_tensors(config, layout), Place(tp_rank=rank, tp_size=RANKS))[name]
+    part = parts(config, expected_tensors(config, layout), ShardPlace(tp_rank=rank, tp_size=RANKS))[name]
     if part.dim is None:
         return whole
     return torch.cat([whole.narrow(part.dim, begin, end - begin) for begin, end in part.ranges], part.dim)
@@ -177,7 +177,7 @@ def check_quantized(folder: Path, saved: Path) -> None:
     with Reads() as reads:
         split = GPTModel.from_pretrained(folder, device_mesh=mesh).eval()
     own, expected = 0, dict(whole.stored_tensors())
-    owned = parts(whole.config, expected_tensors(whole.config), Place(tp_rank=rank, tp_size=RANKS))
+    owned = parts(whole.config, expected_tensors(whole.config), ShardPlace(tp_rank=rank, tp_size=RANKS))
     kinds = set()
     for name, tensor in split.stored_tensors():
         fields = tensor.fields.values() if isinstance(tensor, QuantizedTensor) else [tensor]

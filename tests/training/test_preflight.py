@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from te_models.checkpoints import CheckpointError, expected_tensors
-from te_models.checkpoints.mapping.rank_shards import Place
+from te_models.checkpoints.mapping.rank_shards import ShardPlace
 from te_models.config import ConfigError
 from te_models.parallel import ParallelDims
 from te_models.training import (
@@ -29,7 +29,7 @@ from te_models.training import (
     write_dataset,
 )
 from te_models.training.build import build_model, check_split_weights
-from te_models.training.preflight import check_layout, check_run
+from te_models.training.preflight import check_run, check_run_layout
 from tests.training.processes import as_toml
 from tests.training.runs import tiny_model, tiny_run
 
@@ -153,7 +153,7 @@ def test_pipeline_stages_that_cannot_be_are_refused(tmp_path: Path, case: str) -
     config = change(tiny_run(tmp_path, parallel=parallel))
     dims = ParallelDims.of(config.parallel.to_dict(), 2 * config.parallel.data_parallel_shard_size)
     with pytest.raises(ConfigError, match=sentence):
-        check_layout(config, config.model.config, dims)
+        check_run_layout(config, config.model.config, dims)
 
 
 def test_async_tensor_parallel_needs_memory_that_devices_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ def test_absurd_numbers_are_answered_at_once(tmp_path: Path, key: str, value: st
 def test_tokens_that_ranks_cannot_share(tmp_path: Path, sizes: dict, changes: dict, sentence: str) -> None:
     config = data(tiny_run(tmp_path).replace(parallel=ParallelConfig(**sizes)), **changes)
     with pytest.raises(ConfigError, match=sentence):
-        preflight.check_layout(config, tiny_model(), ParallelDims.of(sizes, 2))
+        preflight.check_run_layout(config, tiny_model(), ParallelDims.of(sizes, 2))
 
 
 DEEPEP = {"expert_model_parallel_size": 2, "expert_dispatch": "deepep"}
@@ -286,7 +286,7 @@ def test_shards_that_cannot_be_kept_over_some_ranks(tmp_path: Path, sizes: dict,
     experts = tiny_model(moe=True)
     model = experts.replace(moe=replace(experts.moe, num_moe_experts=6))
     with pytest.raises(ConfigError, match=sentence):
-        check_layout(run, model, ParallelDims.of(sizes, sizes["data_parallel_shard_size"]))
+        check_run_layout(run, model, ParallelDims.of(sizes, sizes["data_parallel_shard_size"]))
     with pytest.raises(ConfigError, match="reshard_after_forward is 1; allowed: 'default', 'always', 'never' or 2"):
         ParallelConfig(data_parallel_shard_size=2, reshard_after_forward=1)
     with pytest.raises(ConfigError, match="reduce_dtype is 'bfloat16'; allowed: 'float32' without shards"):
@@ -307,7 +307,7 @@ def test_stored_weights_that_two_ranks_cannot_split(
     precision = PrecisionConfig(recipe=recipe, quantized_weights=True)
     run = tiny_run(tmp_path, model=ModelSource(config=tiny_model(hidden=hidden)), precision=precision)
     model = build_model(run, "cpu", None)
-    monkeypatch.setattr("te_models.parallel.parts.place_of", lambda model: Place(tp_rank=0, tp_size=2))
+    monkeypatch.setattr("te_models.parallel.parts.place_of", lambda model: ShardPlace(tp_rank=0, tp_size=2))
     if sentence is None:
         check_split_weights(model)
         return

@@ -49,8 +49,8 @@ def mixers(nested: Nested, names: Sequence[str], changes: Mapping[str, Values]) 
 
 
 def read_list(hf: Mapping[str, Any], name: str, kind: type) -> list[Any] | None:
-    """Return a list with a value for each layer; None where there is none. CheckpointError for another number, and for
-    values that are none."""
+    """Return a list with a value for each layer; None for attention without one. CheckpointError for another number,
+    and for values that are none."""
     values = read_typed(hf, name, list, None)
     layers = read_typed(hf, "num_hidden_layers", int, REQUIRED)
     if values is not None and len(values) != layers:

@@ -162,7 +162,7 @@ class RecurrentLayers:
 
 
 def every(period_field: str, period: int) -> Callable[[Mapping[str, Any], int], list[str]]:
-    """Return a pattern: every so many layers one has attention, the last of them."""
+    """Return a pattern: of every `period` layers the last has attention."""
 
     def words(hf: Mapping[str, Any], layers: int) -> list[str]:
         n = read_typed(hf, period_field, int, period)

@@ -57,7 +57,7 @@ class Rope:
         theta: the family's base.
         partial: the rotated fraction of the head where the file does not say; None: always all of it.
         types: the extensions that the family's classes know.
-        original: the family's length before extension where the file does not say; it has a field of its own, outside.
+        original: the family's length before extension where the file does not say; it has a separate field, outside.
         alpha: "dynamic" may have a fixed `alpha`; in other families it is unknown: their classes take no notice of it.
         extra: further keys of `rope_parameters`, which another entry reads.
         default: `rope_parameters` where the file has none.

@@ -20,7 +20,7 @@ from ...attention.mask import AttentionMask, BiasType, Masking, ScoreBias, Windo
 from ...collectives import ranks_of
 from ...defaults import require_default
 from ...distributed.context_parallel import attention_of_chunks, context_shard, gather_positions
-from ...module.options import Parameters
+from ...module.options import ParameterOptions
 from ..arguments import takes_at_default, takes_parallel_options
 from ..stands_for import StandsFor
 from .qkv_format import QkvFormat, batch_first, check_qkv_format, from_batch_first
@@ -89,7 +89,7 @@ class DotProductAttention(dot_product_attention.DotProductAttention, metaclass=S
             softmax_scale=softmax_scale,
             softcap=softcap,
             softmax_type=softmax_type,
-            parameters=Parameters(params_dtype, device),
+            parameters=ParameterOptions(params_dtype, device),
         )
         self.name = name
         self.qkv_format: QkvFormat = qkv_format

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...sizes import format_size, plural
-from ...terminal import Table, say_while_waiting
+from ...terminal import TextTable, say_while_waiting
 from ..parser import Verbs, count, emit, positive, verb
 
 if TYPE_CHECKING:
@@ -125,10 +125,10 @@ def usual_run(model: dict[str, Any], positions: int) -> TrainConfig:
     return TrainConfig.from_dict(values)
 
 
-def _tables(plan: Plan, hardware: Hardware) -> list[Table]:
+def _tables(plan: Plan, hardware: Hardware) -> list[TextTable]:
     sizes = ", ".join(f"{_SHORT[name]} {_size(size)}" for name, size in plan.sizes.items() if name in _SHORT)
     verdict = "fits" if plan.fits else "does not fit"
-    memory = Table(
+    memory = TextTable(
         [
             ("parameters", format_size(plan.parameters)),
             ("optimizer and main gradients", format_size(plan.optimizer)),
@@ -141,7 +141,7 @@ def _tables(plan: Plan, hardware: Hardware) -> list[Table]:
     rows = [("collective", "over", "calls", "payload", "sent by a rank")]
     for (kind, over), traffic in plan.traffic.items():
         rows.append((kind, over, str(traffic.calls), format_size(traffic.payload), format_size(traffic.sent)))
-    step = Table(
+    step = TextTable(
         [
             ("tokens of all ranks", f"{plan.tokens:,}"),
             ("model FLOPs of a rank", f"{plan.flops / 1e12:,.4g} TFLOP"),
@@ -152,7 +152,7 @@ def _tables(plan: Plan, hardware: Hardware) -> list[Table]:
         ],
         "a step at best",
     )
-    return [memory, Table(rows, "collectives of a step", heading=True), step]
+    return [memory, TextTable(rows, "collectives of a step", heading=True), step]
 
 
 def _size(size: int | bool | None) -> str:
@@ -168,7 +168,7 @@ def _differs(name: str, plans: list[Plan | Refused]) -> bool:
     return any(plan.sizes[name] != (False if name == "sequence_parallel" else 1) for plan in plans)
 
 
-def layouts_table(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -> Table:
+def layouts_table(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -> TextTable:
     """Return the plans of several layouts, one in a row."""
     from ...plan import Refused
 
@@ -182,4 +182,4 @@ def layouts_table(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -
             mfu = f"{100 * plan.mfu:.3g} %"
             fits = "yes" if plan.fits else "no"
             rows.append((*sizes, format_size(plan.memory), fits, f"{plan.step_s:.3g} s", mfu))
-    return Table(rows, f"layouts of {plural(ranks, 'rank')} of {hardware.memory_gib:g} GiB", heading=True)
+    return TextTable(rows, f"layouts of {plural(ranks, 'rank')} of {hardware.memory_gib:g} GiB", heading=True)

@@ -41,7 +41,7 @@ class MixerConfig(ConfigPart):
 
     def parameters(self, hidden_size: int) -> Iterator[Parameter]:
         """Yield the parameters, in the order of the module, without the norm before the mixer. Attention's are those
-        of `te_models/checkpoints/mapping/param_shapes.py`, because of the many forms in which files have them."""
+        of `checkpoints/mapping/param_shapes.py`, because of the many forms in which files have them."""
         raise NotImplementedError(self.kind)
 
     def states(self) -> tuple[State, ...]:

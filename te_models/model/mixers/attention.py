@@ -143,7 +143,7 @@ class SelfAttention(nn.Module):
             q = q * query_scale.to(q.dtype)
         v = self._clipped(qkv[..., self.v_begin : self.v_end])
         if rotary is not None and (self.norm_kind in ("none", "l2") or self.norm_after_rope):
-            v = apart(v)  # nothing else keeps the projection's result: queries and keys are rotated copies
+            v = copied_part(v)  # nothing else keeps the projection's result: queries and keys are rotated copies
         v = torch.unflatten(v, -1, (self.num_groups, self.v_head_dim))
         if self.value_norm:
             v = rms_norm(v, None, self.epsilon)
@@ -294,7 +294,7 @@ class SelfAttention(nn.Module):
 
 
 def norm_each_head(t: Tensor, norm: Any) -> Tensor:
-    """Normalise each head of t, [..., heads, D], with weights of its own. norm: an RMSNorm, or a LayerNorm without
+    """Normalise each head of t, [..., heads, D], with the head's weight. norm: an RMSNorm, or a LayerNorm without
     bias, of heads * D weights; its epsilon, order of casts and weights count."""
     wide = t.float()
     wide = rms_norm(wide, None, norm.eps) if isinstance(norm, RMSNorm) else layer_norm(wide, None, None, norm.eps)
@@ -306,8 +306,9 @@ def norm_each_head(t: Tensor, norm: Any) -> Tensor:
     return wide.to(t.dtype) * weight
 
 
-def apart(values: Tensor) -> Tensor:
-    """Return a part of a larger tensor as one of its own, where autograd would keep all of the larger one for it."""
+def copied_part(values: Tensor) -> Tensor:
+    """Return a part of a larger tensor as a copy, where autograd would otherwise keep the whole larger tensor for
+    it."""
     return values.clone() if torch.is_grad_enabled() and values.requires_grad else values
 
 

@@ -119,8 +119,8 @@ def has_expert_bias(model: nn.Module) -> bool:
 
 
 def biases_and_counts(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """List (expert_bias, expert_counts) of each router that has them, in the order of the layers. Raises ValueError if
-    there is none."""
+    """List (expert_bias, expert_counts) of each router that has them, in the order of the layers. Raises ValueError for
+    a model without one."""
     routers = [m for m in model.modules() if isinstance(m, Router)]
     found = [(router.expert_bias, router.expert_counts) for router in routers if router.expert_bias is not None]
     if not found:

@@ -25,7 +25,7 @@ from te_models.kernels.router import (
     weights_of,
 )
 from te_models.layers.collectives import all_gather
-from te_models.layers.distributed.context_parallel import ContextShard, gather_rows, own_positions
+from te_models.layers.distributed.context_parallel import ContextShard, gather_rows_of_ranks, own_positions
 from te_models.layers.distributed.sequence_parallel import SequenceShard, gather_tokens_of_ranks, own_share
 from te_models.layers.module.linear import Linear
 
@@ -132,7 +132,7 @@ class MoELayer(nn.Module):
         return torch.where(replayed < 0, chosen, replayed)
 
     def _beside(self, x: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """The shared expert and the others, each between norms of its own. x: [B, S, H], not normed."""
+        """The shared expert and the others, each between two separate norms. x: [B, S, H], not normed."""
         assert self.shared_experts is not None, "the configuration has been checked"
         pre_shared, post_shared, pre_experts, post_experts = (cast(nn.Module, getattr(self, name)) for name in NORMS)
         y, counts = self._expert_sums(pre_experts(x).flatten(0, -2), weights, indices)
@@ -184,7 +184,7 @@ class MoELayer(nn.Module):
         if self.context_shard is not None and (moe.aux_loss_coeff > 0 or moe.z_loss_coeff > 0):
             # the losses are of whole sequences
             shard = self.context_shard
-            logits = _by_sequence(gather_rows(logits, shard), shard, sequences)
+            logits = _by_sequence(gather_rows_of_ranks(logits, shard), shard, sequences)
             indices = _by_sequence(all_gather(indices, shard.group), shard, sequences)
             mask = None if mask is None else _by_sequence(all_gather(mask, shard.group), shard, sequences)
         if moe.aux_loss_coeff > 0 and moe.moe_router_load_balancing_type == "joint_aux_loss":

@@ -94,7 +94,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the projection anew; both biases and the counts start at zero."""
+        """Initialise the projection again; both biases and the counts start at zero."""
         self.init_method(self.weight)
         for tensor in (self.bias, self.expert_bias, self.expert_counts, self.dropped_tokens):
             if tensor is not None:

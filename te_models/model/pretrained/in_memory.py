@@ -64,7 +64,7 @@ def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformer
     form, _ = chosen.best_form(gpt.config, model.state_dict())
     converted = converter.to_hf(tensors, form=form, dequantize=dequantize)
     for name, stored in chosen.namespace(gpt.config, form).stored.items():
-        if not stored.convertible and name in converted:  # such a tensor has a precision of its own
+        if not stored.convertible and name in converted:  # such a tensor has another precision
             tensor = model.get_parameter(name) if name in dict(model.named_parameters()) else model.get_buffer(name)
             tensor.data = tensor.data.to(torch.promote_types(tensor.dtype, converted[name].dtype))
     names = model.state_dict()

@@ -133,8 +133,8 @@ def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> N
     """Refuse to continue a run whose numbers would silently change: name the fields that changed.
 
     Fields that decide only how long, how fast, in how much memory or how visibly it runs may change, and so may the
-    layout and the number of ranks, with as much less or more accumulation: the same windows are a step. ranks: those
-    that have data of their own.
+    layout and the number of ranks, with as much less or more accumulation: the same windows are a step. ranks: the
+    ranks that read different data.
     """
     now, before = _fields(config.to_dict()), _fields(start.config)
     per_step = int(now.pop(_ACCUMULATION)) * ranks.world_size

@@ -151,8 +151,8 @@ class DataConfig(ConfigPart):
     """Windows of an optimizer step on all ranks, from which gradient_accumulation follows for as many ranks as a run
     has: it goes on with fewer or more of them; unset means what gradient_accumulation makes."""
     rampup_batch_size: tuple[int, ...] = ()
-    """Growing batches, as [start, increment, samples]: steps of all ranks begin with so many windows, which grow by
-    increment up to the full batch after so many windows; unset means full batches from the beginning."""
+    """Growing batches, as [start, increment, samples]: steps of all ranks begin with `start` windows, which grow by
+    increment up to the full batch after `samples` windows; unset means full batches from the beginning."""
     validation_fraction: float = 0.01
     """Part of the windows that is held out for validation, 0 to 1."""
     prefetch: int = 2

@@ -173,7 +173,7 @@ def _hint(messages: list[dict[str, Any]]) -> str:
 
 
 def _end(folder: Path, model: Tokenizer, options: DocumentOptions) -> int | None:
-    """Return the id of the token that ends documents, or answers; None: there is none."""
+    """Return the id of the token that ends documents, or answers; None: the tokenizer has none."""
     if options.eos_token is None:
         return document_end(folder, model)
     found = model.token_to_id(options.eos_token)

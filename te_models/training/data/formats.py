@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from .errors import DataError, listed
+from .errors import DataError, first_names
 
 Format = Literal[
     "text", "messages", "sharegpt", "alpaca", "prompt_completion", "reasoning", "preference", "preference_pairs"
@@ -107,7 +107,7 @@ class Fields:
                 hint = ""
                 if self.is_chat:
                     hint = f"; fields of the format {self.format} that have other names here: data.fields or --field"
-                raise RowError(f"{where} has no {what} {name!r}; it has {listed(found)}{hint}")
+                raise RowError(f"{where} has no {what} {name!r}; it has {first_names(found)}{hint}")
 
     def document(self, where: str, row: Mapping[str, Any]) -> Document:
         """Return the document of a row. Raises RowError for one that cannot be used."""
@@ -252,7 +252,7 @@ def _parts(fields: Fields, where: str, parts: list[Any]) -> Any:
 
 def _answered(where: str, name: str, messages: list[dict[str, Any]], tools: list[Any] | None) -> Document:
     if all(message["role"] != "assistant" or message.get("weight") == 0 for message in messages):
-        roles = listed(dict.fromkeys(message["role"] for message in messages))
+        roles = first_names(dict.fromkeys(message["role"] for message in messages))
         raise RowError(
             f"{where}: {name} has no message of the assistant, so nothing of it would be learned; its roles are {roles}"
         )

@@ -21,7 +21,7 @@ from ...extras import require
 from ..config import LogConfig, TrainConfig
 from ..metrics import METRICS, MetricsError, MetricsFile, is_step, read_metrics
 from .histograms import Histogram, histograms_of, scalars_of
-from .starts import flat
+from .starts import dotted_keys
 
 TENSORBOARD, WANDB = "tensorboard", "wandb.json"
 """Where in a run's folder TensorBoard's events are, and what W&B knows of the run."""
@@ -74,7 +74,7 @@ class TensorBoardWriter:
 
         again = folder.exists()
         self._writer: Any = SummaryWriter(str(folder), purge_step=keep_steps + 1 if again else None, flush_secs=10)
-        # Not `add_hparams`, which makes a second run: the values of a tag are shown beside the keys of its own run.
+        # Not `add_hparams`, which makes a second run: the values of a tag are shown beside the keys of its run.
         *beginning, self._end = hparams(_compared(config), dict.fromkeys(_RESULTS, 0.0))
         if not again:
             self._writer.add_text("config", f"```json\n{config.to_json()}```", 0)
@@ -116,7 +116,7 @@ def _compared(config: TrainConfig) -> dict[str, str | float | bool]:
     """Return the keys by which TensorBoard compares runs (HPARAMS), with values of the types that it knows."""
     values = {name: value for name, value in config.to_dict().items() if name not in _NOT_COMPARED}
     found: dict[str, str | float | bool] = {}
-    for name, value in flat(values).items():
+    for name, value in dotted_keys(values).items():
         found[name] = value if isinstance(value, (str, int, float)) else json.dumps(value)
     return found
 

@@ -155,8 +155,8 @@ class Optimizer:
         main_grads: give every parameter a float32 `main_grad`, which is then its gradient: `accumulate_gradients`
             follows each backward pass.
         divided: the parameters whose matrices ranks have in parts, by name; None: none.
-        blocks: the rows of each matrix that a parameter joins, by the names of both, which have learning rates of their
-            own and which Muon takes one by one; None: none does.
+        blocks: the rows of each matrix that a parameter joins, by the names of both, each with a separate learning rate
+        and a separate Muon step; None: none does.
         everywhere: the names of the whole model's parameters, which patterns may mean; None: these.
         own: what part of each parameter this rank has, by name; None: it has all of each.
     """
@@ -276,7 +276,8 @@ class Optimizer:
         """Return whether the step of this gradient norm is to change nothing, a bool scalar; None: no step ever is.
 
         A spike is above `skip_grad_norm_spike` times the average of earlier norms, of which there are at least 20. It
-        enters the average as the largest norm that is none, so that a level that lasts is accepted after some steps.
+        enters the average as the largest norm that is not an outlier, so that a level that lasts is accepted after some
+        steps.
         """
         skip = ~torch.isfinite(norm) if self.config.skip_nonfinite else None
         if self._norms is None:
@@ -350,7 +351,7 @@ class Optimizer:
                 own = tensor_norm(gradients[-1]).to(self.lr.device)  # with cpu_offload some gradients are elsewhere
                 (divided[groups] if groups else norms).append(own)
         norms += [norm_over(groups, parts, self.lr.device) for groups, parts in divided.items()]
-        if self._stages is not None:  # each with parameters of its own
+        if self._stages is not None:  # each with different parameters
             norms = [norm_over([self._stages], norms, self.lr.device)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         limit = self.config.clip_grad_norm

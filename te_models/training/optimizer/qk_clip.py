@@ -85,7 +85,7 @@ class QKClip:
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, *, skipped: bool) -> dict[str, float | None]:
-        """Scale weights after a step, and begin to note anew. Collective over the ranks.
+        """Scale weights after a step, and begin to note again. Collective over the ranks.
 
         skipped: nothing changes. Returns metrics, the same on all ranks: the largest logit, and how many heads are
         clipped, of the rank with the most.

@@ -1,7 +1,7 @@
 """Matrices that ranks have in parts, put together for Muon, which needs all of a matrix at once.
 
 FSDP2 and tensor parallelism cut within matrices; the ranks of a copy each put the whole matrix together, all compute
-the same from it, and each keeps its own part. Whole experts are never moved: each is a matrix of its own.
+the same from it, and each keeps its own part. Whole experts are never moved: each is a separate matrix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The layout of a run: its ranks as a mesh, those that have data of their own, those whose gradients are averaged."""
+"""The layout of a run: its ranks as a mesh, the ranks that read different data, the ranks whose gradients are
+averaged."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class RankLayout:
     """mesh: None where every rank has the whole model, and only data differ. data: this rank's place among those whose
     windows differ; ranks that split layers or share sequences with it read the same ones. gradients: its place among
     those over which gradients and losses are averaged, which have other windows or other parts of them.
@@ -51,10 +52,10 @@ class Layout:
         return model
 
 
-ONE_RANK = Layout(ParallelDims(ranks=1), None, Ranks(), Ranks())
+ONE_RANK = RankLayout(ParallelDims(ranks=1), None, Ranks(), Ranks())
 
 
-def balanced(layout: Layout, config: TrainConfig, model: ModelConfig) -> Layout:
+def balanced(layout: RankLayout, config: TrainConfig, model: ModelConfig) -> RankLayout:
     """Return the layout with stages that take equally long, where the run asks for it."""
     stages = layout.stages
     if stages is None or not config.parallel.pipeline_balance:
@@ -65,8 +66,8 @@ def balanced(layout: Layout, config: TrainConfig, model: ModelConfig) -> Layout:
     return dataclasses.replace(layout, stages=dataclasses.replace(stages, split=split))
 
 
-def layout_of(config: ParallelConfig, ranks: Ranks, device: str) -> Layout:
-    """Return the layout that a configuration describes for so many ranks; called by all of them.
+def rank_layout(config: ParallelConfig, ranks: Ranks, device: str) -> RankLayout:
+    """Return the layout that a configuration describes for this many ranks; called by all of them.
 
     Raises ConfigError, naming the size, where the ranks cannot be divided so.
     """
@@ -77,11 +78,11 @@ def layout_of(config: ParallelConfig, ranks: Ranks, device: str) -> Layout:
         ranks_of_stages = dims.pipeline_model_parallel_size
         stages = StageLayout(ranks_of_stages, config.pipeline_schedule, per_rank, config.pipeline_split)
     if dims.is_whole and dims.expert_model_parallel_size == dims.context_parallel_size == 1:
-        return Layout(dims, None, ranks, ranks)
+        return RankLayout(dims, None, ranks, ranks)
     mesh = dims.build_mesh(device)
     group, share = mesh.data_group, dims.context_parallel_size
     gradients = dataclasses.replace(ranks, rank=group.rank(), world_size=group.size(), group=group, owns_group=False)
     data = gradients
     if share > 1:  # no collective is over these ranks alone
         data = Ranks(group.rank() // share, group.size() // share)
-    return Layout(dims, mesh, data, gradients, config.sequence_parallel, stages)
+    return RankLayout(dims, mesh, data, gradients, config.sequence_parallel, stages)

@@ -29,8 +29,8 @@ class Reduction:
         ranks: Whose gradients are averaged.
         model: With modules that FSDP2 shards, which `once` is about; None: reduced after each micro-batch.
         once: FSDP2 keeps the whole gradients of a step, and reduces their sums in its last backward pass.
-        overlaps: Whole gradients are summed while the last backward pass runs. That needs a backward pass of its own
-            for each micro-batch.
+        overlaps: Whole gradients are summed while the last backward pass runs. That needs a separate backward pass for
+        each micro-batch.
         limit: Bytes of gradients that travel together.
     """
 

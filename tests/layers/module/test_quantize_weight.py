@@ -67,7 +67,7 @@ def test_no_bit_changes(kind: str, name: str, shapes: list, monkeypatch: pytest.
 
     def twice(weight: Tensor, scaling: Any, dtype: torch.dtype, *rest: Any) -> Any:
         quantizer = scaling.for_weight(records=True)
-        return encode.Encoded(gemm_operand.quantized_operand(quantizer, weight, "rowwise", dtype))
+        return encode.EncodedTensor(gemm_operand.quantized_operand(quantizer, weight, "rowwise", dtype))
 
     monkeypatch.setattr(gradients, "encode_weight", twice)
     assert_equal(step(module, name, [x], run=run_of(kind, module)), got)

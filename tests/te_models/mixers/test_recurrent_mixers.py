@@ -13,7 +13,7 @@ import torch
 
 from te_models import AttentionConfig, DraftModel, GPTModel, KVCache, ModelConfig, StaticKVCache, generate
 from te_models.checkpoints import expected_tensors
-from te_models.checkpoints.mapping.rank_shards import Place, parts
+from te_models.checkpoints.mapping.rank_shards import ShardPlace, parts
 from te_models.config import (
     ConfigError,
     DeepNormConfig,
@@ -27,7 +27,7 @@ from te_models.config import (
 )
 from te_models.layers import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe, autocast
 from te_models.model.flops import forward_flops_per_token
-from te_models.model.parallel import check_layers
+from te_models.model.parallel import check_layer_split
 from te_models.model.stage import with_layers
 from te_models.training.optimizer.groups import is_decayed
 from tests.te_models.configs import tiny, tiny_moe, token_ids
@@ -189,7 +189,7 @@ def test_folders(name: str, tmp_path: Path) -> None:
 def test_every_rank_has_its_part_of_a_mixer(name: str) -> None:
     config = hybrid(name)
     shapes = expected_tensors(config)
-    halves = [parts(config, shapes, Place(tp_rank=rank, tp_size=2)) for rank in (0, 1)]
+    halves = [parts(config, shapes, ShardPlace(tp_rank=rank, tp_size=2)) for rank in (0, 1)]
     mixer = [n for n in shapes if ".mixer." in n]
     assert any(halves[0][n].dim is not None for n in mixer)
     for n in mixer:
@@ -198,7 +198,7 @@ def test_every_rank_has_its_part_of_a_mixer(name: str) -> None:
     many = AttentionConfig(num_attention_heads=48, kv_channels=2)
     unequal = tiny(attention=many, mixers={"recurrent": MIXERS[name]}, layer_mixers=("attention", "recurrent"))
     with pytest.raises(ConfigError, match=r"mixers.recurrent\.\w+ is \d+, which 48 ranks cannot share equally"):
-        check_layers(unequal, 48, 1)
+        check_layer_split(unequal, 48, 1)
 
 
 @every_mixer
@@ -220,7 +220,7 @@ def test_what_decays_and_what_a_plan_counts(name: str) -> None:
 def test_what_cannot_be_split_over_ranks_says_so() -> None:
     shared = hybrid("in_shared_blocks")
     with pytest.raises(ConfigError, match="num_groups is 1, which 2 ranks cannot share equally"):
-        check_layers(shared, 2, 1)
+        check_layer_split(shared, 2, 1)
     with pytest.raises(ConfigError, match=r"layers that share blocks.* cannot be in several stages"):
         with_layers(GPTModel(shared, device="meta"), [0, 1])
 

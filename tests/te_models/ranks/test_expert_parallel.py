@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from te_models import AttentionConfig, ConfigError, GPTModel
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, quantize
-from te_models.checkpoints.mapping.rank_shards import Place, parts
+from te_models.checkpoints.mapping.rank_shards import ShardPlace, parts
 from te_models.model.parallel import check_distribution
 from tests.covering import selected
 from tests.ranks import outcomes_on_ranks
@@ -106,7 +106,7 @@ def test_a_scale_that_is_no_number_is_found_by_the_rank_that_owns_it(tmp_path: P
     with open_checkpoint(tmp_path / "fp8") as checkpoint:
         shapes = expected_tensors(checkpoint.config)
         for rank in range(2):
-            place = Place(ep_rank=rank, ep_size=2)
+            place = ShardPlace(ep_rank=rank, ep_size=2)
             owned = parts(checkpoint.config, shapes, place)
             params = {name: torch.empty(owned[name].shape(shape)) for name, shape in shapes.items()}
             with pytest.raises(CheckpointError, match=scale) if rank == 1 else contextlib.nullcontext():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from te_models.checkpoints import expected_tensors
-from te_models.checkpoints.mapping.rank_shards import Place, parts
+from te_models.checkpoints.mapping.rank_shards import ShardPlace, parts
 from te_models.config import ConfigError
 from te_models.model.parallel import check_split_experts
 from tests.covering import selected
@@ -48,7 +48,7 @@ def test_gate_and_up_rows_are_cut_apart(tp: int) -> None:
     seen = torch.zeros(experts, rows, dtype=torch.int64)
     for ep in range(2):
         for etp in range(2):
-            changed = Place(tp_size=tp, ep_rank=ep, ep_size=2, etp_rank=etp, etp_size=2)
+            changed = ShardPlace(tp_size=tp, ep_rank=ep, ep_size=2, etp_rank=etp, etp_size=2)
             part = parts(config, shapes, changed)[weight]
             assert part.ranges == (
                 (etp * rows // 4, (etp + 1) * rows // 4),

@@ -11,9 +11,9 @@ import torch
 
 from te_models import AttentionConfig, ConfigError, GPTModel, ModelConfig
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, quantize
-from te_models.checkpoints.mapping.rank_shards import Place, RankPart, parts
+from te_models.checkpoints.mapping.rank_shards import RankPart, ShardPlace, parts
 from te_models.config import MLAConfig, MLPConfig, MoEConfig, NormConfig
-from te_models.model.parallel import check_layers
+from te_models.model.parallel import check_layer_split
 from tests.checkpoints.family_cases import CASES as FAMILY_CASES
 from tests.checkpoints.family_cases import make
 from tests.checkpoints.hf_cases import transformers
@@ -94,7 +94,7 @@ def test_the_parts_of_all_ranks_are_the_whole(layout: str, ranks: int) -> None:
     """Along the split dimension every index belongs to one rank, equally many to each but of 61 words; what is not
     split belongs to all."""
     shapes = expected_tensors(CONFIG, layout)
-    owned = [parts(CONFIG, shapes, Place(tp_rank=rank, tp_size=ranks)) for rank in range(ranks)]
+    owned = [parts(CONFIG, shapes, ShardPlace(tp_rank=rank, tp_size=ranks)) for rank in range(ranks)]
     split = set()
     for name, shape in shapes.items():
         mine = [own[name] for own in owned]
@@ -120,7 +120,7 @@ def test_the_parts_of_all_ranks_are_the_whole(layout: str, ranks: int) -> None:
 
 
 def test_a_rank_has_whole_heads_and_matching_gate_and_up_rows() -> None:
-    part = parts(CONFIG, expected_tensors(CONFIG), Place(tp_rank=1, tp_size=2))
+    part = parts(CONFIG, expected_tensors(CONFIG), ShardPlace(tp_rank=1, tp_size=2))
     assert part["decoder.layers.0.self_attention.linear_qkv.weight"] == RankPart(0, ((16, 32), (40, 48), (54, 60)))
     assert part["decoder.layers.0.mlp.linear_fc1.weight"] == RankPart(0, ((20, 40), (60, 80)))
     assert part["decoder.layers.1.mlp.experts.linear_fc1.weight"] == RankPart(1, ((18, 36), (54, 72)))
@@ -145,9 +145,9 @@ def test_a_rank_has_whole_heads_and_matching_gate_and_up_rows() -> None:
 )
 def test_what_cannot_be_split_is_refused(changes: dict, message: str) -> None:
     config = CONFIG.replace(**changes)
-    check_layers(config, 1, 1)
+    check_layer_split(config, 1, 1)
     with pytest.raises(ConfigError, match=message):
-        check_layers(config, 2, 2)
+        check_layer_split(config, 2, 2)
 
 
 def test_a_split_within_a_block_is_refused(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_split_within_a_block_is_refused(tmp_path: Path) -> None:
         quantize(tmp_path / "plain", tmp_path / recipe, recipe)
         with open_checkpoint(tmp_path / recipe) as checkpoint:
             shapes = expected_tensors(checkpoint.config)
-            place = Place(tp_rank=1, tp_size=2)
+            place = ShardPlace(tp_rank=1, tp_size=2)
             owned = parts(checkpoint.config, shapes, place)
             params = {name: torch.empty(owned[name].shape(shape)) for name, shape in shapes.items()}
             with pytest.raises(CheckpointError, match=r"has shape .*; expected: "):

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from te_models.parallel.parts import LocalPart
-from te_models.training.checkpoints.sharded.index import Index, file_of
+from te_models.training.checkpoints.sharded.index import CheckpointIndex, file_of
 
 HIDDEN, FFN, KEYS, VOCABULARY = 8192, 28672, 1024, 128256
 
@@ -52,7 +52,7 @@ def parts_of(rank: int, ranks: int, layers: int, *, copies: int = 1) -> dict[str
     return found
 
 
-def bytes_of_files(index: Index) -> list[int]:
+def bytes_of_files(index: CheckpointIndex) -> list[int]:
     """Return how many bytes of tensors each file has."""
     found = torch.zeros(len(index.files), dtype=torch.float64)
     for stored in index.tensors.values():
@@ -60,7 +60,7 @@ def bytes_of_files(index: Index) -> list[int]:
     return [int(nbytes) for nbytes in found.tolist()]
 
 
-def write_holes(folder: Path, index: Index) -> None:
+def write_holes(folder: Path, index: CheckpointIndex) -> None:
     """Write the files of ranks without what is in them."""
     for rank, nbytes in enumerate(bytes_of_files(index)):
         with (folder / file_of(rank)).open("wb") as file:

@@ -18,7 +18,7 @@ from te_models.training.build import build_model, build_optimizer
 from te_models.training.optimizer.adamw import SPIKE_AFTER, Optimizer
 from te_models.training.optimizer.groups import optimizer_groups
 from te_models.training.optimizer.muon import Muon, newton_schulz
-from te_models.training.preflight import check_layout
+from te_models.training.preflight import check_run_layout
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
 
 
@@ -238,4 +238,4 @@ def test_stored_weights_that_cannot_have_it_are_refused(options: dict[str, Any],
     run = tiny_run(tmp_path, moe=True, optimizer=optimizer_config(**options))
     stored = run.replace(precision=PrecisionConfig(recipe="mxfp8", quantized_weights=True))
     with pytest.raises(ConfigError, match=r"allowed with precision.quantized_weights: its default"):
-        check_layout(stored, tiny_model(moe=True), ParallelDims.of({}, 1))
+        check_run_layout(stored, tiny_model(moe=True), ParallelDims.of({}, 1))
