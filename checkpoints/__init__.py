@@ -4,7 +4,7 @@ May import: `te_models.layers`, `te_models.config`. Nothing here unpickles, and 
 
 How it fits together: a family (`families/`) or one of our layouts (`mapping/te_namespace.py`) is a namespace, a set of
 links between stored tensors and the model's canonical ones (`mapping/tensor_map.py`). Two namespaces compose into a
-plan (`mapping/plan.py`), which is complete and bijective or an error. `mapping/stream.py` moves its bytes from a store
+plan (`mapping/plan.py`); it is complete and bijective, or an error. `mapping/stream.py` moves its bytes from a store
 (`io/store.py`) into a live model (`folder/load.py`) or a new folder (`write/writer.py`, `io/atomic.py`). Quantized
 parameters take a route through it (`quantized/route.py`).
 """

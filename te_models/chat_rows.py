@@ -15,7 +15,7 @@ from typing import Any
 
 Messages = list[dict[str, Any]]
 _MARK = "\ue000answer\ue000"
-"""Stands for an answer where its place is looked for: private characters, which no template has."""
+"""Stands for an answer while its place is looked for: private characters that no template has."""
 
 
 class ChatError(Exception):
@@ -69,7 +69,7 @@ class ChatRows:
         return rows
 
     def _found(self, answer: AssistantMessage, written: str, *, final: bool) -> AssistantMessage | None:
-        """Return an answer with its places in a text, which is the final one or ends with an answer; None: the text
+        """Return an answer with its places in a text that is the final one or ends with an answer; None: the text
         has it in other words."""
         if answer.is_in(written):
             return answer
@@ -179,7 +179,7 @@ class _Written:
         return text
 
     def if_any(self, messages: Messages, *, prompt: bool = False) -> str | None:
-        """As `of`; None where the template refuses such a chat, which is not the one that it was asked for."""
+        """As `of`; None where the template refuses such a chat, although nobody asked it for that one."""
         try:
             return self.of(messages, prompt=prompt) if messages else None
         except Exception:  # a template raises what it likes

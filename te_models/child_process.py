@@ -55,8 +55,8 @@ def import_path() -> list[str]:
 
 def leave_current_directory() -> None:
     """Import nothing from the current directory any more, nor let an interpreter that a library starts do so: neither
-    multiprocessing, which calls `python -c`, nor torch's compiler, which hands `sys.path` on as PYTHONPATH. For a
-    process that is the command line's own."""
+    multiprocessing (it calls `python -c`) nor torch's compiler (it hands `sys.path` on as PYTHONPATH). For a process
+    that is the command line's own."""
     sys.path[:] = import_path()
     os.environ["PYTHONSAFEPATH"] = "1"
     if "PYTHONPATH" in os.environ:
@@ -65,7 +65,7 @@ def leave_current_directory() -> None:
 
 
 def run_module(module: str, text: str) -> subprocess.CompletedProcess[str]:
-    """Run `main` of a module of the project in a new interpreter, which reads a text from its standard input;
+    """Run `main` of a module of the project in a new interpreter that reads a text from its standard input;
     return how it ended and what it printed."""
     import subprocess
 
@@ -103,7 +103,7 @@ def run_program(
     command: Sequence[str], folder: Path, seconds: float, environment: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
     """Run a program, named by its whole path, in a folder; return its exit status, and what it said. environment: None
-    is this process's in the C locale, with temporary files in the folder, which is the caller's then. Raises OSError
+    is this process's in the C locale, with temporary files in the folder; the caller removes it then. Raises OSError
     where it does not start, and TimeoutError after `seconds`, when it is killed with all that it has started."""
     import signal
     import subprocess

@@ -153,7 +153,7 @@ def compare_logits(
 def load_theirs(folder: str | os.PathLike[str], dtype: torch.dtype) -> Any:
     """Load a folder with transformers, from the disk only, and without running code that the folder brings.
 
-    Attention is the eager one, which is what the model says: the others of transformers may leave soft-capping out.
+    Attention is the eager one, as the model says: the others of transformers may leave soft-capping out.
     Raises ValueError where transformers cannot read the folder, say because of its quantized format.
     """
     transformers = require("transformers", "hf", feature="the comparison")

@@ -184,7 +184,7 @@ def _chat_tokenizer(
 
 
 def _beside(name: str) -> Any:
-    """Import a file beside this one, which is a script, without the package that both are in."""
+    """Import a file beside this script without the package that both are in."""
     import importlib.util
 
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))

@@ -1,6 +1,6 @@
 """dbrx: 16 experts in every layer, clamped q, k and v, LayerNorm without bias (Databricks, 2024).
 
-`attn_config.rope_theta`, which published files have, is the base of the rotation: transformers takes no notice of it.
+`attn_config.rope_theta` of published files is the base of the rotation: transformers takes no notice of it.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class LayerRange:
 
 @dataclass(frozen=True)
 class SmallestSum:
-    """`moe_norm_min`: the sum of the k probabilities is at least this, which is the same as adding it where it is so
-    small that it vanishes beside any sum of softmax probabilities in float32."""
+    """`moe_norm_min`: the sum of the k probabilities is at least this. That equals adding it if it is small enough to
+    vanish beside any sum of softmax probabilities in float32."""
 
     names: tuple[str, ...] = ("moe_norm_min",)
 

@@ -82,8 +82,8 @@ class RowMultipliers(MixerField):
 
 @dataclass(frozen=True)
 class Size(MixerField):
-    """`mamba_d_ssm`, null for `mamba_expand` times hidden_size: the channels of all heads, which `mamba_d_head` has to
-    agree with where it is not "auto"."""
+    """`mamba_d_ssm`, null for `mamba_expand` times hidden_size: the channels of all heads; `mamba_d_head` has to agree
+    unless it is "auto"."""
 
     hf: str = "mamba_d_ssm"
     name: str = "head_dim"

@@ -45,7 +45,7 @@ class LowerBound(MixerField):
 
 @dataclass(frozen=True)
 class Glm5Layers(KimiLayers):
-    """`layer_types`, and `indexer_types`, which says of layers with attention whether they have an indexer."""
+    """`layer_types`, and `indexer_types`: whether a layer with attention has an indexer."""
 
     def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
         found, shared = super().read(hf, nested), IndexerTypes().read(hf, nested)

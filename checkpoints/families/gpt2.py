@@ -34,7 +34,7 @@ class InnerSize:
 class ScoreScale:
     """`scale_attn_weights`: scores divided by the root of the head's size, or not. `scale_attn_by_inverse_layer_idx`:
     by the number of the layer, too, from 1, as Stanford's Mistral models and codeparrot have it. These also say
-    `reorder_and_upcast_attn`, scores in float32, which changes no more than rounding: torch's attention has them so."""
+    `reorder_and_upcast_attn`, scores in float32. That changes only rounding: torch's attention has them so."""
 
     names: tuple[str, ...] = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 

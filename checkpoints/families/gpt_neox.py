@@ -19,8 +19,8 @@ from .base.unused import Unused
 
 @dataclass(frozen=True)
 class SameHeadDim:
-    """`head_dim`, which transformers' class does not have: what computes the rotation takes it all the same, and the
-    heads do not. Null, or what the heads have."""
+    """`head_dim`, a field that transformers' class does not have: its rotation takes it all the same, and its heads do
+    not. Null, or what the heads have."""
 
     names: tuple[str, ...] = ("head_dim",)
 

@@ -21,7 +21,7 @@ from .granitemoe import FORM, OTHER_FORMS
 
 @dataclass(frozen=True)
 class OptionalExperts:
-    """`num_local_experts`: 0 means the shared MLP alone, which is then the layer's."""
+    """`num_local_experts`: 0 means that the shared MLP is the layer's only MLP."""
 
     names: tuple[str, ...] = (
         "intermediate_size",

@@ -65,7 +65,7 @@ BY_CHANNEL: dict[str, Any] = {"decay_by": "channel", "gate_activation": "sigmoid
 @dataclass(frozen=True)
 class KimiLayers(RecurrentLayers):
     """`linear_attn_config`: sizes of the delta rule, and the numbers, from 1, of the layers with it and with attention;
-    transformers' own files have its values outside, and `layer_types`, which win over the numbers."""
+    transformers' own files have its values outside, and `layer_types`; these win over the numbers."""
 
     def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
         inner = hf.get("linear_attn_config", {})

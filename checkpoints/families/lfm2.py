@@ -45,7 +45,7 @@ class AdjustedWidth:
 
 @dataclass(frozen=True)
 class Tied:
-    """`tie_word_embeddings`; in its place older files have `tie_embedding`, which wins."""
+    """`tie_word_embeddings`; in its place older files have `tie_embedding`, and it wins."""
 
     names: tuple[str, ...] = ("tie_word_embeddings", "tie_embedding")
 

@@ -57,7 +57,7 @@ class Layers:
 class Tuning:
     """`attn_temperature_tuning`: queries of layers without position encoding grow with the logarithm of position.
 
-    In the first files of Scout it is 4, which the code of that time took for true."""
+    In the first files of Scout it is 4; the code of that time took that for true."""
 
     names: tuple[str, ...] = ("attn_temperature_tuning", "floor_scale", "attn_scale")
 

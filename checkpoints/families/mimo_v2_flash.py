@@ -27,7 +27,7 @@ _LAYERS = LayerPattern(window=129, period=6, full=lambda layer, _: layer == 0 or
 
 @dataclass(frozen=True)
 class Agrees:
-    """Fields of the published file about windowed layers, which follow from others here; others are refused."""
+    """Fields of the published file about windowed layers; here they follow from others; others are refused."""
 
     names: tuple[str, ...] = (
         "swa_num_attention_heads",
@@ -55,7 +55,7 @@ class Agrees:
 
 @dataclass(frozen=True)
 class PublishedSpelling:
-    """The fields of the published file, which transformers fills in from its own: `hybrid_layer_pattern` and
+    """The fields of the published file, as transformers fills them in from its fields: `hybrid_layer_pattern` and
     `moe_layer_freq` with a 1 for windowed layers and for those with experts, `sliding_window_size` without the query's
     own position."""
 

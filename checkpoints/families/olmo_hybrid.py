@@ -61,7 +61,7 @@ _VALUE_DIM = DerivedField("linear_value_head_dim", "value_head_dim", int, derive
 
 @dataclass(frozen=True)
 class OlmoHybridLayers(RecurrentLayers):
-    """`layer_types`, which also says where the norms of a layer are."""
+    """`layer_types`; it also says where the norms of a layer are."""
 
     def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
         found = super().read(hf, nested)

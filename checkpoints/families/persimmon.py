@@ -17,7 +17,7 @@ from .phi import QKLayerNorm
 
 @dataclass(frozen=True)
 class NormedUnlessSaid(QKLayerNorm):
-    """`qk_layernorm`, which is true where the file does not say."""
+    """`qk_layernorm`, true by default."""
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         return super().read({**hf, "qk_layernorm": read_typed(hf, "qk_layernorm", bool, True)})

@@ -19,7 +19,7 @@ from .base.names import Names
 @dataclass(frozen=True)
 class ScaledEmbedding:
     """`scale_embedding`: embeddings times the root of the hidden size, or not. The position of number `pad_token_id` is
-    a zero vector to transformers' class, which no token has where that is at most 1."""
+    a zero vector in transformers' class; no token has that position if the number is at most 1."""
 
     names: tuple[str, ...] = ("scale_embedding",)
 

@@ -254,10 +254,10 @@ class Checkpoint:
         """Fill a model's tensors from the files, converting to their layout, dtype, device and quantized format.
 
         Arguments:
-            params: every parameter of the model by name, in grouped or per-GEMM layout, whichever the files have. Plain
+            params: every parameter of the model by name, in grouped or per-GEMM layout, as the files have it. Plain
                 tensors are filled part by part; for a quantized one its values are put together first.
-            place: the parameters belong to one rank of a split model (`parts.py`); nothing else is read, but of a
-                quantized Hugging Face folder the scales, which are checked. Weights stored quantized are taken over
+            place: the parameters belong to one rank of a split model (`parts.py`); nothing else is read, except the
+            scales of a quantized Hugging Face folder: they are checked. Weights stored quantized are taken over
                 exactly, or refused where the split would cut a block.
 
         Raises:

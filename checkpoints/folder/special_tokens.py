@@ -1,7 +1,7 @@
 """The special tokens of a folder, resolved once for all that tokenize, train, evaluate, generate and export.
 
 Which tokens begin and end a text, the tokenizer says: `special_tokens_map.json` where `tokenizer_config.json` lists no
-tokens itself, else `tokenizer_config.json`, and last the class of the tokenizer, which transformers knows. Where
+tokens itself, else `tokenizer_config.json`, and last the class of the tokenizer, known to transformers. Where
 generation ends, the model says: `generation_config.json`, else `config.json`; one id or a list. That is transformers'
 order. Where the one says nothing, the other is asked.
 """

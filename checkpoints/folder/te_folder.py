@@ -31,7 +31,7 @@ class HFSource:
     """The Hugging Face checkpoint that a model comes from: family name, its config.json, the dtype of its files, and
     which of the family's forms they have (None: the published one).
 
-    tied_copies: the tensors of the files that only repeat the embedding, which an export repeats.
+    tied_copies: the tensors of the files that only repeat the embedding; an export writes them again.
     quantization: of weights that are stored as its files quantized them, what config.json does not say; see
     `formats.details`.
     """

@@ -136,7 +136,7 @@ def open_buckets(
 ) -> Iterator[tuple[Store, Namespace]]:
     """Yield, of each state ("exp_avg", "param"), the tensors of all ranks and how they store the model.
 
-    weights: those of the same checkpoint, which prove the order. Raises CheckpointError where no order fits."""
+    weights: of the same checkpoint; they prove the order. Raises CheckpointError where no order fits."""
     if split.ep > 1 or split.chunks > 1:
         raise CheckpointError(
             f"{where} has moments that ranks flattened together, of {split.ep} shares of experts and {split.chunks} "

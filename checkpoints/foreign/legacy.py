@@ -172,7 +172,7 @@ class LegacyStore(ComputedStore):
 
 
 def write_legacy(folder: Path, outputs: Mapping[str, Written], ranks: RankFiles) -> None:
-    """Write the files of all ranks to an existing folder, as `release`, which Megatron begins a run with.
+    """Write the files of all ranks to an existing folder, as `release`, from which Megatron begins a run.
 
     There are no `args` in them: Megatron keeps those as an object of a class that reading with weights_only refuses,
     and begins a run without them.

@@ -46,7 +46,7 @@ WRITABLE: dict[str, tuple[WeightFormat, ...]] = {
     "modelopt-fp8-pb-wo": (modelopt.BLOCKS,),
 }
 """Names that `te-models export --format` takes; the first format that takes the stored form is written. ModelOpt's come
-last, since their readers also want scales of activations, which only a calibrated folder has."""
+last, since their readers also want scales of activations, and only a calibrated folder has these."""
 
 
 def declared(values: Mapping[str, Any], folder: Path) -> Declaration | None:

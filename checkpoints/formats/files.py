@@ -27,8 +27,8 @@ class QuantizedFiles:
     """The files of a folder that declares a format, or several.
 
     store: their tensors as fields and values; found: how these store the model. formats: quantized weight -> its
-    format; parameters: the same by the names of the model. activations: tensors that scale activations, which no
-    conversion computes with. quantizer: the form of the fields, of several formats the first's; None: there are none.
+    format; parameters: the same by the names of the model. activations: tensors that scale activations; no conversion
+    computes with them. quantizer: the form of the fields, of several formats the first's; None: there are none.
     wanted: another form, to be made of these fields or values. scales: those that the files call otherwise than they
     are seen -> their names in the files.
     """

@@ -118,7 +118,7 @@ class WeightFormat:
         takes_even: whether one with smaller blocks can, where its scales are the same throughout each larger block.
         requantizer: what quantizes values for it; None: the first of the storages.
         activations: names of tensors beside a weight that scale activations: kept, and given back by an export.
-        attention: the same beside the projections of attention, which scale its queries, keys and values; also in the
+        attention: the same beside the projections of attention, scales of its queries, keys and values; also in the
             modules of single projections, `k_proj.k_scale`.
         columns: the weight's columns must be a multiple of this.
         transposed_stacks: of experts [E, in, out], see `stacks.py`.

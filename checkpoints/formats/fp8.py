@@ -75,7 +75,7 @@ def blocks_128(
 def per_channel(
     *, name: str, activations: tuple[str, ...], attention: tuple[str, ...], entries: Entries
 ) -> WeightFormat:
-    """Return the format of E4M3 with a scale per row, which no form of ours has."""
+    """Return the format of E4M3 with a scale per row; no form of ours has one."""
     return WeightFormat(
         name=name,
         element="e4m3",
@@ -93,7 +93,7 @@ def per_tensor(
 ) -> WeightFormat:
     """Return the format of E4M3 with one floating-point scale per matrix, written in shape [], or [1] with `one`.
 
-    What a parameter joins may have several scales; then they are exact in blocks, which repeat them.
+    What a parameter joins may have several scales; then they are exact in blocks that repeat them.
     """
     return WeightFormat(
         name=name,

@@ -47,7 +47,7 @@ NVFP4_RANGE = 448.0 * 6.0
 
 
 def unpack_e2m1(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values [..., 2 n] of packed bytes [..., n] in float32, or in E4M3, which has all of them."""
+    """Return the values [..., 2 n] of packed bytes [..., n] in float32, or in E4M3 (it holds all of them)."""
     return (
         _pairs(dtype).index_select(0, packed.view(torch.uint8).int().flatten()).view(dtype).view(*packed.shape[:-1], -1)
     )
@@ -144,7 +144,7 @@ def check_scales(store: FileStore, names: Iterable[tuple[str, bool]]) -> None:
 
 def check_scale_values(name: str, scales: torch.Tensor, *, signed: bool = False) -> None:
     """Raise CheckpointError where these scales, stored as `name` or a part of it, hold a NaN, an infinity, a negative
-    number or a zero. signed: scales of integers, which may be negative and zero.
+    number or a zero. signed: scales of integers; they may be negative and zero.
 
     Scales stored as bytes are exponents (E8M0), in which 255 is NaN. Of scales in E4M3, and of amaxes, zeros are those
     of blocks and matrices that are zero.

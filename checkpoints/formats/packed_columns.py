@@ -119,7 +119,7 @@ class _Rows(FilesSeen):
 
 
 def column_name(weight: str, part: str) -> str:
-    """Return what files call a part of a weight, which is seen as `part`."""
+    """Return what files call the part of a weight that is seen as `part`."""
     kinds = {f"{weight}{suffix}": kind for kind, suffix in _SEEN.items()}
     return f"{weight.removesuffix('.weight')}.{kinds[part]}"
 

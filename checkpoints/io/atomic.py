@@ -123,7 +123,7 @@ def replace_text(destination: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replaced_file(destination: Path) -> Iterator[Path]:
-    """Yield a path to write a file at, which gets its name when the block ends, and is removed when the block fails.
+    """Yield a path to write a file at. The file gets its name when the block ends, and is removed when the block fails.
 
     Two processes that write the same file do not meet: each writes to a different path, and the last one stays."""
     temporary = destination.with_name(f".{destination.name}.{uuid.uuid4().hex[:12]}.partial")

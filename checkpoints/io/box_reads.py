@@ -36,7 +36,7 @@ _SMALL = 64 << 10
 
 
 def read_box(read: ReadBytes, shape: Shape, dtype: torch.dtype, box: Box) -> torch.Tensor:
-    """Return a region of a row-major tensor of this shape as a new tensor, which may be strided."""
+    """Return a region of a row-major tensor of this shape as a new tensor, perhaps strided."""
     if element_count(box) == 0 or flat_interval(box, shape) is not None:
         begin = _offset([r.start for r in box], shape) if element_count(box) else 0
         return _read(read, begin, extents(box), dtype)
@@ -89,6 +89,6 @@ def _read(read: ReadBytes, begin: int, shape: Shape, dtype: torch.dtype) -> torc
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor, which has to outlive the view."""
+    """Return the memory of a contiguous tensor; the tensor has to outlive the view."""
     nbytes = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr()))

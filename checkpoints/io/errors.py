@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _LONGEST = 700
-"""Characters of a message, which a terminal shows as nine lines."""
+"""Characters of a message: nine lines of a terminal."""
 
 
 class CheckpointError(ValueError):

@@ -9,8 +9,8 @@ The safetensors library checks most of this too, but it accepts duplicate keys, 
 nor the problem, hence this module.
 
 Entries are read one after the other without a JSON tree of all of them: a tree takes ten times the memory of its text,
-so the general parser bounds the number of values, and with it the number of tensors. Writers of the format all write
-an entry in one way, which a regular expression reads with a tenth of that memory and time; a header that is written
+so the general parser bounds the number of values, and with it the number of tensors. Writers of the format all write an
+entry in one way, and a regular expression reads that with a tenth of the memory and time; a header that is written
 otherwise is left to the general parser.
 """
 
@@ -165,7 +165,7 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Pause the collector of cycles, which would look at all objects again and again while ours, without any, grow in
+    """Pause the collector of cycles: it would look at all objects again and again while ours, without cycles, grow in
     number."""
     enabled = gc.isenabled()
     gc.disable()

@@ -1,9 +1,9 @@
 """Where tensors come from: weight files on disk, or tensors in memory, behind one small interface.
 
 A store gives the dtype and shape of every tensor without reading data, `read(name, box)` for strided or converting
-access, and `read_into` for the common case of a contiguous byte range, which goes straight from the file into the
-writer's buffer. Files are read through descriptors: of one that becomes shorter meanwhile a memory map would end the
-process, a descriptor reads fewer bytes.
+access, and `read_into` for the common case of a contiguous byte range: straight from the file into the writer's buffer.
+Files are read through descriptors: of one that becomes shorter meanwhile a memory map would end the process, a
+descriptor reads fewer bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Threads for moving and computing data: each does its own torch work alone.
 
-torch spreads one operation over all cores and waits for the slowest, which on a machine with other work is a thread
-that is not running. A conversion has many independent parts, so here a thread takes a part and nobody waits for it.
+torch spreads one operation over all cores and waits for the slowest; on a machine with other work that is a thread that
+is not running. A conversion has many independent parts, so here a thread takes a part and nobody waits for it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ I expert ffn. Every gated first projection holds its gate rows, then its up rows
 
 A configuration decides how many tensors are expected, so a hostile one could ask for a list of 10^9 layers. The bounds
 (`check_counts`, `check_held`) are far above any model. Within them the files must hold as many tensors as the layers
-and experts have at least, which is compared before the first name is made: what the files hold bounds the work.
+and experts have at least. That is compared before the first name is made: what the files hold bounds the work.
 """
 
 from __future__ import annotations

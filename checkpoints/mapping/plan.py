@@ -31,8 +31,8 @@ else:
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """One tensor to write: moved from pieces of source tensors, or computed when its turn comes by `compute`, which
-    returns it in parts along its first dimension.
+    """One tensor to write: moved from pieces of source tensors, or computed when its turn comes by `compute`, in parts
+    along its first dimension.
 
     variant: what decides a computed tensor besides the source files, the configuration and the formats (a seed).
     owner: outputs in a row with the same owner are computed together, so they go to one file; "": alone.

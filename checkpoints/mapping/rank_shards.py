@@ -3,8 +3,8 @@
 Tensor parallelism splits the first projection of attention and of an MLP by rows, the second by columns. A projection
 that joins several (q, k and v; gate and up) is split in each of them, so that a rank has whole heads and matching gate
 and up rows. Embedding and output layer are split by words, of which ranks may have one fewer. Of latent attention, the
-projection down to the latents is on every rank. Expert parallelism gives each rank consecutive whole experts, which
-tensor parallelism may split further.
+projection down to the latents is on every rank. Expert parallelism gives each rank consecutive whole experts; tensor
+parallelism may split these further.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def plan_quantized_export(
         high_precision: how the family's files store the model in high precision.
         wanted: name of the format; None: the one it came from, or else the first that takes its weights.
         passthrough, copies: see `make_plan`.
-        tied: weights of the family's modules that repeat another one, which files need not hold.
+        tied: weights of the family's modules that repeat another one; files need not hold them.
         scales: what files call scales of blocks that came from no such files; see `Names.scales`.
         allow_requantize: requantize what the format cannot take over.
     """

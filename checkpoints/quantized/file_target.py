@@ -230,7 +230,7 @@ def _parts(store: Store, output: OutputTensor) -> Iterable[torch.Tensor]:
 
 
 def _first(store: Store, output: OutputTensor) -> Iterator[torch.Tensor]:
-    yield next(iter(_parts(store, output))).flatten()[0].clone()  # all are equal, which is known by now
+    yield next(iter(_parts(store, output))).flatten()[0].clone()  # all are known to be equal by now
 
 
 def _transposed(store: Store, output: OutputTensor) -> Iterator[torch.Tensor]:

@@ -36,9 +36,9 @@ def plan_quantized_import(
 ) -> ConversionPlan:
     """Plan the import of `ckpt`, a quantized Hugging Face folder.
 
-    values: the same folder opened as plain values, which allows to requantize what cannot be taken over: weights whose
-    blocks the joining of projections cuts, and the columnwise copies of formats that scale rows. None refuses the
-    former and leaves out the latter, which only training needs.
+    values: the same folder opened as plain values; given them, what cannot be taken over may be requantized: weights
+    whose blocks the joining of projections cuts, and the columnwise copies of formats that scale rows. None refuses the
+    former and leaves out the latter: only training needs these.
     """
     quantized = ckpt.quantized
     assert quantized is not None, "called for quantized folders"

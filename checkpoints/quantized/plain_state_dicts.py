@@ -34,7 +34,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def plain_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return (tensors, metadata), which `from_plain_state_dict` turns into the same state dict, bit for bit.
+    """Return (tensors, metadata). `from_plain_state_dict` turns them into the same state dict, bit for bit.
 
     A quantized weight `w` becomes an entry per field (`w`, `w_scale_inv`, ...), contiguous; other tensors stay as they
     are. metadata: strings, for the header of a safetensors file. Raises CheckpointError for an entry that is neither (a

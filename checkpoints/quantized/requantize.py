@@ -129,7 +129,7 @@ class _Fields:
         if field not in self._ready:
             fields = empty_fields(self.quantizer, torch.Size(self.shape), "cpu")
             if self._streams:
-                del fields[self._data]  # in another file than this field, which is there already or comes later
+                del fields[self._data]  # in another file than this field, written already or later
             for _ in self._quantize(fields):
                 pass
             self._ready = fields

@@ -2,8 +2,8 @@
 
 Quantizing works in float32, and in several copies: for a whole matrix that is many times what is read or written. A
 band ends where a block of the format ends, so its fields are a part of the matrix's, number for number; a scale that
-belongs to the whole matrix comes from a first pass over the bands. (Only the Hadamard transform, which no weight gets,
-would pad rows.)
+belongs to the whole matrix comes from a first pass over the bands. (Only the Hadamard transform would pad rows, and no
+weight gets it.)
 
 Files hold q, k and v, or gate and up, as separate tensors, and our linear layers hold them as one matrix with one
 number in some formats (the scale of FP8, the amax of NVFP4). `JoinedAmaxes` quantizes such tensors with the amax of the

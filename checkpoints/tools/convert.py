@@ -54,8 +54,8 @@ def import_hf(
         allow_requantize: requantize weights that cannot be taken over exactly, and add the columnwise copies that
             training needs to formats that scale along rows only.
         dequantize: store the plain values of quantized weights.
-        mtp: layers that predict further tokens (multi-token prediction) become parameters of the model, which training
-            trains; an export writes them where they were. False: they are kept as they are, unused.
+        mtp: layers that predict further tokens (multi-token prediction) become parameters of the model, so that
+        training trains them; an export writes them where they were. False: they are kept as they are, unused.
 
     Raises CheckpointError, before anything is written, for a folder that cannot be read and for a conversion that
     cannot be exact without these options.
@@ -76,7 +76,7 @@ def import_hf(
                 raise CheckpointError("dequantized weights are stored as values: choose no storage and no requantizing")
             ckpt.check_scales()
             values = None
-            if allow_requantize:  # the same files once more, which are checked once
+            if allow_requantize:  # the same files once more, but checked once
                 values = stack.enter_context(open_checkpoint(src, storage=VALUES, mtp=mtp, verify=False))
                 values.check_elements()
             plan = plan_import(ckpt, layout, wanted, values=values, dequantize=dequantize)

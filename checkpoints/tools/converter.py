@@ -135,7 +135,7 @@ class AutoConverter:
         dtype: torch.dtype | str | None = None,
         dequantize: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """Return a Hugging Face model's tensors from ours, which may be in either layout.
+        """Return a Hugging Face model's tensors from ours, in either layout.
 
         What `from_hf` kept of tensors that the model does not use is given back. Otherwise as `from_hf`.
 

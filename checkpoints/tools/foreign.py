@@ -230,8 +230,8 @@ def import_checkpoint(
 
     Arguments:
         src: a distributed checkpoint (torch's DCP, torchtitan's, Megatron-Core's `torch_dist` and `fsdp_dtensor`),
-            sharded in any way; a folder of Megatron's ranks (mp_rank_XX); a folder of a run of Megatron's, which says
-            its newest; or a state dict, in a file of torch.save or in safetensors files.
+            sharded in any way; a folder of Megatron's ranks (mp_rank_XX); the folder of a Megatron run (it names its
+            newest checkpoint); or a state dict, in a file of torch.save or in safetensors files.
         config: a config.json of ours or of Hugging Face, or the folder that has one, whose tokenizer travels along.
         system: whose names the tensors have: "torchtitan", "torch_dist", "fsdp_dtensor", "te_models" or "transformers"
             of a distributed checkpoint, "transformer_engine", "megatron", "te_models" or "transformers" of a state

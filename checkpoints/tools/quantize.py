@@ -33,7 +33,7 @@ WEIGHTS_ALONE: dict[str, Quantizer] = {
     "int8": Int8Quantizer(),
     "mxfp4": MXFP4Quantizer(columnwise=False),
 }
-"""What weights alone are stored as; MXFP4 in the storage of MXFP8, which has its values."""
+"""What weights alone are stored as; MXFP4 in the storage of MXFP8, a format that holds all its values."""
 
 
 def quantizer_named(name: str) -> Quantizer:

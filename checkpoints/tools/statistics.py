@@ -108,7 +108,7 @@ def summarize_formats(ckpt: Checkpoint) -> dict[str, FormatSummary]:
 
 
 def _of_files(ckpt: Checkpoint, quantized: QuantizedFiles) -> dict[str, FormatSummary]:
-    """Return format -> the summary of what the files hold, which may not be the form that an import stores it in."""
+    """Return format -> the summary of what the files hold; an import may store another form."""
     high_precision = FAMILIES[ckpt.family or ""].namespace(ckpt.config, ckpt.source and ckpt.source.form)
     tensors, sums = quantized.files.tensors, dict[str, list[int]]()
     for name, form in quantized.formats.items():

@@ -59,8 +59,8 @@ class ToyPart:
         return re.compile(re.escape(names.layer).replace(r"\{i\}", r"(\d+)") + r"(?=[.*]|$)")
 
     def renamed(self, name: str) -> str | None:
-        """Return the name with the new number of its layer; None where that is not taken. Layers behind the model's,
-        which predict further tokens, follow the ones that are taken."""
+        """Return the name with the new number of its layer; None where that is not taken. Layers behind the model's
+        that predict further tokens follow the layers that are kept."""
         match = self.names_of_layers.match(name)
         if match is None:
             return name
@@ -123,7 +123,7 @@ def _quantized(part: ToyPart, source: str, name: str, shape: Shape) -> Iterator[
         if old in ckpt.quantized.scales:
             old, new = ckpt.quantized.scales[old], scale_in_files(new)
         elif old not in ckpt.files.tensors and form.packing is None:
-            old, new = stacked_name(source, p), stacked_name(name, p)  # of a stack of experts, which that tells
+            old, new = stacked_name(source, p), stacked_name(name, p)  # of a stack of experts: that tells it
         yield _first(part, *_stored_names(form, source, name, old, new), shape[:-2], whole[:-2])
     for beside in form.beside:
         if source + beside.suffix in ckpt.quantized.files.tensors:
@@ -136,7 +136,7 @@ def _quantized(part: ToyPart, source: str, name: str, shape: Shape) -> Iterator[
 
 
 def _stored_names(form: WeightFormat, source: str, name: str, old: str, new: str) -> tuple[str, str]:
-    """Return what files call two parts of weights, which packed columns are modules of."""
+    """Return what files call two parts of weights whose packed columns are modules."""
     if form.packing is None:
         return old, new
     return column_name(source, old), column_name(name, new)

@@ -247,7 +247,7 @@ def open_pair(a: PathLike, b: PathLike) -> Iterator[tuple[Checkpoint, Checkpoint
 
 
 def equal_parts(a: Iterator[P], b: Iterator[P], size: Callable[[P], int]) -> Iterator[tuple[P, P]]:
-    """Yield the same parts of two tensors of equal size, which may be cut into flat parts of different sizes."""
+    """Yield the same parts of two tensors of equal size that may be cut into flat parts of different sizes."""
     x = y = None
     while True:
         x = next(a, None) if x is None or size(x) == 0 else x

@@ -86,8 +86,8 @@ def write_weights(
                         file.write_buffer(buffer, count)
                         bytes_done.add(count)
                         missing -= count
-                    buffer = None  # a part of a computed tensor, which need not outlive it
-                    if missing:  # a defect of ours, which would otherwise be the next reader's to find
+                    buffer = None  # a part of a computed tensor: need not outlive it
+                    if missing:  # a defect of ours that the next reader would otherwise have to find
                         written = output.nbytes - missing
                         raise RuntimeError(f"{output.name} has {written} bytes, planned {output.nbytes}")
             record = digests.record(nbytes)

@@ -234,7 +234,7 @@ def formatted(text: str) -> str:
 
 
 def _broken(line: str) -> list[str]:
-    """Return a call on one line, which is too long, with each argument on a separate line."""
+    """Return a call that is too long for one line with each argument on a separate line."""
     indent = len(line) - len(line.lstrip())
     opened = line.find("(")
     depth, quoted, parts, part = 0, False, [], ""

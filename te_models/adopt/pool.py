@@ -22,7 +22,7 @@ SEVERAL = ("norms", "qkv", "qk_norms", "fc1", "shared_fc1")
 
 @dataclass(frozen=True)
 class Pool:
-    """What `families` say, which are all but those that are hidden."""
+    """What `families` say: all families but the hidden ones."""
 
     families: Mapping[str, Family]
     entries: dict[str, list[tuple[str, Entry]]] = field(default_factory=lambda: defaultdict(list))

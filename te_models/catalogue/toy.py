@@ -32,7 +32,7 @@ _DIVIDED = {
     *("num_heads", "num_groups", "num_key_heads", "num_value_heads", "n_heads", "channels"),
 }
 _ROUTER = "router"
-"""Its groups are of experts, which are as many as before."""
+"""Its groups of experts are as many as before."""
 
 
 def random_toy(
@@ -66,7 +66,7 @@ def toy_config(name: str, *, layers: int | None = None, experts: int | None = No
 def _few_layers(
     family: Family, whole: ModelConfig, layers: int | None, experts: int | None
 ) -> tuple[ModelConfig, Family]:
-    """Return a part of a model, and the family of its text model: some say layers by a pattern, which a few do not
+    """Return a part of a model, and the family of its text model: some say layers by a pattern that few layers do not
     fill."""
     for number in range(2, whole.num_layers) if layers is None else ():
         few = small_config(whole, choose_layers(whole, number), experts)

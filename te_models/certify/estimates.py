@@ -52,7 +52,7 @@ def serving(config: ModelConfig) -> dict[str, int]:
 
 def cache_bytes(config: ModelConfig) -> int:
     """Return the bytes that decoding carries of one sequence of `KEYS` positions: keys and values in bfloat16, windows
-    aside, and the states of other mixers, which do not grow."""
+    aside, and the states of other mixers (these do not grow)."""
     total = 0
     for layer in range(config.num_layers):
         attention, mixer = config.attention_of(layer), config.mixer_of(layer)

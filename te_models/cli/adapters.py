@@ -1,4 +1,4 @@
-"""Adapters for the verbs that run models (`--adapter`), and `te-models merge`, which adds one to the weights."""
+"""Adapters for the verbs that run models (`--adapter`), and `te-models merge`, to add one to the weights."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def adapter_folder(adapter: str | None) -> str | None:
 
 def check_is_model(folder: Path, named: str) -> None:
     """Raise ValueError for what is no folder of a model, `named` as the user named it; the sentence for an adapter
-    names --adapter, which the verb has."""
+    names the verb's --adapter."""
     from te_models.checkpoints.io.model_folder import base_of_adapter, is_adapter
 
     if is_adapter(folder):

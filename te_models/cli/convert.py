@@ -24,7 +24,7 @@ SYSTEMS = ("torchtitan", "torch_dist", "fsdp_dtensor", "te_models", "transformer
 """Whose names checkpoints have: distributed ones, where torch_dist is Megatron-Core and fsdp_dtensor Megatron-FSDP;
 those of Megatron's ranks; state dicts of Transformer Engine's modules."""
 RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
-"""Those that a word says; `te_models.layers`, which knows them, imports torch."""
+"""Those that a word says; `te_models.layers` knows them, but imports torch."""
 STORED = (*RECIPES, "int4", "int8", "mxfp4")
 """What weights are stored as: by a recipe, or as integers, in which no GEMM computes."""
 

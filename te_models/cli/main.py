@@ -155,7 +155,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(unknown(words[:1], "te-models", parser))
     if words and not words[0].startswith("-") and words[0] not in verbs:
         parser.error(f"{words[0]!r} is not a verb; allowed: {', '.join(verbs)}{did_you_mean(words[0], verbs)}")
-    if words and words[0] in verbs:  # before what is missing, which is often what was misspelt
+    if words and words[0] in verbs:  # before what is missing: often that was misspelt
         known, options = verbs[words[0]]._option_string_actions, itertools.takewhile(lambda w: w != "--", words[1:])
         strange = [w for w in options if w.startswith("--") and w.partition("=")[0] not in known]
         if strange:

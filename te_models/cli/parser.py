@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from ..suggestions import did_you_mean
 from ..terminal import TextTable, complain, show
 
-Verbs = Any  # argparse's subparsers action, which has no public name
+Verbs = Any  # argparse's subparsers action (it has no public name)
 
 _SHORTER = {
     "expected one argument": "needs a value",
@@ -126,8 +126,8 @@ def unknown(words: Sequence[str], verb: str, parser: argparse.ArgumentParser) ->
 
 
 def emit(args: argparse.Namespace, result: dict[str, Any], *parts: str | TextTable) -> None:
-    """Print `result` as JSON or the texts and tables, whichever the user asked for. Notes, which standard error has
-    had, are a part of the JSON, behind those of the result."""
+    """Print `result` as JSON or the texts and tables, whichever the user asked for. Notes are a part of the JSON,
+    behind the result's notes, although standard error has had them."""
     noted = getattr(args, "noted", [])
     result |= {"notes": [*result.get("notes", ()), *noted]} if noted else {}
     if args.json:

@@ -235,7 +235,7 @@ def run_toy(args: argparse.Namespace) -> int:
     from .. import catalogue
 
     if "/" not in args.source and not Path(args.source).exists():
-        catalogue.entry(args.source)  # before torch is imported, which takes long
+        catalogue.entry(args.source)  # before torch is imported: that takes long
         return _convert(args, catalogue.random_toy, layers=args.layers, experts=args.experts)
     return _convert(args, toy, layers=args.layers or 2, experts=args.experts)
 
@@ -288,7 +288,7 @@ def check_replaceable(out: Path, *, force: bool) -> None:
 
 
 def _is_model_folder(folder: Path) -> bool:
-    """Whether a folder's config.json, which other programs have too, describes a model, or weights lie beside it."""
+    """Whether a folder's config.json describes a model (other programs have one, too), or weights lie beside it."""
     from te_models.checkpoints import CheckpointError
     from te_models.checkpoints.io.strict_json import read_object
 

@@ -26,7 +26,8 @@ def keeps_whole_graphs(module: torch.nn.Module) -> bool:
 
 
 def backend_for(module: torch.nn.Module) -> str | Callable[..., Any]:
-    """Return torch.compile's backend for functions of a module: Inductor, which keeps whole graphs where it may."""
+    """Return torch.compile's backend for functions of a module: Inductor, so that it keeps whole graphs where it
+    may."""
     return inductor if keeps_whole_graphs(module) else "inductor"
 
 

@@ -79,7 +79,7 @@ def compile_model(
         used = overlapping_backend_for(module) if async_tensor_parallel else backend
         compile_part(module, dynamic=dynamic, backend=used)
     if dynamic is not False and _several_ranks(process_group):
-        from .ranks import synchronized  # imports the compiler, which start-up need not
+        from .ranks import synchronized  # imports the compiler, and start-up need not
 
         together = synchronized(timeout_s, process_group)
         for module in modules:

@@ -8,7 +8,7 @@ the compiler offers prevent that, and are switched on for the calls of a synchro
     compiler collectives  while compiling, ranks compare the shapes they see; one that differs is dynamic on all
 
 Both run over a separate gloo group, also beside NCCL: the first costs one small all-reduce per call. The compiler
-expects an accelerator's device interface there, which the CPU's lacks; it is lent one meanwhile.
+expects an accelerator's device interface there, but the CPU's lacks it; it is lent one meanwhile.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class ConfigPart:
     def _fill(self, *, read: bool = False) -> None:
         """Give the fields of `_derivations` that are None, or were derived before, their values, and remember which.
 
-        read: the fields come from a file, which has every field filled in: one with the derived value counts as such.
+        read: the fields come from a file with every field filled in: one with the derived value counts as such.
         """
         for path, value in self._derivations().items():
             outer, _, name = path.rpartition(".")

@@ -18,7 +18,7 @@ _largest: weakref.WeakKeyDictionary[GPTModel, int] = weakref.WeakKeyDictionary()
 def short_steps(model: GPTModel, rows: int) -> AbstractContextManager[None]:
     """Return what a step that reads this many tokens runs in, of all rows together.
 
-    A second thread would mostly be waited for, which takes milliseconds where another process uses its processor.
+    A second thread would mostly be waited for: milliseconds where another process uses its processor.
     Products by large weights, as the output layer's, go through functions that choose their threads themselves.
     """
     return on_one_thread() if one_thread_suffices(model, rows) else contextlib.nullcontext()

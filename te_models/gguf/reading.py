@@ -232,7 +232,7 @@ def import_gguf(
 
 
 def save_tokenizer(path: Path, folder: Path, fields: Mapping[str, Any]) -> str | None:
-    """Write the files of a GGUF file's tokenizer, which transformers converts; return why it is left out, if it is, or
+    """Write the files of a GGUF file's tokenizer, as transformers converts it; return why it is left out, if it is, or
     what may be wrong about it. fields: the file's key-value pairs."""
     try:
         transformers = require("transformers", "hf", feature="the tokenizer")

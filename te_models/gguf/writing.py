@@ -198,7 +198,7 @@ class _Writer:
         self._writer.close()
 
     def shape(self, parts: list[tuple[OutputTensor, TensorPlace]]) -> tuple[int, ...]:
-        """Return the shape of a file's tensor: a stack, a matrix, or a vector, which a family may store as a row."""
+        """Return the shape of a file's tensor: a stack, a matrix, or a vector (a family may store it as a row)."""
         shape = parts[0][0].shape
         if parts[0][1].expert is not None:
             return (len(parts), *shape)

@@ -1,5 +1,5 @@
-"""What a first configuration is made for: the model, of which only its configuration is read, the machine, and the
-text, which is read as far as it decides sizes."""
+"""What a first configuration is made for: the model (only its configuration is read), the machine, and the text (read
+as far as it decides sizes)."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def data_format(data: Sequence[str]) -> str:
 
 
 def amount_of(data: DataConfig, enough: int, vocab_size: int) -> Amount | None:
-    """Read text until it has enough tokens, and return how much there is; None: of a stream, which is not read.
+    """Read text until it has enough tokens, and return how much there is; None: of a stream, because that is not read.
 
     Raises DataError, TokenizerError and CheckpointError as a run does that builds a data set of it.
     """

@@ -1,6 +1,6 @@
 """Which sizes of a run fit into a machine's memory: a few plans say how memory grows, and one more says what is taken.
 
-Memory is what stays (parameters, moments, gradients) and what a micro-batch adds, which grows with its tokens. Plans of
+Memory is what stays (parameters, moments, gradients) and what a micro-batch adds in proportion to its tokens. Plans of
 one window, of two, and of one with checkpointing tell the parts; what fits by them is planned itself before it is
 written.
 """

@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685) and DoRA (arXiv 2402.09353) of a layer: one adapter, which needs nothing but torch.
+"""LoRA (arXiv 2106.09685) and DoRA (arXiv 2402.09353) of a layer: one adapter that needs nothing but torch.
 
 LoRA adds `s B A` to a weight W [out, in], with A [r, in], B [out, r] and s = alpha / r, without forming the product:
 y = W x + s B (A x). DoRA also trains the length m [out] of each row: y = m / |W + s B A| (W x + s B A x), where the

@@ -1,7 +1,7 @@
 """Adapters of weights that are divided in other ways: from ours to those of files, and back.
 
 A weight of ours that is several in a file, such as q, k and v, has rows of each. An adapter of it becomes one for each
-part, which share A and divide the rows of B. The adapters of the parts become one of ours whose rank is the sum of
+part; they share A and divide the rows of B. The adapters of the parts become one of ours whose rank is the sum of
 theirs: A is theirs one below the other, and B has a block for each. Parts with the same A share its rows, and
 a part leaves out the columns in which B has numbers for other parts only: so both ways undo each other.
 """

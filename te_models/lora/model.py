@@ -31,8 +31,8 @@ TRANSFORMERS_NAMES = {
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "c_fc", "w1", "w3"), "linear_fc1"),
     **dict.fromkeys(("down_proj", "w2"), "linear_fc2"),
 }
-"""The last word of a layer's name in transformers' models, as LoRA targets name it -> that of our layer, which may hold
-more: q, k and v are one layer here, and share A."""
+"""The last word of a layer's name in transformers' models, as LoRA targets name it -> the last word of our layer's
+name. Our layer may hold more: q, k and v are one layer here, and share A."""
 _BASE = ".base_layer."
 _ADAPTERS = ADAPTERS | PLAIN_ADAPTERS
 
@@ -55,9 +55,9 @@ def add_lora(
 
     rank: r of A [r, in] and B [out, r]; alpha: alpha / rank multiplies what adapters add; dropout: the part of their
     input that is dropped in training; use_dora: train the length of each row of a weight, too. targets: globs of layer
-    names, or of their last words ("linear_qkv", "decoder.layers.0.*"), or transformers' words for them ("q_proj", which
-    means linear_qkv); "all-linear" means every GEMM layer, experts included, and neither routers, embedding nor output
-    layer. A are drawn from torch's generator, B begin as zero.
+    names, or of their last words ("linear_qkv", "decoder.layers.0.*"), or transformers' words for them ("q_proj" means
+    linear_qkv); "all-linear" means every GEMM layer, experts included, and neither routers, embedding nor output layer.
+    A are drawn from torch's generator, B begin as zero.
 
     Where ranks share the model, each gets its part of the adapters that one rank would have, and calls this with the
     same arguments and the same state of the generator. A target may mean layers of another pipeline stage alone.

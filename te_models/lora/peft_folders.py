@@ -43,7 +43,7 @@ _UNEXPRESSED = (
 )
 """Fields whose values, if there are any, change what an adapter computes in a way that no layer here does."""
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of kinds of initial values that are taken out of the base weights, which must have changed with them."""
+"""Beginnings of kinds of initial values that are taken out of the base weights; these must have changed with them."""
 
 
 @dataclass(frozen=True)

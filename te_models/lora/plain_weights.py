@@ -61,7 +61,8 @@ class AdaptedTable(PlainAdapter):
 
 
 class AdaptedOutputLayer(PlainAdapter):
-    """Logits of [W B] and [x, scaling * A x]: the loss is of one GEMM as without an adapter, which copies W."""
+    """Logits of [W B] and [x, scaling * A x]: the loss is of one GEMM as without an adapter, at the cost of a copy of
+    W."""
 
     @property
     def loss_chunk_tokens(self) -> int | None:

@@ -156,7 +156,7 @@ class Build:
 
     @property
     def of_experts(self) -> Build:
-        """The same for the experts, which `etp_group` may split."""
+        """The same for the experts, perhaps split by `etp_group`."""
         return self if self.etp_group is None else replace(self, tp_group=self.etp_group, sequence_parallel=False)
 
     def vocab_shard(self, words: int) -> VocabShard | None:
@@ -183,7 +183,7 @@ class Build:
         return SequenceShard(self.tp_group.rank(), self.tp_size, self.tp_group.group_name)
 
     def gemm(self, start: InitMethod | None, parallel_mode: ParallelMode | None = None) -> dict[str, Any]:
-        """Keyword arguments of a layer with GEMMs, which is split in this way, or whole. start: fills its weight."""
+        """Keyword arguments of a layer with GEMMs that is split in this way, or whole. start: fills its weight."""
         split = TensorParallelSplit()
         if parallel_mode is not None and self.tp_size > 1:
             split = TensorParallelSplit(parallel_mode, self.tp_group, sequence_parallel=self.sequence_parallel)
@@ -283,7 +283,7 @@ def make_core_attention(
 
 
 def make_output_linear(config: ModelConfig, in_features: int, bias: bool, build: Build) -> Linear:
-    """Return the last projection of a sublayer, which writes to the residual stream."""
+    """Return the last projection of a sublayer: it writes to the residual stream."""
     start = output_init_method(config)
     return Linear(in_features, config.hidden_size, bias, **build.gemm(start, "row"))
 

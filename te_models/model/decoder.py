@@ -31,10 +31,10 @@ from .shared_block import SharedBlock
 class LayerInputs(NamedTuple):
     """What all layers read beside the hidden states. tables: of each rotary embedding; query_scale: of the layers whose
     temperature is tuned; hidden_keys: bool, True where a query does not see a key; token_mask: [B, S] bool, False for
-    padding; cache: what layers keep; batch_size: see `Decoder.forward`; documents: int64 [B, S], which layers that
-    attend within documents without a mask get in place of `hidden_keys`, None where all are such layers; texts: the
-    same numbers for recurrent mixers, also where a mask says them; shared: the keys and values that later layers read,
-    by the number of the layer that has them, as layers run; tokens: what some layers read of the tokens."""
+    padding; cache: what layers keep; batch_size: see `Decoder.forward`; documents: int64 [B, S], for layers that attend
+    within documents without a mask, in place of `hidden_keys`; None where all are such layers; texts: the same numbers
+    for recurrent mixers, also where a mask says them; shared: the keys and values that later layers read, by the number
+    of the layer that has them, as layers run; tokens: what some layers read of the tokens."""
 
     tables: list[Rotary]
     query_scale: Tensor | None
@@ -190,7 +190,7 @@ class Decoder(nn.Module):
         choice: Tensor | None = None,
         embedded: Tensor | None = None,
     ) -> tuple[Tensor, RouterOutput | None] | tuple[Tensor, RouterOutput | None, Selection]:
-        """Call a layer as number `number` of this decoder is called, which may be another one than that. choice: of
+        """Call a layer as number `number` of this decoder is called; it may be another layer than that. choice: of
         the last sparse attention before it. embedded: the embeddings, where layers share blocks."""
         table, documents = self.rotary_of_layer[number], inputs.documents
         attention, used = layer.self_attention, None
@@ -245,8 +245,8 @@ class Decoder(nn.Module):
         result of each layer but the last, and what is returned, all [B, S, H]. batch_size: B, where x and the result
         are this rank's part of the tokens, [B S / ranks, H]. Where ranks share sequences, position_ids and
         attention_mask are of all positions, and x is of this rank's. index_losses: a list that gets the weighted loss
-        of each indexer that is trained. embedded: the tokens [B, S] and their embeddings [B, S, H], which the
-        embeddings of layers are made of.
+        of each indexer that is trained. embedded: the tokens [B, S] and their embeddings [B, S, H], the source of the
+        layers' embeddings.
         """
         inputs = self.layer_inputs(x, position_ids, attention_mask, cache, batch_size, document_ids)
         if self.reads_tokens:

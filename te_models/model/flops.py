@@ -24,7 +24,7 @@ _NO_GEMM = (
 def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """Return the FLOPs of one forward pass, divided by its tokens; a training step takes three times as many.
 
-    sequence_length: of the texts, which begin without a cache.
+    sequence_length: of the texts; they begin without a cache.
     """
     return 2.0 * _active_weights(config) + _mixer_flops(config, sequence_length)
 

@@ -344,9 +344,9 @@ class GPTModel(SharedModel):
         `hidden_states[-1]` [B, S, H] of the stage before it (a rank's part of the tokens, and position_ids, where ranks
         share them); an earlier stage than the last returns no logits and no
         loss, and `aux_loss` covers its layers only. Where embedding and output layer share their weight, the last stage
-        has the embedding, too: add up the gradients that both leave. So it has where layers predict further tokens,
-        which are the last stage's; its loss in training needs the `input_ids`, too. Raises ConfigError for layers that
-        the model does not have.
+        has the embedding, too: add up the gradients that both leave. So it has where layers of the last stage predict
+        further tokens; its loss in training needs the `input_ids`, too. Raises ConfigError for layers that the model
+        does not have.
 
         Example:
             begin, end = (GPTModel(config, device="meta").stage(*layers) for layers in ((0, 2), (2, 4)))

@@ -1,4 +1,4 @@
-"""The dense feed-forward sublayer, and the shared experts of a mixture, which are one with an optional gate.
+"""The dense feed-forward sublayer, and the shared experts of a mixture: one MLP with an optional gate.
 
 H hidden, F feed-forward width.
 """

@@ -77,7 +77,7 @@ class MultiTokenPredictionLayer(nn.Module):
     ) -> tuple[Tensor, RouterOutput | None, Tensor | None]:
         """hidden: [B, S, H], of the depth before; embedded: [B, S, H], of the tokens that follow it -> [B, S, H], what
         the router decided, and the loss of an indexer that is trained."""
-        # published weights expect the embedding first, which the paper writes second
+        # published weights expect the embedding first, although the paper writes it second
         x = self.eh_proj(torch.cat([self._normed(self.enorm, embedded), self._normed(self.hnorm, hidden)], dim=-1))
         x, decided, *selections = decoder.run_layer(self.transformer_layer, -1, x, inputs, recompute=recompute)
         loss = selections[0].loss if selections else None

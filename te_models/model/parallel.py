@@ -181,7 +181,7 @@ def check_deepep(config: ModelConfig, ranks: int, split: int) -> None:
 def check_deepep_device(ranks: int, device: torch.device | str | None) -> None:
     """Raise a sentence where deep_ep does not work on this device, or is not installed."""
     if ranks > 1:
-        from te_models.layers.distributed.deepep import check_available  # imports the compiler, which start-up need not
+        from te_models.layers.distributed.deepep import check_available  # imports the compiler, and start-up need not
 
         check_available(ranks, torch.empty((), device=device).device)
 

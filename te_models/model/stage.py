@@ -60,7 +60,7 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
     needed |= {"output_layer", "mtp"} if last else set()
     stage = _copy_without(model, {"embedding", "output_layer", "mtp"} - needed)
     if not first and stage.embedding is not None:
-        # positions are added by the first stage, which updates theirs alone, as is the norm
+        # positions are added, and the norm applied, by the first stage, and it alone updates them
         ends = {"position_embeddings", "layernorm"}
         there = {name for name in ends if getattr(stage.embedding, name) is not None}
         stage.embedding = _copy_without(stage.embedding, there) if there else stage.embedding

@@ -125,7 +125,7 @@ def build_mesh(dims: ParallelDims, device_type: str) -> ParallelMesh:
 
 
 _made: list[tuple[object, dict[tuple[ParallelDims, str], ParallelMesh]]] = []
-"""The default process group, and the meshes made of it. Each has process groups, with threads and connections, which
+"""The default process group, and the meshes made of it. Each has process groups, with threads and connections that
 cannot end before the default group does: torch keeps meshes that it has seen, and takes an equal one for the same."""
 
 

@@ -38,7 +38,7 @@ Shape = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """Indices from `begin` on of a whole tensor, which are those from `offset` on of a rank's part; `shape` of both."""
+    """Indices of a whole tensor from `begin` on, at `offset` and following of a rank's part; `shape` of both."""
 
     begin: Shape
     shape: Shape

@@ -172,10 +172,9 @@ class Stage(nn.Module):
         input_ids: Tensor | None = None,
     ) -> Any:
         """x: [B, S] int64 of the first stage, else [B, S, H]; aux_loss: float32 scalar; labels, position_ids and
-        document_ids: [B, S], as of GPTModel. weight: [B], one number, which everything but the router losses is
-        multiplied by; None: 1. input_ids: [B, S], which the last stage reads where layers predict further tokens. Adds
-        (cross entropy, router losses, loss of further tokens, z-loss of the logits) of a micro-batch to `losses`, on
-        the last stage."""
+        document_ids: [B, S], as of GPTModel. weight: [B], one number, the factor of everything but the router losses;
+        None: 1. input_ids: [B, S], for the last stage where layers predict further tokens. Adds (cross entropy, router
+        losses, loss of further tokens, z-loss of the logits) of a micro-batch to `losses`, on the last stage."""
         model = self.model
         what: dict[str, Any] = {"input_ids": x} if model.pre_process else {"inputs_embeds": x}
         if position_ids is None and not model.pre_process:  # of a part of the tokens, they say how many there are
@@ -337,7 +336,8 @@ class Pipeline:
 
 @cache
 def _stage_class() -> Any:
-    """Return torch's stage, which under V-shaped schedules hands gradients on also where an evaluation has none."""
+    """Return torch's stage, extended to hand gradients on under V-shaped schedules also where an evaluation has
+    none."""
     from torch.distributed.pipelining import PipelineStage
 
     class EvaluatedStage(PipelineStage):

@@ -52,7 +52,7 @@ def parallelize(
 
     mesh: None where there is one rank. model: built over `mesh.model`, with or without data; on the meta device its
     parts are created on `device` one by one. fill: called with each part that was created, embedding, layers and output
-    layer in the order of a GPTModel; None: its `reset_parameters`, which draw what the whole model draws from the same
+    layer in the order of a GPTModel; None: its `reset_parameters`, with the draws of the whole model from the same
     seed. weights: the recipe in whose format the linear layers then store their weights. reshard_after_forward: free
     gathered parameters between the passes, "default" of the layers, "always" of all; a number: keep shards over this
     many ranks, a divisor of the ranks that share the parameters (not of quantized weights). reduce_dtype: in which
@@ -250,7 +250,7 @@ def _own_mesh(mesh: DeviceMesh) -> Callable[[Shard], Any]:
 
 def _placement(parameter: nn.Parameter, shards: int) -> Shard:
     """Return the dimension along which the experts' parameter is sharded: the first one that the ranks can share
-    equally. FSDP2 pads the first dimension, which for few experts on many ranks is most of what it holds and sends."""
+    equally. FSDP2 pads the first dimension; for few experts on many ranks that is most of what it holds and sends."""
     from torch.distributed.tensor import Shard
 
     dims = range(1 if isinstance(parameter, QuantizedTensor) else parameter.dim())
@@ -258,7 +258,7 @@ def _placement(parameter: nn.Parameter, shards: int) -> Shard:
 
 
 def _unlike(part: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of another dtype than most of a part has, which FSDP2 cannot reduce together with it."""
+    """Return the parameters of another dtype than most of a part has: FSDP2 cannot reduce these together with it."""
     from torch.distributed.tensor import DTensor
 
     unsharded = [p for p in part.parameters() if not isinstance(p, DTensor)]

@@ -113,8 +113,8 @@ def model_of(config: TrainConfig) -> ModelConfig:
 
 
 def pipeline_ranks(config: TrainConfig) -> tuple[int, ...]:
-    """Return the ranks of a pipeline of which one takes the most: the first, which has the most micro-batches in
-    flight, and the last, which has the output layer."""
+    """Return the ranks of a pipeline of which one takes the most: the first (the most micro-batches in flight) and the
+    last (the output layer)."""
     ranks = config.parallel.pipeline_model_parallel_size
     return (0,) if ranks == 1 else (0, ranks - 1)
 

@@ -130,7 +130,7 @@ def _plan(asked: Task) -> Task:
     import torch
 
     # A fork makes torch's pool of threads again where it is first asked for. If the threads of a backward pass ask at
-    # once, which they do with CUDA's devices, one may find none, and torch ends the process.
+    # once, as they do with CUDA's devices, one may find none, and torch ends the process.
     torch.set_num_threads(1)
     try:
         config, hardware = TrainConfig.from_dict(asked["config"]), Hardware(**asked["hardware"])

@@ -39,7 +39,7 @@ def gemm_gflops(seconds: float = _SECONDS) -> float:
 def paced(sizes: QuickstartSizes, gflops: float) -> QuickstartSizes:
     """Return the sizes with as many training batches as a machine of this speed reads in time: a multiple of four from
     `fewest_batches` to `train_batches`, of which the same part is compared. Below `full_gflops` training is not
-    compiled: a slow machine compiles for minutes, which a few dozen steps do not earn back."""
+    compiled: a slow machine compiles for minutes, and a few dozen steps do not earn that back."""
     count = 4 * int(sizes.train_batches * gflops / sizes.full_gflops / 4)
     count = min(sizes.train_batches, max(sizes.fewest_batches, count))
     compared = max(4, sizes.compared * count // sizes.train_batches)

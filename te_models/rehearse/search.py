@@ -80,7 +80,7 @@ def _undominated(states: list[_State]) -> list[_State]:
 
 
 def _thinned(states: list[_State]) -> list[_State]:
-    """Return at most MOST of the states: of each span of cost the one with the smallest gap, which is its last."""
+    """Return at most MOST of the states: of each span of cost the last one, whose gap is the smallest."""
     if len(states) <= MOST:
         return states
     low, high = states[0].cost, states[-1].cost

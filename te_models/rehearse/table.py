@@ -25,7 +25,7 @@ def precision_of(
     """Return the [precision] keys that give each unit its format. formats: one for each unit; base: has the dtypes.
 
     The recipe is the most frequent format, or the one with options; ValueError for two different ones with options,
-    which the table cannot have.
+    because the table cannot have these.
     """
     counts = Counter(name for name in formats if name != HIGH)
     if not counts:

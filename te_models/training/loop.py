@@ -1,8 +1,8 @@
 """The training loop. It reads from top to bottom: set up, resume, then step after step, then export.
 
 Whatever the loop carries from one step to the next is in a checkpoint: weights, optimizer state, random states, and
-two integers, the step and the position in the data. Everything else is a function of those and the configuration,
-which is why an interrupted run continues bit for bit.
+two integers, the step and the position in the data. Everything else is a function of those and the configuration, so
+that an interrupted run continues bit for bit.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ ADAPTERS = "lora."
 
 
 class Adapters:
-    """The adapters of a model, which has them from here on: its base weights are not trained. Where ranks share the
+    """The adapters of a model. It has them from here on, and its base weights are not trained. Where ranks share the
     model, this rank's part of them.
 
     Raises ConfigError for targets that mean no layer, and for layers that cannot be adapted.

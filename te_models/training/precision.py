@@ -160,7 +160,7 @@ def round_inputs(of: Recipe) -> Recipe:
 def forward_only(forward: Recipe | None, gradients: Recipe | None) -> Recipe | None:
     """Return the recipe whose forward GEMMs are those of `forward` and whose gradient GEMMs those of `gradients`.
 
-    None: high precision. Raises ConfigError where one of the two has scales from a history, which both passes share, or
+    None: high precision. Raises ConfigError where one of the two has scales from a history (both passes share it), or
     computes its gradients from what the forward pass saved.
     """
     if forward is None and gradients is None:
@@ -243,7 +243,7 @@ class RoundedWeights:
 def cpu_gemm_of_run(
     config: TrainConfig, start: TrainingState | None, ranks: Ranks, device: str
 ) -> Iterator[TrainConfig]:
-    """Set the CPU GEMM of a run and yield its configuration with it, which its checkpoints record.
+    """Set the CPU GEMM of a run and yield its configuration with it, as its checkpoints record it.
 
     "auto" is what the checkpoint has, so that the continued run equals the uninterrupted one, or else what the first
     rank chooses for its machine. On another device nothing is set.
@@ -251,7 +251,7 @@ def cpu_gemm_of_run(
     recorded = (
         "auto" if start is None else start.config["precision"].get("cpu_gemm", "auto")
     )  # absent in earlier releases
-    start = None  # the block lasts as long as the run, which has no use for the tensors
+    start = None  # the block lasts as long as the run, and that has no use for the tensors
     if device != "cpu":
         yield config
         return

@@ -78,8 +78,8 @@ class Progress:
             print(f"step {count}  {validation}", file=sys.stderr, flush=True)
 
     def _eta(self) -> str:
-        """Return the time that the remaining steps take, at the pace of the last ones. The first step of a command,
-        which compiles, is left out: the clock starts at its end."""
+        """Return the time that the remaining steps take, at the pace of the last ones. The first step of a command is
+        left out because it compiles: the clock starts at its end."""
         (first, begun), (last, now) = self._ended[0], self._ended[-1]
         if last == first:
             return ""

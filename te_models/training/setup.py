@@ -298,7 +298,7 @@ def group_of_writers(ranks: Ranks, config: TrainConfig) -> dist.ProcessGroup | N
 
 
 def with_loss_chunk(config: TrainConfig, start: TrainingState | None, vocab_size: int) -> TrainConfig:
-    """Return the configuration with the loss chunk of the run, which its checkpoints record: "auto" is what the
+    """Return the configuration with the loss chunk of the run, as its checkpoints record it: "auto" is what the
     checkpoint has, so that the continued run equals the uninterrupted one."""
     model = config.model
     if start is not None and model.loss_chunk_tokens == "auto":  # null, or absent: of before runs chose

@@ -93,7 +93,7 @@ def make_loss_function(
 ) -> LossFunction:
     """Return `f(batch, weight) -> (loss to minimise, what is added to the cross entropy in it)`, a float32 scalar and
     float32 [3]: the terms of the routers, of the layers that predict further tokens, and of the logits' z-loss; behind
-    them the metrics of `objective` (None: the cross entropy, which has none).
+    them the metrics of `objective` (None: the cross entropy, without metrics).
 
     batch: a Batch, or input ids [B, S]. weight: float32 scalar that everything but the term of the routers is
     multiplied by; None: 1.
@@ -199,7 +199,7 @@ def _fields(
 def make_weight_cache(
     model: GPTModel, precision: PrecisionConfig, device: str, group: dist.ProcessGroup | None, recipes: RecipeSchedule
 ) -> Callable[[], None] | None:
-    """Return a function to call before a step's micro-batches, which quantizes every weight for all of them; None
+    """Return a function to call before a step's micro-batches, to quantize every weight for all of them; None
     where `precision.cache_weights` is off. Then they run under `microbatch(first=False)`. group: see
     `compute_precision`; recipes: see `make_loss_function`."""
     if not precision.cache_weights:

@@ -75,7 +75,7 @@ def trained_by_layer(config: TrainConfig, model: ModelConfig) -> list[frozenset[
 
 def with_layers_alone(config: TrainConfig, model: ModelConfig, layers: Sequence[int]) -> TrainConfig:
     """Return the configuration of the same run of a model that has these layers of `model` alone, in their order: what
-    is frozen or adapted is told by names, and multipliers, which cost nothing, are gone."""
+    is frozen or adapted is told by names, and multipliers are gone, because they cost nothing."""
     numbers = {layer: str(number) for number, layer in enumerate(layers)}
 
     def there(names: Iterable[str]) -> tuple[str, ...]:

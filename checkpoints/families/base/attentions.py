@@ -36,8 +36,8 @@ class MixerEntry(Protocol):
 
 
 def mixers(nested: Nested, names: Sequence[str], changes: Mapping[str, Values]) -> Values:
-    """Return the fields of a model whose layers have attentions of these names: "attention", which is the one of the
-    other entries, or one of `changes`, which says how that one is another."""
+    """Return the fields of a model whose layers have attentions of these names: "attention", as the other entries
+    describe it, or one of `changes` with what differs from it."""
     used = {name: change for name, change in changes.items() if name in names}
     if not used:
         return {}

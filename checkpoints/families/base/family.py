@@ -22,7 +22,7 @@ from .unused import CONSTANTS, COUNTS, Unused, layers_behind
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Fields of some family that change the mathematics -> the values with which they do not. A family that has the
-    # field names it in its map; in any other it must be neutral, which also catches wrongly labelled folders.
+    # field names it in its map; in any other it must be neutral; this also catches wrongly labelled folders.
     "attention_bias": (None, False),
     "attention_value_scale": (None, 1),
     "attention_chunk_size": (None,),

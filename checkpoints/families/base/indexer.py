@@ -1,4 +1,5 @@
-"""The indexer of sparse attention in files: DeepSeek-V3.2's names and fields, which all families with it use."""
+"""The indexer of sparse attention in files: DeepSeek-V3.2's names and fields, common to all families with an
+indexer."""
 
 from __future__ import annotations
 

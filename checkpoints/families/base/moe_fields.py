@@ -16,7 +16,7 @@ from .layer_fields import check_names
 @dataclass(frozen=True)
 class RouterLoss:
     """`router_aux_loss_coef` counts only with `output_router_logits`, as in transformers' loss; the second one may be
-    null, which is false, and the first one where it does not count."""
+    null and then counts as false; the first may be null where it does not matter."""
 
     default: float = 0.001
     names: tuple[str, ...] = ("router_aux_loss_coef", "output_router_logits")

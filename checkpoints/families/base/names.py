@@ -280,7 +280,7 @@ class Names:
         yield f"{ours}linear_out.weight", At(f"{self.layer.format(i=i)}.{its.output}.weight")
 
     def _shared_copies(self, config: ModelConfig) -> list[tuple[str, str]]:
-        """List (name, original) of a block's tensors, which files may repeat in each layer that uses it."""
+        """List (name, original) of a block's tensors; files may repeat them in each layer that uses the block."""
         shared, its, pairs = config.shared_blocks, self.shared, []
         if shared is None or its is None:
             return []

@@ -36,7 +36,7 @@ class Within:
 
 @dataclass(frozen=True)
 class Repeated:
-    """A field that another entry reads, which this one writes where it is not zero."""
+    """A field that another entry reads, and that this one writes unless it is zero."""
 
     hf: str
     path: str

@@ -96,7 +96,7 @@ class RecurrentLayers:
     """`layer_types` of layers with attention, and of layers with a recurrent mixer.
 
     Arguments:
-        kind: the mixer's kind, which is its name in the model, too.
+        kind: the mixer's kind, also its name in the model.
         parts: the fields that say it.
         word: of its layers in `layer_types`; the first one is written. attention: of layers with attention.
         pattern: the words of the layers where the file has no `layer_types`.

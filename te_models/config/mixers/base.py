@@ -49,8 +49,8 @@ class MixerConfig(ConfigPart):
         raise NotImplementedError(self.kind)
 
     def flops(self, length: float) -> float:
-        """Return the FLOPs per token of a forward pass over `length` tokens that no parameter of two dimensions has,
-        which count as two each."""
+        """Return the FLOPs per token of a forward pass over `length` tokens beyond those of parameters with two
+        dimensions (two per element)."""
         raise NotImplementedError(self.kind)
 
     def shared_sizes(self) -> dict[str, int]:

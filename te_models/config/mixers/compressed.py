@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class CompressedConfig(ConfigPart):
     """Attention with one head that is key and value, roped on its last channels, and undone on the output: queries from
     a latent, the output projected by groups of heads. Beside a window of tokens a query sees compressed keys, each a
-    sum of several tokens by a learned softmax of each channel; with `index_topk` those alone that an indexer chooses,
-    which has separate compressed keys."""
+    sum of several tokens by a learned softmax of each channel; with `index_topk` only those that an indexer with
+    separate compressed keys chooses."""
 
     q_lora_rank: int
     """Size of the latent of the queries."""

@@ -31,8 +31,8 @@ class IndexerConfig(ConfigPart):
     shared: bool = False
     """Whether the layer has no indexer and sees what the last layer before it chose."""
     loss_coeff: float = 0.0
-    """Weight of the indexer's loss of training, KL(attention's distribution || that of the index scores), which is the
-    only one that trains it; 0 means that it stays as it is."""
+    """Weight of the indexer's loss of training, KL(attention's distribution || distribution of the index scores), the
+    only loss that trains it; 0 means that it stays as it is."""
     warmup: bool = False
     """Whether training sees all keys, and the loss compares all of them (the report's dense warm-up)."""
 

@@ -51,7 +51,7 @@ class LightningConfig(MixerConfig):
         return (State("recurrent", (self.num_heads, self.head_dim, self.head_dim)),)
 
     def flops(self, length: float) -> float:
-        """As `MixerConfig.flops`: of the recurrence, which writes to the state and reads it."""
+        """As `MixerConfig.flops`: of the recurrence: it writes to the state and reads it."""
         return 4.0 * self.size * self.head_dim
 
     def shared_sizes(self) -> dict[str, int]:

@@ -65,7 +65,8 @@ def check_parameter(name: str, module: nn.Module, model: nn.Module) -> None:
 
 
 def check_trained_tokens(config: PeftConfig, model: nn.Module) -> None:
-    """Raise ValueError where single rows of our embedding are to be trained, which peft can do of torch's alone."""
+    """Raise ValueError where single rows of our embedding are to be trained: peft can do that with torch's embedding
+    only."""
     wanted = getattr(config, "trainable_token_indices", None) or getattr(config, "token_indices", None)
     if wanted and any(isinstance(module, EmbeddingTable) for module in model.modules()):
         raise ValueError(

@@ -330,7 +330,7 @@ def attention_of(
 
 def chunks_of_documents(documents: Tensor, size: int) -> Tensor:
     """Return numbers of the chunks of `size` tokens of each document, counted from its first one, int64 [B, S]: equal
-    for tokens of one chunk, which follow one another; -1 for padding. documents: int64 [B, S], negative for padding."""
+    for tokens of one chunk; these follow one another; -1 for padding. documents: int64 [B, S], negative for padding."""
     position = torch.arange(documents.shape[1], device=documents.device)
     chunk = torch.div(position - first_positions(documents), size, rounding_mode="floor")
     return torch.where(documents < 0, -1, documents * (documents.shape[1] // size + 1) + chunk)

@@ -210,8 +210,8 @@ class CompressedAttention(nn.Module):
 
 def places_of(queries: int, length: int, inputs: MixerInputs, slots: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return where the queries are among the keys, int64 [B or 1, S], and the number of each key's text, [B, L],
-    negative for padding; None: every row is one text. slots: of a cache whose keys lie in slots, which are then in
-    order of their positions, bool [B, 1, 1, L], True where one is hidden from the one query."""
+    negative for padding; None: every row is one text. slots: of a cache whose keys lie in slots (in order of their
+    positions), bool [B, 1, 1, L], True where one is hidden from the one query."""
     hidden = inputs.hidden_keys if slots is None else slots
     texts = inputs.documents
     if texts is None and hidden is not None:

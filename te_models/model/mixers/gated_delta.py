@@ -88,7 +88,7 @@ class GatedDelta(RecurrentMixer):
         return self.linear_proj(y if inputs.batch_size is None else y.flatten(0, 1))
 
     def _latent(self, down: HighPrecisionLinear | None, tokens: Tensor) -> Tensor | None:
-        """Return a latent, which every rank has in full and goes on from to its own heads; None without one."""
+        """Return a latent; every rank has it in full and goes on from it to its own heads; None without one."""
         return None if down is None else self.linear_proj.for_own_features(down(tokens))
 
     def _decay_and_step(self, x: Tensor, latent: Tensor | None, token_mask: Tensor | None) -> tuple[Tensor, Tensor]:

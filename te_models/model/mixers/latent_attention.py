@@ -130,7 +130,7 @@ class LatentAttention(nn.Module):
             slots = cache.hidden_slots()
             if hidden_keys is not None:
                 hidden_keys = hidden_keys[..., hidden_keys.shape[-1] - latent.shape[1] :]
-        if self.context_shard is not None:  # fewer numbers than keys and values, which each rank computes from them
+        if self.context_shard is not None:  # fewer numbers than keys and values: each rank computes these from them
             both = gather_positions(torch.cat((latent, shared), -1), self.context_shard)
             latent, shared = both.split(self.sizes[1:], -1)
         k, v = self._keys_and_values(latent, shared)

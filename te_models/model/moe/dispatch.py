@@ -1,7 +1,7 @@
 """Dispatchers: how tokens reach their experts and how results come back. Each way is a class of two methods.
 
 `dispatch` makes the rows that this rank's experts read; `combine` makes each token's weighted sum of the results. What
-`combine` has to know of the way there is in `Dispatched.way`, which is its dispatcher's alone.
+`combine` has to know of the way there is in `Dispatched.way`; only its dispatcher reads it.
 
 T tokens of this rank, K experts per token, E experts, R rows of this rank's experts, H hidden.
 """
@@ -134,7 +134,7 @@ class AllGatherDispatcher(Dispatcher):
             indices = all_gather(indices, group)
         indices, weights = local_choices(indices, weights, experts.first_expert, local)
         order = sort_by_expert(indices, local + 1)  # other ranks' experts as one, whose rows come last
-        # tokens of all ranks are wider than their rows, so that the gradients are, which the ranks add up
+        # tokens of all ranks are wider than their rows, so that the gradients that ranks add up are, too
         rows = permute(tokens, order, dtype=dtype)
         if self.moe.router.apply_on_input:
             rows = rows * weights.flatten()[order.slot_of_row][:, None].to(rows.dtype)

@@ -91,7 +91,7 @@ class ExpertLoad(NamedTuple):
 def take_expert_load(model: nn.Module, *, process_group: ProcessGroup | None = None) -> ExpertLoad:
     """Return how the experts of each MoE layer were loaded since the last call, and forget it.
 
-    What counts, and over which ranks it is summed: see `update_expert_bias`, which calls this. Nothing here waits for
+    What counts, and over which ranks it is summed: see the caller, `update_expert_bias`. Nothing here waits for
     the device. Where the load-balancing loss is over the global batch, a call ends the batch: call it, or
     `update_expert_bias`, once after each optimizer step. Raises ValueError for a model without experts.
     """
@@ -146,7 +146,7 @@ class CollapseWatch:
     """Watches the load of the experts of each MoE layer over the steps of a run.
 
     A layer counts as collapsed while an expert has no token, or while the entropy of the experts' shares is near its
-    floor, log(top-k), which they have when all tokens choose the same experts. topk, experts: of a layer.
+    floor, log(top-k), reached when all tokens choose the same experts. topk, experts: of a layer.
     """
 
     def __init__(self, topk: int, experts: int) -> None:

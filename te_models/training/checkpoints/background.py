@@ -26,7 +26,7 @@ T = TypeVar("T", Tensor, LocalPart)
 
 @torch.no_grad()
 def host_copies(values: Mapping[str, T]) -> dict[str, T]:
-    """Return copies in main memory, which no later step changes. One tensor under several names is one copy."""
+    """Return copies in main memory; no later step changes them. One tensor under several names is one copy."""
     copies: dict[int, Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:

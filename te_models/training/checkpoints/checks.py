@@ -1,8 +1,8 @@
 """What a training checkpoint must be before a run continues from it: every byte as written, and its parts agreeing.
 
-Two lines of defence. manifest.json says what each file was when it was written, which notices every changed bit. The
-values themselves are checked as well, because a checkpoint may have been put together by hand, manifest included, or
-come from a release that wrote none: names, types, shapes and dtypes, ranges, the step against the folder's name, the
+Two lines of defence. manifest.json says what each file was when it was written, so that every changed bit is noticed.
+The values themselves are checked as well, because a checkpoint may have been put together by hand, manifest included,
+or come from a release that wrote none: names, types, shapes and dtypes, ranges, the step against the folder's name, the
 position against the step. What only the model knows, `Optimizer` and `saved_recipe_state` compare.
 """
 
@@ -56,7 +56,7 @@ class TrainingCheckpointError(ValueError):
 
 
 def manifest_paths(folder: Path) -> dict[str, Path]:
-    """Return what manifest.json of a checkpoint lists: the training state, and the manifest of the model, which lists
+    """Return what manifest.json of a checkpoint lists: the training state, and the manifest of the model; that lists
     the model's files. Raises CheckpointError for what is not a regular file in its place."""
     if (folder / MODEL).is_symlink() or not (folder / MODEL).is_dir():
         raise CheckpointError(f"{folder} has no folder {MODEL}")
@@ -100,7 +100,7 @@ def check_files(folder: Path) -> None:
 
 def _present(folder: Path) -> set[str]:
     """Return what is in a checkpoint, by relative name: files, and folders other than those a checkpoint has. Names
-    that begin with a dot, which systems leave behind and nothing here reads, do not count."""
+    that begin with a dot do not count: systems leave them behind, and nothing here reads them."""
     found: set[str] = set()
     for inside in ("", f"{MODEL}/", f"{MODEL}/{TEMPLATES}/"):
         if (folder / inside).is_dir():
@@ -345,12 +345,12 @@ def _violated(key: str, value: torch.Tensor) -> str | None:
 
 def _violated_fp8(key: str, value: torch.Tensor) -> str | None:
     """The same for E4M3, whose codes 0x7F and 0xFF are NaN: as int8 the one is the largest number, and with all signs
-    turned the other is. Eight codes at a time where there are as many, which is five times as fast."""
+    turned the other is. Eight codes at a time where there are as many: five times as fast."""
     codes = value.contiguous().view(-1).view(torch.int8)
     wide = codes.numel() % 8 == codes.storage_offset() % 8 == 0
     for part in codes.split(1 << 20):
         low, high = (int(bound) for bound in torch.aminmax(part))
-        if key == "exp_avg_sq" and (low < 0 or high == 127):  # its root is stored, which is not negative
+        if key == "exp_avg_sq" and (low < 0 or high == 127):  # its root is stored, never a negative number
             return "numbers of zero and more"
         as_signed = (part.view(torch.int64) ^ _SIGNS).view(torch.int8) if wide else part ^ -128
         if high == 127 or int(as_signed.max()) == 127:

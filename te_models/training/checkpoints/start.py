@@ -182,7 +182,7 @@ def check_same_recipes(config: TrainConfig, start: TrainingState) -> None:
 def set_newer_aside(checkpoint: Path, step: int, output_dir: Path) -> list[Path]:
     """Rename the checkpoints of `output_dir` that the run leaves behind where it continues from an older one, or from
     one elsewhere: they are of another course of the run, and the next start would take the newest. Returns their new
-    names, which end in ".set-aside"; nothing is removed."""
+    names, ending in ".set-aside"; nothing is removed."""
     renamed = []
     for folder in list_checkpoints(output_dir):
         if int(folder.name.removeprefix("step-")) >= step and folder.resolve() != checkpoint.resolve():

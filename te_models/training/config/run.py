@@ -33,7 +33,7 @@ class TrainConfig(ConfigPart):
     """
 
     output_dir: str
-    """Folder of the run, which receives checkpoints/, metrics.jsonl, loss.png and final/."""
+    """Folder of the run: it receives checkpoints/, metrics.jsonl, loss.png and final/."""
     steps: int
     """Optimizer steps."""
     seed: int = 0

@@ -67,7 +67,7 @@ class TokenDataset:
     def document_ends(self) -> torch.Tensor:
         """The number of tokens up to the end of each document, int64 `[number of documents]`.
 
-        Raises DataError for a data set of an earlier release, which has none, and for ends that do not grow up to the
+        Raises DataError for a data set of an earlier release (it has none), and for ends that do not grow up to the
         number of tokens."""
         if self.documents is None:
             raise DataError(f"{self.path} has no {DOCUMENTS}: it was built by an earlier release; build it again")
@@ -77,7 +77,7 @@ class TokenDataset:
         return ends
 
     def largest_id(self) -> int:
-        """Return the largest id that occurs; of an earlier data set, which does not say, all tokens are read."""
+        """Return the largest id that occurs; of an earlier data set, because it does not say, all tokens are read."""
         if self.largest is not None:
             return self.largest
         step = 1 << 22

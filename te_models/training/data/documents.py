@@ -28,7 +28,7 @@ SPAN_BYTES = 32 << 20
 SPAN_ROWS = 4096
 Kind = Literal["text", "jsonl", "json", "parquet", "dataset", "stream"]
 MAX_JSON_BYTES = 1 << 30
-"""Of a .json file of rows, which is read at once."""
+"""Of a .json file of rows, because that is read at once."""
 _MARK = b"\xef\xbb\xbf"
 """The byte order mark that some programs put before UTF-8."""
 _IN_FOLDERS = "text, .jsonl, .ndjson, .json, .parquet and saved data sets"

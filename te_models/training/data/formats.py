@@ -1,8 +1,8 @@
 """What a row of a file is: text, or a chat in one of the formats of the field, turned into messages.
 
 A format names the fields of a row; `fields` says what a file calls them, and `roles` what it calls who speaks. A chat
-becomes a list of messages as chat templates read them: `role`, and `content`, which is text, a list of parts, or absent
-beside `tool_calls`; other keys travel to the template. Nothing is guessed from what a row happens to hold.
+becomes a list of messages as chat templates read them: `role`, and `content`: text, a list of parts, or absent beside
+`tool_calls`; other keys travel to the template. Nothing is guessed from what a row happens to hold.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _preference_pair(fields: Fields, where: str, row: Mapping[str, Any]) -> Docu
 
 
 def _pair(fields: Fields, where: str, row: Mapping[str, Any], part: str) -> Document:
-    """A prompt and its answer: texts, which are written one after the other, or messages."""
+    """A prompt and its answer: texts, written one after the other, or messages."""
     names = fields.name("prompt"), fields.name(part)
     prompt, answer = (row[name] for name in names)
     if isinstance(prompt, str) and isinstance(answer, str):
@@ -289,7 +289,7 @@ def _string(where: str, name: str, value: Any, *, empty: bool = False) -> str:
 
 
 def _check_text(where: str, row: Mapping[str, Any], columns: Mapping[str, bool]) -> None:
-    """Raise RowError for half of a character (a lone surrogate), which JSON can write and no tokenizer can read."""
+    """Raise RowError for half of a character (a lone surrogate): JSON can write it, and no tokenizer can read it."""
     for name in columns:
         value = row.get(name)
         try:

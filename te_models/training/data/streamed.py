@@ -21,7 +21,7 @@ _NAME = re.compile(r"hf://(?P<name>[^@:]+)(@(?P<config>[^@:]+))?(:(?P<split>[^@:
 _FORMATS = ("arrow", "csv", "json", "parquet", "text")
 """Readers of `datasets` that unpickle nothing. Others may: pandas' files are pickles, web data sets may hold some."""
 _opened: dict[str, Any] = {}
-"""By path: what `columns_of` opened last, which asks the hub. Its shards are read from it."""
+"""By path: what `columns_of` opened last, because that asks the hub. Its shards are read from it."""
 
 
 def is_stream(text: str) -> bool:

@@ -168,7 +168,7 @@ def _job(parts: list[list[DocumentSpan]], source: dict[str, Any], encoder: Encod
 
 
 def _size_and_time(file: Path) -> tuple[int, int]:
-    if is_stream(str(file)):  # its shards, which the spans name, are what is known of it
+    if is_stream(str(file)):  # the shards that the spans name are what is known of it
         return 0, 0
     stat = file.stat()
     return stat.st_size, stat.st_mtime_ns
@@ -265,7 +265,7 @@ def _write_document(writer: TokenWriter, document: Document, pieces: Iterator[Pi
 
 
 def check_ids(ids: Sequence[int], where: str, vocab_size: int) -> None:
-    """Raise DataError for the ids of a document, which `where` names, that a model does not have."""
+    """Raise DataError for ids of a document (called `where`) that a model does not have."""
     if ids and max(ids) >= vocab_size:
         raise DataError(
             f"{where} has the token id {max(ids)}; allowed: below {vocab_size}, the size of the model's vocabulary"

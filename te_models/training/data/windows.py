@@ -40,7 +40,7 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class DocumentPacking:
-    """What a window says of the documents in it. whole: windows are rows of whole documents, which implies the others.
+    """What a window says of the documents in it. whole: windows are rows of whole documents; this implies the others.
     The others have Megatron's names: positions begin at 0 in each document; attention stays within a document; the
     first token of a document, predicted from the one before, is not scored."""
 

@@ -105,6 +105,6 @@ def new_figure(size: tuple[float, float]) -> Any:
 
 
 def save_figure(figure: Any, out: Path) -> None:
-    """Write a figure as a PNG, which is there complete or not at all."""
+    """Write a figure as a PNG; the file is there complete or not at all."""
     with replaced_file(out) as temporary:
         figure.savefig(temporary, dpi=130, format="png")

@@ -72,7 +72,7 @@ def chart(
         parts.append(f'<text x="{across + 4}" y="{TOP + 12}">{escape(mark.text)}</text>')
     for line in sorted(lines, key=lambda line: line.kind != "faint"):
         parts.append(_drawn(line, [place(*point) for point in thinned(line.points)]))
-    for line in (line for line in lines if line.kind != "faint"):  # above all lines, which would hide them
+    for line in (line for line in lines if line.kind != "faint"):  # above all lines: these would hide them
         for point in line.points if line.kind == "dots" else spread(line.points):
             across, down = place(*point)
             told = escape(f"{line.name}, {axis} {number_text(point[0])}: {point[1]:.5g}")

@@ -56,11 +56,11 @@ class ScheduleFreeAdamW:
     compute it back from x would round. The arithmetic is that of the package schedulefree, of which this differs in
     what it reads and writes: `main_grad`, float32 masters, and a step that a tensor can switch off.
 
-    params: groups with "params", "lr" (a scalar tensor) and "weight_decay", which decays y. lr: the scalar tensor that
+    params: groups with "params", "lr" (a scalar tensor) and "weight_decay" (of y). lr: the scalar tensor that
     the weights of the average follow, as its square. master_weights: keep a float32 y of parameters of fewer bits.
 
-    State per parameter: "z" and "exp_avg_sq" (float32), and y, as "master" or "y", which is the parameter itself while
-    it trains. `counters` [3], float64: finished steps, the largest rate, and the sum of the squares.
+    State per parameter: "z" and "exp_avg_sq" (float32), and y, as "master" or "y": the parameter itself while it
+    trains. `counters` [3], float64: finished steps, the largest rate, and the sum of the squares.
     """
 
     def __init__(
@@ -152,12 +152,12 @@ class Optimizer:
         groups: of a parameter by name, the process groups over which its elements are divided; None: none is.
         stages: the ranks that have the other pipeline stages of the model; None: there are none.
         elsewhere: names of parameters that another of these ranks counts in the norm of the gradients.
-        main_grads: give every parameter a float32 `main_grad`, which is then its gradient: `accumulate_gradients`
+        main_grads: give every parameter a float32 `main_grad`, its gradient from then on: `accumulate_gradients`
             follows each backward pass.
         divided: the parameters whose matrices ranks have in parts, by name; None: none.
         blocks: the rows of each matrix that a parameter joins, by the names of both, each with a separate learning rate
         and a separate Muon step; None: none does.
-        everywhere: the names of the whole model's parameters, which patterns may mean; None: these.
+        everywhere: the names of the whole model's parameters, as patterns may mean any of them; None: these.
         own: what part of each parameter this rank has, by name; None: it has all of each.
     """
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class RankLayout:
     """mesh: None where every rank has the whole model, and only data differ. data: this rank's place among those whose
     windows differ; ranks that split layers or share sequences with it read the same ones. gradients: its place among
-    those over which gradients and losses are averaged, which have other windows or other parts of them.
+    those over which gradients and losses are averaged: ranks with other windows or other parts of them.
     sequence_parallel: whether ranks that split layers have a part of the tokens between these. stages: the pipeline
     stages; None where each rank has all layers."""
 

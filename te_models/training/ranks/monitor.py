@@ -1,7 +1,7 @@
-"""Heartbeats of the ranks: a rank that is stopped, killed or has failed ends the others, which say its number.
+"""Heartbeats of the ranks: a rank that is stopped, killed or has failed ends the others, and they say its number.
 
 A thread of each rank writes a heartbeat into the process group's store, at least once a second. Rank 0's thread reads
-all of them and writes what it concludes, which the other threads read. A rank whose heartbeat stands still for
+all of them and writes what it concludes, for the other threads to read. A rank whose heartbeat stands still for
 `timeout` is lost. Work that takes long does not count as that: whoever waits for it, in `barrier`, waits as long as
 the heartbeats go on. Collectives that never return could keep a process for ever; a process that does not leave by
 itself after a rank is lost is ended by its thread.

@@ -55,7 +55,7 @@ def save_parts(
 ) -> Path:
     """Write the checkpoint of `values["step"]`, called by all ranks; the first one then removes all but the newest
     `keep_last`, and is the last to return. parts: what this rank has, by name; values: of training.json. group: of all
-    ranks, which nothing else uses meanwhile; None: the default one. Raises CheckpointError on every rank, and leaves
+    ranks; nothing else uses it meanwhile; None: the default one. Raises CheckpointError on every rank, and leaves
     nothing, where one cannot write."""
     target = checkpoint_dir(output_dir, values["step"])
     if not ranks.is_main:
@@ -191,7 +191,7 @@ def export_parts(
     averages: bool = False,
     merged: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> None:
-    """Write the model of a checkpoint as an ordinary folder; called by one rank, which holds one tensor at a time.
+    """Write the model of a checkpoint as an ordinary folder; called by one rank, with one tensor in memory at a time.
 
     source: the folder that the model came from, whose tokenizer and small files are copied. averages: write those of
     `ema_decay` in place of what they are averages of. merged: by name, what gives the values to write in place of a

@@ -103,7 +103,7 @@ def _tensor(values: list[int]) -> Tensor:
 
 
 def _agreed(ids: Tensor, kinds: Tensor, names: list[str], known: list[tuple[str, Shape]]) -> list[int]:
-    """Return the kind of each tensor, which is the same on all ranks."""
+    """Return the kind of each tensor, the same on all ranks."""
     found = torch.zeros(len(names), dtype=torch.int64, device="cpu")
     found[ids] = kinds
     differing = (found[ids] != kinds).nonzero().view(-1).tolist()
@@ -230,5 +230,5 @@ class Exchange:
     def _attempt(self, work: Callable[[], Any]) -> tuple[Any, str | None]:
         try:
             return work(), None
-        except Exception as error:  # told to the other ranks, which wait
+        except Exception as error:  # told to the waiting other ranks
             return None, f"rank {self.ranks.rank}: {error}"
