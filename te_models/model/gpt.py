@@ -149,7 +149,7 @@ class GPTModel(SharedModel):
 
         The ranks count as data parallel: average their gradients. Such a model takes no cache; logits are gathered.
         Sequences are multiples of twice as many positions as there are ranks. Transformer Engine: the method of this
-        name of its layers. ValueError for a group without this rank, ConfigError for a model with recurrent mixers.
+        name of its layers. ValueError for a group without this rank.
         """
         shard = context_shard(cp_group)
         for module in self.modules():

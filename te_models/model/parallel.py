@@ -14,8 +14,9 @@ from te_models.layers.collectives import check_member, resolve_group
 from te_models.layers.distributed.expert_parallel import check_same_tokens
 from te_models.layers.tensor.fsdp import unsharded
 
-from ..config import AttentionConfig, ConfigError, ModelConfig
-from .build import Build, ExpertDispatch
+from ..config import ModelConfig
+from ..layouts import ExpertDispatch, Facts, check_layout_rules
+from .build import Build
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -90,35 +91,20 @@ def check_split(config: ModelConfig, build: Build) -> None:
     for name, group in {"tp_group": build.tp_group, "ep_group": build.ep_group, "etp_group": build.etp_group}.items():
         if group is not None:
             check_member(name, group)
-    if build.ep_group is not None:
-        check_distribution(config, build.expert_model_parallel_size, build.expert_layout)
-    if build.etp_group is not None:
-        check_split_experts(config, build.expert_tensor_parallel_size, build.expert_layout)
+    sizes = {"tp": build.tp_size, "ep": build.expert_model_parallel_size, "etp": build.expert_tensor_parallel_size}
+    check_layout_rules(
+        Facts(
+            model=config,
+            **sizes,
+            distributed=build.ep_group is not None,
+            apart=build.etp_group is not None,
+            sequence_parallel=build.sequence_parallel,
+            expert_layout=build.expert_layout,
+            expert_dispatch=build.expert_dispatch,
+        )
+    )
     if build.expert_dispatch == "deepep":
-        split = 1 if build.etp_group is None else build.expert_tensor_parallel_size
-        check_deepep(config, build.expert_model_parallel_size, split)
         check_deepep_device(build.expert_model_parallel_size, build.device)
-    check_layers(config, build.tp_size, build.expert_tensor_parallel_size)
-    if build.sequence_shard is not None:
-        check_sequence(config)
-
-
-def check_sequence(config: ModelConfig) -> None:
-    """Raise ConfigError naming the field because of which the tokens between split layers cannot be shared."""
-    if config.hyper_connections is not None:
-        raise ConfigError("hyper_connections: a model with them cannot have sequence_parallel; allowed: without it")
-    for name in ("alternating_updates", "laurel_rank", "per_layer_embedding", "shared_blocks"):
-        if getattr(config, name) is not None:
-            raise ConfigError(f"{name}: a model with it cannot have sequence_parallel; allowed: without it")
-    for name, p in {
-        "hidden_dropout": config.hidden_dropout,
-        "embedding.embedding_dropout": config.embedding_dropout,
-    }.items():
-        if p > 0:
-            raise ConfigError(
-                f"{name} is {p}; allowed with sequence_parallel: 0, because ranks that split layers draw the same "
-                "numbers"
-            )
 
 
 def check_tokens_shared(asked: Mapping[str, object]) -> None:
@@ -137,90 +123,12 @@ def check_tokens(tokens: int, ranks: int) -> None:
         raise ValueError(f"there are {tokens} tokens, which {ranks} ranks with sequence_parallel cannot share equally")
 
 
-def check_distribution(config: ModelConfig, ranks: int, expert_layout: str) -> None:
-    """Raise ConfigError where the experts cannot be distributed over so many ranks."""
-    if config.moe is None:
-        raise ConfigError("moe is None: a model without experts has none to distribute over ep_group")
-    experts = config.moe.num_moe_experts
-    if experts % ranks:
-        raise ConfigError(f"moe.num_moe_experts is {experts}, which {ranks} ranks cannot share equally")
-    if expert_layout != "grouped" and ranks > 1:
-        raise ConfigError(f"expert_layout is {expert_layout!r}; allowed where experts are distributed: 'grouped'")
-
-
-def check_split_experts(config: ModelConfig, ranks: int, expert_layout: str) -> None:
-    """Raise ConfigError where each expert cannot be split over so many ranks, others than the other layers."""
-    moe, where = config.moe, "expert_tensor_parallel_size"
-    if moe is None:
-        raise ConfigError(f"moe is None: a model without experts has none to split; allowed: no {where}")
-    if moe.moe_ffn_hidden_size % ranks:
-        raise ConfigError(
-            f"moe.moe_ffn_hidden_size is {moe.moe_ffn_hidden_size}, which {ranks} ranks cannot share equally"
-        )
-    if expert_layout != "grouped":
-        raise ConfigError(f"expert_layout is {expert_layout!r}; allowed with {where}: 'grouped'")
-    if moe.moe_pad_expert_input_to_capacity:
-        raise ConfigError(f"moe.moe_pad_expert_input_to_capacity is True; allowed with {where}: False")
-
-
-def check_deepep(config: ModelConfig, ranks: int, split: int) -> None:
-    """Raise ConfigError where tokens cannot travel by deep_ep to experts over so many ranks. split: over how many ranks
-    each expert is, where these are others than those of the other layers."""
-    allowed, moe = "allowed with expert_dispatch 'deepep'", config.moe
-    if split > 1:
-        raise ConfigError(f"expert_tensor_parallel_size is {split}; {allowed}: 1 or tensor_model_parallel_size")
-    if moe is None or ranks == 1:
-        return
-    if moe.moe_pad_expert_input_to_capacity:
-        raise ConfigError(f"moe.moe_pad_expert_input_to_capacity is True; {allowed}: False")
-    if config.hidden_size % 8:
-        raise ConfigError(f"hidden_size is {config.hidden_size}; {allowed}: a multiple of 8")
-
-
 def check_deepep_device(ranks: int, device: torch.device | str | None) -> None:
     """Raise a sentence where deep_ep does not work on this device, or is not installed."""
     if ranks > 1:
         from te_models.layers.distributed.deepep import check_available  # imports the compiler, which start-up need not
 
         check_available(ranks, torch.empty((), device=device).device)
-
-
-def check_layers(config: ModelConfig, ranks: int, expert_ranks: int) -> None:
-    """Raise ConfigError naming the first field because of which layers cannot be split over so many ranks.
-    expert_ranks: those that split each expert."""
-    if ranks == 1:
-        return
-    if config.vocab_size < ranks:
-        raise ConfigError(f"vocab_size is {config.vocab_size}; allowed: a word or more for each of {ranks} ranks")
-    if any(config.activation_sparsity or ()):
-        raise ConfigError(
-            f"activation_sparsity: a model with it, whose bounds are of all gates, cannot be split over {ranks} ranks"
-        )
-    moe = config.moe
-    sizes: dict[str, int] = {}
-    for name, mixer in config.named_mixers().items():
-        full = isinstance(mixer, AttentionConfig) and mixer.qk_layernorm == "full"
-        if full and config.norm.normalization != "RMSNorm":
-            what = "a LayerNorm over all heads"
-            raise ConfigError(f"{name}.qk_layernorm: a model with {what} cannot be split over {ranks} ranks")
-        indexer = mixer.indexer if isinstance(mixer, AttentionConfig) else None
-        if indexer is not None and indexer.loss_coeff > 0:
-            what = "an indexer that is trained"
-            raise ConfigError(f"{name}.indexer.loss_coeff: a model with {what} cannot be split over {ranks} ranks")
-        if isinstance(mixer, AttentionConfig) and mixer.compressed is not None:
-            raise ConfigError(
-                f"{name}.compressed: a model with it, of one key head, cannot be split over {ranks} ranks"
-            )
-        sizes |= {f"{name}.{field}": size for field, size in mixer.shared_sizes().items()}
-    sizes |= {
-        "mlp.ffn_hidden_size": config.mlp.ffn_hidden_size if config.has_dense_layers else 0,
-        "moe.moe_ffn_hidden_size": moe.moe_ffn_hidden_size if moe is not None and expert_ranks == ranks else 0,
-        "moe.shared_expert_intermediate_size": (moe.shared_expert_intermediate_size or 0) if moe is not None else 0,
-    }
-    sizes |= {f"ffn_hidden_sizes[{i}]": size for i, size in enumerate(config.ffn_hidden_sizes or ())}
-    for name, size in sizes.items():
-        if size % ranks:
-            raise ConfigError(f"{name} is {size}, which {ranks} ranks cannot share equally")
 
 
 def groups_of(mesh: DeviceMesh | ParallelMesh | None) -> dict[str, dist.ProcessGroup]:

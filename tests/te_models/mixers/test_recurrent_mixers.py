@@ -26,8 +26,8 @@ from te_models.config import (
     ShortConvolutionConfig,
 )
 from te_models.layers import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe, autocast
+from te_models.layouts import Facts, check_layout_rules
 from te_models.model.flops import forward_flops_per_token
-from te_models.model.parallel import check_layers
 from te_models.model.stage import with_layers
 from te_models.training.optimizer.groups import is_decayed
 from tests.te_models.configs import tiny, tiny_moe, token_ids
@@ -198,7 +198,7 @@ def test_every_rank_has_its_part_of_a_mixer(name: str) -> None:
     many = AttentionConfig(num_attention_heads=48, kv_channels=2)
     unequal = tiny(attention=many, mixers={"recurrent": MIXERS[name]}, layer_mixers=("attention", "recurrent"))
     with pytest.raises(ConfigError, match=r"mixers.recurrent\.\w+ is \d+, which 48 ranks cannot share equally"):
-        check_layers(unequal, 48, 1)
+        check_layout_rules(Facts(model=unequal, tp=48, etp=1))
 
 
 @every_mixer
@@ -220,7 +220,7 @@ def test_what_decays_and_what_a_plan_counts(name: str) -> None:
 def test_what_cannot_be_split_over_ranks_says_so() -> None:
     shared = hybrid("in_shared_blocks")
     with pytest.raises(ConfigError, match="num_groups is 1, which 2 ranks cannot share equally"):
-        check_layers(shared, 2, 1)
+        check_layout_rules(Facts(model=shared, tp=2, etp=1))
     with pytest.raises(ConfigError, match=r"layers that share blocks.* cannot be in several stages"):
         with_layers(GPTModel(shared, device="meta"), [0, 1])
 

@@ -276,7 +276,8 @@ def test_tokens_that_travel_by_deep_ep_do_so_once_per_rank(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("forked")
 def test_what_training_refuses_is_refused(tmp_path: Path) -> None:
-    config = tiny_run(tmp_path)
+    (tmp_path / "model.json").write_text(json.dumps(tiny_model().to_dict()))  # which a configuration does not read
+    config = tiny_run(tmp_path, model=ModelSource(config_file=str(tmp_path / "model.json")))
     config = config.replace(parallel=config.parallel.replace(tensor_model_parallel_size=4))
     with pytest.raises(ConfigError, match=r"attention\.num_query_groups is 2, which 4 ranks cannot share equally"):
         plan_run(config, 4)

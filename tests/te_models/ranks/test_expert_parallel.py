@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from te_models import AttentionConfig, ConfigError, GPTModel
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, quantize
 from te_models.checkpoints.mapping.rank_shards import Place, parts
-from te_models.model.parallel import check_distribution
+from te_models.layouts import Facts, check_layout_rules
 from tests.covering import selected
 from tests.ranks import outcomes_on_ranks
 from tests.te_models.configs import tiny, tiny_moe
@@ -123,4 +123,4 @@ def test_a_scale_that_is_no_number_is_found_by_the_rank_that_owns_it(tmp_path: P
 )
 def test_what_cannot_be_distributed_is_refused(config, ranks: int, layout: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_distribution(config, ranks, layout)
+        check_layout_rules(Facts(model=config, ep=ranks, distributed=True, expert_layout=layout))
