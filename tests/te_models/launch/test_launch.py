@@ -131,6 +131,8 @@ def test_a_node_that_does_not_see_the_folder_says_so(folder: Path) -> None:
         (["--env", "A-B=1"], "--env is 'A-B'"),
         (["--env", "A"], "allowed: NAME=VALUE"),
         (["--env", "A=b\nc"], "without line breaks"),
+        (["--data.path", "a\nb"], "--data.path is 'a\\nb'; allowed: text without line breaks"),
+        (["--data.path=a\nb"], "--data.path is 'a\\nb'; allowed: text without line breaks"),
         (["--port", "0"], "--port is 0"),
         (["--max-restarts", "-1"], "--max-restarts is -1"),
         (["--image", "x"], "--image is no option of --slurm"),
