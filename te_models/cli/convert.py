@@ -8,11 +8,8 @@ from collections.abc import Callable
 from .parser import Verbs, verb
 from .run_conversion import run_export, run_import, run_named, run_toy
 
-
-def add(verbs: Verbs) -> None:
-    """Add the verbs."""
-    _converter(
-        verbs,
+VERBS: tuple[tuple[str, Callable[[argparse.Namespace], int], str, tuple[str, str], str, str, str], ...] = (
+    (
         "import",
         run_import,
         "ImportOptions",
@@ -27,9 +24,8 @@ def add(verbs: Verbs) -> None:
         "--config then says which model it is of; with --run the moments of a distributed checkpoint travel,\n"
         "and te-models train RUN.toml --output-dir OUT goes on.",
         "te-models import ./SmolLM2-135M ./smollm2",
-    )
-    _converter(
-        verbs,
+    ),
+    (
         "export",
         run_export,
         "ExportOptions",
@@ -40,9 +36,8 @@ def add(verbs: Verbs) -> None:
         "training system writes its checkpoint: a distributed one, of a training checkpoint with AdamW's\n"
         "moments; files of Megatron's ranks; or a state dict of Transformer Engine's modules.",
         "te-models export ./moe ./moe-hf --family mixtral",
-    )
-    _converter(
-        verbs,
+    ),
+    (
         "relayout",
         run_named,
         "RelayoutOptions",
@@ -51,9 +46,8 @@ def add(verbs: Verbs) -> None:
         "Rewrite the experts' weights between the grouped and the per-GEMM layout, bit for bit;\n"
         "quantized weights stay quantized.",
         "te-models relayout ./moe ./moe-per-gemm --layout per-gemm",
-    )
-    _converter(
-        verbs,
+    ),
+    (
         "reshard",
         run_named,
         "ShardedOptions",
@@ -62,10 +56,8 @@ def add(verbs: Verbs) -> None:
         "Distribute the tensors of a model folder of either kind over other files: the same tensors, bit\n"
         "for bit, in as few files of --max-shard-size as hold them.",
         "te-models reshard ./moe ./moe-small-files --max-shard-size 500MB",
-    )
-
-    _converter(
-        verbs,
+    ),
+    (
         "merge-shards",
         run_named,
         "ConversionOptions",
@@ -74,10 +66,8 @@ def add(verbs: Verbs) -> None:
         "Merge the weight files of a model folder of either kind: the same tensors, bit for bit, in one\n"
         "file (or several of 10,000 tensors, the most that a file may have). reshard splits them again.",
         "te-models merge-shards ./moe ./moe-one-file",
-    )
-
-    _converter(
-        verbs,
+    ),
+    (
         "quantize",
         run_named,
         "QuantizeOptions",
@@ -87,9 +77,8 @@ def add(verbs: Verbs) -> None:
         "compute from bf16 weights. current and block halve the files; mxfp8 does not, because it\n"
         "scales the rows and the columns separately and keeps both.",
         "te-models quantize ./moe ./moe-fp8 --recipe mxfp8",
-    )
-    _converter(
-        verbs,
+    ),
+    (
         "dequantize",
         run_named,
         "DequantizeOptions",
@@ -97,9 +86,8 @@ def add(verbs: Verbs) -> None:
         "quantized weights as plain numbers",
         "Write the values that the quantized weights of a folder stand for.",
         "te-models dequantize ./moe-fp8 ./moe-bf16",
-    )
-    _converter(
-        verbs,
+    ),
+    (
         "upcycle",
         run_named,
         "UpcycleOptions",
@@ -108,9 +96,8 @@ def add(verbs: Verbs) -> None:
         "Copy the MLP of each layer into experts and add a router. With the top-k weights\n"
         "normalised, the new model computes what the dense one did.",
         "te-models upcycle ./smollm2 ./smollm2-moe --experts 4 --topk 2",
-    )
-    _converter(
-        verbs,
+    ),
+    (
         "toy",
         run_toy,
         "ToyOptions",
@@ -121,25 +108,20 @@ def add(verbs: Verbs) -> None:
         "Layers that predict further tokens are kept, with so many experts. Where MODEL is the name of\n"
         "a published model (te-models models) and no folder, the layers are narrower and random.",
         "te-models toy ./Qwen3-30B-A3B ./toy --layers 2 --experts 4",
-    )
+    ),
+)
+"""Name, what runs it, its options, what its folders are called, a summary, a description and an example of each."""
 
 
-def _converter(
-    verbs: Verbs,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    options: str,
-    folders: tuple[str, str],
-    summary: str,
-    description: str,
-    example: str,
-) -> None:
-    parser = verb(verbs, name, run, summary, description, example)
-    parser.add_argument("source", metavar=folders[0], help="the folder to read")
-    parser.add_argument("out", metavar=folders[1], help="the folder to write")
-    if verbs.asked in (None, name):  # the classes take a part of a second to import
-        from te_models.checkpoints.tools import options as parts
+def add(verbs: Verbs) -> None:
+    """Add the verbs."""
+    for name, run, options, folders, summary, description, example in VERBS:
+        parser = verb(verbs, name, run, summary, description, example)
+        parser.add_argument("source", metavar=folders[0], help="the folder to read")
+        parser.add_argument("out", metavar=folders[1], help="the folder to write")
+        if verbs.asked in (None, name):  # the classes take a part of a second to import
+            from te_models.checkpoints.tools import options as parts
 
-        from .options import add_options
+            from .options import add_options
 
-        add_options(parser, getattr(parts, options))
+            add_options(parser, getattr(parts, options))

@@ -30,7 +30,8 @@ def run_import(args: argparse.Namespace) -> int:
     if Path(args.source).is_file() and not foreign:
         return _import_file(args)
     if not foreign and args.config is None:
-        _refuse(args, ("system", "run_file", "step", "qkv_weight_interleaved"), "is of training systems' checkpoints")
+        why = "is of training systems' checkpoints; --config says of which model"
+        _refuse(args, ("system", "run_file", "step", "qkv_weight_interleaved"), why)
         return _convert(args, import_hf, "dtype", "layout", "storage", "allow_requantize", "dequantize", "mtp")
     if args.config is None:
         raise CheckpointError(f"{args.source} is no model folder; --config says which model it is of")
@@ -47,9 +48,8 @@ def _import_file(args: argparse.Namespace) -> int:
 
     why = "is of Hugging Face folders; a GGUF file is read as values"
     _refuse(args, ("storage", "allow_requantize", "mtp"), why)
-    _refuse(
-        args, ("config", "system", "run_file", "step"), f"is of distributed checkpoints, and {args.source} is a file"
-    )
+    why = f"is of distributed checkpoints, and {args.source} is a file"
+    _refuse(args, ("config", "system", "run_file", "step"), why)
     return _convert(args, import_gguf, "dtype", "layout")
 
 
