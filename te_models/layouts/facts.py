@@ -6,7 +6,6 @@ and its groups, a run and a plan all of it. Rules about something unknown are no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
@@ -36,20 +35,20 @@ class Rule(NamedTuple):
 class Facts:
     """What is known of a layout; None, or the default, where it is not.
 
-    run, parallel: a TrainConfig and its table. dims: a ParallelDims. stages: a StageLayout. num_layers: of the model.
-    layers: those of one pipeline stage. built: over how many ranks a model was built, by the names of sizes. tp, ep,
-    etp, cp: over how many ranks layers are split, experts distributed, each expert split and sequences shared.
-    distributed, apart: whether experts are distributed, and split over other ranks than the layers.
+    run, parallel: a TrainConfig and its table. dims: a ParallelDims. stages: a StageLayout. model: a ModelConfig.
+    num_layers: its layers. layers: those of one pipeline stage. built: over how many ranks a model was built, by the
+    names of sizes. tp, ep, etp, cp: over how many ranks layers are split, experts distributed, each expert split and
+    sequences shared. distributed, apart: whether experts are distributed, and split over other ranks than the layers.
     """
 
     run: Any = None
     parallel: Any = None
     dims: Any = None
     stages: Any = None
-    model: ModelConfig | None = None
-    num_layers: int | None = None
-    layers: Sequence[int] | None = None
-    built: Mapping[str, int] | None = None
+    model: Any = None
+    num_layers: Any = None
+    layers: Any = None
+    built: Any = None
     tp: int = 1
     ep: int = 1
     etp: int = 1

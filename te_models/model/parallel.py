@@ -91,11 +91,12 @@ def check_split(config: ModelConfig, build: Build) -> None:
     for name, group in {"tp_group": build.tp_group, "ep_group": build.ep_group, "etp_group": build.etp_group}.items():
         if group is not None:
             check_member(name, group)
-    sizes = {"tp": build.tp_size, "ep": build.expert_model_parallel_size, "etp": build.expert_tensor_parallel_size}
     check_layout_rules(
         Facts(
             model=config,
-            **sizes,
+            tp=build.tp_size,
+            ep=build.expert_model_parallel_size,
+            etp=build.expert_tensor_parallel_size,
             distributed=build.ep_group is not None,
             apart=build.etp_group is not None,
             sequence_parallel=build.sequence_parallel,
