@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from typing import Any
 
 from ..sizes import plural
 from .parser import Verbs, count, emit, integer, verb
@@ -50,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
     from ..training.data.options import DocumentOptions
     from ..training.data.tokenize import build_dataset
 
-    values = {f.name: getattr(args, f.name) for f in fields(DocumentOptions)}
-    options = DocumentOptions(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+    values: dict[str, Any] = {f.name: getattr(args, f.name) for f in fields(DocumentOptions)}
+    values |= {"fields": tuple(args.fields), "roles": tuple(args.roles)}
+    options = DocumentOptions(**values)
     with byte_progress("tokenize") as report:
         dataset = build_dataset(
             args.output,
