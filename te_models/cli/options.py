@@ -54,7 +54,8 @@ def _add(parser: Any, flag: str, f: dataclasses.Field[Any], hint: Any, sentence:
 
     sentence = sentence.removeprefix("Whether ")
     sentence = (sentence[0].lower() if sentence[1:2].islower() else sentence[0]) + sentence[1:].rstrip(".")
-    kinds, missing, default = alternatives(hint), f.default is dataclasses.MISSING, f.default
+    kinds, missing = alternatives(hint), f.default is dataclasses.MISSING
+    default: Any = f.default
     words = [word for kind in kinds if typing.get_origin(kind) is Literal for word in typing.get_args(kind)]
     if bool in kinds and words:  # true, false, or as something else says
         one, name = parser.add_mutually_exclusive_group(), flag.removeprefix("--add-")
