@@ -2,9 +2,9 @@
 
 A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; what is around it is written by hand. The
 parts are the help of every verb (docs/cli.md), the keys of a training run and of a model (docs/training-keys.md,
-docs/model-keys.md), the folders and where things are (docs/layout.md), the table of tested versions
-(docs/support.md), how signatures differ from Transformer Engine's (docs/porting.md), the families (docs/families.md)
-and the models known by name (docs/models.md). A test fails when one is stale.
+docs/model-keys.md), the layouts over ranks (docs/parallel.md), the folders and where things are (docs/layout.md), the
+table of tested versions (docs/support.md), how signatures differ from Transformer Engine's (docs/porting.md), the
+families (docs/families.md) and the models known by name (docs/models.md). A test fails when one is stale.
 """
 
 from __future__ import annotations
@@ -175,6 +175,8 @@ WHERE = (
     ("What decides whether a weight is moved, re-encoded, requantized or dequantized?", "checkpoints choose_route"),
     ("Where is a quantized Hugging Face format declared?", "checkpoints/formats/NAME.py"),
     ("Where is a key of a run or of a model documented?", "te_models OptimizerConfig", "te_models MoEConfig"),
+    ("Where is an option of a conversion documented?", "checkpoints ImportOptions"),
+    ("Which layouts over ranks are refused, and why?", "te_models check_layout_rules"),
     ("Where does a training run resume?", "te_models find_start", "te_models load_state"),
 )
 """Questions, and what answers each: a folder and the name of a function or class in it, or a path."""
@@ -222,6 +224,17 @@ def models_table() -> str:
     return table()
 
 
+def layout_rules() -> str:
+    """What each key allows about layouts over ranks, by what the rule is of."""
+    from docs.layout_rules import rows
+
+    parts = [
+        "\n".join([f"**{heading}**\n", *(_item(keys, text) for keys, text in pairs)])
+        for heading, pairs in rows().items()
+    ]
+    return "\n\n".join(parts)
+
+
 def pages() -> dict[Path, str]:
     """Each page with generated parts: its text as it should be."""
     parts = [
@@ -231,6 +244,7 @@ def pages() -> dict[Path, str]:
         ("docs/support.md", "support", support_table),
         ("docs/layout.md", "package-tree", package_tree),
         ("docs/layout.md", "where", where_table),
+        ("docs/parallel.md", "layout-rules", layout_rules),
         ("docs/porting.md", "te-deviations", te_deviations),
         ("docs/families.md", "families", families_table),
         ("docs/models.md", "models", models_table),

@@ -22,16 +22,10 @@ PathLike = str | os.PathLike[str]
 
 
 class Options(TypedDict, total=False):
-    """Options of every conversion.
+    """Options of every conversion: `te_models.checkpoints.tools.options.ShardedOptions` says what they mean.
 
-    overwrite (False): replace an existing destination; it stays until the new one is complete.
-    max_shard_bytes (5 GB): data per file.
-    progress: called with (bytes done, bytes in total).
-    dry_run (False): return the plan and write nothing.
-    verify (True): where the source has a manifest.json, check every tensor against it while it is read, and the small
-        files; a folder that is damaged, or was edited, raises CheckpointError, and nothing is written.
-    file_digests (False): list in manifest.json the SHA-256 of each weight file that `sha256sum` prints, instead of one
-        made of the digests of its header and its tensors; every byte is hashed twice for it.
+    progress: called with (bytes done, bytes in total). max_shard_bytes (5 GB): a number. A source that is damaged, or
+    was edited, raises CheckpointError with `verify`, and nothing is written.
     """
 
     overwrite: bool

@@ -45,17 +45,7 @@ def import_hf(
 ) -> Plan:
     """Convert a Hugging Face folder to a te_models folder. Quantized weights stay quantized, number for number.
 
-    Arguments:
-        dtype: convert the weights to it; None keeps the bits.
-        layout: expert layout of the result.
-        storage: the storage format of quantized weights, if several formats are exact ("mxfp8" for 128x128 blocks whose
-            scales are powers of two, "nvfp4" for MXFP4); with allow_requantize any of "float8", "float8_block",
-            "mxfp8", "nvfp4"; None: the first exact one.
-        allow_requantize: requantize weights that cannot be taken over exactly, and add the columnwise copies that
-            training needs to formats that scale along rows only.
-        dequantize: store the plain values of quantized weights.
-        mtp: layers that predict further tokens (multi-token prediction) become parameters of the model, which training
-            trains; an export writes them where they were. False: they are kept as they are, unused.
+    The fields of `te_models.checkpoints.tools.options.ImportOptions` say what the arguments mean.
 
     Raises CheckpointError, before anything is written, for a folder that cannot be read and for a conversion that
     cannot be exact without these options.
@@ -130,14 +120,8 @@ def export_hf(
 ) -> Plan:
     """Convert a te_models folder to a Hugging Face folder that transformers loads. Quantized weights stay quantized.
 
-    Arguments:
-        family: the family to write; None means the family that the model came from, or the first that can express it.
-        form: which of the family's forms to write; None means the form that the model came from, or the published one.
-        format: the format of quantized weights, a key of `formats.WRITABLE`; None means the format that they came from,
-            or the first that represents them.
-        allow_requantize: requantize weights that the format cannot represent.
-        dequantize: write the plain values of quantized weights.
-        dtype: convert the weights to it; None keeps the bits.
+    The fields of `te_models.checkpoints.tools.options.ExportOptions` say what the arguments mean.
+    format: a key of `formats.WRITABLE`.
 
     Raises CheckpointError, before anything is written, for a folder that cannot be read, a model that the family cannot
     express, and weights that the format cannot represent.

@@ -232,14 +232,11 @@ def import_checkpoint(
         src: a distributed checkpoint (torch's DCP, torchtitan's, Megatron-Core's `torch_dist` and `fsdp_dtensor`),
             sharded in any way; a folder of Megatron's ranks (mp_rank_XX); a folder of a run of Megatron's, which says
             its newest; or a state dict, in a file of torch.save or in safetensors files.
-        config: a config.json of ours or of Hugging Face, or the folder that has one, whose tokenizer travels along.
         system: whose names the tensors have: "torchtitan", "torch_dist", "fsdp_dtensor", "te_models" or "transformers"
             of a distributed checkpoint, "transformer_engine", "megatron", "te_models" or "transformers" of a state
             dict; None: told by the names.
-        dtype: convert the weights to it; None keeps the bits.
-        layout: expert layout of the result.
-        qkv_weight_interleaved: of a state dict of Transformer Engine's modules with q, k and v in one parameter, as the
-            modules were made: group by group, or all queries, all keys, all values.
+
+    The fields of `te_models.checkpoints.tools.options.ImportOptions` say what the other arguments mean.
 
     Raises CheckpointError, before anything is written, for a checkpoint that cannot be read or is of another model.
     """

@@ -60,13 +60,10 @@ def export_checkpoint(
             "te_models" or "transformers" (the names of the model in torch's DCP); files of ranks: "megatron"; a state
             dict of Transformer Engine's modules: "transformer_engine", a file of torch's where `dst` ends in .pt, .pth
             or .bin, else a folder of safetensors files.
-        layout: of experts, of "transformer_engine" alone: one weight each, "per-gemm" (the default), or "grouped".
         qkv_weight_interleaved: of "transformer_engine" alone, as its modules are made: q, k and v group by group, or
             all queries, all keys, all values.
 
-    The others are of "megatron" alone: numbers of ranks, as Megatron calls them; what number the rows of its tables are
-    a multiple of, times the tensor parallel ranks; and whether a norm is apart from the projection behind it and every
-    expert a module, as in Megatron's own modules, or as in those of Transformer Engine.
+    The fields of `te_models.checkpoints.tools.options.ExportOptions` say what the other arguments mean.
 
     Raises CheckpointError, before anything is written, for a model that the system's names do not cover.
     """

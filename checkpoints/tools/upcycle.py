@@ -48,10 +48,7 @@ def upcycle(
 ) -> Plan:
     """Write the dense model in `src` (either kind of folder) as a mixture of `num_experts` experts, `topk` per token.
 
-    Arguments:
-        layers: which layers get experts; None means all.
-        noise_std: standard deviation of normal noise added to every expert's weights; 0 keeps exact copies.
-        seed: seed of the router's random weights and of the noise.
+    The fields of `te_models.checkpoints.tools.options.UpcycleOptions` say what the arguments mean.
 
     Raises CheckpointError for a quantized model, a model that already has experts, and layers that do not exist.
     """

@@ -91,12 +91,12 @@ def run_export(args: argparse.Namespace) -> int:
     out, begun, folder = Path(args.out), time.perf_counter(), local_folder(args.source)
     check_model(folder, args.source)
     args.adapter = adapter_folder(args.adapter)
-    if out.exists() and not args.force:
+    if out.exists() and not args.overwrite:
         raise ValueError(f"{out} exists; --force replaces it")
     if out.exists() and not (out / ADAPTER).is_file():
         raise ValueError(f"{out} is no adapter, so --force does not replace it")
     say_while_waiting(f"loading {args.source}")
-    model = load_model(folder, args.adapter, verify=not args.no_verify)
+    model = load_model(folder, args.adapter, verify=args.verify)
     base = args.base_model or args.source
     export_adapter(model, out, base_model=base, family=args.family)
     seconds = round(time.perf_counter() - begun, 3)

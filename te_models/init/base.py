@@ -27,14 +27,13 @@ from ..config import ModelConfig
 from ..sizes import plural
 from ..training.build import resolve_device
 from ..training.config import DataConfig
-from ..training.data.dataset import TokenDataset
+from ..training.data.dataset import TokenDataset, check_ids
 from ..training.data.documents import documents_of, matching_files, spans_of
 from ..training.data.encoder import load_encoder
 from ..training.data.errors import DataError
 from ..training.data.formats import Fields, RowError
 from ..training.data.pairs import FORMAT, has_pairs
 from ..training.data.streamed import is_stream
-from ..training.data.tokenize import check_ids
 from ..training.data.windows import rows_of
 from ..training.preflight import host_memory
 

@@ -27,7 +27,7 @@ from ..model.parallel import place_of
 from .adapter import magnitude_name
 from .factors import Factors
 from .layers import FIRST
-from .model import adaptable, adapters_of, base_state_dict, lora_state_dict, put_adapters
+from .model import adaptable, adapters_of, base_state_dict, check_without_adapters, lora_state_dict, put_adapters
 from .parts import adapter_parameters, adapter_parts
 from .peft_folders import CONFIG, PREFIX, WEIGHTS, PeftFolder, numbers_of
 from .plain_weights import PLAIN_ADAPTERS
@@ -62,8 +62,7 @@ def load_adapter(model: GPTModel, folder: str | Path) -> None:
     CheckpointError for a folder of another model's adapters, or with what no layer here can do, ValueError for a model
     that cannot have adapters.
     """
-    if any(True for _ in adapters_of(model)):
-        raise ValueError("the model has adapters already; allowed: merge_lora first")
+    check_without_adapters(model)
     found, layers = PeftFolder.read(Path(folder)), adaptable(model)
     if any(name in layers for name, _ in found.modules):
         factors, values = {name: found.own_factors(name) for name, _ in found.modules}, found.values

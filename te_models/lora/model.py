@@ -72,8 +72,7 @@ def add_lora(
     if not alpha > 0 or not 0 <= dropout < 1:
         name, value = ("alpha", alpha) if not alpha > 0 else ("dropout", dropout)
         raise ValueError(f"{name} is {value}; allowed: alpha > 0, 0 <= dropout < 1")
-    if any(True for _ in adapters_of(model)):
-        raise ValueError("the model has adapters already; allowed: merge_lora first")
+    check_without_adapters(model)
     whole = getattr(model, "whole", None) or model
     # an indexer that no loss trains would have adapters that stay as they are
     still = tuple(f"{n}." for n, m in whole.named_modules() if isinstance(m, Indexer) and not m.config.loss_coeff)
@@ -145,6 +144,12 @@ def _sharded_part(model: nn.Module, name: str) -> Any:
         module = module.get_submodule(word)
         found = module if hasattr(module, "unshard") else found
     return found
+
+
+def check_without_adapters(model: nn.Module) -> None:
+    """Raise ValueError for a model that has adapters."""
+    if any(True for _ in adapters_of(model)):
+        raise ValueError("the model has adapters already; allowed: merge_lora first")
 
 
 def adapters_of(model: nn.Module) -> Iterator[tuple[str, Adapter]]:

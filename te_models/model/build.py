@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,8 @@ from te_models.layers.module.options import Parameters, PrecedingNormOptions
 from te_models.layers.module.recipe_state import real_default_device
 
 from ..config import AttentionConfig, ConfigError, ModelConfig, NormConfig
+from ..layouts import ExpertDispatch, ExpertLayout, Facts, check_layout_rules
 from ..memory import ask_for_large_pages
-
-ExpertLayout = Literal["grouped", "per-gemm"]
-ExpertDispatch = Literal["all_to_all", "all_to_all_quantized", "all_gather", "deepep"]
-
 
 _draws_nothing: ContextVar[bool] = ContextVar("_draws_nothing", default=False)
 
@@ -129,10 +126,7 @@ class Build:
     expert_dispatch: ExpertDispatch = "all_to_all"
 
     def __post_init__(self) -> None:
-        for name, choices in {"expert_layout": ExpertLayout, "expert_dispatch": ExpertDispatch}.items():
-            if getattr(self, name) not in get_args(choices):
-                allowed = ", ".join(map(repr, get_args(choices)))
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
+        check_layout_rules(Facts(expert_layout=self.expert_layout, expert_dispatch=self.expert_dispatch))
 
     @property
     def new(self) -> dict[str, Any]:

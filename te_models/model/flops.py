@@ -38,6 +38,8 @@ def weight_flops_per_token(config: ModelConfig, counted: Callable[[str], bool]) 
     """Return the FLOPs of a forward pass per token of the products with weights that are `counted`, by name in the
     grouped layout."""
     return 2.0 * _active_weights(config, counted)
+
+
 def shared_expert_share(config: ModelConfig, sequence_length: int) -> float:
     """Return the part of a pass's FLOPs that shared experts have."""
     shapes = expected_tensors(config, "grouped").items()

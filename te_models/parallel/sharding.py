@@ -19,13 +19,15 @@ from te_models.layers.module.primary_weights import store_weights_as_asked
 from te_models.layers.tensor.fsdp import shards_of_blocks
 
 from ..config import ConfigError
+from ..layouts import Facts, check_layout_rules
 from ..model import GPTModel
 from ..model.build import real_device
 from ..model.moe import Router
 from ..model.parallel import reset_parameters
-from ..model.stage import embeds_twice, with_layers
+from ..model.stage import with_layers
 from .mesh import ParallelMesh
-from .pipeline import Stage, StageLayout
+from .pipeline import Stage
+from .stage_layout import StageLayout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -99,7 +101,7 @@ def parallelize(
     whole, roots = model, (model,)
     if mesh is not None and mesh.stages is not None:
         stages = stages or StageLayout(mesh.dims.pipeline_model_parallel_size)
-        model = _own_stages(model, mesh, stages, sharded=over is not None)
+        model = _own_stages(model, mesh, stages)
         roots = model.pipeline_stages
     own = {id(part) for part in parts_of(model)} | {id(p) for p in model.parameters()}
     for part in parts_of(whole):
@@ -138,36 +140,17 @@ def _check_mesh(model: GPTModel, mesh: ParallelMesh | None) -> None:
         raise TypeError(
             f"mesh is a {what}; allowed: a ParallelMesh, as ParallelDims(ranks=...).build_mesh(...) returns"
         )
-    sizes = {
-        "tensor_model_parallel_size": (model.tp_size, mesh.dims.tensor_model_parallel_size),
-        "expert_model_parallel_size": (model.expert_model_parallel_size, mesh.dims.expert_model_parallel_size),
-        "expert_tensor_parallel_size": (model.expert_tensor_parallel_size, mesh.dims.expert_tensor_parallel_size),
-    }
-    for name, (built, size) in sizes.items():
-        if built != size:
-            raise ValueError(
-                f"{name} of the mesh is {size}, and the model was built over {built}; allowed: the groups of "
-                "mesh.model_groups"
-            )
+    names = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+    sizes = model.tp_size, model.expert_model_parallel_size, model.expert_tensor_parallel_size
+    check_layout_rules(Facts(dims=mesh.dims, built=dict(zip(names, sizes, strict=True))))
 
 
-def _own_stages(model: GPTModel, mesh: ParallelMesh, stages: StageLayout, *, sharded: bool) -> GPTModel:
+def _own_stages(model: GPTModel, mesh: ParallelMesh, stages: StageLayout) -> GPTModel:
     """Return the layers of this rank's stages as one model, cut into `pipeline_stages`.
 
     Raises ConfigError where the stages cannot have this model."""
     assert mesh.stages is not None
-    if embeds_twice(model.config) and sharded and stages.is_v_shaped:
-        raise ConfigError(
-            f"parallel.pipeline_schedule is {stages.schedule!r}, in which two stages of a rank share the weight of "
-            "the embedding; allowed with data_parallel_shard_size: 1F1B, GPipe and interleaved schedules, "
-            "or a model that shares none"
-        )
-    if model.config.shared_blocks is not None and stages.stages_per_rank != 1 and (sharded or stages.is_later):
-        raise ConfigError(
-            f"shared_blocks: {stages.stages_per_rank} stages of a rank share blocks; allowed with "
-            f"parallel.pipeline_schedule = {stages.schedule!r}{' and data_parallel_shard_size' if sharded else ''}: a "
-            "model that shares none, or 1F1B and GPipe"
-        )
+    check_layout_rules(Facts(model=model.config, dims=mesh.dims, stages=stages))
     spans, numbers = stages.layers(model.config.num_layers), stages.of_rank(mesh.stages.rank())
     own = with_layers(model, [layer for number in numbers for layer in spans[number]])
     own.pipeline_stages = tuple(Stage(with_layers(own, spans[number]), number) for number in numbers)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..config import ModelConfig
 from ..model import GPTModel
 from ..model.build import without_draws
-from ..parallel.pipeline import StageLayout
+from ..parallel.stage_layout import StageLayout
 from ..training.build import build_optimizer, random_model
 from ..training.config import TrainConfig
 from ..training.lora import Adapters

@@ -46,10 +46,8 @@ PARAMETERS: dict[str, int] = {
 }
 LINES: dict[str, int] = {
     "checkpoints/quantized/export_plan.py:plan_quantized_export": 111,
-    "checkpoints/tools/convert.py:export_hf": 101,
     "kernels/quantize/nvfp4/triton.py:quantize_nvfp4_kernel": 134,
     "layers/te/attention/transformer_layer.py:TransformerLayer.__init__": 133,
-    "te_models/cli/convert.py:add": 205,
     "te_models/model/gpt.py:GPTModel.forward": 133,
     "te_models/training/loop.py:_run": 112,
     "te_models/training/setup.py:set_up": 118,

@@ -332,7 +332,7 @@ class SelfAttention(nn.Module):
         ranks = self.linear_proj.tp_size
         if ranks == 1:
             return norm(t)
-        assert isinstance(norm, RMSNorm), "check_layers refuses other norms"
+        assert isinstance(norm, RMSNorm), "the rules of layouts refuse other norms"
         squares = self.linear_proj.summed_for_all(t.float().square().sum(-1, keepdim=True))
         return rms_norm_by(
             squares / (ranks * t.shape[-1]),

@@ -25,7 +25,7 @@ from te_models.checkpoints.io.atomic import LOCK, flush, locked_folder, new_fold
 
 from ...sizes import plural
 from ...tokenizer import FILE, tokenizer_folder
-from .dataset import TokenDataset
+from .dataset import TokenDataset, check_ids
 from .documents import Span, documents_of, matching_files, spans_of
 from .encoder import Encoder, Piece, load_encoder
 from .errors import DataError
@@ -262,14 +262,6 @@ def _write_document(writer: TokenWriter, document: Document, pieces: Iterator[Pi
             check_ids(ids, document.where, most)
         writer.add(ids, scored)
     writer.end_document()
-
-
-def check_ids(ids: Sequence[int], where: str, vocab_size: int) -> None:
-    """Raise DataError for the ids of a document, which `where` names, that a model does not have."""
-    if ids and max(ids) >= vocab_size:
-        raise DataError(
-            f"{where} has the token id {max(ids)}; allowed: below {vocab_size}, the size of the model's vocabulary"
-        )
 
 
 def _join(out: Path, parts: list[Path], vocab_size: int, fields: Fields, source: dict[str, Any]) -> TokenDataset:

@@ -50,7 +50,11 @@ class RunRecord:
         """Raises MetricsError for a folder that no run has written to, and for damaged files."""
         rows = read_metrics(folder / METRICS)
         if not rows:
-            raise MetricsError(f"{folder} has no {METRICS} with a step; allowed: the output_dir of a training run")
+            inside = next((p for p in (folder.parent, folder.parent.parent) if (p / METRICS).is_file()), None)
+            what = f", which {inside} is" if inside is not None else ""
+            raise MetricsError(
+                f"{folder} has no {METRICS} with a step; allowed: the output_dir of a training run{what}"
+            )
         return cls(name, folder, rows, read_starts(folder))
 
     def points(self, column: str) -> list[tuple[float, float]]:

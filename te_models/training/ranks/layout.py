@@ -10,7 +10,7 @@ from ...config import ModelConfig
 from ...model.flops import flops_by_layer
 from ...model.parallel import groups_of
 from ...parallel.dims import ParallelDims
-from ...parallel.pipeline import StageLayout, balanced_split
+from ...parallel.stage_layout import StageLayout, balanced_split, stages_of
 from ..config import ParallelConfig, TrainConfig
 from .data_parallel import Ranks
 
@@ -60,13 +60,17 @@ ONE_RANK = Layout(ParallelDims(ranks=1), None, Ranks(), Ranks())
 
 def balanced(layout: Layout, config: TrainConfig, model: ModelConfig) -> Layout:
     """Return the layout with stages that take equally long, where the run asks for it."""
-    stages = layout.stages
+    return dataclasses.replace(layout, stages=stages_of_model(config, model))
+
+
+def stages_of_model(config: TrainConfig, model: ModelConfig) -> StageLayout | None:
+    """Return the pipeline stages of a run, which take equally long where it asks for that."""
+    stages = stages_of(config.parallel)
     if stages is None or not config.parallel.pipeline_balance:
-        return layout
+        return stages
     stages.layers(model.num_layers)  # refuses more stages than layers
     layers, last = flops_by_layer(model, config.data.sequence_length)
-    split = balanced_split(layers, stages.stages, last)
-    return dataclasses.replace(layout, stages=dataclasses.replace(stages, split=split))
+    return dataclasses.replace(stages, split=balanced_split(layers, stages.stages, last))
 
 
 def layout_of(config: ParallelConfig, ranks: Ranks, device: str) -> Layout:
@@ -75,11 +79,6 @@ def layout_of(config: ParallelConfig, ranks: Ranks, device: str) -> Layout:
     Raises ConfigError, naming the size, where the ranks cannot be divided so.
     """
     dims = ParallelDims.of(config.to_dict(), ranks.world_size)
-    stages = None
-    if dims.pipeline_model_parallel_size > 1:
-        per_rank = config.virtual_pipeline_model_parallel_size
-        ranks_of_stages = dims.pipeline_model_parallel_size
-        stages = StageLayout(ranks_of_stages, config.pipeline_schedule, per_rank, config.pipeline_split)
     if dims.is_whole and dims.expert_model_parallel_size == dims.context_parallel_size == 1:
         return Layout(dims, None, ranks, ranks)
     mesh = dims.build_mesh(device)
@@ -88,4 +87,4 @@ def layout_of(config: ParallelConfig, ranks: Ranks, device: str) -> Layout:
     data = gradients
     if share > 1:  # no collective is over these ranks alone
         data = Ranks(group.rank() // share, group.size() // share)
-    return Layout(dims, mesh, data, gradients, config.sequence_parallel, stages, config.cp_comm_type)
+    return Layout(dims, mesh, data, gradients, config.sequence_parallel, stages_of(config), config.cp_comm_type)

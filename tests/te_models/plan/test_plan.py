@@ -171,7 +171,7 @@ def test_layouts_are_those_that_divide_the_ranks_and_the_experts() -> None:
 
 def test_the_best_layouts_are_tried_with_other_choices(tmp_path: Path) -> None:
     model = tiny_model(moe=True, layers=8)
-    run = tiny_run(tmp_path, moe=True).replace(compile=False)
+    run = tiny_run(tmp_path, model=ModelSource(config=model)).replace(compile=False)
     run = run.replace(precision=run.precision.replace(dtype="bf16"))
     whole = run.replace(parallel=run.parallel.replace(data_parallel_shard_size=-1, expert_model_parallel_size=4))
     staged = run.replace(parallel=run.parallel.replace(pipeline_model_parallel_size=2))
@@ -375,7 +375,9 @@ def test_tokens_that_travel_by_deep_ep_do_so_once_per_rank(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("forked")
 def test_what_training_refuses_is_refused(tmp_path: Path) -> None:
-    config = normed(tiny_run(tmp_path))
+    model = normed(tiny_run(tmp_path)).model.config
+    (tmp_path / "model.json").write_text(json.dumps(model.to_dict()))  # which a configuration does not read
+    config = tiny_run(tmp_path, model=ModelSource(config_file=str(tmp_path / "model.json")))
     config = config.replace(parallel=config.parallel.replace(tensor_model_parallel_size=4))
     with pytest.raises(ConfigError, match="qk_layernorm is 'full'; allowed where 4 ranks share 2 num_query"):
         plan_run(config, 4)

@@ -20,8 +20,8 @@ from te_models.checkpoints import CheckpointError, expected_tensors, open_checkp
 from te_models.checkpoints.mapping.rank_shards import Place, RankPart, parts
 from te_models.config import MLAConfig, MLPConfig, MoEConfig, NormConfig
 from te_models.layers import QuantizedTensor
+from te_models.layouts import Facts, check_layout_rules
 from te_models.memory import return_freed_memory
-from te_models.model.parallel import check_layers
 from tests.checkpoints.family_cases import CASES as FAMILY_CASES
 from tests.checkpoints.family_cases import make
 from tests.checkpoints.hf_cases import transformers
@@ -126,9 +126,9 @@ def test_a_rank_has_whole_heads_and_matching_gate_and_up_rows() -> None:
 )
 def test_what_cannot_be_split_is_refused(changes: dict, message: str) -> None:
     config = CONFIG.replace(**changes)
-    check_layers(config, 1, 1)
+    check_layout_rules(Facts(model=config, tp=1, etp=1))
     with pytest.raises(ConfigError, match=message):
-        check_layers(config, 2, 2)
+        check_layout_rules(Facts(model=config, tp=2, etp=2))
 
 
 def test_a_split_within_a_block_is_refused(tmp_path: Path) -> None:

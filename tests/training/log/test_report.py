@@ -112,6 +112,10 @@ def test_what_is_no_run_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["report", str(tmp_path)]) == 2
     sentence = f"{tmp_path} has no metrics.jsonl with a step; allowed: the output_dir of a training run"
     assert capsys.readouterr().err == f"te-models: {sentence}\n"
+    (tmp_path / "metrics.jsonl").touch()
+    for inside in ("final", "checkpoints/step-00000001"):
+        assert main(["report", str(tmp_path / inside)]) == 2
+        assert f"allowed: the output_dir of a training run, which {tmp_path} is" in capsys.readouterr().err
     (tmp_path / "starts.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(MetricsError, match=r"starts.jsonl, line 1 is no start of a run"):
         read_starts(tmp_path)
