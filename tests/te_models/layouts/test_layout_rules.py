@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -490,6 +491,27 @@ def test_configuration_plan_and_model_say_the_same(
             whole.stage(layer, layer + 1)
 
     assert str(refused(build)) == sentence
+
+
+@pytest.mark.parametrize(
+    ("model", "table"),
+    [
+        (tiny(attention=HEADS.replace(num_query_groups=1)), FIRST),
+        (tiny(attention=HEADS.replace(num_query_groups=1, qk_layernorm="head")), FIRST),
+        (hybrid("in_shared_blocks"), FIRST),  # Mamba-2 of one group
+        (tiny(attention=HEADS.replace(indexer=INDEXER.replace(loss_coeff=1.0))), FIRST),
+        (hybrid("in_shared_blocks"), STAGES),
+        (hybrid("in_shared_blocks"), {**STAGES, "pipeline_schedule": "Interleaved1F1B"}),
+        (hybrid("in_shared_blocks"), {**STAGES, **SHARDS}),
+        (tiny(attention=HEADS), {"context_parallel_size": 4, "cp_comm_type": "a2a"}),
+        (tiny(attention=CHOOSES), {"context_parallel_size": 2}),
+        (tiny(), {"use_distributed_optimizer": True, **STAGES, "pipeline_schedule": "1F1B"}),
+    ],
+)
+def test_layouts_that_can_be(model: ModelConfig, table: dict[str, Any], tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, model=ModelSource(config=model), parallel=ParallelConfig(**table))
+    ranks = math.prod(size for name, size in table.items() if name.endswith("_size"))
+    check_layout(run, model, ParallelDims.of(table, ranks))
 
 
 def test_parallelize_says_what_a_run_says_of_shards_and_schedules(ranks_of: Callable[[int], None]) -> None:
