@@ -115,6 +115,9 @@ class SharedExperts(nn.Module):
     """The experts every token uses, as one MLP, with the biases of a dense one; with `gate_weight` [1, H] times
     `sigmoid(x gate_weight^T)`."""
 
+    draws_first = True
+    """Whether a new module draws its own parameters before those of its projections."""
+
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         assert config.moe is not None

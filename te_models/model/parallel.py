@@ -235,12 +235,17 @@ def reset_parameters(
 
 
 def _as_built(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield each module behind those that it has: a constructor draws for its own parameters at its end."""
+    """Yield each module behind those that it has: a constructor draws for its own parameters at its end, or before it
+    builds others, which the module says as `draws_first`."""
     if module not in seen:
         seen.add(module)
+        first = getattr(module, "draws_first", False)
+        if first:
+            yield module
         for child in module.children():
             yield from _as_built(child, seen)
-        yield module
+        if not first:
+            yield module
 
 
 @contextlib.contextmanager
