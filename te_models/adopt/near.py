@@ -209,7 +209,9 @@ def _with_other_defaults(entry: Any, defaults: Mapping[str, Any]) -> Iterator[En
             values += [v for d in inner.values() if isinstance(d, dict) for v in d.values()]
     values = list({repr(v): v for v in values if not isinstance(v, list | dict)}.values())
     for f in fields(entry):
-        if f.name in ("hf", "path", "kind", "names", "paths", "values", "name", "size"):
+        its = getattr(entry, f.name)
+        several = isinstance(its, tuple | Mapping) or callable(its)
+        if several or f.name in ("hf", "path", "kind", "names", "paths", "values", "name", "size"):
             continue
         for value in values:
             try:

@@ -44,6 +44,14 @@ def test_absent_fields_are_what_the_class_makes_of_them() -> None:
         kinds.read({"num_hidden_layers": 2})
 
 
+def test_every_entry_of_a_family_can_be_fitted_to_a_class() -> None:
+    """... also those that hold several names, which no default replaces."""
+    known = known_type("glm4_moe")
+    for name in ("deepseek_v3", "hy_v3", "ernie4_5_moe", "cohere2", "exaone_moe", "smollm3"):
+        for entry in FAMILIES[name].fields:
+            assert isinstance(with_defaults(entry, known).names, tuple)
+
+
 def test_fields_that_a_file_leaves_out_are_filled_in() -> None:
     entry = Filled(Field("n", "num_layers", int, 3), {"n": 5})
     assert entry.names == ("n",) and entry.read({}) == {"num_layers": 5} and entry.read({"n": 2}) == {"num_layers": 2}
