@@ -60,7 +60,11 @@ class QuantizedModule(RecipeStateModule):
         """Return `quantizers` under what is in force `now`."""
         use = self.recipe_use
         last = None if traced or now.calibrating else use.last
-        same = last is not None and (last.recipe is now.compute or last.recipe == now.compute)
+        same = last is not None and last.recipe is now.compute
+        if last is not None and now.compute is not None and last.recipe == now.compute and not same:
+            same = last.quantizers == now.compute.quantizers(
+                "", ""
+            )  # what was assigned to a recipe equality does not see
         if last is not None and same and last.asked == use.asked and last.ran == use.ran:
             return last.quantizers  # as in the call before: nothing to choose or to write down
         recipe, chosen = self._chosen()
