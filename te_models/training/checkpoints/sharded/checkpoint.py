@@ -82,7 +82,8 @@ def save_parts(
 
 
 def _from_first_rank(value: list[Any], group: dist.ProcessGroup | None) -> list[Any]:
-    dist.broadcast_object_list(value, src=0, device=torch.device("cpu"), group=group)
+    if dist.is_initialized():  # a rank that is alone has it
+        dist.broadcast_object_list(value, src=0, device=torch.device("cpu"), group=group)
     return value
 
 

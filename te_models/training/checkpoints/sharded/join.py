@@ -212,7 +212,10 @@ class Exchange:
         value, failure = self._attempt(own)
         count = self.ranks.world_size
         found: list[Any] | None = [None] * count if self.ranks.is_main else None
-        dist.gather_object((value, failure), found, dst=0, group=self.group)
+        if dist.is_initialized():
+            dist.gather_object((value, failure), found, dst=0, group=self.group)
+        else:  # alone
+            found = [(value, failure)]
         answers: list[Any] | None = None
         if found is not None:
             answers, failure = None, next((failure for _, failure in found if failure), None)
@@ -220,7 +223,10 @@ class Exchange:
                 answers, failure = self._attempt(lambda: join([value for value, _ in found]))
             answers = [(answer, failure) for answer in answers or [None] * count]
         received: list[Any] = [None]
-        dist.scatter_object_list(received, answers, src=0, group=self.group)
+        if dist.is_initialized():
+            dist.scatter_object_list(received, answers, src=0, group=self.group)
+        else:
+            received = list(answers or [None])
         answer, failure = received[0]
         if failure is not None:
             raise CheckpointError(f"writing {self.folder} failed: {failure}")
