@@ -33,7 +33,7 @@ from te_models.plan.micro_batch import record_layers
 from te_models.plan.simulation import fake_ranks, fake_tensors
 from te_models.training import DataConfig, ModelSource, ParallelConfig, PrecisionConfig, TrainConfig
 from te_models.training.ranks.data_parallel import Ranks
-from te_models.training.ranks.layout import layout_of
+from te_models.training.ranks.layout import rank_layout
 
 REAL, SUPPOSED = (2, 4), 64
 CASES = {
@@ -81,7 +81,7 @@ def measure(dispatch: str, recipe: str, ranks: int, tokens: int, *, supposed: bo
     config, rows = run_of(dispatch, recipe, ranks, tokens), []
     model = config.model.config
     assert model is not None
-    layout = layout_of(config.parallel, Ranks(dist.get_rank(), ranks), "cpu")
+    layout = rank_layout(config.parallel, Ranks(dist.get_rank(), ranks), "cpu")
     forward, chosen = MoELayer.forward, moe.router_topk
 
     def noted(layer: MoELayer, *arguments: Any) -> Any:

@@ -38,7 +38,7 @@ import torch
 from bench.common import ratio, versions, write_result
 from te_models.checkpoints import FAMILIES, export_hf, import_hf, quantize, verify
 from te_models.checkpoints.io import sha256
-from te_models.checkpoints.mapping.plan import Output, Plan
+from te_models.checkpoints.mapping.plan import ConversionPlan, OutputTensor
 from te_models.checkpoints.write.shards import header_bytes, split_shards
 from te_models.layers import recipe
 
@@ -67,9 +67,9 @@ def make_folder(folder: Path, config: dict[str, Any], nbytes: int) -> int:
     """Write a folder of random weights with as many layers as fit in `nbytes`; return the bytes of its weights."""
     family = FAMILIES[config["model_type"]]
 
-    def plan(layers: int) -> Plan:
+    def plan(layers: int) -> ConversionPlan:
         namespace = family.namespace(family.read_config(config | {"num_hidden_layers": layers}))
-        return Plan(tuple(Output(n, "BF16", s.shape) for n, s in namespace.stored.items()))
+        return ConversionPlan(tuple(OutputTensor(n, "BF16", s.shape) for n, s in namespace.stored.items()))
 
     fixed, layer = plan(1).total_bytes, plan(2).total_bytes - plan(1).total_bytes
     layers = max(1, 1 + (nbytes - fixed) // layer)

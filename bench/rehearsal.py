@@ -28,7 +28,7 @@ import torch
 from bench.common import versions, write_result
 from te_models.config import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
 from te_models.quickstart.smollm import smollm_folder
-from te_models.rehearse import Options, Rehearsal, rehearse
+from te_models.rehearse import Rehearsal, RehearsalOptions, rehearse
 from te_models.rehearse.effect import Interval, train_briefly
 from te_models.rehearse.notebook import Notebook
 from te_models.rehearse.predict import equal_cost
@@ -46,7 +46,7 @@ class Case:
     """A run that is rehearsed. model: its keys; tokenizer: None is that of the model's folder."""
 
     model: dict[str, Any]
-    options: Options
+    options: RehearsalOptions
     sequence: int
     lr: float
     tokenizer: str | None = None
@@ -85,14 +85,14 @@ def cases() -> dict[str, Case]:
     return {
         "moe": Case(
             {"config": mixture.to_dict()},
-            Options(budget=0.3, formats=("mxfp8", "nvfp4"), steps=40, tokens=256, variants=False),
+            RehearsalOptions(budget=0.3, formats=("mxfp8", "nvfp4"), steps=40, tokens=256, variants=False),
             sequence=128,
             lr=1e-3,
             tokenizer="bytes",
         ),
         "smollm2": Case(
             {"path": str(smollm_folder())},
-            Options(formats=("mxfp8", "nvfp4"), layers=6, steps=4, tokens=256, variants=False),
+            RehearsalOptions(formats=("mxfp8", "nvfp4"), layers=6, steps=4, tokens=256, variants=False),
             sequence=256,
             lr=1e-4,
         ),

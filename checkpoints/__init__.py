@@ -2,9 +2,9 @@
 
 May import: `te_models.layers`, `te_models.config`. Nothing here unpickles, and nothing imports transformers.
 
-How it fits together: a family (`families/`) or one of our layouts (`plan/te_namespace.py`) is a namespace, a set of
-links between stored tensors and the model's canonical ones (`plan/tensor_map.py`). Two namespaces compose into a plan
-(`plan/plan.py`), which is complete and bijective or an error. `plan/stream.py` moves its bytes from a store
+How it fits together: a family (`families/`) or one of our layouts (`mapping/te_namespace.py`) is a namespace, a set of
+links between stored tensors and the model's canonical ones (`mapping/tensor_map.py`). Two namespaces compose into a
+plan (`mapping/plan.py`); it is complete and bijective, or an error. `mapping/stream.py` moves its bytes from a store
 (`io/store.py`) into a live model (`folder/load.py`) or a new folder (`write/writer.py`, `io/atomic.py`). Quantized
 parameters take a route through it (`quantized/route.py`).
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .io.errors import CheckpointError
     from .io.manifest import check_manifest
     from .mapping.param_shapes import ExpertLayout, expected_tensors
-    from .mapping.plan import Plan
+    from .mapping.plan import ConversionPlan
     from .quantized.plain_state_dicts import from_plain_state_dict, plain_state_dict
     from .tools.convert import export_hf, import_hf, relayout
     from .tools.converter import AutoConverter
@@ -41,10 +41,10 @@ __all__ = [
     "AutoConverter",
     "Checkpoint",
     "CheckpointError",
+    "ConversionPlan",
     "DiffReport",
     "ExpertLayout",
     "Inspection",
-    "Plan",
     "Refit",
     "VerifyReport",
     "check_manifest",
@@ -83,7 +83,7 @@ _HOME = {
         "ExpertLayout",
         "expected_tensors",
     ),
-    "mapping.plan": ("Plan",),
+    "mapping.plan": ("ConversionPlan",),
     "quantized.plain_state_dicts": (
         "from_plain_state_dict",
         "plain_state_dict",
@@ -125,4 +125,8 @@ _HOME = {
         "verify",
     ),
 }
-__getattr__, __dir__ = lazy_names(__name__, {name: module for module, names in _HOME.items() for name in names})
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {name: module for module, names in _HOME.items() for name in names},
+    renamed={"Plan": "ConversionPlan"},  # te_models.plan.Plan is what a run takes
+)

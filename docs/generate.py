@@ -2,9 +2,9 @@
 
 A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; what is around it is written by hand. The
 parts are the help of every verb (docs/cli.md), the keys of a training run and of a model (docs/training-keys.md,
-docs/model-keys.md), the folders and where things are (docs/layout.md), the table of tested versions
-(docs/support.md), how signatures differ from Transformer Engine's (docs/porting.md), the families (docs/families.md)
-and the models known by name (docs/models.md). A test fails when one is stale.
+docs/model-keys.md), the layouts over ranks (docs/parallel.md), the folders and where things are (docs/layout.md), the
+table of tested versions (docs/support.md), how signatures differ from Transformer Engine's (docs/porting.md), the
+families (docs/families.md) and the models known by name (docs/models.md). A test fails when one is stale.
 """
 
 from __future__ import annotations
@@ -153,42 +153,64 @@ def te_deviations() -> str:
 WHERE = (
     (
         "Where is the weight quantized in the forward GEMM (fprop)?",
-        "layers/gemm fprop",
-        "layers encode_weight",
+        "layers/gemm/three_gemms.py fprop",
+        "layers/gemm/three_gemms.py encode_weight",
     ),
-    ("Which quantizer does an operand get, with which live tensors?", "layers Scaling"),
-    ("Where is the input saved for the weight gradient?", "layers encode_input"),
-    ("Where is a number format defined?", "kernels quantize_blockwise", "kernels quantize_nvfp4"),
-    ("Which GEMM implementation runs, and why?", "kernels/gemm choose", "kernels choose_scaled"),
-    ("What decides whether C++ or a definition runs?", "kernels explain"),
-    ("What is the active recipe?", "layers Region"),
-    ("What does each recipe say about each operand?", "layers MXFP8BlockScaling"),
+    ("Which quantizer does an operand get, with which live tensors?", "layers/gemm/scaling.py Scaling"),
+    ("Where is the input saved for the weight gradient?", "layers/gemm/three_gemms.py encode_input"),
+    (
+        "Where is a number format defined?",
+        "kernels/quantize/fp8/reference.py quantize_blockwise",
+        "kernels/quantize/nvfp4/reference.py quantize_nvfp4",
+    ),
+    (
+        "Which GEMM implementation runs, and why?",
+        "kernels/gemm/choice.py choose_gemm",
+        "kernels/grouped_gemm/choice.py choose_scaled",
+    ),
+    ("What decides whether C++ or a definition runs?", "kernels/backend.py choose", "kernels/backend.py explain"),
+    ("What is the active recipe?", "layers/recipe/context.py RecipeContext", "layers/module/autocast.py autocast"),
+    ("What does each recipe say about each operand?", "layers/recipe/recipes.py MXFP8BlockScaling"),
     (
         "Where do Transformer Engine's arguments become ours?",
-        "layers/te/module Linear",
-        "layers takes_parallel_options",
+        "layers/te/module/linear.py Linear",
+        "layers/te/arguments.py takes_parallel_options",
     ),
-    ("What does the router do with groups of experts?", "kernels router_topk", "te_models Router"),
-    ("Where is a safetensors header parsed?", "checkpoints parse_header"),
+    (
+        "What does the router do with groups of experts?",
+        "kernels/router/reference.py within_groups",
+        "te_models/model/moe/router.py Router",
+    ),
+    ("Where is a safetensors header parsed?", "checkpoints/io/header.py parse_header"),
     ("Where are a family's names and configuration?", "checkpoints/families/NAME.py"),
-    ("Where is a conversion planned?", "checkpoints make_plan"),
-    ("What decides whether a weight is moved, re-encoded, requantized or dequantized?", "checkpoints choose_route"),
+    ("Where is a conversion planned?", "checkpoints/mapping/plan.py make_plan"),
+    (
+        "What decides whether a weight is moved, re-encoded, requantized or dequantized?",
+        "checkpoints/quantized/route.py choose_route",
+    ),
     ("Where is a quantized Hugging Face format declared?", "checkpoints/formats/NAME.py"),
-    ("Where is a key of a run or of a model documented?", "te_models OptimizerConfig", "te_models MoEConfig"),
-    ("Where does a training run resume?", "te_models find_start", "te_models load_state"),
+    (
+        "Where is a key of a run or of a model documented?",
+        "te_models/training/config/optimizer.py OptimizerConfig",
+        "te_models/config/mlp.py MoEConfig",
+    ),
+    ("Where is an option of a conversion documented?", "checkpoints/tools/options.py ImportOptions"),
+    ("Which layouts over ranks are refused, and why?", "te_models/layouts/rule.py check_layout_rules"),
+    (
+        "Where does a training run resume?",
+        "te_models/training/checkpoints/start.py find_start",
+        "te_models/training/checkpoints/checkpoint.py load_state",
+    ),
 )
-"""Questions, and what answers each: a folder and the name of a function or class in it, or a path."""
+"""Questions, and what answers each: a file, and the function or class in it."""
 
 
-def defined_in(folder: str, name: str) -> str:
-    """Return the file in which a folder, perhaps one inside another, defines a function or class; reference.py where
-    several do."""
-    pattern = re.compile(rf"^(?:def|class) {name}\b", re.MULTILINE)
-    found = [path for path in sorted((ROOT / folder).rglob("*.py")) if pattern.search(path.read_text(encoding="utf-8"))]
-    chosen = [path for path in found if path.name == "reference.py"] or found
-    if len(chosen) != 1:
-        raise ValueError(f"{name} is defined in {len(chosen)} files of {folder}/; docs/generate.py names it in WHERE")
-    return chosen[0].relative_to(ROOT).as_posix()
+def defined_in(file: str, name: str) -> str:
+    """Return `file` if it defines the function or class, so that no row outlives a move. Raises ValueError."""
+    path = ROOT / file
+    if not path.is_file() or not re.search(rf"^(?:def|class) {name}\b", path.read_text(encoding="utf-8"), re.MULTILINE):
+        raise ValueError(f"{file} does not define {name}, as WHERE in docs/generate.py says")
+    return file
 
 
 def where_table() -> str:
@@ -222,6 +244,17 @@ def models_table() -> str:
     return table()
 
 
+def layout_rules() -> str:
+    """What each key allows about layouts over ranks, by what the rule is of."""
+    from docs.layout_rules import rows
+
+    parts = [
+        "\n".join([f"**{heading}**\n", *(_item(keys, text) for keys, text in pairs)])
+        for heading, pairs in rows().items()
+    ]
+    return "\n\n".join(parts)
+
+
 def pages() -> dict[Path, str]:
     """Each page with generated parts: its text as it should be."""
     parts = [
@@ -231,6 +264,7 @@ def pages() -> dict[Path, str]:
         ("docs/support.md", "support", support_table),
         ("docs/layout.md", "package-tree", package_tree),
         ("docs/layout.md", "where", where_table),
+        ("docs/parallel.md", "layout-rules", layout_rules),
         ("docs/porting.md", "te-deviations", te_deviations),
         ("docs/families.md", "families", families_table),
         ("docs/models.md", "models", models_table),

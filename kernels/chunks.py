@@ -25,12 +25,12 @@ def chunks_of(x: Tensor, size: int = CHUNK) -> Tensor:
     """Return x [B, T, H, D] as [N, B, H, C, D], and [B, T, H] as [N, B, H, C], zeros behind the last token."""
     batch, tokens, heads, *channels = x.shape
     chunks = (tokens + size - 1) // size
-    # so many tokens in all, which the compiler sees to be whole chunks
+    # this many tokens in all; the compiler sees that they fill whole chunks
     x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, chunks * size - tokens))
     return x.view(batch, chunks, size, heads, *channels).permute(1, 0, 3, 2, *range(4, x.dim() + 1))
 
 
-def joined(x: Tensor, tokens: int) -> Tensor:
+def join_chunks(x: Tensor, tokens: int) -> Tensor:
     """Return [N, B, H, C, D] as [B, T, H, D]."""
     chunks, batch, heads, size, channels = x.shape
     return x.permute(1, 0, 3, 2, 4).reshape(batch, chunks * size, heads, channels)[:, :tokens]
@@ -70,8 +70,8 @@ def masked(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class Aligned(NamedTuple):
-    """Documents laid out anew, each from the beginning of a chunk on, so that the states behind chunks are those behind
-    documents. A document may have `lead` tokens before its own, which write its initial state.
+    """Documents laid out so that each begins a chunk; the state behind its last chunk is then the state behind the
+    document. A document may begin with `lead` additional tokens that write its initial state.
 
     place: [T], where each token is; lead_place: [M, lead]; first, last: [M], the first token and the last chunk of
     each document; length: tokens of the new layout, the same for all documents of a total length.
@@ -96,7 +96,7 @@ class Aligned(NamedTuple):
         return none.index_fill(1, self.first, True)
 
 
-def aligned(cu_seqlens: Tensor, tokens: int, lead: int = 0, size: int = CHUNK) -> Aligned:
+def aligned_documents(cu_seqlens: Tensor, tokens: int, lead: int = 0, size: int = CHUNK) -> Aligned:
     """Return the layout of documents. cu_seqlens: [M + 1] int, where they begin, and where the last one ends."""
     begin, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     chunks = ((end - begin + lead + size - 1) // size).clamp(min=1)
@@ -123,7 +123,7 @@ def of_documents(
     rule: called with the operands, in `dtype`, and where documents begin; returns out and the states behind chunks.
     leads: of each operand tokens [M, lead, ...] that write the initial states; None: these are zeros.
     """
-    layout = aligned(cu_seqlens, operands[0].shape[1], 0 if leads is None else leads[0].shape[1])
+    layout = aligned_documents(cu_seqlens, operands[0].shape[1], 0 if leads is None else leads[0].shape[1])
     pairs = zip(operands, leads or [None] * len(operands), strict=True)
     out, states = rule(*(layout.scattered(x.to(dtype), lead) for x, lead in pairs), layout.starts())
     return out[:, layout.place], states[layout.last, 0]
@@ -137,7 +137,7 @@ def writers_of(initial_state: Tensor, key_heads: int, dtype: torch.dtype) -> lis
     return [torch.zeros_like(unit), unit, initial_state.to(dtype).transpose(1, 2)]
 
 
-def check_documents(
+def check_cu_seqlens(
     cu_seqlens: Tensor | None,
     documents: Tensor | None,
     batch: int,

@@ -1,7 +1,7 @@
 """Where compiled libraries are kept for later processes: a folder that nobody else can write to.
 
 Whoever writes there runs code in every later process, so a folder of another user's, or one that others may write to,
-is not used: this process has one of its own then. Beside each library lie its size and SHA-256, compared before it is
+is not used: this process then makes a private one. Beside each library lie its size and SHA-256, compared before it is
 loaded: one that is cut would end every process that loads it.
 """
 
@@ -103,7 +103,7 @@ def publish(written: Path, library: Path) -> None:
 
 
 @contextlib.contextmanager
-def working_folder(library: Path, alone: bool) -> Iterator[Path]:
+def build_folder(library: Path, alone: bool) -> Iterator[Path]:
     """Yield a folder to make a library in, removed in the end. Raises OSError."""
     prefix = f"{library.stem}."
     if alone:  # what a killed process left
@@ -117,9 +117,9 @@ def working_folder(library: Path, alone: bool) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def locked(library: Path, seconds: float) -> Iterator[bool]:
+def library_lock(library: Path, seconds: float) -> Iterator[bool]:
     """Be the one process that makes a library, yield True. Where another does so, wait until it has, or is killed, but
-    not longer than so many seconds, and where the system has no locks not at all: yield False."""
+    not longer than `seconds`, and where the system has no locks not at all: yield False."""
     import fcntl
 
     fd, held, place, until = -1, False, int(library.stem[:7], 16), time.monotonic() + seconds

@@ -1,8 +1,8 @@
 """C++ functions of the files in `cpp/`: compiled where they are first called, and kept for all later processes.
 
 A compiler takes about a second for one, and loading it again takes a millisecond. Inductor's cache would do both, but
-importing Inductor takes seconds, which eager code need not wait for. `cpp_cache` says where they are kept. Whatever is
-in the way is a CompilationError, said once as a warning, and the caller computes by its definition.
+importing Inductor takes seconds, and eager code should not wait for it. `cpp_cache` says where they are kept. Whatever
+is in the way is a CompilationError, said once as a warning, and the caller computes by its definition.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CompilationError(RuntimeError):
     """A function cannot be compiled, or not be loaded; the message says why, in one sentence."""
 
 
-class Source(NamedTuple):
+class CppSource(NamedTuple):
     """A file of C++ and the macros that it is compiled with."""
 
     file: Path
@@ -68,8 +68,8 @@ def function(
 ) -> Any:
     """Return the function `name` of a C++ file, compiled with these macros.
 
-    path: from `FOLDER` on. arguments, result: the ctypes of its own; None: it returns nothing. Raises CompilationError,
-    whatever is in the way.
+    path: from `FOLDER` on. arguments, result: the ctypes of the function; None: it returns nothing. Raises
+    CompilationError, whatever is in the way.
     """
     library = _library(_source(path, defined))
     try:
@@ -80,15 +80,15 @@ def function(
     return found
 
 
-def _source(path: str | Path, defined: Mapping[str, str]) -> Source:
-    return Source(FOLDER / path, tuple(defined.items()))
+def _source(path: str | Path, defined: Mapping[str, str]) -> CppSource:
+    return CppSource(FOLDER / path, tuple(defined.items()))
 
 
 _compiling = threading.Lock()
 renew_in_forks(_compiling)
 
 
-def _library(source: Source) -> ctypes.CDLL:
+def _library(source: CppSource) -> ctypes.CDLL:
     with _compiling:  # threads may ask for the same one
         found = _loaded(source)
     if isinstance(found, str):
@@ -97,7 +97,7 @@ def _library(source: Source) -> ctypes.CDLL:
 
 
 @functools.cache
-def _loaded(source: Source) -> ctypes.CDLL | str:
+def _loaded(source: CppSource) -> ctypes.CDLL | str:
     """Return the library of a source, or why there is none: of a compiler that fails, or hangs, once is enough."""
     try:
         name = _name(source)
@@ -134,11 +134,11 @@ def _say(sentence: str) -> None:
         warnings.warn(sentence, RuntimeWarning, stacklevel=2)
 
 
-def _found_or_made(source: Source, file: Path) -> ctypes.CDLL:
+def _found_or_made(source: CppSource, file: Path) -> ctypes.CDLL:
     """Return the library that a file holds, or is to hold."""
     library = _found(file)
     if library is None:
-        with cpp_cache.locked(file, _SECONDS) as alone:
+        with cpp_cache.library_lock(file, _SECONDS) as alone:
             library = _found(file) or _made(source, file, alone)  # another process may have made it by now
     return library
 
@@ -150,10 +150,10 @@ def _found(file: Path) -> ctypes.CDLL | None:
     return None
 
 
-def _made(source: Source, file: Path, alone: bool) -> ctypes.CDLL:
+def _made(source: CppSource, file: Path, alone: bool) -> ctypes.CDLL:
     if cpp_cache.is_damaged(file):
         _say(f"{file} is not what was written there, and is compiled again")
-    with cpp_cache.working_folder(file, alone) as folder:
+    with cpp_cache.build_folder(file, alone) as folder:
         written = _compile(source, folder)
         try:
             library = ctypes.CDLL(str(written))  # so that only what can be loaded gets a name
@@ -163,7 +163,7 @@ def _made(source: Source, file: Path, alone: bool) -> ctypes.CDLL:
         return library
 
 
-def _name(source: Source) -> str:
+def _name(source: CppSource) -> str:
     """Return the file name of the library of a source: other text of it or of what it includes, another processor or
     command has another one. Raises OSError where a file is missing."""
     parts = (
@@ -195,7 +195,7 @@ def _files(file: Path) -> dict[Path, str]:
 
 @functools.cache
 def _command() -> tuple[str, ...]:
-    """Return the compiler with its flags. CompilationError where there is none."""
+    """Return the compiler with its flags. CompilationError if no library can be had."""
     chosen = os.environ.get("CXX", "")
     try:
         asked = shlex.split(chosen)
@@ -210,7 +210,7 @@ def _command() -> tuple[str, ...]:
     raise CompilationError("there is no C++ compiler")
 
 
-def _compile(source: Source, folder: Path) -> Path:
+def _compile(source: CppSource, folder: Path) -> Path:
     """Return the library of a source, written into a folder."""
     library, command = folder / "library.so", _command()
     if _hung:

@@ -1,4 +1,5 @@
-"""The gradients of a function, derived from the function: backward passes of references, which are written once."""
+"""The gradients of a function, derived from the function: so that a reference needs no second text for its backward
+pass."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def gradients_of(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dy
         # torch.func.vjp without its refusal of saved-tensor hooks: those around a call of the graph see what the
         # graph saves, and while it is traced nothing is saved
         return _vjp_with_argnums.__wrapped__(function, *inputs)[1](dy)  # type: ignore[attr-defined]
-    # eagerly torch.func refuses saved-tensor hooks, which a training step may have around its backward pass
+    # eagerly torch.func refuses saved-tensor hooks, but a training step may have them around its backward pass
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         own = [t.view_as(t) if again and t.requires_grad else t.detach().requires_grad_() for t in inputs]
@@ -33,7 +34,7 @@ def gradients_of(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dy
 
 def keeping_inputs(function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
     """Return `function(*inputs)`, whose backward pass keeps the inputs alone and runs the function again: the same
-    bits, without the intermediate results that autograd would save, which for a norm in bfloat16 take four times the
+    bits, without the intermediate results that autograd would save. For a norm in bfloat16 these take four times the
     memory of its input.
 
     For a cheap eager function: a compiler decides by itself what to keep. `torch.func` and forward-mode derivatives get

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .gemm.backends import first_possible, record
+from .gemm.backends import first_possible, record_choice
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def served_by(operation: str, module: str, package: str, x: Tensor) -> bool:
     if x.dtype == torch.float64:
         reason = f"it has no kernel for {x.dtype}"
     choice = first_possible(operation, ((package, reason),), last="chunked", fallback=True)
-    record(choice, strict=False)
+    record_choice(choice, strict=False)
     return reason is None
 
 
@@ -47,7 +47,7 @@ def in_one_row(
 ) -> tuple[list[Tensor], Tensor, Tensor, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]:
     """Return tensors [B, T, ...] with their rows one after the other, the states that documents begin with, where
     documents begin, and what makes of a result [1, B T, ...] and the states behind documents those of the rows.
-    documents: [B, T] numbers; state: [B, ...], which the first document of each row goes on from."""
+    documents: [B, T] numbers; state: [B, ...], from which the first document of each row goes on."""
     cu_seqlens, own = offsets_of(documents)
     state = state.new_zeros(len(cu_seqlens) - 1, *state.shape[1:]).index_copy(0, own[:-1], state)
 
@@ -57,11 +57,11 @@ def in_one_row(
     return [x.flatten(0, 1)[None] for x in tensors], state, cu_seqlens, of_rows
 
 
-def gradients(
+def recomputed_gradients(
     run: Callable[..., Any], inputs: Sequence[Tensor], constants: Sequence[Any], grads: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of `inputs`, zeros where there is none, of what `run` makes of them and of the constants,
-    inside the implementation of an operation."""
+    """Return the gradients of `inputs` (zeros for an input without one) of what `run` makes of them and of the
+    constants, inside the implementation of an operation."""
     with _differentiating():
         leaves = [x.detach().requires_grad_() for x in inputs]
         results = run(*leaves, *constants)

@@ -51,7 +51,7 @@ def on_gpu_of_arguments(function: Callable) -> Callable:
 
 
 def _gpu_of(args: Iterable[Any]) -> torch.device | None:
-    """Return the device of the first tensor on a GPU, also inside lists; None where there is none."""
+    """Return the device of the first tensor on a GPU, also inside lists; None without such a tensor."""
     for arg in args:
         found = arg.device if isinstance(arg, Tensor) and arg.is_cuda else None
         if isinstance(arg, (list, tuple)):

@@ -1,5 +1,5 @@
-"""Which C++ libraries there are here, under the setting; the machine is asked once. Without torch, which what moves
-bytes does not import. `backend` says which of them compute a tensor.
+"""Which C++ libraries there are here, under the setting; the machine is asked once. Without torch, so that verbs that
+move bytes need not import it. `backend` says which of them compute a tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class BackendError(ValueError):
 
 
 class Backend(enum.Enum):
-    """DEFINITION: plain torch. COMPILED: a C++ library, called now. OPERATION: a registered operation in a graph, which
+    """DEFINITION: plain torch. COMPILED: a C++ library, called now. OPERATION: a registered operation in a graph; it
     asks again where it runs. TRITON: a kernel of ours on an accelerator. NATIVE: torch's own kernel."""
 
     DEFINITION = "definition"
@@ -63,7 +63,7 @@ class Compiled:
 
 
 class Answer(NamedTuple):
-    """What runs, why nothing faster does, and whether that is for want of a library, which `fallbacks` counts."""
+    """What runs, why nothing faster does, and whether that is for want of a library (`fallbacks` counts those)."""
 
     backend: Backend
     reason: str = ""

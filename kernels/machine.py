@@ -16,8 +16,8 @@ class NoCacheFolderError(ValueError):
 def cache_folder() -> Path:
     """Return where what is made once per machine is kept: `TE_MODELS_CACHE`, or ~/.cache/te_models.
 
-    Raises NoCacheFolderError for a relative one, which would be another one in each directory: code that lies in a
-    downloaded folder would run.
+    Raises NoCacheFolderError for a relative path. It would mean another folder in each directory, and code that lies in
+    a downloaded folder would run.
     """
     asked = os.environ.get("TE_MODELS_CACHE")
     try:

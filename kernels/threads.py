@@ -25,7 +25,7 @@ _spared = _Spared()
 
 
 def threads_for(nanoseconds: float) -> int:
-    """Return the number of threads for a call that takes one thread about so many nanoseconds."""
+    """Return the number of threads for a call that one thread computes in about this many nanoseconds."""
     return (_spared.count or torch.get_num_threads()) if nanoseconds >= LEAST_NS else 1
 
 

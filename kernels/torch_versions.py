@@ -45,7 +45,7 @@ def _register_constants() -> Callable[[type], None] | None:
 
 register_constants = _register_constants()
 """Makes constants of the objects of a class; None: the compiler traces them field by field, and guards on the fields
-that a graph read, which makes the same graphs."""
+that a graph read: the graphs are the same."""
 
 
 def constant_when_traced(function: C) -> C:
@@ -77,7 +77,7 @@ def equal_values(a: object, b: object) -> bool:
 
 
 def fix_width(x: Tensor) -> None:
-    """Let a graph be for one size of the last dimension of x, which an autograd function is about to be applied to.
+    """Let a graph be for one size of the last dimension of x, the input of an autograd function.
 
     Compiled by torch 2.11, sizes computed in there become results, too, and one that turns out to be a constant, such
     as the hint of a dimension that a weight has as well, stops the compiler.

@@ -242,6 +242,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ops", "optimizers", "utils"):  # packages of their own, which not every program needs
+    if name in ("ops", "optimizers", "utils"):  # packages that not every program needs
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(missing(name))

@@ -27,7 +27,7 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 
 @constant_when_traced
 def group_of_all() -> str | None:
-    """Return the name of the default process group; None where there is none, or of one rank."""
+    """Return the name of the default process group; None without a group, or with a group of one rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     assert dist.group.WORLD is not None

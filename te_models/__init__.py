@@ -1,7 +1,7 @@
 """te_models: GPT and mixture-of-experts language models on a Transformer-Engine-style layer set.
 
 Names are imported on first use, so `import te_models` costs little. What lives where:
-config       ModelConfig and its parts             model        GPTModel, TransformerLayer, MoELayer
+config       ModelConfig and its parts             model        GPTModel, DecoderLayer, MoELayer
 generation   generate, stream, drafts              compile      compile_model
 parallel     ParallelDims, parallelize             training     train
 cli          the command `te-models`
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from .generation import Draft, DraftModel, MTPDraft, generate, stream
     from .model import (
+        DecoderLayer,
         GPTModel,
         KVCache,
         ModelOutput,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
         MoELayer,
         RouterRecord,
         StaticKVCache,
-        TransformerLayer,
         logprobs,
         take_expert_load,
         update_expert_bias,
@@ -69,7 +69,7 @@ _HOME = {
         "ModelRefit",
         "RouterRecord",
         "StaticKVCache",
-        "TransformerLayer",
+        "DecoderLayer",
         "logprobs",
         "take_expert_load",
         "update_expert_bias",
@@ -82,6 +82,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionConfig",
     "ConfigError",
+    "DecoderLayer",
     "Draft",
     "DraftModel",
     "EmbeddingConfig",
@@ -101,7 +102,6 @@ __all__ = [
     "RouterRecord",
     "StaticKVCache",
     "TemperatureConfig",
-    "TransformerLayer",
     "compile_model",
     "generate",
     "logprobs",
@@ -110,4 +110,7 @@ __all__ = [
     "update_expert_bias",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF, "; the layer set is te_models.layers")
+# te_models.TransformerLayer promised the constructor of te_models.layers.TransformerLayer, and had another
+__getattr__, __dir__ = lazy_names(
+    __name__, _MODULE_OF, "; the layer set is te_models.layers", {"TransformerLayer": "DecoderLayer"}
+)

@@ -15,7 +15,7 @@ from typing import Any
 
 Messages = list[dict[str, Any]]
 _MARK = "\ue000answer\ue000"
-"""Stands for an answer where its place is looked for: private characters, which no template has."""
+"""Stands for an answer while its place is looked for: private characters that no template has."""
 
 
 class ChatError(Exception):
@@ -54,7 +54,7 @@ class ChatRows:
         for i, message in enumerate(messages):
             if isinstance(message.get("content"), list) and str(message["content"]) in text.whole:
                 raise ChatError(f"it writes the parts of the content of message {i} as Python does, not their text")
-        left = [Answer(self, text, i) for i, message in enumerate(messages) if message["role"] == "assistant"]
+        left = [AssistantMessage(self, text, i) for i, message in enumerate(messages) if message["role"] == "assistant"]
         rows, written = [], text.whole
         if marked and self._final:
             return [self._marked_row(text, written, [a for a in left if messages[a.index].get("weight") != 0])]
@@ -68,7 +68,7 @@ class ChatRows:
             written = left[-1].answered or "" if left else ""
         return rows
 
-    def _found(self, answer: Answer, written: str, *, final: bool) -> Answer | None:
+    def _found(self, answer: AssistantMessage, written: str, *, final: bool) -> AssistantMessage | None:
         """Return an answer with its places in a text, which is the final one or ends with an answer; None: the text
         has it in other words."""
         if answer.is_in(written):
@@ -77,7 +77,7 @@ class ChatRows:
             return answer.in_final(written)
         return None
 
-    def _row(self, text: _Written, written: str, answers: list[Answer]) -> tuple[list[int], list[int], int]:
+    def _row(self, text: _Written, written: str, answers: list[AssistantMessage]) -> tuple[list[int], list[int], int]:
         spans, unended, shift = [], 0, 0
         for answer in answers:
             begin, end = answer.start + shift, answer.end_in(written, shift)
@@ -102,7 +102,9 @@ class ChatRows:
             scored.append(int(inside))
         return encoded.ids, scored
 
-    def _marked_row(self, text: _Written, written: str, answers: list[Answer]) -> tuple[list[int], list[int], int]:
+    def _marked_row(
+        self, text: _Written, written: str, answers: list[AssistantMessage]
+    ) -> tuple[list[int], list[int], int]:
         """A row of a template that marks what the assistant writes: as transformers counts it, and the token behind a
         marked part that ends the turn."""
         count = len(text.messages) if written is text.whole else answers[-1].index + 1
@@ -135,7 +137,7 @@ class ChatRows:
 
     def tail(self, text: str, start: int) -> tuple[int, int | None]:
         """Return where what is behind the last word of text[start:] begins, and where the token in it that ends a turn
-        ends; None: there is none."""
+        ends; None if it does not."""
         end, found = len(text), []
         while True:
             stripped = len(text[start:end].rstrip()) + start
@@ -177,7 +179,7 @@ class _Written:
         return text
 
     def if_any(self, messages: Messages, *, prompt: bool = False) -> str | None:
-        """As `of`; None where the template refuses such a chat, which is not the one that it was asked for."""
+        """As `of`; None where the template refuses such a chat, although nobody asked it for that one."""
         try:
             return self.of(messages, prompt=prompt) if messages else None
         except Exception:  # a template raises what it likes
@@ -190,7 +192,7 @@ class _Written:
         )
 
 
-class Answer:
+class AssistantMessage:
     """A message of the assistant. answered: the text of the chat up to it; None: the template refuses that. start and
     end: the places of the answer in it, with the token that ends it where `ended`."""
 
@@ -228,9 +230,9 @@ class Answer:
         at = self.content_end + shift
         return at + len(space) if written.startswith(space, at) else at
 
-    def in_final(self, whole: str) -> Answer:
+    def in_final(self, whole: str) -> AssistantMessage:
         """Return this answer with its places in the text of the whole chat."""
-        found = object.__new__(Answer)
+        found = object.__new__(AssistantMessage)
         found._rows, found._text, found.index, found.answered = self._rows, self._text, self.index, None
         found.start, found.end = self._place(whole, self._text.messages)
         found.content_end, found.ended = found.end, False

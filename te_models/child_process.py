@@ -55,8 +55,8 @@ def import_path() -> list[str]:
 
 def leave_current_directory() -> None:
     """Import nothing from the current directory any more, nor let an interpreter that a library starts do so: neither
-    multiprocessing, which calls `python -c`, nor torch's compiler, which hands `sys.path` on as PYTHONPATH. For a
-    process that is the command line's own."""
+    multiprocessing (it calls `python -c`) nor torch's compiler (it hands `sys.path` on as PYTHONPATH). For a process
+    that is the command line's own."""
     sys.path[:] = import_path()
     os.environ["PYTHONSAFEPATH"] = "1"
     if "PYTHONPATH" in os.environ:
@@ -100,9 +100,8 @@ def tell(what: object) -> None:
 
 
 def start_script(file: str, arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a script, whose arguments are these and as the last one its `sys.path` as JSON, in an interpreter of its
-    own and a session of its own: Ctrl-C is this process's to answer. Pipes lead to its standard input and output.
-    Raises OSError."""
+    """Start a script, whose arguments are these and as the last one its `sys.path` as JSON, in a new interpreter and a
+    new session: Ctrl-C is this process's to answer. Pipes lead to its standard input and output. Raises OSError."""
     import subprocess
 
     return subprocess.Popen(
@@ -116,7 +115,7 @@ def start_script(file: str, arguments: Sequence[str], environment: Mapping[str, 
 
 
 def exit_code(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Return the exit code of a process that is about to end; None: it has not, after so many seconds."""
+    """Return the exit code of a process that is about to end; None: it has not ended after `seconds`."""
     import subprocess
 
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -128,8 +127,8 @@ def run_program(
     command: Sequence[str], folder: Path, seconds: float, environment: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
     """Run a program, named by its whole path, in a folder; return its exit status, and what it said. environment: None
-    is this process's in the C locale, with temporary files in the folder, which is the caller's then. Raises OSError
-    where it does not start, and TimeoutError after so many seconds, when it is killed with all that it has started."""
+    is this process's in the C locale, with temporary files in the folder; the caller removes it then. Raises OSError
+    where it does not start, and TimeoutError after `seconds`, when it is killed with all that it has started."""
     import signal
     import subprocess
     import tempfile

@@ -35,7 +35,7 @@ class AgreementReport:
     kl_mean, kl_max: Kullback-Leibler divergence of our next-token distribution from theirs, in nats, over the tokens.
     argmax_agreement: part of the tokens at which both put the same one first. relative_error: largest difference of
     logits divided by the largest logit. stages: the same for what comes out of the embedding, each layer but the last,
-    and the final norm. first_divergence: the first stage beyond `tolerance`, or "logits"; None if there is none.
+    and the final norm. first_divergence: the first stage beyond `tolerance`, or "logits"; None without one.
     """
 
     tokens: int
@@ -153,7 +153,7 @@ def compare_logits(
 def load_theirs(folder: str | os.PathLike[str], dtype: torch.dtype) -> Any:
     """Load a folder with transformers, from the disk only, and without running code that the folder brings.
 
-    Attention is the eager one, which is what the model says: the others of transformers may leave soft-capping out.
+    Attention is the eager one, as the model says: the others of transformers may leave soft-capping out.
     Raises ValueError where transformers cannot read the folder, say because of its quantized format.
     """
     transformers = require("transformers", "hf", feature="the comparison")

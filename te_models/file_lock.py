@@ -1,9 +1,9 @@
 """A lock on a folder that one process at a time works in; the kernel drops it when the process ends, however it ends.
 
 The lock is `flock` on a small file in the folder, so that a run which was killed can be started again at once. Network
-file systems have it too (NFS for files that are opened for writing, which is why the folder itself is not what is
-locked). The file says which process on which host holds the lock and since when, for the message to whoever comes
-second. Where a file system has no locks at all, that note alone decides.
+file systems have it too (NFS for files that are opened for writing, so the folder itself is not locked). The file says
+which process on which host holds the lock and since when, for the message to whoever comes second. Where a file system
+has no locks at all, that note alone decides.
 
 A leaf module: it imports nothing of the project.
 """
@@ -41,7 +41,7 @@ class HeldError(ValueError):
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[str | None]:
-    """Hold the lock on the file `path`, which is made, and removed at the end; its folder exists.
+    """Hold the lock on the file `path`; the file is made, and removed at the end; its folder exists.
 
     Yields who held it before and was killed, if that was on another host: where locks do not reach other hosts, that
     process may still run. Forked children do not keep the lock.
@@ -120,7 +120,7 @@ def _write_note(fd: int) -> None:
 
 
 def _read_note(fd: int) -> Note | None:
-    """Return what the note says; None where there is none, or something else."""
+    """Return what the note says; None without a note, or for a file of another kind."""
     try:
         values = json.loads(os.pread(fd, _MOST, 0))
         pid, host, since = values["pid"], values["host"], values["since"]
@@ -153,7 +153,7 @@ def _may_run(pid: int, host: str, since: str) -> bool:
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: close what it got of its parent's locks, which would outlive a killed parent in it."""
+    """In a forked child: close what it got of its parent's locks: in the child they would outlive a killed parent."""
     while _held:
         os.close(_held.pop())
 

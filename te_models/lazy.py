@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,14 +34,19 @@ class _Later(types.ModuleType):
         return value
 
 
-def lazy_names(package: str, module_of: Mapping[str, str], hint: str = "") -> tuple[Callable, Callable]:
+def lazy_names(
+    package: str, module_of: Mapping[str, str], hint: str = "", renamed: Mapping[str, str] | None = None
+) -> tuple[Callable, Callable]:
     """Return `__getattr__` and `__dir__` of a package.
 
     module_of: name -> the module of the package that defines it. hint: what else the AttributeError for another name
-    says.
+    says. renamed: name of an earlier release -> today's; the old one still works, with a DeprecationWarning.
     """
 
     def getattribute(name: str) -> Any:
+        if renamed and name in renamed:
+            warnings.warn(f"{package}.{name} is {package}.{renamed[name]} now", DeprecationWarning, stacklevel=2)
+            name = renamed[name]
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         value = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)

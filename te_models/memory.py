@@ -8,11 +8,11 @@ with four experts had 2.0 GiB in use while its resident set grew by 0.3 GiB in e
 by one (flat as well, but 30-60 % slower steps, because every new map is zeroed); one arena; gradients that stay
 allocated (both still grow).
 
-Conversions call it for each parameter that they quantize as a whole: every thread has a heap of its own, which keeps up
-to 64 MiB.
+Conversions call it for each parameter that they quantize as a whole: every thread has a separate heap, and that keeps
+up to 64 MiB.
 
 Weights that are read from files get large pages, where the system has them: the processor takes a fault for every page
-of 4 KiB that a read touches first, which is half of the time of a read from the page cache.
+of 4 KiB that a read touches first: half of the time of a read from the page cache.
 
 A leaf module: it imports nothing of the project.
 """

@@ -37,7 +37,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopSignals:
-    """The handlers of SIGTERM and Ctrl-C while a `with` block runs; none outside the main thread, which alone can have
+    """The handlers of SIGTERM and Ctrl-C while a `with` block runs; none outside the main thread: only that can have
     them. Signals that the process ignores, as under nohup, stay ignored."""
 
     def __init__(self) -> None:

@@ -55,7 +55,7 @@ def say_while_waiting(sentence: str) -> None:
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """Rows of equally many cells, the first of them a heading where `heading` is true."""
 
     rows: list[tuple[str, ...]]
@@ -89,7 +89,7 @@ class Table:
         return rich_table
 
 
-def show(*parts: str | Table) -> None:
+def show(*parts: str | TextTable) -> None:
     """Print texts and tables on standard output, below one another."""
     console = rich_console(sys.stdout)
     for part in parts:

@@ -1,11 +1,11 @@
-"""Tokenizers of model folders (extra `hf`), read and applied in a process of their own, with limits.
+"""Tokenizers of model folders (extra `hf`), read and applied in a separate process, with limits.
 
 A tokenizer's files are data from strangers, and the Rust library that reads them does not bound what they ask for: a
 chain of replacements doubles a text at every step, a damaged character map panics, and a failed allocation ends the
 process. So none of it happens in this process. The other one may use so much memory and processor time; what goes
 wrong there, its end included, is one sentence here. It starts in 0.06 s, and a piece of text costs two copies.
-Where a folder names a class of transformers, which may read tokenizer.json in its own way, transformers says once which
-tokenizer.json is equal to that class, in another such process, which takes one to two seconds.
+A class of transformers that a folder names may read tokenizer.json in its own way. For such a folder transformers says
+once which tokenizer.json is equal to that class, in another such process (one to two seconds).
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ def tokenizer_folder(name: str | os.PathLike[str]) -> Path:
     folder = local_folder(name, allow_patterns=[pattern for pattern in ALLOWED if pattern != "*.safetensors"])
     if not (folder / FILE).is_file():
         allowed = "allowed: one that has, a hub id, or 'bytes'"
-        there = instead_of_model(folder, str(name))  # leads to a model, which has its tokenizer
+        there = instead_of_model(folder, str(name))  # leads to a model that has its tokenizer
         raise TokenizerError(there or f"the tokenizer folder {name} has no {FILE}; {allowed}")
     return folder
 
 
 class Tokenizer:
-    """A tokenizer in a process of its own, which ends with it. Each method raises TokenizerError.
+    """A tokenizer in a separate process; the process ends with it. Each method raises TokenizerError.
 
     bos and eos: the ids of its special tokens; None: it has none.
     """
 
     def __init__(self, data: bytes, where: str) -> None:
-        """data: a tokenizer.json, which `where` names in errors."""
+        """data: a tokenizer.json, called `where` in errors."""
         self.bos: int | None = None
         self.eos: int | None = None
         self._process = _Process(where, MAX_MEMORY_BYTES)
@@ -110,7 +110,7 @@ class Tokenizer:
         return self._process.ask(b"d", data.tobytes(), BYTES_PER_TOKEN * len(data)).decode()
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token; None: there is none."""
+        """Return the id of a token; None: the tokenizer does not have it."""
         found: int | None = json.loads(self._process.ask(b"t", token.encode("utf-8", "surrogatepass"), 32))
         return found
 
@@ -123,8 +123,8 @@ def read_tokenizer(folder: Path, feature: str) -> Tokenizer:
     """Return the tokenizer of a folder with a tokenizer.json, as transformers reads it: a class that the folder names
     may split texts otherwise than the file says. It turns the whole of any text into ids and nothing else.
 
-    The file may say where texts are cut and to which length they are filled up: settings of the program that wrote it,
-    which would drop or add tokens without a word. feature: what needs it, for the error where the extra is absent.
+    The file may say where texts are cut and to which length they are filled up: settings of the program that wrote it;
+    they would drop or add tokens without a word. feature: what needs it, for the error where the extra is absent.
 
     Raises TokenizerError for a file that cannot be read, SpecialTokenError for special tokens that are no text, and
     CheckpointError for a file that is missing, no regular file, or a link that leaves the folder.
@@ -179,7 +179,7 @@ def _is_of_a_class(folder: Path, model: dict[str, Any]) -> bool:
 
 
 _resolved: dict[tuple[Any, ...], dict[str, Any]] = {}
-"""By the files of a folder as they were: what `_as_transformers` returned last, which takes seconds."""
+"""By the files of a folder as they were: what `_as_transformers` returned last, because that takes seconds."""
 
 
 def _as_transformers(folder: Path, model: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def _check_folder(folder: Path) -> None:
 
 
 class ChatTokenizer:
-    """The tokenizer of a folder with its chat template, as `AutoTokenizer` reads them, in a process of its own.
+    """The tokenizer of a folder with its chat template, as `AutoTokenizer` reads them, in a separate process.
 
     ends: tokens at which generation ends. end: a token to write behind answers that the template ends with none. final:
     see `encode`.

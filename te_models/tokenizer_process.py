@@ -74,7 +74,7 @@ def main(memory_bytes: int, seconds: int, paths: list[str]) -> None:
             os.abort()  # as the Rust side does
         except LimitError as error:
             mark, answer = b"!", str(error).encode()
-        except BaseException as error:  # the Rust side raises bare Exceptions, and a panic is none
+        except BaseException as error:  # the Rust side raises bare Exceptions, and a panic is not an Exception
             mark, answer = b"!", f"the library refuses it ({_first(error)})".encode(errors="replace")
         _send(answers, mark, answer)
 
@@ -184,7 +184,7 @@ def _chat_tokenizer(
 
 
 def _beside(name: str) -> Any:
-    """Import a file beside this one, which is a script, without the package that both are in."""
+    """Import a file beside this script without the package that both are in."""
     import importlib.util
 
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
@@ -268,7 +268,7 @@ def _added(rules: Any) -> int:
 
 
 def _allow(seconds: int) -> None:
-    """End this process after so many more seconds of processor time."""
+    """End this process after `seconds` more of processor time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _lower(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import te_models.checkpoints.mapping.stream as move
-from te_models.checkpoints.io.boxes import count
+from te_models.checkpoints.io.boxes import element_count
 from te_models.layers import QuantizedTensor
 
 
@@ -55,7 +55,7 @@ class Reads:
 
         def read_in_place(store, piece, out):
             done = self._in_place(store, piece, out)
-            self.bytes += count(piece.box) * out.element_size() if done else 0
+            self.bytes += element_count(piece.box) * out.element_size() if done else 0
             return done
 
         move.read_piece, move._read_in_place = read, read_in_place

@@ -13,7 +13,7 @@ from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import REQUIRED, Field, Fixed, OneOf, Values, read_typed
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import FirstDense, SharedExperts
+from .base.moe_fields import FirstDense, SharedExpertCount
 from .base.names import Fused, Names
 from .base.rope import Rope
 
@@ -52,7 +52,7 @@ AFMOE = Family(
         OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 64),
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 6),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1408),
-        SharedExperts("num_shared_experts", 2, default_size=1408),
+        SharedExpertCount("num_shared_experts", 2, default_size=1408),
         FirstDense(1, ("num_dense_layers",)),
         Fixed("moe.router.score", "sigmoid"),
         Fixed("moe.router.expert_bias", True),

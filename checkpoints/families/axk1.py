@@ -12,7 +12,7 @@ from .base.common import ATTENTION_BIAS
 from .base.family import Family
 from .base.fields import Field, Fixed, OneOf, Only, Values, read_typed
 from .base.latent import latent_fields
-from .base.moe_fields import Groups, LayerKinds, SharedExperts, sigmoid_router
+from .base.moe_fields import ExpertGroups, LayerKinds, SharedExpertCount, sigmoid_router
 from .base.names import Fused
 from .base.rope import Rope
 from .base.unused import Unused
@@ -50,13 +50,13 @@ AXK1 = Family(
         OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 192),
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 2048),
-        SharedExperts("n_shared_experts", 1, default_size=2048),
+        SharedExpertCount("n_shared_experts", 1, default_size=2048),
         LayerKinds(),
         Only("scoring_func", "sigmoid"),
         *sigmoid_router(default_scale=2.5),
         SelectionBias(),
         Fixed("moe.post_layernorm", True),
-        Groups(8, 4),
+        ExpertGroups(8, 4),
     ),
     names=_FORM,
     other_names=(replace(_IN_MEMORY, form="fused", experts=Fused()),),

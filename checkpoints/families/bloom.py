@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .base.common import Dropouts, layer_norm
+from .base.common import Dropouts, layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, Fixed, OneOf, Only
 from .base.names import Names
@@ -39,7 +39,7 @@ BLOOM = Family(
         Dropouts("hidden_dropout", None),
         Field("initializer_range", "init_method_std", float, 0.02),
         Only("apply_residual_connection_post_layernorm", False),
-        *layer_norm(bias=True),
+        *layer_norm_entries(bias=True),
         Fixed("embedding.layernorm", True, ("pretraining_tp", "slow_but_exact")),  # which are of rounding alone
         Fixed("embedding.position_embedding_type", "alibi"),
         Fixed("mlp.gated", False),

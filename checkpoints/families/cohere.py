@@ -1,5 +1,5 @@
 """cohere: attention and MLP side by side behind one LayerNorm, rotation in pairs, scaled logits; on request a LayerNorm
-of each head of q and k with weights of its own."""
+of each head of q and k with one weight per head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm
+from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, Fixed, Values, read_typed
 from .base.names import Names
@@ -18,7 +18,7 @@ from .base.rope import Rope
 
 @dataclass(frozen=True)
 class NormOfEachHead:
-    """`use_qk_norm`: a norm of each head of q and k with weights of its own; null means none."""
+    """`use_qk_norm`: a norm of each head of q and k with one weight per head; null means none."""
 
     names: tuple[str, ...] = ("use_qk_norm",)
 
@@ -31,7 +31,7 @@ class NormOfEachHead:
 
 
 COHERE_COMMON = (
-    *layer_norm(bias=False),
+    *layer_norm_entries(bias=False),
     Fixed("block", "parallel_shared_norm"),
     ATTENTION_BIAS,
     Field("logit_scale", "embedding.logits_multiplier", float, 0.0625),

@@ -14,7 +14,7 @@ from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import REQUIRED, Field, Fixed, Values, read_typed, shorten_value
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import LayerKinds, SharedExperts
+from .base.moe_fields import LayerKinds, SharedExpertCount
 from .base.names import Fused, Names
 from .base.rope import Rope
 from .cohere import COHERE_COMMON
@@ -141,7 +141,7 @@ COHERE2_MOE = Family(
         RotatedPrefix(),
         Field("num_experts", "moe.num_moe_experts", int, 8),
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 2),
-        SharedExperts("num_shared_experts", 0, size="intermediate_size"),
+        SharedExpertCount("num_shared_experts", 0, size="intermediate_size"),
         Fixed("moe.router.score_after_topk", True),
         SelectedScores(),
         Rope(),

@@ -1,6 +1,6 @@
 """dbrx: 16 experts in every layer, clamped q, k and v, LayerNorm without bias (Databricks, 2024).
 
-`attn_config.rope_theta`, which published files have, is the base of the rotation: transformers takes no notice of it.
+`attn_config.rope_theta` of published files is the base of the rotation: transformers takes no notice of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from ..mapping.layout_ops import Concat, Rows, Stack, Transpose
-from .base.common import ACTIVATIONS, Dropouts, PaddingIdx, layer_norm
+from .base.common import ACTIVATIONS, Dropouts, PaddingIdx, layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, Fixed, Nullable, OneOf, Only, Values, read_typed, shorten_value
 from .base.names import Names, PerExpert, Weights
@@ -151,7 +151,7 @@ DBRX = Family(
         Only("tie_word_embeddings", False),
         Dropouts("resid_pdrop", "emb_pdrop"),
         PaddingIdx(None),
-        *layer_norm(bias=False),
+        *layer_norm_entries(bias=False),
         Fixed("norm.layernorm_epsilon", 1e-5),
         Within(
             "attn_config",

@@ -13,7 +13,7 @@ from .base.family import Family
 from .base.fields import Field, Fixed, OneOf, Only, Values, get_path, read_typed
 from .base.latent import latent_fields
 from .base.layer_fields import check_names
-from .base.moe_fields import FirstDense, Groups, SharedExperts
+from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount
 from .base.names import COMMON, Fused
 from .base.rope import Rope
 
@@ -27,16 +27,16 @@ class TopKMethod:
     def read(self, hf: Mapping[str, Any]) -> Values:
         methods = ("greedy", "group_limited_greedy")
         (method,) = check_names([read_typed(hf, "topk_method", str, "greedy")], "topk_method", methods)
-        return {} if method == "greedy" else Groups(None, None).read(hf)
+        return {} if method == "greedy" else ExpertGroups(None, None).read(hf)
 
     def write(self, config: ModelConfig) -> Values:
         if get_path(config, "moe.router.num_groups") is None:
             return {"topk_method": "greedy", "n_group": None, "topk_group": None}
-        return {"topk_method": "group_limited_greedy", **Groups().write(config)}
+        return {"topk_method": "group_limited_greedy", **ExpertGroups().write(config)}
 
 
 def latent_decoder(**defaults: Any) -> tuple:
-    """Return the fields of a decoder with latent attention: every head has keys of its own."""
+    """Return the fields of a decoder with latent attention: no two heads share keys."""
     return tuple(e for e in decoder_fields(**defaults) if not isinstance(e, (HeadDim, KeyValueHeads)))
 
 
@@ -52,7 +52,7 @@ DEEPSEEK_V2 = Family(
         OneOf(("n_routed_experts", "num_experts", "num_local_experts"), "moe.num_moe_experts", int, 64),
         Field("num_experts_per_tok", "moe.moe_router_topk", int),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1407),
-        SharedExperts("n_shared_experts", 2, default_size=1407),
+        SharedExpertCount("n_shared_experts", 2, default_size=1407),
         FirstDense(0),
         Only("scoring_func", "softmax"),
         Only("norm_topk_prob", False),

@@ -13,7 +13,7 @@ from .base.common import ATTENTION_BIAS
 from .base.family import Family
 from .base.fields import Field, OneOf, Only, Values, read_typed
 from .base.latent import latent_fields
-from .base.moe_fields import FirstDense, Groups, SharedExperts, sigmoid_router
+from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount, sigmoid_router
 from .base.names import Fused
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
@@ -45,12 +45,12 @@ DEEPSEEK_V3 = Family(
         OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 256),
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 2048),
-        SharedExperts("n_shared_experts", 1, default_size=2048),
+        SharedExpertCount("n_shared_experts", 1, default_size=2048),
         FirstDense(3),
         Only("scoring_func", "sigmoid"),
         Only("topk_method", "noaux_tc"),
         *sigmoid_router(default_scale=2.5),
-        Groups(8, 4),
+        ExpertGroups(8, 4),
     ),
     names=MTP_NAMES,
     other_names=(replace(MTP_NAMES, form="fused", experts=Fused()),),

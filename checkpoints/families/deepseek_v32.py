@@ -10,7 +10,7 @@ from .base.family import Family
 from .base.fields import Entry, Field, Fixed, OneOf, Only
 from .base.indexer import IndexedLayers, indexer_fields
 from .base.latent import latent_fields
-from .base.moe_fields import Groups, LayerKinds, SharedExperts, sigmoid_router
+from .base.moe_fields import ExpertGroups, LayerKinds, SharedExpertCount, sigmoid_router
 from .base.names import Fused
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
@@ -28,13 +28,13 @@ def sparse_latent(groups: tuple[int, int], max_positions: int, norm_eps: float, 
         OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 256),
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 2048),
-        SharedExperts("n_shared_experts", 1, default_size=2048),
+        SharedExpertCount("n_shared_experts", 1, default_size=2048),
         LayerKinds(dense=3),
         Only("mlp_bias", False, null=True),
         Only("scoring_func", "sigmoid"),
         Only("topk_method", "noaux_tc"),
         *sigmoid_router(default_scale=2.5),
-        Groups(*groups),
+        ExpertGroups(*groups),
         IndexedLayers(),
     )
 

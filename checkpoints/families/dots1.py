@@ -8,7 +8,7 @@ from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed, OneOf
 from .base.layer_fields import WindowedFrom
-from .base.moe_fields import FirstDense, Groups, SharedExperts, sigmoid_router
+from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount, sigmoid_router
 from .base.names import Fused
 from .base.rope import Rope
 from .glm4_moe import SIGMOID_NAMES
@@ -23,10 +23,10 @@ DOTS1 = Family(
         OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int),
         Field("num_experts_per_tok", "moe.moe_router_topk", int),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1408),
-        SharedExperts("n_shared_experts", None, default_size=1408),
+        SharedExpertCount("n_shared_experts", None, default_size=1408),
         FirstDense(0),
         *sigmoid_router(normalize=False),
-        Groups(),
+        ExpertGroups(),
         WindowedFrom(window=4096, first=62),
         Rope(),
     ),

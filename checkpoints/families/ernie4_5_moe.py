@@ -12,7 +12,7 @@ from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import REQUIRED, Field, Fixed, OneOf, Spread, Values, get_path, read_typed
-from .base.moe_fields import RouterLoss, SharedExperts
+from .base.moe_fields import RouterLoss, SharedExpertCount
 from .base.names import Fused, Names
 from .base.rope import Rope
 from .base.unused import Unused
@@ -44,8 +44,8 @@ class LayerRange:
 
 @dataclass(frozen=True)
 class SmallestSum:
-    """`moe_norm_min`: the sum of the k probabilities is at least this, which is the same as adding it where it is so
-    small that it vanishes beside any sum of softmax probabilities in float32."""
+    """`moe_norm_min`: the sum of the k probabilities is at least this. That equals adding it if it is small enough to
+    vanish beside any sum of softmax probabilities in float32."""
 
     names: tuple[str, ...] = ("moe_norm_min",)
 
@@ -73,7 +73,7 @@ ERNIE4_5_MOE = Family(
         OneOf(("moe_num_experts", "num_experts", "num_local_experts"), "moe.num_moe_experts", int, 64),
         OneOf(("moe_k", "num_experts_per_tok"), "moe.moe_router_topk", int, 6),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1536),
-        SharedExperts("moe_num_shared_experts", 2, default_size=1536),
+        SharedExpertCount("moe_num_shared_experts", 2, default_size=1536),
         LayerRange(),
         Fixed("moe.router.expert_bias", True),
         Fixed("moe.router.dtype", "float32"),

@@ -8,7 +8,7 @@ from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed, OneOf
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import Groups, LayerKinds, SharedExperts, sigmoid_router
+from .base.moe_fields import ExpertGroups, LayerKinds, SharedExpertCount, sigmoid_router
 from .base.names import Fused, Names
 from .base.rope import Rope
 from .base.unused import Unused
@@ -24,10 +24,10 @@ EXAONE_MOE = Family(
         OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 64),
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1024),
-        SharedExperts("num_shared_experts", 1, default_size=1024),
+        SharedExpertCount("num_shared_experts", 1, default_size=1024),
         LayerKinds(),
         *sigmoid_router(default_scale=2.5),
-        Groups(),
+        ExpertGroups(),
         LayerPattern(window=4096, period=4, pattern=True, unrotated="beside windows"),
         Rope(),
     ),

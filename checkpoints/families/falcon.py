@@ -10,7 +10,7 @@ from typing import Any
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
-from .base.common import ACTIVATIONS, decoder_fields, layer_norm
+from .base.common import ACTIVATIONS, decoder_fields, layer_norm_entries
 from .base.family import Family
 from .base.fields import REQUIRED, Choice, Fixed, Only, Spread, Values, read_typed
 from .base.names import Names
@@ -78,7 +78,7 @@ FALCON = Family(
         SameHeadDim(),
         TimesHidden("ffn_hidden_size"),
         Choice("activation", "mlp.activation", ACTIVATIONS, "gelu"),
-        *layer_norm(bias=True),
+        *layer_norm_entries(bias=True),
         Fixed("mlp.gated", False),
         Spread("bias", ("mlp.bias", "attention.add_qkv_bias", "attention.add_output_bias")),
         FalconBlocks(),

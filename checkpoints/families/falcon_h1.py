@@ -56,7 +56,7 @@ _MLP = ("mlp.gate_multiplier", "mlp.output_multiplier")
 
 
 def _numbers(hf: Mapping[str, Any], name: str, count: int) -> list[float]:
-    """Return a list of so many numbers; ones where there is none."""
+    """Return a list of this many numbers; ones where the file has none."""
     values = read_typed(hf, name, list, None)
     values = [1.0] * count if values is None else values
     if len(values) != count:
@@ -82,8 +82,8 @@ class RowMultipliers(MixerField):
 
 @dataclass(frozen=True)
 class Size(MixerField):
-    """`mamba_d_ssm`, null for `mamba_expand` times hidden_size: the channels of all heads, which `mamba_d_head` has to
-    agree with where it is not "auto"."""
+    """`mamba_d_ssm`, null for `mamba_expand` times hidden_size: the channels of all heads; `mamba_d_head` has to agree
+    unless it is "auto"."""
 
     hf: str = "mamba_d_ssm"
     name: str = "head_dim"

@@ -38,7 +38,7 @@ def gemma_fields(*, max_positions: int, kv_heads: int = 4, without: tuple[str, .
 
 
 @dataclass(frozen=True)
-class Activation:
+class HiddenActivation:
     """`hidden_activation`; without it `hidden_act`, where "gelu" means the tanh form, as published files have it: with
     that Gemma was trained, and transformers 4 computed. transformers 5.17 does not read the first name and takes the
     second at its word."""
@@ -61,7 +61,7 @@ GEMMA = Family(
     architecture="GemmaForCausalLM",
     fields=(
         *decoder_fields(max_positions=8192, pad=0, kv_heads=16, head_dim=256, tied=True, without=("hidden_act",)),
-        Activation(),
+        HiddenActivation(),
         *GEMMA_COMMON,
         Rope(),
     ),

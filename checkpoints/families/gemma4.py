@@ -50,7 +50,7 @@ class LastLayerFull(LayerPattern):
 @dataclass(frozen=True)
 class ExpertsBesideMLP:
     """`enable_moe_block`: experts beside the MLP of every layer; and the widths of the MLPs: `use_double_wide_mlp`
-    doubles that of layers without keys of their own."""
+    doubles the width in layers that read another layer's keys."""
 
     names: tuple[str, ...] = (
         "enable_moe_block",

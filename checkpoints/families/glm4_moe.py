@@ -11,7 +11,7 @@ from te_models.config import ModelConfig
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field, OneOf, Values, read_typed
-from .base.moe_fields import FirstDense, Groups, SharedExperts, sigmoid_router
+from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount, sigmoid_router
 from .base.names import Fused, MTPNames, Names
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
@@ -43,10 +43,10 @@ GLM4_MOE = Family(
         OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 128),
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1408),
-        SharedExperts("n_shared_experts", 1, default_size=1408),
+        SharedExpertCount("n_shared_experts", 1, default_size=1408),
         FirstDense(1),
         *sigmoid_router(),
-        Groups(),
+        ExpertGroups(),
         Rope(partial=0.5),
     ),
     names=MTP_NAMES,

@@ -17,7 +17,7 @@ from .base.family import Family
 from .base.fields import Field, Fixed, OneOf, Only, Values, read_typed
 from .base.indexer import SHARED, IndexerTypes, indexer_fields
 from .base.latent import latent_fields
-from .base.moe_fields import Groups, LayerKinds, RouterLoss, SharedExperts, sigmoid_router
+from .base.moe_fields import ExpertGroups, LayerKinds, RouterLoss, SharedExpertCount, sigmoid_router
 from .base.names import Fused, Names
 from .base.recurrent import MixerField, Nested
 from .base.text_part import TextPart
@@ -45,7 +45,7 @@ class LowerBound(MixerField):
 
 @dataclass(frozen=True)
 class Glm5Layers(KimiLayers):
-    """`layer_types`, and `indexer_types`, which says of layers with attention whether they have an indexer."""
+    """`layer_types`, and `indexer_types`: whether a layer with attention has an indexer."""
 
     def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
         found, shared = super().read(hf, nested), IndexerTypes().read(hf, nested)
@@ -105,10 +105,10 @@ GLM5_NEXT_TEXT = Family(
         OneOf(("n_routed_experts", "num_local_experts"), "moe.num_moe_experts", int, 288),
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 2048),
-        SharedExperts("n_shared_experts", 1, default_size=2048),
+        SharedExpertCount("n_shared_experts", 1, default_size=2048),
         LayerKinds(dense=3),
         *sigmoid_router(default_scale=2.5),
-        Groups(),
+        ExpertGroups(),
         RouterLoss(),
     ),
     mixers=Glm5Layers(

@@ -8,7 +8,7 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .base.common import ACTIVATIONS, Dropouts, layer_norm
+from .base.common import ACTIVATIONS, Dropouts, layer_norm_entries
 from .base.family import Family
 from .base.fields import REQUIRED, Choice, Field, Fixed, OneOf, Values, read_typed
 from .base.names import Names
@@ -34,7 +34,7 @@ class InnerSize:
 class ScoreScale:
     """`scale_attn_weights`: scores divided by the root of the head's size, or not. `scale_attn_by_inverse_layer_idx`:
     by the number of the layer, too, from 1, as Stanford's Mistral models and codeparrot have it. These also say
-    `reorder_and_upcast_attn`, scores in float32, which changes no more than rounding: torch's attention has them so."""
+    `reorder_and_upcast_attn`, scores in float32. That changes only rounding: torch's attention has them so."""
 
     names: tuple[str, ...] = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
@@ -77,7 +77,7 @@ GPT2 = Family(
         Dropouts("resid_pdrop", "embd_pdrop", 0.1),
         Field("initializer_range", "init_method_std", float, 0.02),
         ScoreScale(),
-        *layer_norm(bias=True),
+        *layer_norm_entries(bias=True),
         Fixed("mlp.gated", False),
         Fixed("mlp.bias", True),
         Fixed("attention.add_qkv_bias", True),

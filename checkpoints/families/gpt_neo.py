@@ -9,7 +9,7 @@ from typing import Any
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
-from .base.common import ACTIVATIONS, Dropouts, layer_norm
+from .base.common import ACTIVATIONS, Dropouts, layer_norm_entries
 from .base.family import Family
 from .base.fields import REQUIRED, Choice, Field, Fixed, OneOf, Values, read_typed, shorten_value
 from .base.names import Names
@@ -79,7 +79,7 @@ GPT_NEO = Family(
         Field("attention_dropout", "attention.attention_dropout", float, 0.0),
         Dropouts("resid_dropout", "embed_dropout"),
         Field("initializer_range", "init_method_std", float, 0.02),
-        *layer_norm(bias=True),
+        *layer_norm_entries(bias=True),
         Fixed("mlp.gated", False),
         Fixed("mlp.bias", True),
         Fixed("attention.add_output_bias", True),

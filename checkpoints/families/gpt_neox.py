@@ -9,7 +9,7 @@ from typing import Any
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
-from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm
+from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm_entries
 from .base.family import Family
 from .base.fields import REQUIRED, Field, Fixed, Values, read_typed
 from .base.names import Names
@@ -19,8 +19,8 @@ from .base.unused import Unused
 
 @dataclass(frozen=True)
 class SameHeadDim:
-    """`head_dim`, which transformers' class does not have: what computes the rotation takes it all the same, and the
-    heads do not. Null, or what the heads have."""
+    """`head_dim`, a field that transformers' class does not have: its rotation takes it all the same, and its heads do
+    not. Null, or what the heads have."""
 
     names: tuple[str, ...] = ("head_dim",)
 
@@ -93,7 +93,7 @@ GPT_NEOX = Family(
             without=("head_dim", "num_key_value_heads", "pad_token_id"),
         ),
         SameHeadDim(),
-        *layer_norm(bias=True),
+        *layer_norm_entries(bias=True),
         replace(ATTENTION_BIAS, default=True),
         Field("hidden_dropout", "hidden_dropout", float, 0.0),
         Fixed("mlp.gated", False),

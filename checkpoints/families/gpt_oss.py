@@ -35,7 +35,7 @@ _ROPE = Rope(theta=150000.0)
 
 @dataclass(frozen=True)
 class YarnByDefault:
-    """The rotary embedding, which is extended by yarn where the file says nothing."""
+    """The rotary embedding, extended by yarn where the file says nothing."""
 
     rope: Rope = _ROPE
     names: tuple[str, ...] = Rope.names

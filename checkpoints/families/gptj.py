@@ -11,7 +11,7 @@ from typing import Any
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
-from .base.common import ACTIVATIONS, Dropouts, layer_norm
+from .base.common import ACTIVATIONS, Dropouts, layer_norm_entries
 from .base.family import Family
 from .base.fields import REQUIRED, Choice, Entry, Field, Fixed, OneOf, Values, read_typed, shorten_value
 from .base.names import Names
@@ -56,7 +56,7 @@ def gptj_fields(pad: tuple[Entry, ...]) -> tuple[Entry, ...]:
         Field("attn_pdrop", "attention.attention_dropout", float, 0.0),
         Dropouts("resid_pdrop", "embd_pdrop"),
         Field("initializer_range", "init_method_std", float, 0.02),
-        *layer_norm(bias=True),
+        *layer_norm_entries(bias=True),
         Fixed("block", "parallel_shared_norm"),
         Fixed("mlp.gated", False),
         Fixed("mlp.bias", True),

@@ -20,7 +20,7 @@ from .granitemoe import FORM, OTHER_FORMS
 
 
 @dataclass(frozen=True)
-class Experts:
+class OptionalExperts:
     """`num_local_experts`: 0 means the shared MLP alone, which is then the layer's."""
 
     names: tuple[str, ...] = (
@@ -125,7 +125,7 @@ GRANITEMOEHYBRID = Family(
         *decoder_fields(max_positions=2048, activations=SILU, without=("intermediate_size",)),
         ATTENTION_BIAS,
         *MULTIPLIERS,
-        Experts(),
+        OptionalExperts(),
         Positions(),
     ),
     mixers=RecurrentLayers(

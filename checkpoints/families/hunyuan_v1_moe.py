@@ -19,7 +19,7 @@ from .base.rope import Rope
 
 @dataclass(frozen=True)
 class SameInAllLayers:
-    """A number, or a list with one for each layer, which must be equal: published files have such lists."""
+    """A number, or a list of equal numbers with one for each layer: published files have such lists."""
 
     hf: str
     path: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed, OneOf
-from .base.moe_fields import LayerKinds, SharedExperts
+from .base.moe_fields import LayerKinds, SharedExpertCount
 from .base.names import Fused, Names
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
@@ -29,7 +29,7 @@ HY_V3 = Family(
         OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 192),
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1536),
-        SharedExperts("num_shared_experts", 1, default_size=1536),
+        SharedExpertCount("num_shared_experts", 1, default_size=1536),
         LayerKinds(),
         Fixed("moe.router.score", "sigmoid"),
         Fixed("moe.router.expert_bias", True),

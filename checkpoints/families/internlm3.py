@@ -1,4 +1,4 @@
-"""internlm3: llama with one flag for all biases, which has two names in published files."""
+"""internlm3: llama with one flag for all biases; the flag has two names in published files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PATHS = ("attention.add_qkv_bias", "attention.add_output_bias", "mlp.bias")
 
 @dataclass(frozen=True)
 class Biases:
-    """`qkv_bias` and `bias`, which transformers writes as `attention_bias` and `mlp_bias` and computes only where they
+    """`qkv_bias` and `bias`. transformers writes them as `attention_bias` and `mlp_bias` and computes only where they
     are the same."""
 
     names: tuple[str, ...] = ("qkv_bias", "bias", "attention_bias", "mlp_bias")

@@ -1,4 +1,4 @@
-"""iquestcoder: llama with other defaults. Windows and clipping, which the release's code knows, are in no release."""
+"""iquestcoder: llama with other defaults. The release's code knows windows and clipping; no release uses them."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base.common import decoder_fields, layer_norm
+from .base.common import decoder_fields, layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, Fixed, Spread
 from .base.names import Names
@@ -13,7 +13,7 @@ JAIS2 = Family(
     architecture="Jais2ForCausalLM",
     fields=(
         *decoder_fields(max_positions=8192, norm_eps=1e-5, norm_name="layer_norm_eps", activation="relu2"),
-        *layer_norm(bias=True),
+        *layer_norm_entries(bias=True),
         Fixed("mlp.gated", False),
         Spread("attention_bias", ("attention.add_qkv_bias", "attention.add_output_bias"), True),
         Field("mlp_bias", "mlp.bias", bool, True),

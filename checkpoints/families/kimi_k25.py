@@ -1,4 +1,4 @@
-"""kimi_k25: a deepseek_v3, which published files call kimi_k2, beside a model that sees images (arXiv 2602.02276)."""
+"""kimi_k25: a deepseek_v3 (kimi_k2 in published files) beside a model that sees images (arXiv 2602.02276)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from .base.delta_names import SeparateDeltaNames
 from .base.family import Family
 from .base.fields import Entry, Field, Fixed, Only, Values, read_typed, renamed, shorten_value
 from .base.latent import latent_fields
-from .base.moe_fields import Groups, LayerKinds, SharedExperts, sigmoid_router
+from .base.moe_fields import ExpertGroups, LayerKinds, SharedExpertCount, sigmoid_router
 from .base.names import Fused, Names, PerExpert
 from .base.recurrent import MixerField, Nested, RecurrentLayers
 from .deepseek_v2 import latent_decoder
@@ -37,9 +37,9 @@ def kimi_experts(*, experts: int, chosen: int, width: int, scale: float, groups:
         Field("num_local_experts", "moe.num_moe_experts", int, experts),
         Field("num_experts_per_tok", "moe.moe_router_topk", int, chosen),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, width),
-        SharedExperts("n_shared_experts", 1, default_size=width),
+        SharedExpertCount("n_shared_experts", 1, default_size=width),
         *sigmoid_router(default_scale=scale),
-        Groups(*groups),
+        ExpertGroups(*groups),
     )
 
 
@@ -65,7 +65,7 @@ BY_CHANNEL: dict[str, Any] = {"decay_by": "channel", "gate_activation": "sigmoid
 @dataclass(frozen=True)
 class KimiLayers(RecurrentLayers):
     """`linear_attn_config`: sizes of the delta rule, and the numbers, from 1, of the layers with it and with attention;
-    transformers' own files have its values outside, and `layer_types`, which win over the numbers."""
+    transformers' own files have its values outside, and `layer_types`; these win over the numbers."""
 
     def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
         inner = hf.get("linear_attn_config", {})

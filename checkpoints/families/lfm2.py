@@ -45,7 +45,7 @@ class AdjustedWidth:
 
 @dataclass(frozen=True)
 class Tied:
-    """`tie_word_embeddings`; in its place older files have `tie_embedding`, which wins."""
+    """`tie_word_embeddings`; in its place older files have `tie_embedding`, and it wins."""
 
     names: tuple[str, ...] = ("tie_word_embeddings", "tie_embedding")
 
@@ -58,7 +58,7 @@ class Tied:
 
 
 def _pattern(hf: Mapping[str, Any], layers: int) -> list[str]:
-    """`full_attn_idxs`: the layers with attention; all of them where there is none."""
+    """`full_attn_idxs`: the layers with attention; all of them without the field."""
     full = read_typed(hf, "full_attn_idxs", list, None)
     return ["full_attention" if full is None or i in full else "conv" for i in range(layers)]
 

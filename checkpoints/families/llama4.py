@@ -57,7 +57,7 @@ class Layers:
 class Tuning:
     """`attn_temperature_tuning`: queries of layers without position encoding grow with the logarithm of position.
 
-    In the first files of Scout it is 4, which the code of that time took for true."""
+    In the first files of Scout it is 4; the code of that time took that for true."""
 
     names: tuple[str, ...] = ("attn_temperature_tuning", "floor_scale", "attn_scale")
 
@@ -86,7 +86,7 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MLPWidths:
     """`intermediate_size_mlp` is the width of dense layers, `intermediate_size` the width of the experts."""
 
     names: tuple[str, ...] = ("intermediate_size", "intermediate_size_mlp")
@@ -187,7 +187,7 @@ LLAMA4_TEXT = Family(
             for e in decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8, head_dim=128)
             if e.names != ("intermediate_size",)
         ),
-        Sizes(),
+        MLPWidths(),
         ATTENTION_BIAS,
         UseL2QKNorm(),
         Layers(),

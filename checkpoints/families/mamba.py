@@ -18,7 +18,7 @@ from .mamba2 import NO_ATTENTION
 
 @dataclass(frozen=True)
 class Channels(MixerField):
-    """`intermediate_size`, or `expand` times hidden_size where there is none."""
+    """`intermediate_size`, or `expand` times hidden_size without it."""
 
     hf: str = "intermediate_size"
     name: str = "channels"

@@ -18,7 +18,7 @@ from .base.recurrent import Mamba2Names, MixerField, RecurrentLayers, TimeStepLi
 
 @dataclass(frozen=True)
 class Expand(MixerField):
-    """`expand`: the channels of all heads by hidden_size, which the heads must agree with."""
+    """`expand`: the channels of all heads by hidden_size; the heads must agree."""
 
     hf: str = "expand"
     name: str = ""

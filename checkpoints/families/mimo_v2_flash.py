@@ -15,7 +15,7 @@ from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed, Nullable, OneOf, Values, read_typed, shorten_value
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import Groups, LayerKinds
+from .base.moe_fields import ExpertGroups, LayerKinds
 from .base.names import Fused, Names
 from .base.rope import RopePerLayerType
 from .base.unused import Unused
@@ -27,7 +27,7 @@ _LAYERS = LayerPattern(window=129, period=6, full=lambda layer, _: layer == 0 or
 
 @dataclass(frozen=True)
 class Agrees:
-    """Fields of the published file about windowed layers, which follow from others here; others are refused."""
+    """Fields of the published file about windowed layers; here they follow from others; others are refused."""
 
     names: tuple[str, ...] = (
         "swa_num_attention_heads",
@@ -55,7 +55,7 @@ class Agrees:
 
 @dataclass(frozen=True)
 class PublishedSpelling:
-    """The fields of the published file, which transformers fills in from its own: `hybrid_layer_pattern` and
+    """The fields of the published file, as transformers fills them in from its fields: `hybrid_layer_pattern` and
     `moe_layer_freq` with a 1 for windowed layers and for those with experts, `sliding_window_size` without the query's
     own position."""
 
@@ -101,7 +101,7 @@ MIMO_V2_FLASH = Family(
         Fixed("moe.router.dtype", "float32"),
         Field("norm_topk_prob", "moe.router.normalize", bool, True),
         Field("routed_scaling_factor", "moe.router.scaling_factor", float, 1.0, null=True),
-        Groups(),
+        ExpertGroups(),
         PublishedSpelling(),
         Agrees(),
         RopePerLayerType(5e6, 1e4, local="swa_rope_theta", partial=_PARTIAL, default=(_PARTIAL, _PARTIAL)),

@@ -1,6 +1,6 @@
 """minimax_m2: norms over all of q and of k, half of each head rotated, a sigmoid router with a bias.
 
-Published files say `rotary_dim`, which transformers 5.17 ignores: it rotates the whole head, and is wrong there. Here
+Published files say `rotary_dim`, and transformers 5.17 ignores it: it rotates the whole head, and is wrong there. Here
 `rotary_dim` divided by the head size is the rotated fraction; `partial_rotary_factor` in `rope_parameters` wins.
 """
 

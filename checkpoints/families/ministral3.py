@@ -32,7 +32,7 @@ _ROPE = Rope(extra=("llama_4_scaling_beta", "max_position_embeddings"))
 
 @dataclass(frozen=True)
 class ScaledQueries:
-    """`rope_parameters`, which also hold `llama_4_scaling_beta` and the length by which positions are divided."""
+    """`rope_parameters`, with `llama_4_scaling_beta` and the length by which positions are divided."""
 
     rope: Rope = _ROPE
     names: tuple[str, ...] = Rope.names

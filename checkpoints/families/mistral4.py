@@ -10,7 +10,7 @@ from .base.common import ATTENTION_BIAS
 from .base.family import Family
 from .base.fields import Field, Fixed, OneOf, Values
 from .base.latent import latent_fields
-from .base.moe_fields import FirstDense, Groups, SharedExperts
+from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount
 from .base.names import Fused, Names, per_expert
 from .deepseek_v2 import latent_decoder
 from .deepseek_v3 import RopeInterleave
@@ -54,12 +54,12 @@ MISTRAL4 = Family(
         OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 128),
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 4),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 2048),
-        SharedExperts("n_shared_experts", 1, default_size=2048),
+        SharedExpertCount("n_shared_experts", 1, default_size=2048),
         FirstDense(0),
         Fixed("moe.router.normalize_eps", 1e-20),
         Field("norm_topk_prob", "moe.router.normalize", bool, True),
         Field("routed_scaling_factor", "moe.router.scaling_factor", float, 1.0),
-        Groups(1, 1),
+        ExpertGroups(1, 1),
     ),
     names=FUSED,
     other_names=(per_expert(FUSED, "mlp.experts"),),

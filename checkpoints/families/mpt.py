@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base.common import layer_norm
+from .base.common import layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, Fixed, Nullable, OneOf, Only
 from .base.names import Names
@@ -44,7 +44,7 @@ MPT = Family(
         Only("resid_pdrop", 0.0),
         Only("emb_pdrop", 0.0),
         Only("embedding_fraction", 1.0),
-        *layer_norm(bias=False),
+        *layer_norm_entries(bias=False),
         Fixed("embedding.position_embedding_type", "alibi", _WITHOUT_EFFECT),
         Fixed("mlp.gated", False),
     ),

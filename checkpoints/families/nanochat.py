@@ -1,5 +1,5 @@
 """nanochat: norms without weights, also of the embeddings and, behind the rotation, of q and k; squared ReLU without
-gate; a rotation that turns the other way, which is that of all others for heads whose halves are swapped."""
+gate; a rotation that turns the other way: the usual rotation for heads whose halves are swapped."""
 
 from __future__ import annotations
 

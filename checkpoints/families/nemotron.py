@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm
+from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, Fixed
 from .base.names import Names
@@ -13,7 +13,7 @@ NEMOTRON = Family(
     architecture="NemotronForCausalLM",
     fields=(
         *decoder_fields(max_positions=4096, norm_eps=1e-5, norm_name="norm_eps", activation="relu2", init_std=0.0134),
-        *layer_norm(bias=True),
+        *layer_norm_entries(bias=True),
         Fixed("norm.layernorm_zero_centered_gamma", True),
         Fixed("mlp.gated", False),
         ATTENTION_BIAS,

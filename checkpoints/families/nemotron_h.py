@@ -13,7 +13,7 @@ from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Entry, Field, Fixed, Only, Values, shorten_value
-from .base.moe_fields import Groups, sigmoid_router
+from .base.moe_fields import ExpertGroups, sigmoid_router
 from .base.names import Fused, Names, PerExpert
 from .base.recurrent import Mamba2Names, MixerField, Nested, RecurrentLayers
 
@@ -40,7 +40,7 @@ _ALIASES = {
     "mamba_dt_min": "time_step_min",
     "mamba_conv_bias": "use_conv_bias",
 }
-"""Older names of fields, which win."""
+"""Older names of fields; these win."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _words(hf: Mapping[str, Any]) -> list[str] | None:
 
 @dataclass(frozen=True)
 class ExpertEntries:
-    """What experts need, which a model without any does not write."""
+    """What experts need; a model without experts does not write it."""
 
     entries: tuple[Entry, ...]
 
@@ -110,7 +110,7 @@ class ExpertEntries:
 
 @dataclass(frozen=True)
 class LayerLetters:
-    """As many as `layers_block_type` has, whatever `num_hidden_layers` says, which is written with it."""
+    """As many as `layers_block_type` has, whatever `num_hidden_layers` says; both are written."""
 
     names: tuple[str, ...] = ("num_hidden_layers",)
 
@@ -162,7 +162,7 @@ NEMOTRON_H = Family(
         Fixed("mlp.gated", False),
         Field("mlp_bias", "mlp.bias", bool, False),
         Only("mamba_hidden_act", "silu"),
-        Groups(),
+        ExpertGroups(),
         ExpertEntries(
             (
                 Field("n_routed_experts", "moe.num_moe_experts", int, 8),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm
+from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm_entries
 from .base.family import Family
 from .base.fields import Fixed, Nullable
 from .base.rope import Rope
@@ -12,7 +12,7 @@ OLMO = Family(
     architecture="OlmoForCausalLM",
     fields=(
         *decoder_fields(max_positions=2048, pad=1, without=("rms_norm_eps",)),
-        *layer_norm(bias=False, weight=False),
+        *layer_norm_entries(bias=False, weight=False),
         Fixed("norm.layernorm_epsilon", 1e-5),
         ATTENTION_BIAS,
         Nullable("clip_qkv", "attention.clip_qkv", None),

@@ -18,7 +18,7 @@ OLMO3 = Family(
         LayerPattern(window=4096, period=4),
         # Old files have one `rope_theta`, of all layers, and `rope_scaling` (yarn), of the full ones: so the release
         # (transformers 4.57) and the paper. transformers 5.17 gives `rope_theta` to the full layers only, and to the
-        # others 500000, which is what published files say.
+        # others 500000, as published files say.
         RopePerLayerType(theta=5e5, sliding_theta=5e5),
     ),
     names=Names(norms=POST),

@@ -20,7 +20,7 @@ from .base.rope import Rope
 
 @dataclass(frozen=True)
 class OptionalRope(Rope):
-    """The rotary embedding; a base that is null, not absent, means that there is none."""
+    """The rotary embedding; a base that is null (not absent) turns rotation off."""
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         values = hf.get("rope_scaling") or hf.get("rope_parameters")
@@ -61,7 +61,7 @@ _VALUE_DIM = DerivedField("linear_value_head_dim", "value_head_dim", int, derive
 
 @dataclass(frozen=True)
 class OlmoHybridLayers(RecurrentLayers):
-    """`layer_types`, which also says where the norms of a layer are."""
+    """`layer_types`; it also says where the norms of a layer are."""
 
     def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
         found = super().read(hf, nested)

@@ -10,7 +10,7 @@ from typing import Any
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
-from .base.common import Dropouts, decoder_fields, layer_norm
+from .base.common import Dropouts, decoder_fields, layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, Fixed, Only, Spread, Values, read_typed
 from .base.names import Names
@@ -76,7 +76,7 @@ OPT = Family(
         Field("ffn_dim", "mlp.ffn_hidden_size", int, 3072),
         Field("init_std", "init_method_std", float, 0.02),
         SameHeadDim(),
-        *layer_norm(bias=True),
+        *layer_norm_entries(bias=True),
         AffineNorms(),
         Fixed("norm.layernorm_epsilon", 1e-5),
         Fixed("mlp.gated", False),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .base.common import decoder_fields, layer_norm
+from .base.common import decoder_fields, layer_norm_entries
 from .base.family import Family
 from .base.fields import Fixed, Only, Values, read_typed
 from .base.names import Names
@@ -17,7 +17,7 @@ from .phi import QKLayerNorm
 
 @dataclass(frozen=True)
 class NormedUnlessSaid(QKLayerNorm):
-    """`qk_layernorm`, which is true where the file does not say."""
+    """`qk_layernorm`, true by default."""
 
     def read(self, hf: Mapping[str, Any]) -> Values:
         return super().read({**hf, "qk_layernorm": read_typed(hf, "qk_layernorm", bool, True)})
@@ -35,7 +35,7 @@ PERSIMMON = Family(
             without=("head_dim", "num_key_value_heads"),
         ),
         SameHeadDim(),
-        *layer_norm(bias=True),
+        *layer_norm_entries(bias=True),
         Fixed("mlp.gated", False),
         Fixed("mlp.bias", True),
         Fixed("attention.add_qkv_bias", True),

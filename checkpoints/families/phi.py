@@ -8,7 +8,7 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .base.common import Dropouts, decoder_fields, layer_norm
+from .base.common import Dropouts, decoder_fields, layer_norm_entries
 from .base.family import Family
 from .base.fields import Fixed, Values, read_typed
 from .base.names import Names
@@ -34,7 +34,7 @@ PHI = Family(
     architecture="PhiForCausalLM",
     fields=(
         *decoder_fields(max_positions=2048, norm_eps=1e-5, norm_name="layer_norm_eps", activation="gelu_new"),
-        *layer_norm(bias=True),
+        *layer_norm_entries(bias=True),
         Dropouts("resid_pdrop", "embd_pdrop"),
         Fixed("block", "parallel_shared_norm"),
         Fixed("mlp.gated", False),

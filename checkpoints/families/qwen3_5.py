@@ -23,7 +23,7 @@ _COMMON: tuple[Entry, ...] = (
     Fixed("norm.cast_order", "weight_first"),
     Fixed("attention.qk_layernorm", "head"),
     Fixed("attention.output_gate", True),
-    # three positions of a token, which are one in text
+    # three positions of a token, all the same in text
     Rope(partial=0.25, extra=("mrope_section", "mrope_interleaved")),
 )
 _UNUSED = Unused((*CONSTANTS.patterns, "mtp.*"))

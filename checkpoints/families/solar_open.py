@@ -8,7 +8,7 @@ from dataclasses import replace
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field, OneOf
-from .base.moe_fields import ExpertWidth, Groups, SharedExperts, sigmoid_router
+from .base.moe_fields import ExpertGroups, ExpertWidth, SharedExpertCount, sigmoid_router
 from .base.names import Fused
 from .base.rope import Rope
 from .glm4_moe import SIGMOID_NAMES
@@ -23,9 +23,9 @@ SOLAR_OPEN = Family(
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1280),
         ExpertWidth(1280),
-        SharedExperts("n_shared_experts", 1, default_size=1280),
+        SharedExpertCount("n_shared_experts", 1, default_size=1280),
         *sigmoid_router(),
-        Groups(),
+        ExpertGroups(),
         Rope(theta=1e6),
     ),
     names=SIGMOID_NAMES,

@@ -9,7 +9,7 @@ from typing import Any
 
 from te_models.config import ModelConfig
 
-from .base.common import decoder_fields, layer_norm
+from .base.common import decoder_fields, layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, Only, Values, read_typed
 from .base.names import Names
@@ -33,7 +33,7 @@ class SharedNormResidual:
 
 @dataclass(frozen=True)
 class NormOfHeads:
-    """`qk_layernorm`: a LayerNorm of each head of q and k with weights of its own."""
+    """`qk_layernorm`: a LayerNorm of each head of q and k with one weight per head."""
 
     names: tuple[str, ...] = ("qk_layernorm",)
 
@@ -53,7 +53,7 @@ STABLELM = Family(
             max_positions=4096, norm_eps=1e-5, norm_name="layer_norm_eps", kv_heads=32, without=("head_dim",)
         ),
         SameHeadDim(),
-        *layer_norm(bias=True),
+        *layer_norm_entries(bias=True),
         Field("use_qkv_bias", "attention.add_qkv_bias", bool, False),
         NormOfHeads(),
         SharedNormResidual(),

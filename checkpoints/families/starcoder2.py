@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base.common import Dropouts, decoder_fields, layer_norm
+from .base.common import Dropouts, decoder_fields, layer_norm_entries
 from .base.family import Family
 from .base.fields import Fixed, Spread
 from .base.layer_fields import AllLayersWindow
@@ -22,7 +22,7 @@ STARCODER2 = Family(
             activation="gelu_pytorch_tanh",
             init_std=0.018042,
         ),
-        *layer_norm(bias=True),
+        *layer_norm_entries(bias=True),
         Fixed("mlp.gated", False),
         Spread("use_bias", ("attention.add_qkv_bias", "attention.add_output_bias", "mlp.bias"), True),
         Dropouts("residual_dropout", "embedding_dropout"),

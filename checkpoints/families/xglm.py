@@ -10,7 +10,7 @@ from typing import Any
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
-from .base.common import ACTIVATIONS, PaddingIdx, layer_norm
+from .base.common import ACTIVATIONS, PaddingIdx, layer_norm_entries
 from .base.family import Family
 from .base.fields import Choice, Field, Fixed, OneOf, Only, Values, read_typed
 from .base.names import Names
@@ -19,7 +19,7 @@ from .base.names import Names
 @dataclass(frozen=True)
 class ScaledEmbedding:
     """`scale_embedding`: embeddings times the root of the hidden size, or not. The position of number `pad_token_id` is
-    a zero vector to transformers' class, which no token has where that is at most 1."""
+    a zero vector in transformers' class; no token has that position if the number is at most 1."""
 
     names: tuple[str, ...] = ("scale_embedding",)
 
@@ -51,7 +51,7 @@ XGLM = Family(
         Field("init_std", "init_method_std", float, 0.02),
         PaddingIdx(1),
         ScaledEmbedding(),
-        *layer_norm(bias=True),
+        *layer_norm_entries(bias=True),
         Fixed("norm.layernorm_epsilon", 1e-5),
         Fixed("mlp.gated", False),
         Fixed("mlp.bias", True),

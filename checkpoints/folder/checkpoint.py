@@ -20,15 +20,15 @@ from ..io.store import FileStore, Store
 from ..io.strict_json import read_object
 from ..io.weight_files import open_weights, plain_file
 from ..mapping.param_shapes import ExpertLayout, check_held, check_strangers, expected_tensors
-from ..mapping.parameters import Parameters
+from ..mapping.parameters import StoredParameters
 from ..mapping.plan import match_tensors
 from ..mapping.quantized_format import SUFFIXES, Description, empty, read_metadata
-from ..mapping.rank_shards import WHOLE, Place, parts
+from ..mapping.rank_shards import WHOLE, ShardPlace, parts
 from ..mapping.te_namespace import formats_in_layout, grouped_formats, te_namespace
 from ..mapping.tensor_map import Namespace
 from .passthrough import passthrough_tensors
 from .reading_checks import check_while_reading
-from .te_folder import CONFIG, MODEL_TYPE, Source, TEFolder
+from .te_folder import CONFIG, MODEL_TYPE, HFSource, TEFolder
 from .tied_weights import check_tied_copies, tied_copies
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Checkpoint:
 
                 declaration = declared(values, path)
             self.config: ModelConfig = family.read_config(without_quantization(values), mtp=mtp)
-            self.source: Source | None = Source(family.model_type, values, None)
+            self.source: HFSource | None = HFSource(family.model_type, values, None)
         self.files = open_weights(path) if files is None else files
         self.store: Store = self.files
         self.quantized: QuantizedFiles | None = None
@@ -141,7 +141,7 @@ class Checkpoint:
         return self.source.family if self.source is not None else None
 
     def empty_quantized(
-        self, layout: ExpertLayout, device: torch.device | str | None = None, place: Place = WHOLE
+        self, layout: ExpertLayout, device: torch.device | str | None = None, place: ShardPlace = WHOLE
     ) -> Iterator[tuple[str, QuantizedTensor]]:
         """Yield the name in `layout` and an uninitialised tensor of the stored format for every quantized parameter, or
         for the part of it that a rank of a split model owns.
@@ -196,8 +196,8 @@ class Checkpoint:
         return self._parameters.dtype(name)
 
     @cached_property
-    def _parameters(self) -> Parameters:
-        return Parameters(self.store, self.namespace, self.config, self.formats, self.layout or "grouped")
+    def _parameters(self) -> StoredParameters:
+        return StoredParameters(self.store, self.namespace, self.config, self.formats, self.layout or "grouped")
 
     def check_values(self) -> None:
         """Check what headers do not show, reading the tensors concerned: that those which are left out because they
@@ -250,14 +250,14 @@ class Checkpoint:
         """Close the files."""
         self.files.close()
 
-    def load_into(self, params: Mapping[str, torch.Tensor], *, place: Place = WHOLE) -> None:
+    def load_into(self, params: Mapping[str, torch.Tensor], *, place: ShardPlace = WHOLE) -> None:
         """Fill a model's tensors from the files, converting to their layout, dtype, device and quantized format.
 
         Arguments:
-            params: every parameter of the model by name, in grouped or per-GEMM layout, whichever the files have. Plain
+            params: every parameter of the model by name, in grouped or per-GEMM layout, as the files have it. Plain
                 tensors are filled part by part; for a quantized one its values are put together first.
-            place: the parameters belong to one rank of a split model (`parts.py`); nothing else is read, but of a
-                quantized Hugging Face folder the scales, which are checked. Weights stored quantized are taken over
+            place: the parameters belong to one rank of a split model (`parts.py`); nothing else is read, except the
+            scales of a quantized Hugging Face folder: they are checked. Weights stored quantized are taken over
                 exactly, or refused where the split would cut a block.
 
         Raises:

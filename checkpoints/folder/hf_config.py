@@ -14,8 +14,8 @@ from ..families.base.text_part import text_part
 from ..formats import without_quantization
 from ..io.dtypes import torch_dtype_name, with_most_bytes
 from ..io.errors import CheckpointError
-from ..mapping.plan import Plan
-from .te_folder import Source
+from ..mapping.plan import ConversionPlan
+from .te_folder import HFSource
 
 # Fields that do not belong to an architecture, kept when a model is exported as another family than it came from.
 _NEUTRAL_FIELDS = (
@@ -29,7 +29,7 @@ _NEUTRAL_FIELDS = (
 )
 
 
-def choose_family(config: ModelConfig, source: Source | None, wanted: str | None) -> Family:
+def choose_family(config: ModelConfig, source: HFSource | None, wanted: str | None) -> Family:
     """Return the family to export as: the wanted one, else the recorded one, else the first that fits the model."""
     if wanted is not None:
         family = family_of(wanted)
@@ -63,7 +63,7 @@ def _first_family(config: ModelConfig) -> Family | str:
         return str(error)
 
 
-def export_config(config: ModelConfig, source: Source | None, family: Family, stored_dtype: str) -> dict[str, Any]:
+def export_config(config: ModelConfig, source: HFSource | None, family: Family, stored_dtype: str) -> dict[str, Any]:
     """Return config.json for a model exported as `family`; stored_dtype: the dtype of most of its weights."""
     original: dict[str, Any] = {}
     same_family = False
@@ -148,7 +148,7 @@ def _says(family: Family, hf: dict[str, Any], config: ModelConfig) -> bool:
     return read.replace(**unsaid) == config
 
 
-def weight_dtype(plan: Plan, copies: Collection[str]) -> str:
+def weight_dtype(plan: ConversionPlan, copies: Collection[str]) -> str:
     """Return the dtype that most bytes of a model's weights have in a plan, outputs named in `copies` aside."""
     weights = (output for output in plan.outputs if output.name not in plan.passthrough and output.name not in copies)
     return with_most_bytes(((output.dtype, output.nbytes) for output in weights), "F32")

@@ -11,13 +11,13 @@ import torch
 from te_models.config import ModelConfig
 from te_models.layers import GroupedTensor, QuantizedTensor
 
-from ..formats.numbers import check_values
+from ..formats.numbers import check_scale_values
 from ..io.errors import CheckpointError, shorten
 from ..io.store import Store
 from ..mapping.param_shapes import ExpertLayout, expected_tensors
-from ..mapping.parameters import Parameters
+from ..mapping.parameters import StoredParameters
 from ..mapping.quantized_format import SUFFIXES
-from ..mapping.rank_shards import WHOLE, Place, parts
+from ..mapping.rank_shards import WHOLE, ShardPlace, parts
 from ..mapping.te_namespace import Formats
 from ..mapping.tensor_map import Namespace
 
@@ -39,14 +39,14 @@ class ParameterLoad:
         config: ModelConfig,
         formats: Formats,
         params: Mapping[str, torch.Tensor],
-        place: Place,
+        place: ShardPlace,
     ) -> None:
-        layout = layout_of(params, config, "the names of the parameters to load")
+        layout = layout_of_names(params, config, "the names of the parameters to load")
         shapes = expected_tensors(config, layout)
         self._owned, self._place = parts(config, shapes, place), place
         check_shapes(params, {name: self._owned[name].shape(shape) for name, shape in shapes.items()})
         self._params, self._layout = params, layout
-        self._in_layout = cache(lambda layout: Parameters(self.store, source, config, formats, layout))
+        self._in_layout = cache(lambda layout: StoredParameters(self.store, source, config, formats, layout))
         self.store = store
 
     def sources(self, name: str) -> set[str]:
@@ -93,7 +93,7 @@ def load_params(
     config: ModelConfig,
     formats: Formats,
     params: Mapping[str, torch.Tensor],
-    place: Place,
+    place: ShardPlace,
 ) -> None:
     """Fill `params` from `store`: see `ParameterLoad`."""
     load = ParameterLoad(store, source, config, formats, params, place)
@@ -104,7 +104,7 @@ def load_params(
 def _check_scales(name: str, value: QuantizedTensor) -> None:
     for field, scales in value.fields.items():
         if not field.endswith(("_data", "_zero_point")):
-            check_values(name + SUFFIXES[field], scales, signed=value.quantizer.SIGNED_SCALES)
+            check_scale_values(name + SUFFIXES[field], scales, signed=value.quantizer.SIGNED_SCALES)
 
 
 def check_shapes(params: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -114,7 +114,7 @@ def check_shapes(params: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[
             raise CheckpointError(f"the model's {name} has shape {list(params[name].shape)}; expected: {list(shape)}")
 
 
-def layout_of(names: Mapping[str, Any], config: ModelConfig, what: str) -> ExpertLayout:
+def layout_of_names(names: Mapping[str, Any], config: ModelConfig, what: str) -> ExpertLayout:
     """Return which layout a model's parameter names are in; names that are in neither raise CheckpointError."""
     layouts: tuple[ExpertLayout, ...] = ("grouped", "per-gemm")
     closest = min(layouts, key=lambda layout: len(set(names) ^ set(expected_tensors(config, layout))))

@@ -36,6 +36,6 @@ def our_names(passthrough: Mapping[str, str]) -> dict[str, str]:
 def names_in_export(
     passthrough: Mapping[str, str], hf: Mapping[str, Any], target: Family, used: Container[str]
 ) -> dict[str, str]:
-    """Return stored name -> name in an export as `target`, which must pass such tensors through, too, and use no such
-    name itself."""
+    """Return stored name -> name in an export as `target`; that family must pass such tensors through, too, and use no
+    such name itself."""
     return {n: theirs for n, theirs in passthrough.items() if target.unused.holds(theirs, hf) and theirs not in used}

@@ -12,7 +12,7 @@ from ..families import FAMILIES
 from ..formats.details import activation_scales, details_of
 from ..io.dtypes import FLOATS, dtype_name, with_most_bytes
 from .checkpoint import Checkpoint
-from .te_folder import Source
+from .te_folder import HFSource
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ else:
     torch = later("torch")
 
 
-def source_of(ckpt: Checkpoint, quantized: Collection[str] | None = None) -> Source | None:
+def provenance_source(ckpt: Checkpoint, quantized: Collection[str] | None = None) -> HFSource | None:
     """Return what a folder made from this checkpoint records about its provenance.
 
     quantized: the grouped-layout names of its quantized parameters; None: the names of the checkpoint.

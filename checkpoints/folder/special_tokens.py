@@ -1,7 +1,7 @@
 """The special tokens of a folder, resolved once for all that tokenize, train, evaluate, generate and export.
 
 Which tokens begin and end a text, the tokenizer says: `special_tokens_map.json` where `tokenizer_config.json` lists no
-tokens itself, else `tokenizer_config.json`, and last the class of the tokenizer, which transformers knows. Where
+tokens itself, else `tokenizer_config.json`, and last the class of the tokenizer, known to transformers. Where
 generation ends, the model says: `generation_config.json`, else `config.json`; one id or a list. That is transformers'
 order. Where the one says nothing, the other is asked.
 """
@@ -114,7 +114,7 @@ def generation_config(folder: Path, ids: dict[str, int]) -> dict[str, Any]:
 
 def hf_config(folder: Path) -> dict[str, Any]:
     """Return the Hugging Face configuration of a folder: its config.json, or the one that ours was imported with; empty
-    where there is none."""
+    for a folder without either."""
     values = _read(folder, "config.json")
     if values.get("model_type") != "te_models":
         return values

@@ -18,7 +18,7 @@ from typing import Any
 from te_models.config import ConfigError, ModelConfig
 
 from ..formats.details import check_details
-from ..io.errors import CheckpointError, shown
+from ..io.errors import CheckpointError, shown_untrusted
 from ..io.strict_json import dump_object, parse_object
 from ..mapping.param_shapes import ExpertLayout, check_counts, check_layout
 
@@ -27,11 +27,11 @@ MODEL_TYPE = "te_models"
 
 
 @dataclass(frozen=True)
-class Source:
+class HFSource:
     """The Hugging Face checkpoint that a model comes from: family name, its config.json, the dtype of its files, and
     which of the family's forms they have (None: the published one).
 
-    tied_copies: the tensors of the files that only repeat the embedding, which an export repeats.
+    tied_copies: the tensors of the files that only repeat the embedding; an export writes them again.
     quantization: of weights that are stored as its files quantized them, what config.json does not say; see
     `formats.details`.
     """
@@ -50,7 +50,7 @@ class TEFolder:
 
     layout: ExpertLayout
     config: ModelConfig
-    source: Source | None = None
+    source: HFSource | None = None
 
     def to_bytes(self) -> bytes:
         """Return the file's content; raise CheckpointError for one that could not be read again."""
@@ -80,7 +80,9 @@ class TEFolder:
         """Read the parsed file."""
         if values.get("format_version") != 1:
             version = values.get("format_version")
-            raise CheckpointError(f"{CONFIG} has format_version {shown(version)}; this release reads version 1")
+            raise CheckpointError(
+                f"{CONFIG} has format_version {shown_untrusted(version)}; this release reads version 1"
+            )
         layout = check_layout(values.get("expert_layout", "missing"))
         config = values.get("config")
         if not isinstance(config, dict):
@@ -94,7 +96,7 @@ class TEFolder:
         return cls(layout, model, _read_source(values.get("source")))
 
 
-def _read_source(values: Any) -> Source | None:
+def _read_source(values: Any) -> HFSource | None:
     if values is None:
         return None
     if not isinstance(values, dict) or not isinstance(values.get("config"), dict):
@@ -107,4 +109,4 @@ def _read_source(values: Any) -> Source | None:
     copies = values.get("tied_copies", [])
     if not isinstance(copies, list) or not all(isinstance(name, str) for name in copies):
         raise CheckpointError(f"{CONFIG} has a 'source' whose tied_copies are not a list of names")
-    return Source(family, values["config"], dtype, form, quantization, tuple(copies))
+    return HFSource(family, values["config"], dtype, form, quantization, tuple(copies))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..mapping.param_shapes import ExpertLayout
-from ..mapping.plan import Plan, make_plan
+from ..mapping.plan import ConversionPlan, make_plan
 from ..mapping.te_namespace import Formats, te_namespace
 from .checkpoint import Checkpoint
 from .passthrough import our_names
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def plan_te_folder(
     ckpt: Checkpoint, layout: ExpertLayout, formats: Formats | None = None, dtype: torch.dtype | None = None
-) -> Plan:
+) -> ConversionPlan:
     """Return the plan that moves what `ckpt` holds to the tensors of an expert layout, passthrough tensors included.
 
     formats: grouped-layout names of the parameters that are in fields on both sides. dtype: see `make_plan`.

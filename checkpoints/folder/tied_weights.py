@@ -3,7 +3,7 @@ tokens and share them.
 
 With tied embeddings the output layer is the embedding, and transformers stores it once. Some published files store it
 twice. The copy may be left out only if it is one: a different `lm_head.weight` means that flag or file is wrong. Our
-folders note its name (`Source.tied_copies`), and an export as the same family writes it again.
+folders note its name (`HFSource.tied_copies`), and an export as the same family writes it again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..io.buffers import CHUNK_BYTES
 from ..io.errors import CheckpointError
 from ..io.header import TensorInfo
 from ..io.store import FileStore
-from .te_folder import Source
+from .te_folder import HFSource
 
 
 def tied_copies(config: ModelConfig, tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, str]:
@@ -25,7 +25,7 @@ def tied_copies(config: ModelConfig, tensors: Mapping[str, TensorInfo], family: 
     return {copy: original for copy, original in _pairs(config, family) if copy in tensors and original in tensors}
 
 
-def copies_in_export(config: ModelConfig, source: Source | None, target: Family, form: str | None) -> dict[str, str]:
+def copies_in_export(config: ModelConfig, source: HFSource | None, target: Family, form: str | None) -> dict[str, str]:
     """Return copy -> original for the copies in the files that the model came from, if `target` is their family."""
     if source is None or source.family != target.model_type:
         return {}

@@ -27,7 +27,7 @@ from ..io.errors import CheckpointError
 from ..io.header import TensorInfo, byte_count
 from ..io.store import ComputedStore, Store
 from ..mapping.tensor_map import Namespace
-from .ranks import TABLES, RankPlace, Ranks, Split
+from .ranks import TABLES, ParallelSizes, RankFiles, RankPlace
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ def has_buckets(names: Mapping[str, object]) -> bool:
     return any(_BUCKET.fullmatch(name) for name in names)
 
 
-class Span(NamedTuple):
+class VectorSpan(NamedTuple):
     """Where a tensor lies in a vector of the store."""
 
     key: str
@@ -71,7 +71,7 @@ class Span(NamedTuple):
 class SpanStore(ComputedStore):
     """Tensors that are parts of vectors of another store."""
 
-    def __init__(self, store: Store, spans: Mapping[str, Span]) -> None:
+    def __init__(self, store: Store, spans: Mapping[str, VectorSpan]) -> None:
         self._store, self._spans = store, spans
         self.tensors = {name: _like(store.tensors[span.key].dtype, span.shape) for name, span in spans.items()}
 
@@ -131,12 +131,12 @@ def open_buckets(
     config: ModelConfig,
     weights: tuple[Store, Namespace],
     states: Sequence[str],
-    split: Split,
+    split: ParallelSizes,
     where: Path,
 ) -> Iterator[tuple[Store, Namespace]]:
     """Yield, of each state ("exp_avg", "param"), the tensors of all ranks and how they store the model.
 
-    weights: those of the same checkpoint, which prove the order. Raises CheckpointError where no order fits."""
+    weights: of the same checkpoint; they prove the order. Raises CheckpointError where no order fits."""
     if split.ep > 1 or split.chunks > 1:
         raise CheckpointError(
             f"{where} has moments that ranks flattened together, of {split.ep} shares of experts and {split.chunks} "
@@ -154,7 +154,7 @@ def open_buckets(
             f"times {split.pp} stages"
         )
     for order, modules in MODULES.items():
-        ranks = Ranks(config, split, _vocabulary(config, split, store), local=order == "its own")
+        ranks = RankFiles(config, split, _vocabulary(config, split, store), local=order == "its own")
         spans = _spans(store, ranks, modules, buckets)
         if spans is None or not _proven(store, ranks, spans, weights):
             continue
@@ -169,26 +169,26 @@ def open_buckets(
     )
 
 
-def _vocabulary(config: ModelConfig, split: Split, store: Store) -> int:
+def _vocabulary(config: ModelConfig, split: ParallelSizes, store: Store) -> int:
     info = next((info for name, info in store.tensors.items() if name.endswith(TABLES[0])), None)
     rows = config.vocab_size if info is None or not info.shape else max(info.shape[0], config.vocab_size)
     return -(-rows // split.tp) * split.tp
 
 
 def _spans(
-    store: Store, ranks: Ranks, modules: Sequence[str], buckets: Mapping[int, Mapping[tuple[int, int], str]]
-) -> dict[str, Span] | None:
+    store: Store, ranks: RankFiles, modules: Sequence[str], buckets: Mapping[int, Mapping[tuple[int, int], str]]
+) -> dict[str, VectorSpan] | None:
     """Return where every rank's parameters are, without the last part of the key; None where they do not fill it."""
     namespace = ranks.namespace()
     copies = ranks.copies(namespace.stored)
     shapes = {name: info.shape for name, info in namespace.stored.items()}
     shapes |= {copy: shapes[its] for copy, its in copies.items()}
-    spans: dict[str, Span] = {}
+    spans: dict[str, VectorSpan] = {}
     for rank, held in buckets.items():
         pp, tp = divmod(rank, ranks.split.tp)
         at = str(RankPlace(tp, pp))
         own = [name.removeprefix(at) for name in shapes if name.startswith(at) and not name.endswith(".expert_bias")]
-        order = sorted(own, key=lambda name: place_of(name, modules), reverse=True)
+        order = sorted(own, key=lambda name: sort_key(name, modules), reverse=True)
         free = iter(sorted(held))
         key, end, size = "", 0, 0
         for name in order:
@@ -204,13 +204,13 @@ def _spans(
             end = begin + math.prod(whole)
             if end > size:
                 return None
-            spans[at + name] = Span(key, begin, shape)
+            spans[at + name] = VectorSpan(key, begin, shape)
         if next(free, None) is not None or -(-end // _ALIGNED) * _ALIGNED < size:
             return None
     return spans
 
 
-def place_of(name: str, modules: Sequence[str]) -> tuple[Any, ...]:
+def sort_key(name: str, modules: Sequence[str]) -> tuple[Any, ...]:
     """Return by what names of a rank's parameters sort as Megatron-Core makes them. modules: one of MODULES."""
     match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
     if match is None:
@@ -222,9 +222,9 @@ def place_of(name: str, modules: Sequence[str]) -> tuple[Any, ...]:
     return 1, int(match[1]), module, number[:-1] if kind != word else number, part, _KINDS.index(word), number
 
 
-def _proven(store: Store, ranks: Ranks, spans: Mapping[str, Span], weights: tuple[Store, Namespace]) -> bool:
+def _proven(store: Store, ranks: RankFiles, spans: Mapping[str, VectorSpan], weights: tuple[Store, Namespace]) -> bool:
     """Whether the beginning of every weight of the checkpoint is that of its copy."""
-    from ..mapping.plan import Output
+    from ..mapping.plan import OutputTensor
     from ..mapping.stream import read_rows
     from ..mapping.tensor_map import compose
 
@@ -235,10 +235,10 @@ def _proven(store: Store, ranks: Ranks, spans: Mapping[str, Span], weights: tupl
         key = f"{span.key}param"
         if key not in store.tensors:
             return False
-        output = Output(name, held.tensors[pieces[0].source].dtype, shape, tuple(pieces))
+        output = OutputTensor(name, held.tensors[pieces[0].source].dtype, shape, tuple(pieces))
         rows = min(shape[0], -(-_COMPARED // max(1, math.prod(shape[1:]))))
         weight = read_rows(held, output, 0, rows)
-        copy = SpanStore(store, {name: Span(key, span.begin, shape)}).read(name, full((rows, *shape[1:])))
+        copy = SpanStore(store, {name: VectorSpan(key, span.begin, shape)}).read(name, full((rows, *shape[1:])))
         if not torch.equal(copy.to(weight.dtype), weight):
             return False
     return True

@@ -52,7 +52,7 @@ RANKS = "megatron"
 MODULES = "transformer_engine"
 """The word for a state dict of Transformer Engine's modules."""
 STATE_DICTS = {MODULES: transformer_engine(), "te_models": OWN, "transformers": HUGGING_FACE}
-"""Of state dicts in one piece; with RANKS, which names its modules as in the file of a rank that has all of them."""
+"""Of state dicts in one piece; with RANKS; it names its modules as in the file of a rank that has all of them."""
 
 
 def find_system(folder: Path, names: Collection[str]) -> System:

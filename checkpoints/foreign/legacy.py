@@ -18,7 +18,7 @@ from ..io.errors import CheckpointError, quote
 from ..io.header import TensorInfo, byte_count
 from ..io.store import ComputedStore
 from ..io.weight_files import plain_file
-from .ranks import TABLES, RankPlace, Ranks, Split
+from .ranks import TABLES, ParallelSizes, RankFiles, RankPlace
 from .torch_file import TensorRef, TorchFile
 from .written import Written
 
@@ -88,7 +88,7 @@ class LegacyStore(ComputedStore):
             places[RankPlace(*(int(number or 0) for number in match.groups()))] = path
         return places
 
-    def _open_all(self, places: dict[RankPlace, Path]) -> Split:
+    def _open_all(self, places: dict[RankPlace, Path]) -> ParallelSizes:
         chunks = max(self._open(place, path) for place, path in places.items())
         if any(place.pp for place in places) and not any(place.ep for place in places):
             # Megatron leaves a number out where there is one stage: the last is then the share of experts
@@ -98,7 +98,7 @@ class LegacyStore(ComputedStore):
                 self._refs = {self._moved(n): (RankPlace(p.tp, 0, p.pp), r) for n, (p, r) in self._refs.items()}
                 self.tensors = {self._moved(name): info for name, info in self.tensors.items()}
         tp, pp, ep = (1 + max(place[axis] for place in self._files) for axis in (0, 1, 2))
-        split = Split(tp, pp, ep, chunks)
+        split = ParallelSizes(tp, pp, ep, chunks)
         for tp in range(split.tp):
             for pp in range(split.pp):
                 for ep in range(split.ep):
@@ -140,11 +140,11 @@ class LegacyStore(ComputedStore):
                     self.tensors[stored] = TensorInfo(kind, value.shape, 0, byte_count(kind, value.shape))
         return len(models)
 
-    def ranks(self, config: ModelConfig) -> Ranks:
+    def ranks(self, config: ModelConfig) -> RankFiles:
         """Return what the files hold of a model. Tables lose the rows that only fill up."""
         tables = [self.tensors.get(f"{RankPlace(tp, 0)}{TABLES[0]}") for tp in range(self.split.tp)]
         rows = sum(info.shape[0] if info is not None and info.shape else 0 for info in tables)
-        ranks = Ranks(config, self.split, max(rows, config.vocab_size) if rows else config.vocab_size, self.tensors)
+        ranks = RankFiles(config, self.split, max(rows, config.vocab_size) if rows else config.vocab_size, self.tensors)
         for name, info in [*self.tensors.items()]:
             place, rest = RankPlace.of(name)
             held = ranks.held_rows(place.tp)
@@ -171,7 +171,7 @@ class LegacyStore(ComputedStore):
         return self._files[place].read(ref, box)
 
 
-def write_legacy(folder: Path, outputs: Mapping[str, Written], ranks: Ranks) -> None:
+def write_legacy(folder: Path, outputs: Mapping[str, Written], ranks: RankFiles) -> None:
     """Write the files of all ranks to an existing folder, as `release`, which Megatron begins a run with.
 
     There are no `args` in them: Megatron keeps those as an object of a class that reading with weights_only refuses,
@@ -195,7 +195,7 @@ def write_legacy(folder: Path, outputs: Mapping[str, Written], ranks: Ranks) -> 
     (folder / TRACKER).write_text("release", encoding="utf-8")
 
 
-def _filling(outputs: Mapping[str, Written], ranks: Ranks) -> dict[str, Written]:
+def _filling(outputs: Mapping[str, Written], ranks: RankFiles) -> dict[str, Written]:
     """Return the tables of ranks that have none of the model's rows."""
     found = {}
     for name, output in outputs.items():
@@ -208,13 +208,13 @@ def _filling(outputs: Mapping[str, Written], ranks: Ranks) -> dict[str, Written]
     return found
 
 
-def _name(tp: int, pp: int, ep: int, split: Split) -> str:
+def _name(tp: int, pp: int, ep: int, split: ParallelSizes) -> str:
     """As Megatron calls it: of one stage, or of whole layers of experts, the number is left out."""
     stage = f"_{pp:03d}" if split.pp > 1 else ""
     return f"mp_rank_{tp:02d}{stage}" + (f"_{ep:03d}" if split.ep > 1 else "")
 
 
-def _filled(output: Written, ranks: Ranks) -> Written:
+def _filled(output: Written, ranks: RankFiles) -> Written:
     """Return a table with as many rows as every rank has, of which the last ones are zeros."""
     if output.name not in TABLES or output.shape[0] == ranks.rows:
         return output

@@ -1,6 +1,6 @@
 """Megatron-Core's names and layouts: of models (`mp_rank_XX`), and of distributed checkpoints (`torch_dist`).
 
-Names are those of our parameters, which follow Megatron-Core. Other are: q, k and v, stored group by group; the two
+Our parameters have these names, too: they follow Megatron-Core. Other are: q, k and v, stored group by group; the two
 projections down of latent attention; experts, a level deeper; and in distributed checkpoints layers that are alike,
 stored as one tensor with a dimension for them in front. Moments are named by state:
 `optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight`.
@@ -28,7 +28,7 @@ _NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
-"""A norm before a projection, joined with it or as a module of its own."""
+"""A norm before a projection, joined with it or as a separate module."""
 
 
 def named_norm(at: str, rest: str, found: Mapping[str, HasShape] | None) -> str:
@@ -69,7 +69,7 @@ def placed(config: ModelConfig, layer: int, rest: str, at: str) -> Layout:
         theirs = f"{at}self_attention."
         kv = At(f"{theirs}linear_kv_down_proj.{kind}"), mla.kv_lora_rank + mla.qk_pos_emb_head_dim
         return Concat((At(f"{theirs}{q}.{kind}"), q_rows), kv)
-    if part == "self_attention.linear_qkv_down":  # its norm, which Megatron applies before both
+    if part == "self_attention.linear_qkv_down":  # its norm; Megatron applies it before both
         return At(f"{at}input_layernorm.{kind.removeprefix('layer_norm_')}")
     for ours, theirs in _LATENT.items():
         if part == f"self_attention.{ours}":

@@ -57,7 +57,7 @@ def read_plain(data: bytes, where: str, known: Collection[str], persistent: Call
 
     Arguments:
         where: names the file in errors.
-        known: names that it may contain, and beginnings of names, which end in ".".
+        known: names that it may contain, and beginnings of names, ending in ".".
         persistent: makes a value of a reference to something outside of the pickle; None: there must be none.
 
     Raises CheckpointError, one sentence, for anything that is no such pickle.

@@ -18,7 +18,7 @@ from ..io.boxes import Shape
 from ..io.errors import CheckpointError
 from ..mapping.layout_ops import At, Concat, Layout, Rows, Stack
 from ..mapping.param_shapes import expected_tensors, head_sizes
-from ..mapping.tensor_map import Link, Namespace, Stored
+from ..mapping.tensor_map import Link, Namespace, TensorSpec
 from .megatron import named_norm
 
 TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -33,7 +33,7 @@ _WHOLE = re.compile(r"layer_?norm|linear_(proj|fc2)\.bias|\.router\.|\.gate_weig
 
 
 @dataclass(frozen=True)
-class Split:
+class ParallelSizes:
     """Numbers of ranks: of tensor, pipeline and expert parallelism, and how many chunks of layers a stage has.
 
     Experts are split over tensor parallel ranks as the other layers are. Raises CheckpointError for numbers below 1."""
@@ -68,7 +68,7 @@ class RankPlace(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankFiles:
     """What the files of ranks hold of a model.
 
     Attributes:
@@ -79,7 +79,7 @@ class Ranks:
     """
 
     config: ModelConfig
-    split: Split
+    split: ParallelSizes
     vocabulary: int
     found: Mapping[str, HasShape] | None = None
     local: bool = False
@@ -116,11 +116,11 @@ class Ranks:
     def namespace(self) -> Namespace:
         """Return how the files store the model, each tensor once."""
         canonical = expected_tensors(self.config)
-        stored: dict[str, Stored] = {}
+        stored: dict[str, TensorSpec] = {}
         links: list[Link] = []
         for name, shape in canonical.items():
             for p in self._placed(name, shape).place(shape):
-                stored[p.stored] = Stored(p.stored_shape, convertible=not name.endswith(".expert_bias"))
+                stored[p.stored] = TensorSpec(p.stored_shape, convertible=not name.endswith(".expert_bias"))
                 links.append(Link(name, p.box, p.stored, p.stored_box, p.axes))
         return Namespace(canonical, stored, tuple(links))
 

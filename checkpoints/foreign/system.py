@@ -11,7 +11,7 @@ from ..families.base.family import HasShape
 from ..io.errors import CheckpointError, shorten
 from ..mapping.layout_ops import Layout
 from ..mapping.param_shapes import expected_tensors
-from ..mapping.tensor_map import Link, Namespace, Stored
+from ..mapping.tensor_map import Link, Namespace, TensorSpec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -43,14 +43,14 @@ class System:
         """Return how a checkpoint stores the weights, or a state of the optimizer. Raises CheckpointError for a model
         that the system's names do not cover."""
         canonical = expected_tensors(config)
-        stored: dict[str, Stored] = {}
+        stored: dict[str, TensorSpec] = {}
         links: list[Link] = []
         for name, layout in self.weights(config, found):
             if name not in canonical:
                 raise CheckpointError(f"{self.name} has {name}, which this model does not have")
             for p in layout.place(canonical[name]):
                 place = p.stored if state is None else self.moment(p.stored, state)
-                stored[place] = Stored(p.stored_shape, convertible=not name.endswith(".expert_bias"))
+                stored[place] = TensorSpec(p.stored_shape, convertible=not name.endswith(".expert_bias"))
                 links.append(Link(name, p.box, place, p.stored_box, p.axes))
         absent = sorted(canonical.keys() - {link.name for link in links})
         if absent:

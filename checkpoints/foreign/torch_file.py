@@ -1,8 +1,8 @@
 """Files that `torch.save` wrote, or parts of files that it wrote there: their values and tensors, without unpickling.
 
-Such a file is a zip archive of uncompressed members: `data.pkl`, which says what there is, and the bytes of each
-storage, `data/0` and so on. Tensors are found by the former (`plain_pickle`) and read from the latter by position, so
-that of a large file only what is asked for passes through memory.
+Such a file is a zip archive of uncompressed members: `data.pkl` with what there is, and the bytes of each storage,
+`data/0` and so on. Tensors are found by the former (`plain_pickle`) and read from the latter by position, so that of a
+large file only what is asked for passes through memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """torchtitan's checkpoints: llama3 and qwen3, dense and mixtures, with AdamW's moments.
 
 llama3 rotates pairs of neighbouring channels, so the rows of q and k are in another order than in a model that rotates
-halves. qwen3, which has norms of q and k, rotates halves. Moments are named by parameter:
+halves. qwen3 (with norms of q and k) rotates halves. Moments are named by parameter:
 `optimizer.state.layers.0.attention.wq.weight.exp_avg`.
 """
 

@@ -1,9 +1,9 @@
 """State dicts of models that are made of Transformer Engine's modules: TransformerLayer, LayerNormLinear, LayerNormMLP,
 GroupedLinear.
 
-Of a layer the names are the modules'; around layers every script has its own, which are told by their shapes and words.
-q, k and v are three parameters, or with `fuse_qkv_params` one: group by group, or all queries, all keys, all values
-(`qkv_weight_interleaved=False`), which the names do not tell. Experts are a GroupedLinear, with a weight for each
+Of a layer the names are the modules'; around layers every script has its own; they are recognised by their shapes and
+words. q, k and v are three parameters, or with `fuse_qkv_params` one: group by group, or all queries, all keys, all
+values (`qkv_weight_interleaved=False`); the names do not tell. Experts are a GroupedLinear, with a weight for each
 (`weight0`, `weight1`, ...) or one for all (`single_grouped_weight`).
 """
 

@@ -12,7 +12,7 @@ from ..io.boxes import Box
 from ..io.errors import CheckpointError
 from ..io.header import TensorInfo, byte_count
 from ..io.store import ComputedStore, Store
-from ..mapping.tensor_map import Stored
+from ..mapping.tensor_map import TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ def without_prefix(names: Collection[str], core: str) -> str:
     return found[0] if found else ""
 
 
-def without_padding(tensors: Mapping[str, TensorInfo], expected: Mapping[str, Stored]) -> dict[str, TensorInfo]:
+def without_padding(tensors: Mapping[str, TensorInfo], expected: Mapping[str, TensorSpec]) -> dict[str, TensorInfo]:
     """Return what tensors are where a vocabulary that was filled up, so that ranks divide it, ends where the model's
     does."""
     found = dict(tensors)

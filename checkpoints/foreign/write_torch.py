@@ -1,7 +1,7 @@
 """Write a file that `torch.load(..., weights_only=True)` reads, as a stream: a tensor's rows at a time.
 
-The file is a zip archive of uncompressed members, as `torch.save` writes it: `data.pkl`, which says what there is, and
-the bytes of each tensor, `data/0` and so on, at places that are multiples of 64 bytes.
+The file is a zip archive of uncompressed members, as `torch.save` writes it: `data.pkl` with what there is, and the
+bytes of each tensor, `data/0` and so on, at places that are multiples of 64 bytes.
 """
 
 from __future__ import annotations

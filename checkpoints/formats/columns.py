@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from .format import FLOAT_SCALES, Packing, Part, WeightFormat, one_of
+from .format import FLOAT_SCALES, CodePacking, Part, WeightFormat, one_of
 from .integers import packed_format
 from .packed_columns import AWQ, gptq
 
@@ -20,7 +20,7 @@ _GROUPS = (128, 32, 64, 16, 256, 512, 1024, -1)
 
 
 @functools.cache
-def _columns(name: str, bits: int, group: int, packing: Packing) -> WeightFormat:
+def _columns(name: str, bits: int, group: int, packing: CodePacking) -> WeightFormat:
     packed = packed_format(name, bits, group, zero_points=True, shape=False)
     data, scale, zero = packed.parts
     assert zero.block is not None, "zero points have blocks"

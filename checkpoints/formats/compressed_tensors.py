@@ -13,7 +13,7 @@ among the `targets`, else of one with a pattern (re:) that matches it, else of t
 
 The scales of the key-value cache are `self_attn.k_scale` and `self_attn.v_scale`, beside the projections. Rotations in
 `transform_config` are in the stored weights where they are of weights, and undone by another weight; where they are of
-activations, the model computes them, which ours do not: such folders are refused.
+activations, the model computes them, and ours do not: such folders are refused.
 """
 
 from __future__ import annotations
@@ -177,7 +177,8 @@ def _check_sparsity(sparsity: object) -> None:
 
 
 def _check_transforms(transforms: object) -> None:
-    """Refuse transforms of activations, which the model has to compute because the stored weights are made for them."""
+    """Refuse transforms of activations: the stored weights are made for them, so the model would have to compute
+    them."""
     schemes = transforms.get("config_groups") if isinstance(transforms, dict) else transforms
     for scheme in schemes.values() if isinstance(schemes, dict) else [schemes]:
         places = scheme.get("apply") if isinstance(scheme, dict) else scheme
@@ -202,7 +203,7 @@ INTEGERS = tuple(
 def write(weight_format: WeightFormat, unquantized: list[str]) -> dict[str, Any]:
     """Return `quantization_config` for a model whose linear modules `unquantized` are not quantized.
 
-    E4M3 with float scales asks for activations in E4M3 as they come, which needs no scale in the files, as fp8's
+    E4M3 with float scales asks for activations in E4M3 as they come, without a scale in the files, as fp8's
     "dynamic" does and as readers want for experts; with other weights, activations stay in high precision.
     """
     return {

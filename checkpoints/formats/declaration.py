@@ -31,7 +31,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], WeightFormat | MixedFormat]] =
 }
 
 WRITABLE: dict[str, tuple[WeightFormat, ...]] = {
-    "fp8": (fp8.blocks(pow2=True), fp8.blocks(pow2=False)),
+    "fp8": (fp8.block_format(pow2=True), fp8.block_format(pow2=False)),
     "mxfp8": (mx.read_mxfp8({}),),
     "mxfp4": (mx.read_mxfp4({}),),
     "nvfp4-pack-quantized": (compressed_tensors.NVFP4,),
@@ -46,7 +46,7 @@ WRITABLE: dict[str, tuple[WeightFormat, ...]] = {
     "modelopt-fp8-pb-wo": (modelopt.BLOCKS,),
 }
 """Names that `te-models export --format` takes; the first format that takes the stored form is written. ModelOpt's come
-last, since their readers also want scales of activations, which only a calibrated folder has."""
+last, since their readers also want scales of activations, and only a calibrated folder has these."""
 
 
 def declared(values: Mapping[str, Any], folder: Path) -> Declaration | None:

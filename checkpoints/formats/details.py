@@ -12,12 +12,12 @@ It travels in our config.json, under "source":
 
 others: other weights are quantized here than in those files, so that their declaration is not true of an export (false
 where it is absent); unkept: parameters whose scales are not the powers of two which that promises; dtypes and ones: how
-tensors are written that may be written in several ways (ones: in shape [1] instead of []), by suffix, which the number
-of the format precedes for further formats of a folder; scales: what scales of blocks are called beside a module's
-weight, where that is not `weight_scale_inv` (absent: it is); numbers: numbers of whole
-matrices that no amax gives back; activations: scales of activations, with which no conversion computes, listed by dtype
-and shape: a number each, or a list where there are several. A mixture has one for each matrix of each expert, so they
-must be few JSON values. Folders written before hold {name: [dtype, shape, [numbers]]} there.
+tensors are written that may be written in several ways (ones: in shape [1] instead of []), by suffix; for further
+formats of a folder the number of the format precedes it; scales: what scales of blocks are called beside a module's
+weight, where that is not `weight_scale_inv` (absent: it is); numbers: numbers of whole matrices that no amax gives
+back; activations: scales of activations, with which no conversion computes, listed by dtype and shape: a number each,
+or a list where there are several. A mixture has one for each matrix of each expert, so they must be few JSON values.
+Folders written before hold {name: [dtype, shape, [numbers]]} there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from te_models.lazy import later
 
-from ..io.dtypes import bits_of, dtype_name, torch_dtype
+from ..io.dtypes import bit_width, dtype_name, torch_dtype
 from ..io.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def check_details(details: Any) -> Mapping[str, Any]:
     good = (separate is None or isinstance(separate, dict)) and all(
         isinstance(x, dict) for x in (dtypes, ones, numbers)
     )
-    good = good and all(isinstance(x, str) and bits_of(x) is not None for x in dtypes.values())
+    good = good and all(isinstance(x, str) and bit_width(x) is not None for x in dtypes.values())
     good = good and all(isinstance(x, float) for x in numbers.values())
     good = good and all(isinstance(x, bool) for x in (*ones.values(), details.get("others", False)))
     unkept = details.get("unkept", [])

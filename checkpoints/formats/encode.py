@@ -20,7 +20,7 @@ def encoder(
 ) -> Callable[[Tensor], Tensor] | None:
     """Return what turns a field (of dtype `field`) into a part that is stored in `dtype`; None: they are the same.
 
-    name: the tensor's, which an error about a number that it cannot hold names. imported: see `written_number`.
+    name: the tensor's, for the error about a number that it cannot hold. imported: see `written_number`.
     """
     if part.meaning in ("factor", "divisor"):
         return lambda amax: written_number(part, amax, name, imported)

@@ -18,7 +18,7 @@ from . import numbers
 from .encode import number_amax, number_error
 from .format import Declaration, MixedFormat, Part, WeightFormat
 from .namespace import FieldNamespace
-from .numbers import check_values
+from .numbers import check_scale_values
 from .views import ViewStore
 
 
@@ -27,8 +27,8 @@ class QuantizedFiles:
     """The files of a folder that declares a format, or several.
 
     store: their tensors as fields and values; found: how these store the model. formats: quantized weight -> its
-    format; parameters: the same by the names of the model. activations: tensors that scale activations, which no
-    conversion computes with. quantizer: the form of the fields, of several formats the first's; None: there are none.
+    format; parameters: the same by the names of the model. activations: tensors that scale activations; no conversion
+    computes with them. quantizer: the form of the fields, of several formats the first's; None: there are none.
     wanted: another form, to be made of these fields or values. scales: those that the files call otherwise than they
     are seen -> their names in the files.
     """
@@ -118,7 +118,7 @@ def _check_beside(files: FileStore, name: str, value: torch.Tensor) -> None:
 def _check_scale(files: FileStore, name: str, part: Part, *, pow2: bool, signed: bool) -> None:
     for box in cut_rows(files.tensors[name].shape, 1 << 22):
         stored = files.read(name, box)
-        check_values(name, stored, signed=signed)
+        check_scale_values(name, stored, signed=signed)
         scales = numbers.scale_to_float(stored)
         if pow2 and part.meaning == "scale" and not numbers.is_power_of_two(scales).all():
             raise CheckpointError(

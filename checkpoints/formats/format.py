@@ -4,7 +4,7 @@
     mxfp4               X_blocks U8 [.., M, K/32, 16]    X_scales U8 [.., M, K/32]
     pack-quantized      X.weight_packed I32 [M, K/8]     X.weight_scale BF16 [M, K/group]
 
-Every format is one declaration of this kind in a file of its own. How it is read, written, checked and reported follows
+Every format is one declaration of this kind in a separate file. How it is read, written, checked and reported follows
 from the declaration. `one_of` and `section` read the fields of `quantization_config`.
 """
 
@@ -61,7 +61,7 @@ class Part:
         """Return the shapes that it may have in files for a weight of this shape."""
         if self.block is None:
             return (weight[:-2], (*weight[:-2], 1))
-        shape = over_blocks(weight, self.block)
+        shape = block_counts(weight, self.block)
         if self.entries != "matrix":
             return ((*shape[:-1], 1, shape[-1], 1) if self.entries == "apart" else shape[:-1],)
         return ((*shape[:-1], -(-shape[-1] // self.grouped), self.grouped),) if self.grouped else (shape,)
@@ -87,7 +87,7 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class Packing:
+class CodePacking:
     """How columns are packed. bits: of a code; order: of the codes of a word, from its lowest bits on; along_rows:
     whether a word has codes of several columns of one row (GPTQ), else of several rows of one column; less: what is
     taken from zero points before they are stored."""
@@ -118,7 +118,7 @@ class WeightFormat:
         takes_even: whether one with smaller blocks can, where its scales are the same throughout each larger block.
         requantizer: what quantizes values for it; None: the first of the storages.
         activations: names of tensors beside a weight that scale activations: kept, and given back by an export.
-        attention: the same beside the projections of attention, which scale its queries, keys and values; also in the
+        attention: the same beside the projections of attention, scales of its queries, keys and values; also in the
             modules of single projections, `k_proj.k_scale`.
         columns: the weight's columns must be a multiple of this.
         transposed_stacks: of experts [E, in, out], see `stacks.py`.
@@ -139,7 +139,7 @@ class WeightFormat:
     columns: int = 1
     transposed_stacks: bool = False
     beside: tuple[Beside, ...] = ()
-    packing: Packing | None = None
+    packing: CodePacking | None = None
 
     @property
     def formats(self) -> tuple[WeightFormat, ...]:
@@ -216,13 +216,13 @@ def is_e4m3(quantizer: Quantizer) -> bool:
 
 
 def scale_beside(weight: str, kind: str) -> str:
-    """Return the name of an activation's scale beside a weight: of a module, or of a fused tensor of experts, which is
-    none and puts its own name before it."""
+    """Return the name of an activation's scale beside a weight: of a module, or of a fused tensor of experts, whose
+    name then comes in front."""
     module = weight.removesuffix(".weight")
     return f"{weight}_{kind}" if module == weight else f"{module}.{kind}"
 
 
-def over_blocks(shape: Shape, block: tuple[int, int]) -> Shape:
+def block_counts(shape: Shape, block: tuple[int, int]) -> Shape:
     """Return how many blocks a matrix [..., rows, columns] has."""
     return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
 

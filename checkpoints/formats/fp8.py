@@ -75,7 +75,7 @@ def blocks_128(
 def per_channel(
     *, name: str, activations: tuple[str, ...], attention: tuple[str, ...], entries: Entries
 ) -> WeightFormat:
-    """Return the format of E4M3 with a scale per row, which no form of ours has."""
+    """Return the format of E4M3 with a scale per row; no form of ours has one."""
     return WeightFormat(
         name=name,
         element="e4m3",
@@ -93,7 +93,7 @@ def per_tensor(
 ) -> WeightFormat:
     """Return the format of E4M3 with one floating-point scale per matrix, written in shape [], or [1] with `one`.
 
-    What a parameter joins may have several scales; then they are exact in blocks, which repeat them.
+    What a parameter joins may have several scales; then they are exact in blocks that repeat them.
     """
     return WeightFormat(
         name=name,
@@ -154,14 +154,14 @@ def read(config: Mapping[str, Any]) -> WeightFormat | MixedFormat:
         raise CheckpointError(
             f"config.json declares FP8 with weight_block_size = {shorten_value(block)}; supported: {list(BLOCK)}, null"
         )
-    found = blocks(pow2=one_of(config, "scale_fmt", ("float", "ue8m0"), "float") == "ue8m0")
+    found = block_format(pow2=one_of(config, "scale_fmt", ("float", "ue8m0"), "float") == "ue8m0")
     if one_of(config, "expert_dtype", ("fp8", "fp4"), "fp8") == "fp8":
         return found
     return MixedFormat(((lambda module: ".experts." in module, FP4_EXPERTS), (lambda module: True, found)))
 
 
 @functools.cache
-def blocks(*, pow2: bool) -> WeightFormat:
+def block_format(*, pow2: bool) -> WeightFormat:
     """Return the format of 128x128 blocks; pow2: whether its scales are powers of two."""
     return blocks_128(name="fp8", scale_suffix="_scale_inv", pow2=pow2, activations=_ACTIVATIONS)
 

@@ -6,7 +6,7 @@
 value = (code - zero) * scale. Codes are unsigned; without zero points the zero is 2^(bits - 1). The first of a word's
 codes is in its lowest bits: of a row's columns, and of zero points, of a column's rows. Our fields hold the bytes of
 the former as they are, and the latter one in a byte. `X.weight_g_idx` gives the group of each column where these are
-not runs of columns, which our fields do not hold.
+not runs of columns; our fields do not hold it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def zeros_to_words(zeros: Tensor, per_word: int) -> Tensor:
     return (wide << shifts).sum(-2).to(torch.int32)
 
 
-def values_of(
+def integer_values(
     files: FileStore,
     weight: str,
     weight_format: WeightFormat,

@@ -178,7 +178,7 @@ def _read_one(config: Mapping[str, Any], allowed: tuple[str, ...]) -> WeightForm
 
 def write(weight_format: WeightFormat, unquantized: list[str]) -> dict[str, Any]:
     """Return hf_quant_config.json for a model whose linear modules `unquantized` are not quantized, without scales of
-    activations; FP8 has no name of its own for that."""
+    activations; FP8 has no separate name for that."""
     quantization = _WRITTEN[weight_format.name] | {"kv_cache_quant_algo": None, "exclude_modules": unquantized}
     return {"producer": {"name": "te_models", "version": "0.1.0"}, "quantization": quantization}
 

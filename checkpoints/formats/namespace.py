@@ -16,8 +16,8 @@ import torch
 from te_models.layers.quantizer import Quantizer
 
 from ..io.boxes import Box, Range, Shape, extents
-from ..mapping.quantized_format import SUFFIXES, Description, describe, field_specs
-from ..mapping.tensor_map import Link, Namespace, Stored
+from ..mapping.quantized_format import SUFFIXES, Description, field_specs, quantized_metadata
+from ..mapping.tensor_map import Link, Namespace, TensorSpec
 from .format import WeightFormat
 from .views import Block, field_blocks
 
@@ -37,7 +37,7 @@ class FieldNamespace:
 
     namespace: Namespace
     formats: dict[str, Description] = field(default_factory=dict)
-    fields: dict[str, Stored] = field(default_factory=dict)
+    fields: dict[str, TensorSpec] = field(default_factory=dict)
     repeats: dict[str, str] = field(default_factory=dict)
     inexact: dict[str, str] = field(default_factory=dict)
 
@@ -83,7 +83,7 @@ def field_namespace(
     for link in high_precision.links:
         by_name[link.name].append(link)
     canonical: dict[str, Shape] = {}
-    stored: dict[str, Stored] = {}
+    stored: dict[str, TensorSpec] = {}
     links: list[Link] = []
     result = FieldNamespace(high_precision)
     for name, shape in high_precision.canonical.items():
@@ -123,7 +123,7 @@ class _Parameter:
     ) -> None:
         self._name, self._shape, self._sources = name, shape, links
         self._blocks = field_blocks(quantizer)
-        self.meta = describe(quantizer, dtype)
+        self.meta = quantized_metadata(quantizer, dtype)
         self._specs = field_specs(name, shape, self.meta)
         self._shapes = {link.stored: high_precision.stored[link.stored].shape for link in links}
         outsiders = [link.stored for link in links if link.stored not in formats]
@@ -137,13 +137,13 @@ class _Parameter:
         if any(link.axes[-2:] != (len(shape) - 2, len(shape) - 1) for link in links):
             raise InexactError("its files hold it transposed")
         self.canonical: dict[str, Shape] = {}
-        self.stored: dict[str, Stored] = {}
+        self.stored: dict[str, TensorSpec] = {}
         self.links: list[Link] = []
         self.repeats: dict[str, str] = {}
         self._matrices: dict[tuple[str, Box], Link] = {}
 
     def build(self, same: Callable[[str, str], bool]) -> None:
-        """Make the links of all fields; InexactError where there is none."""
+        """Make the links of all fields; InexactError if no format can."""
         for part in self._format.parts:
             suffix, block = SUFFIXES[f"rowwise_{part.field}"], self._blocks[part.field]
             self.canonical[self._name + suffix] = self._specs[suffix].shape

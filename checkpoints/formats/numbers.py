@@ -47,7 +47,7 @@ NVFP4_RANGE = 448.0 * 6.0
 
 
 def unpack_e2m1(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values [..., 2 n] of packed bytes [..., n] in float32, or in E4M3, which has all of them."""
+    """Return the values [..., 2 n] of packed bytes [..., n] in float32, or in E4M3 (it holds all of them)."""
     return (
         _pairs(dtype).index_select(0, packed.view(torch.uint8).int().flatten()).view(dtype).view(*packed.shape[:-1], -1)
     )
@@ -121,7 +121,7 @@ def divisor_of_amax(amax: Tensor) -> Tensor:
 
 def _closest(guess: Tensor, restores: Callable[[Tensor], Tensor], factor: Tensor) -> Tensor:
     """Return a neighbour of `guess` that decodes as `factor`, and the one that `restores` the stored number if there
-    are several; the latter or the guess where there is none."""
+    are several; the latter, or the guess without one."""
     best, rank = guess, torch.zeros_like(guess)
     for step in (0, 1, -1, 2, -2, 3, -3):
         amax = (guess.contiguous().view(torch.int32) + step).view(torch.float32)
@@ -139,12 +139,12 @@ def check_scales(store: FileStore, names: Iterable[tuple[str, bool]]) -> None:
     quantization gives."""
     for name, signed in names:
         for box in cut_rows(store.tensors[name].shape, 4 * _PART):
-            check_values(name, store.read(name, box), signed=signed)
+            check_scale_values(name, store.read(name, box), signed=signed)
 
 
-def check_values(name: str, scales: torch.Tensor, *, signed: bool = False) -> None:
+def check_scale_values(name: str, scales: torch.Tensor, *, signed: bool = False) -> None:
     """Raise CheckpointError where these scales, stored as `name` or a part of it, hold a NaN, an infinity, a negative
-    number or a zero. signed: scales of integers, which may be negative and zero.
+    number or a zero. signed: scales of integers; they may be negative and zero.
 
     Scales stored as bytes are exponents (E8M0), in which 255 is NaN. Of scales in E4M3, and of amaxes, zeros are those
     of blocks and matrices that are zero.

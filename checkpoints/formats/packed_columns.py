@@ -22,23 +22,23 @@ from ..io.dtypes import torch_dtype
 from ..io.errors import CheckpointError
 from ..io.header import TensorInfo, byte_count
 from ..io.store import FilesSeen, FileStore
-from ..mapping.plan import Output
-from .format import MixedFormat, Packing, WeightFormat
+from ..mapping.plan import OutputTensor
+from .format import CodePacking, MixedFormat, WeightFormat
 
 _AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 _SEEN = {"qweight": "_packed", "qzeros": "_zero_point", "scales": "_scale", "g_idx": "_g_idx"}
 """A module's tensor -> what its name as one of a weight adds to the weight's."""
 
 
-def gptq(bits: int, *, second: bool) -> Packing:
+def gptq(bits: int, *, second: bool) -> CodePacking:
     """Return GPTQ's packing, or that of its second version."""
-    return Packing(bits, tuple(range(32 // bits)), True, 0 if second else 1)
+    return CodePacking(bits, tuple(range(32 // bits)), True, 0 if second else 1)
 
 
-AWQ = Packing(4, _AWQ, False)
+AWQ = CodePacking(4, _AWQ, False)
 
 
-def unpack(words: Tensor, packing: Packing) -> Tensor:
+def unpack_columns(words: Tensor, packing: CodePacking) -> Tensor:
     """Return the codes [.., C] of words [.., C / per_word], uint8."""
     shifts = torch.zeros(packing.per_word, dtype=torch.int32, device="cpu")
     shifts[list(packing.order)] = torch.arange(0, 32, packing.bits, dtype=torch.int32, device="cpu")
@@ -46,8 +46,8 @@ def unpack(words: Tensor, packing: Packing) -> Tensor:
     return codes.to(torch.uint8).flatten(-2)
 
 
-def pack(codes: Tensor, packing: Packing) -> Tensor:
-    """Undo `unpack`."""
+def pack_columns(codes: Tensor, packing: CodePacking) -> Tensor:
+    """Undo `unpack_columns`."""
     shifts = torch.zeros(packing.per_word, dtype=torch.int64, device="cpu")
     shifts[list(packing.order)] = torch.arange(0, 32, packing.bits, device="cpu")
     return (codes.long().unflatten(-1, (-1, packing.per_word)) << shifts).sum(-1).to(torch.int32)
@@ -69,7 +69,7 @@ def seen_by_rows(files: FileStore, declared: WeightFormat | MixedFormat) -> File
 class _Rows(FilesSeen):
     """Files of which some tensors are seen as rows: `seen` gives the file's name of each."""
 
-    def __init__(self, files: FileStore, seen: Mapping[str, str], packing: Packing) -> None:
+    def __init__(self, files: FileStore, seen: Mapping[str, str], packing: CodePacking) -> None:
         self._files, self._seen, self._packing = files, seen, packing
         self.metadata, self.file_of = files.metadata, dict(files.file_of)
         hidden = {*seen.values()}
@@ -106,27 +106,27 @@ class _Rows(FilesSeen):
         # a word has codes of several rows: read the words around them
         first, last = rows.start // p.per_word, -(-rows.stop // p.per_word)
         inner = columns if kind == "qzeros" else Range(columns.start * p.per_word, columns.stop * p.per_word)
-        codes = unpack(self._files.read(source, (inner, Range(first, last))), p).mT
+        codes = unpack_columns(self._files.read(source, (inner, Range(first, last))), p).mT
         begin = first * p.per_word
         codes = codes[rows.start - begin : rows.stop - begin : rows.step]
         if kind == "qzeros":
             return codes + p.less  # to 16 of four bits
-        in_order = Packing(p.bits, tuple(range(p.per_word)), True)
-        return pack(codes.contiguous(), in_order)
+        in_order = CodePacking(p.bits, tuple(range(p.per_word)), True)
+        return pack_columns(codes.contiguous(), in_order)
 
     def can_read_bytes(self, name: str) -> bool:
         return name not in self._seen and self._files.can_read_bytes(name)
 
 
 def column_name(weight: str, part: str) -> str:
-    """Return what files call a part of a weight, which is seen as `part`."""
+    """Return what files call the part of a weight that is seen as `part`."""
     kinds = {f"{weight}{suffix}": kind for kind, suffix in _SEEN.items()}
     return f"{weight.removesuffix('.weight')}.{kinds[part]}"
 
 
 def as_columns(
-    weight: str, packing: Packing, outputs: list[Output], parts: Callable[[Output], Iterable[Tensor]]
-) -> list[Output]:
+    weight: str, packing: CodePacking, outputs: list[OutputTensor], parts: Callable[[OutputTensor], Iterable[Tensor]]
+) -> list[OutputTensor]:
     """Return the tensors of a weight, made as rows, as they are written: packed along columns.
 
     parts: computes an output, in parts along its first dimension.
@@ -137,11 +137,11 @@ def as_columns(
         kind = name.rpartition(".")[2]
         dtype, shape = _written_as(kind, output, packing)
         compute = functools.partial(_columns, kind, output, packing, parts)
-        found.append(Output(name, dtype, shape, output.pieces, compute, f"{output.variant} packed", output.owner))
+        found.append(OutputTensor(name, dtype, shape, output.pieces, compute, f"{output.variant} packed", output.owner))
     return found
 
 
-def _written_as(kind: str, output: Output, p: Packing) -> tuple[str, Shape]:
+def _written_as(kind: str, output: OutputTensor, p: CodePacking) -> tuple[str, Shape]:
     if kind == "g_idx":
         return output.dtype, output.shape
     rows, columns = output.shape
@@ -152,7 +152,9 @@ def _written_as(kind: str, output: Output, p: Packing) -> tuple[str, Shape]:
     return "I32", (columns, rows) if p.along_rows else (columns * p.per_word, rows // p.per_word)
 
 
-def _columns(kind: str, output: Output, p: Packing, parts: Callable[[Output], Iterable[Tensor]]) -> Iterator[Tensor]:
+def _columns(
+    kind: str, output: OutputTensor, p: CodePacking, parts: Callable[[OutputTensor], Iterable[Tensor]]
+) -> Iterator[Tensor]:
     """Yield a tensor packed along columns; the matrix is put together first."""
     flat = torch.cat([part.contiguous().view(-1).view(torch_dtype(output.dtype)) for part in parts(output)])
     rows = flat.view(output.shape)
@@ -161,7 +163,7 @@ def _columns(kind: str, output: Output, p: Packing, parts: Callable[[Output], It
     elif kind == "scales" or (kind == "qweight" and p.along_rows):
         yield rows.mT.contiguous()
     elif kind == "qzeros":
-        yield pack(((rows.int() - p.less) & (2**p.bits - 1)).mT, p)
+        yield pack_columns(((rows.int() - p.less) & (2**p.bits - 1)).mT, p)
     else:
-        in_order = Packing(p.bits, tuple(range(p.per_word)), True)
-        yield pack(unpack(rows, in_order).mT, p)
+        in_order = CodePacking(p.bits, tuple(range(p.per_word)), True)
+        yield pack_columns(unpack_columns(rows, in_order).mT, p)

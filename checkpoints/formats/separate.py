@@ -27,7 +27,7 @@ def said_of_quantization(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_within(said: Mapping[str, Any]) -> Any:
-    """Return `quantization_config` of what `said_of_quantization` returned; None where there is none."""
+    """Return `quantization_config` of what `said_of_quantization` returned; None without one."""
     return said.get(TEXT, said).get(IN_CONFIG)
 
 

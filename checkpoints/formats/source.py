@@ -25,7 +25,7 @@ from ..io.header import TensorInfo
 from ..io.store import FileStore
 from ..mapping.param_shapes import is_linear_weight
 from ..mapping.plan import match_tensors
-from ..mapping.tensor_map import Namespace, Stored
+from ..mapping.tensor_map import Namespace, TensorSpec
 from . import numbers
 from .bitsandbytes import seen_as_values
 from .files import QuantizedFiles
@@ -62,8 +62,8 @@ def open_quantized(
     """Read the headers of quantized files, whose plain form a family stores as `high_precision` says.
 
     storage: a key of the format's `storages` or `then`, None for its first, VALUES for none; with any_storage also one
-    of FORMS. Of several formats each weight gets the first of its own: None, VALUES and FORMS are allowed. float32:
-    values are read as such, not in the dtype of the other weights.
+    of FORMS. Of several formats each weight gets the first that is meant for it: None, VALUES and FORMS are allowed.
+    float32: values are read as such, not in the dtype of the other weights.
     """
     declared = declaration.format
     files = seen_as_values(seen_by_rows(seen_upright(files, high_precision, declared), declared), declared)
@@ -247,7 +247,7 @@ def _match(
     where: str,
 ) -> None:
     """Check that the files have every tensor of the model and of every weight's parts, each as it must be."""
-    expected: dict[str, Stored] = {}
+    expected: dict[str, TensorSpec] = {}
     for name, stored in high_precision.stored.items():
         weight_format = formats.get(name)
         if weight_format is None:
@@ -261,11 +261,11 @@ def _match(
         for part in weight_format.parts:
             allowed, found = part.shapes(stored.shape), files.tensors.get(name + part.suffix)
             shape = found.shape if found is not None and found.shape in allowed else allowed[0]
-            expected[name + part.suffix] = Stored(shape, frozenset(part.dtypes), convertible=False)
+            expected[name + part.suffix] = TensorSpec(shape, frozenset(part.dtypes), convertible=False)
         for beside in weight_format.beside:
             if beside.required or name + beside.suffix in files.tensors:
                 shape = tuple(beside.value(stored.shape).shape)
-                expected[name + beside.suffix] = Stored(shape, frozenset(beside.dtypes), convertible=False)
+                expected[name + beside.suffix] = TensorSpec(shape, frozenset(beside.dtypes), convertible=False)
     strangers = files.tensors.keys() - expected.keys()  # the model's own check sees them later
     match_tensors(files.tensors, expected, where=where, unused=strangers)
 

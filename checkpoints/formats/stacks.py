@@ -2,7 +2,7 @@
 
 In some models (Llama 4, gpt-oss) the experts are a parameter [E, in, out] of a module. Other formats store such weights
 as [E, out, in] with a scale per expert, named after the parameter. ModelOpt leaves them as they lie, packs and scales
-along `in`, which is the second dimension then, names the scales `X_weight_scale`, and has one number for all experts.
+along `in` (the second dimension then), names the scales `X_weight_scale`, and has one number for all experts.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def seen_upright(files: FileStore, high_precision: Namespace, declared: WeightFo
 
 
 class _Seen(FilesSeen):
-    """Files of which some tensors have another name and shape: `seen` gives the file's name and the shape, which is
-    [E, out, in] for a stack that lies as [E, in, out], and [E] for one number."""
+    """Files of which some tensors have another name and shape: `seen` gives the file's name and the shape: [E, out, in]
+    for a stack that lies as [E, in, out], and [E] for one number."""
 
     def __init__(self, files: FileStore, seen: Mapping[str, tuple[str, Shape]]) -> None:
         self._files, self._seen = files, seen

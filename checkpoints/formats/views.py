@@ -23,7 +23,7 @@ from ..io.boxes import Box, Range, Shape, extents, slices
 from ..io.dtypes import torch_dtype
 from ..io.header import TensorInfo, byte_count
 from ..io.store import FileStore
-from ..mapping.tensor_map import Stored
+from ..mapping.tensor_map import TensorSpec
 from . import integers, numbers
 from .format import Part, WeightFormat
 
@@ -69,7 +69,7 @@ def field_blocks(quantizer: Quantizer) -> dict[str, Block | None]:
     return {layout.name.removeprefix("rowwise_"): layout.block for layout in layouts if layout.usage == "rowwise"}
 
 
-def field_view(files: FileStore, weight: str, part: Part, quantizer: Quantizer, field: Stored) -> View | None:
+def field_view(files: FileStore, weight: str, part: Part, quantizer: Quantizer, field: TensorSpec) -> View | None:
     """Return one part of a quantized weight as the field that it becomes; None where it is that field already."""
     name, (dtype,) = weight + part.suffix, field.dtypes
     if isinstance(quantizer, IntQuantizer) and part.meaning == "elements":
@@ -84,7 +84,7 @@ def field_view(files: FileStore, weight: str, part: Part, quantizer: Quantizer, 
 
     def read(box: Box) -> Tensor:
         if block != part.block and part.meaning == "elements":
-            return unpacked(files, name, part, box, torch_dtype(dtype))
+            return unpacked_region(files, name, part, box, torch_dtype(dtype))
         found = region(files, name, part, box, block, convert or (lambda found: found.to(torch_dtype(dtype))))
         return found.expand(extents(box))  # the number of a matrix, where the field has one per block
 
@@ -118,9 +118,9 @@ def value_view(files: FileStore, weight: str, weight_format: WeightFormat, shape
         if weight_format.element == "values":
             return files.read(weight + data.suffix, box).to(torch_dtype(dtype))
         if weight_format.integers:
-            return integers.values_of(files, weight, weight_format, shape, box, torch_dtype(dtype), scales)
+            return integers.integer_values(files, weight, weight_format, shape, box, torch_dtype(dtype), scales)
         if weight_format.element == "e2m1":
-            values = unpacked(files, weight + data.suffix, data, box, torch.float32)
+            values = unpacked_region(files, weight + data.suffix, data, box, torch.float32)
         else:
             found = _decoded_in_one_pass(files, weight, weight_format, box, torch_dtype(dtype))
             if found is not None:
@@ -171,7 +171,7 @@ def _scaled(files: FileStore, weight: str, part: Part, box: Box, values: Tensor)
     return times_blocks(values, scale, (1, width))
 
 
-def unpacked(files: FileStore, name: str, part: Part, box: Box, dtype: torch.dtype) -> Tensor:
+def unpacked_region(files: FileStore, name: str, part: Part, box: Box, dtype: torch.dtype) -> Tensor:
     """Return a region of packed elements as values in `dtype`."""
     columns = box[-1]
     assert columns.step == 1, "no weight map interleaves columns of a quantized weight"

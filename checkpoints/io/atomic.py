@@ -123,9 +123,9 @@ def replace_text(destination: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replaced_file(destination: Path) -> Iterator[Path]:
-    """Yield a path to write a file at, which gets its name when the block ends, and is removed when the block fails.
+    """Yield a path to write a file at. The file gets its name when the block ends, and is removed when the block fails.
 
-    Two processes that write the same file do not meet: each has a path of its own, and the last one stays."""
+    Two processes that write the same file do not meet: each writes to a different path, and the last one stays."""
     temporary = destination.with_name(f".{destination.name}.{uuid.uuid4().hex[:12]}.partial")
     try:
         yield temporary
@@ -177,7 +177,7 @@ def _finished(working: Path) -> int:
 
 
 def _read(path: Path) -> str | None:
-    """Return a short text; None where it is none, or no regular file: a pipe would be waited for without end."""
+    """Return a short text; None for anything but a regular file: a pipe would be waited for without end."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from te_models.lazy import later
 
-from .boxes import Box, Range, Shape, count, extents, flat_interval
+from .boxes import Box, Range, Shape, element_count, extents, flat_interval
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,8 @@ ReadBytes = Callable[[int, memoryview], None]
 """Fills a memoryview with the tensor's bytes from the given one on."""
 
 _CLOSE = 4
-"""Rows that lie apart are read at once with what is between them where that makes it so many times as much, at most."""
+"""Rows that lie apart are read at once, together with what is between them, if that reads at most this many times as
+much."""
 
 _SMALL = 64 << 10
 """Bytes that are read at once, however little of them is asked for."""
@@ -36,14 +37,14 @@ _SMALL = 64 << 10
 
 def read_box(read: ReadBytes, shape: Shape, dtype: torch.dtype, box: Box) -> torch.Tensor:
     """Return a region of a row-major tensor of this shape as a new tensor, which may be strided."""
-    if count(box) == 0 or flat_interval(box, shape) is not None:
-        begin = _offset([r.start for r in box], shape) if count(box) else 0
+    if element_count(box) == 0 or flat_interval(box, shape) is not None:
+        begin = _offset([r.start for r in box], shape) if element_count(box) else 0
         return _read(read, begin, extents(box), dtype)
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     last = [r.start + (r.size - 1) * r.step for r in box]
     begin, end = _offset([r.start for r in box], shape), _offset(last, shape) + 1
     nbytes = (end - begin) * dtype.itemsize
-    if nbytes <= max(_SMALL, _CLOSE * count(box) * dtype.itemsize):
+    if nbytes <= max(_SMALL, _CLOSE * element_count(box) * dtype.itemsize):
         span = _read(read, begin, (end - begin,), dtype)
         return span.as_strided(extents(box), [stride * r.step for stride, r in zip(strides, box)])
     inner = len(shape)

@@ -50,7 +50,7 @@ def extents(box: Box) -> Shape:
     return tuple(r.size for r in box)
 
 
-def count(box: Box) -> int:
+def element_count(box: Box) -> int:
     """Return the number of elements of the box."""
     elements = 1
     for start, stop, step in box:
@@ -100,7 +100,7 @@ def tiles(boxes: Iterable[Box], shape: Shape, copies: int = 1) -> bool:
     boxes = list(boxes)
     if len(boxes) == copies == 1 and boxes[0] == full(shape):
         return True
-    if sum(map(count, boxes)) != copies * math.prod(shape):
+    if sum(map(element_count, boxes)) != copies * math.prod(shape):
         return False
     if any(r.start < 0 or r.stop > n + r.step - 1 for box in boxes for r, n in zip(box, shape, strict=True)):
         return False

@@ -48,7 +48,7 @@ class Buffer:
 
 
 class Ring:
-    """Buffers handed out in turn, which begin at a page of memory; one that is still being read is waited for."""
+    """Buffers handed out in turn, each beginning at a page of memory; one that is still being read is waited for."""
 
     def __init__(self, buffers: int = 8, nbytes: int = CHUNK_BYTES) -> None:
         self.nbytes = nbytes

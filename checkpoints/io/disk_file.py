@@ -2,8 +2,8 @@
 
 What a conversion writes may be more than fits in memory. Through the cache every byte is copied once more and needs a
 new page (0.5 s of processor time per GB; 0.07 past it), and pages that others read make room for it. Writing past it
-(`O_DIRECT`) needs memory and offsets at multiples of a block, so data is collected in aligned buffers, which threads
-write. Where the file system does not offer it, the same buffers go through the cache.
+(`O_DIRECT`) needs memory and offsets at multiples of a block, so data is collected in aligned buffers, and threads
+write these. Where the file system does not offer it, the same buffers go through the cache.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _BLOCK = 4096
 """Bytes; what file systems and disks align to, or to a divisor of it."""
 
 _WRITE_BYTES = 32 << 10
-"""Bytes per call through the cache. Larger ones make Linux (6.18, ext4) look for large contiguous pages, which took up
-to eight times the processor time of the whole copy (0.5 s/GiB at 32 KiB; 1 to 3.9 s from 64 KiB to 4 MiB)."""
+"""Bytes per call through the cache. Larger ones make Linux (6.18, ext4) look for large contiguous pages, and that took
+up to eight times the processor time of the whole copy (0.5 s/GiB at 32 KiB; 1 to 3.9 s from 64 KiB to 4 MiB)."""
 
 _FLUSH_BYTES = 128 << 20
 """Bytes through the cache after which a thread starts flushing, so that the disk works while data is still moving."""
@@ -51,7 +51,7 @@ class DiskFile:
         self._set_direct(True)
 
     def append(self, address: int, nbytes: int) -> None:
-        """Take bytes from memory, which is free again when this returns."""
+        """Take bytes from memory; the memory is free again when this returns."""
         while nbytes:
             if self._chunk is None:
                 self._chunk, self._used = self._staging.next(), 0  # raises what writing its earlier contents raised

@@ -50,7 +50,7 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """Dtypes a high-precision weight may have."""
 
 
-def bits_of(name: str) -> int | None:
+def bit_width(name: str) -> int | None:
     """Return the width of one element in bits, or None for a dtype that this version does not know."""
     return _TABLE[name][1] if name in _TABLE else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _LONGEST = 700
-"""Characters of a message, which a terminal shows as nine lines."""
+"""Characters of a message: nine lines of a terminal."""
 
 
 class CheckpointError(ValueError):
@@ -36,7 +36,7 @@ def quote(name: str) -> str:
     return repr(name) if len(name) <= 120 else f"{name[:120]!r}..."
 
 
-def shown(value: object) -> str:
+def shown_untrusted(value: object) -> str:
     """Return a value that a stranger chose as Python would write it, cut where it is too long for a message."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**40:
         return "an integer of more than 40 digits"  # Python refuses to write one of thousands

@@ -1,8 +1,8 @@
 """SHA-256 of every tensor of a file, in the one pass that its data makes through memory; no byte is hashed twice.
 
-The digest of a weight file is made of the digest of its header and the digests of its tensors, which together cover
+The digest of a weight file is made of the digest of its header and the digests of its tensors; together they cover
 every byte. The digest of a tensor is made of the digests of its parts (`tensor_hash.py`). The digest that `sha256sum`
-prints of the same file is computed only where that is asked for, by a thread of its own from the same buffers: hashlib
+prints of the same file is computed only where that is asked for, by a separate thread from the same buffers: hashlib
 releases the interpreter lock.
 """
 
@@ -104,7 +104,7 @@ class Digests:
         self._tensors[name] = self._passing
 
     def add(self, buffer: Buffer, data: memoryview) -> None:
-        """Hash `data`, a part of `buffer`, which is not reused before the threads have read it."""
+        """Hash `data`, a part of `buffer`; the buffer is not reused before the threads have read it."""
         assert self._passing is not None, "a tensor begins before its bytes"
         if self._whole is not None:
             buffer.pending.append(self._lane.of_file.submit(self._whole.update, data))

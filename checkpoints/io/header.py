@@ -9,8 +9,8 @@ The safetensors library checks most of this too, but it accepts duplicate keys, 
 nor the problem, hence this module.
 
 Entries are read one after the other without a JSON tree of all of them: a tree takes ten times the memory of its text,
-so the general parser bounds the number of values, and with it the number of tensors. Writers of the format all write
-an entry in one way, which a regular expression reads with a tenth of that memory and time; a header that is written
+so the general parser bounds the number of values, and with it the number of tensors. Writers of the format all write an
+entry in one way, and a regular expression reads that with a tenth of the memory and time; a header that is written
 otherwise is left to the general parser.
 """
 
@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .dtypes import bits_of
+from .dtypes import bit_width
 from .errors import CheckpointError, quote
 from .strict_json import check_escapes, parse_object
 
@@ -96,7 +96,7 @@ class Header:
 
 def byte_count(dtype: str, shape: tuple[int, ...]) -> int:
     """Return the number of bytes of a tensor (dtypes narrower than a byte must fill whole bytes)."""
-    bits = math.prod(shape) * (bits_of(dtype) or 0)
+    bits = math.prod(shape) * (bit_width(dtype) or 0)
     if bits % 8:
         raise CheckpointError(f"a {dtype} tensor of shape {list(shape)} does not fill whole bytes")
     return bits // 8
@@ -165,7 +165,7 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Pause the collector of cycles, which would look at all objects again and again while ours, without any, grow in
+    """Pause the collector of cycles: it would look at all objects again and again while ours, without cycles, grow in
     number."""
     enabled = gc.isenabled()
     gc.disable()
@@ -251,7 +251,7 @@ def _check_entry(name: str, dtype: Any, shape: Any, offsets: Any, sizes: Sizes, 
     """Return the description of a tensor; shape and offsets are tuples where they are known to be natural numbers."""
     _check_name(name, where)
     place = f"{where}: tensor"
-    bits = bits_of(dtype) if isinstance(dtype, str) else None
+    bits = bit_width(dtype) if isinstance(dtype, str) else None
     if bits is None:
         raise CheckpointError(f"{place} {quote(name)} has the unknown dtype {str(dtype)[:40]!r}")
     if len(shape) > _MAX_RANK if type(shape) is tuple else not _naturals(shape) or len(shape) > _MAX_RANK:

@@ -1,6 +1,6 @@
 """Hub ids, `org/name` or `org/name@revision`, where a folder is expected.
 
-They are downloaded by huggingface_hub, which keeps them in its cache and resumes what was interrupted. A folder of that
+huggingface_hub downloads them, keeps them in its cache and resumes what was interrupted. A folder of that
 name always wins. Only files that are read or copied here are asked for: weights as safetensors, JSON, tokenizers, the
 code that comes with them (which is never run), licences; never a pickle.
 """
@@ -26,7 +26,7 @@ HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w
 
 
 def local_folder(name: str | os.PathLike[str], revision: str | None = None, **options: Any) -> Path:
-    """Return the folder that `name` means: a path, or a text that is a hub id, which is downloaded if need be.
+    """Return the folder that `name` means: a path, or a hub id that is downloaded if need be.
 
     Arguments:
         revision: branch, tag or commit; instead of one behind the `@`.

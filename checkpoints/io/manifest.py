@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointError, EditedFileWarning, quote, shorten, shown
+from .errors import CheckpointError, EditedFileWarning, quote, shorten, shown_untrusted
 from .hashing import FileRecord, Lane, file_digest, joint_digest, record_of
 from .strict_json import MAX_JSON_BYTES, dump_object, read_object
 from .tensor_hash import ROWS_PER_PART
@@ -70,11 +70,13 @@ def _read(folder: Path, limit: int | None = None, manifest: str = MANIFEST) -> M
     values = read_object(plain_file(folder, manifest), manifest, limit=limit)
     version, files, partial = values.get("format_version"), values.get("files"), values.get("partial", False)
     if type(version) is not int or version not in _VERSIONS:
-        raise CheckpointError(f"{manifest} has format_version {shown(version)}; this release reads versions 1 to 3")
+        raise CheckpointError(
+            f"{manifest} has format_version {shown_untrusted(version)}; this release reads versions 1 to 3"
+        )
     if not isinstance(files, dict):
         raise CheckpointError(f"{manifest} has no 'files'")
     if not isinstance(partial, bool):
-        raise CheckpointError(f"{manifest} has partial = {shown(partial)}; allowed: true, false")
+        raise CheckpointError(f"{manifest} has partial = {shown_untrusted(partial)}; allowed: true, false")
     for name in files:
         if not all(map(is_file_name, name.split("/"))):
             raise CheckpointError(f"{manifest} names the file {quote(name)}, which is not a plain file name")
@@ -108,7 +110,7 @@ def from_dict(name: str, entry: Any, manifest: str = MANIFEST) -> FileRecord:
     if not isinstance(entry, dict) or not isinstance(entry.get(kind), str) or type(entry.get("bytes")) is not int:
         raise CheckpointError(f"{manifest} describes {quote(name)} by something other than sha256 and bytes")
     if not 0 <= entry["bytes"] < 1 << 63:
-        raise CheckpointError(f"{manifest} says that {quote(name)} has {shown(entry['bytes'])} bytes")
+        raise CheckpointError(f"{manifest} says that {quote(name)} has {shown_untrusted(entry['bytes'])} bytes")
     tensors, header = entry.get("tensors", {}), entry.get("header", "")
     if not isinstance(tensors, dict) or not all(isinstance(digest, str) for digest in tensors.values()):
         raise CheckpointError(f"{manifest} does not map the tensors of {quote(name)} to their sha256")
@@ -116,7 +118,9 @@ def from_dict(name: str, entry: Any, manifest: str = MANIFEST) -> FileRecord:
         raise CheckpointError(f"{manifest} describes the header of {quote(name)} by something other than its sha256")
     rows = entry.get("rows_per_part", 0)
     if "rows_per_part" in entry and (type(rows) is not int or rows != ROWS_PER_PART):
-        raise CheckpointError(f"{manifest} has rows_per_part {shown(rows)} for {quote(name)}; allowed: {ROWS_PER_PART}")
+        raise CheckpointError(
+            f"{manifest} has rows_per_part {shown_untrusted(rows)} for {quote(name)}; allowed: {ROWS_PER_PART}"
+        )
     if kind == "sha256":
         return FileRecord(entry["sha256"], entry["bytes"], tensors, header, rows_per_part=rows)
     if "sha256" in entry or not all(map(_SHA256.fullmatch, (entry["digest"], header, *tensors.values()))):
@@ -262,7 +266,7 @@ def check_listed(
 ) -> None:
     """Check that the manifest of `folder` describes exactly these files, every byte of them, and says nothing else.
 
-    paths: name in the manifest -> the file, which has been found to be a regular one. read: those of them whose bytes
+    paths: name in the manifest -> the file, known to be a regular one. read: those of them whose bytes
     are read, where other readers check the others; None: all. manifest: the name of its file.
 
     Raises:

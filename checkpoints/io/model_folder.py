@@ -1,5 +1,5 @@
-"""What is named where a model folder is expected, and is none: one sentence says what it is, and which command leads
-from it to a model folder."""
+"""What users name by mistake for a model folder: one sentence says what it is, and which command makes a model folder
+of it."""
 
 from __future__ import annotations
 

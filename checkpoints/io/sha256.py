@@ -1,8 +1,7 @@
 """SHA-256 of parts of equal size, several at once where the processor has instructions for it.
 
-hashlib hashes one message at a time, which occupies a third of these instructions' throughput
-(`kernels/cpp/sha256.cpp`). Of a few bytes, and without a compiler or the instructions, hashlib computes the same
-digests.
+hashlib hashes one message at a time and so uses a third of these instructions' throughput (`kernels/cpp/sha256.cpp`).
+Of a few bytes, and without a compiler or the instructions, hashlib computes the same digests.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Where tensors come from: weight files on disk, or tensors in memory, behind one small interface.
 
 A store gives the dtype and shape of every tensor without reading data, `read(name, box)` for strided or converting
-access, and `read_into` for the common case of a contiguous byte range, which goes straight from the file into the
-writer's buffer. Files are read through descriptors: of one that becomes shorter meanwhile a memory map would end the
-process, a descriptor reads fewer bytes.
+access, and `read_into` for the common case of a contiguous byte range: straight from the file into the writer's buffer.
+Files are read through descriptors: of one that becomes shorter meanwhile a memory map would end the process, a
+descriptor reads fewer bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from te_models.lazy import later
 
 from .box_reads import read_box
 from .boxes import Box, full, slices
-from .dtypes import bits_of, dtype_name, torch_dtype
+from .dtypes import bit_width, dtype_name, torch_dtype
 from .errors import CheckpointError, quote
 from .header import Header, TensorInfo, read_header
 
@@ -166,7 +166,7 @@ class FileStore:
     def read(self, name: str, box: Box) -> torch.Tensor:
         info = self.tensors[name]
         dtype = torch_dtype(info.dtype)
-        if bits_of(info.dtype) != 8 * dtype.itemsize:
+        if bit_width(info.dtype) != 8 * dtype.itemsize:
             raise CheckpointError(f"tensor {name!r} has the packed dtype {info.dtype}, which can only be copied whole")
         return read_box(partial(self.read_into, name), info.shape, dtype, box)
 

@@ -17,7 +17,7 @@ from .errors import CheckpointError, quote
 MAX_JSON_BYTES = 32 << 20
 """The index of a mixture of 384 experts in 60 layers, with scales, has 15 MB."""
 _MAX_WIDE_BYTES = 8 << 20
-"""Of text with characters beyond ASCII, which take up to four bytes each as soon as there is one."""
+"""Of text with characters beyond ASCII: as soon as there is one, all take up to four bytes each."""
 _MAX_ESCAPES = 2_000_000
 """Backslashes; each takes as long to read as a hundred characters."""
 

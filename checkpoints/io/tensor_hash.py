@@ -1,4 +1,4 @@
-"""The digest of a tensor: SHA-256 of the digests of its parts, which several threads hash at once.
+"""The digest of a tensor: SHA-256 of the digests of its parts, so that several threads hash at once.
 
 A part is `ROWS_PER_PART` rows. Rows are what conversions move, so a part that moves into another tensor, as the rows of
 one head out of a joined parameter do, has the same digest there and need not be hashed again; and of one long tensor as
@@ -14,12 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 from .boxes import Shape
-from .dtypes import bits_of
+from .dtypes import bit_width
 from .header import byte_count
 from .sha256 import SHA256_BYTES, digests_of_each
 
 ROWS_PER_PART = 64
-"""Divides the rows of most attention heads (64, 128), MLPs and experts, which conversions split and join."""
+"""Divides the rows of most attention heads (64, 128), MLPs and experts, as conversions split and join these."""
 
 LEAST_PART_BYTES = 4096
 """Smaller parts would take longer to count than to hash: a tensor that has them is hashed as one."""
@@ -29,13 +29,13 @@ _THREADS = 2
 
 
 def part_bytes(dtype: str, shape: Shape, rows_per_part: int) -> int:
-    """Return how many bytes of a tensor each digest covers of which its digest is made; the last part, which may be the
-    only one, can be shorter.
+    """Return how many bytes of a tensor each digest covers of which its digest is made; the last part, perhaps the only
+    one, can be shorter.
 
     A row has all elements of the last dimension. The part is the whole tensor where that has one dimension, where a
     part would be smaller than `LEAST_PART_BYTES`, and for rows_per_part 0 (earlier releases).
     """
-    size = rows_per_part * shape[-1] * (bits_of(dtype) or 0) // 8 if len(shape) > 1 else 0
+    size = rows_per_part * shape[-1] * (bit_width(dtype) or 0) // 8 if len(shape) > 1 else 0
     return size if size >= LEAST_PART_BYTES else byte_count(dtype, shape)
 
 
@@ -134,7 +134,7 @@ class TensorHash:
         return (self._thread.submit(self._hash, first, whole, tail, self._open, ends=ends),)
 
     def _hash(self, first: int, whole: memoryview, tail: memoryview, opened: hashlib._Hash, *, ends: bool) -> None:
-        """Hash parts from number `first` on, which are all in `whole`, and bytes of the one after them; ends: its last
+        """Hash parts from number `first` on, all of them in `whole`, and bytes of the one after them; ends: its last
         ones."""
         size = self._size
         digests = digests_of_each(whole, size)

@@ -1,7 +1,7 @@
 """Threads for moving and computing data: each does its own torch work alone.
 
-torch spreads one operation over all cores and waits for the slowest, which on a machine with other work is a thread
-that is not running. A conversion has many independent parts, so here a thread takes a part and nobody waits for it.
+torch spreads one operation over all cores and waits for the slowest; on a machine with other work that is a thread that
+is not running. A conversion has many independent parts, so here a thread takes a part and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def start_threads(count: int) -> ThreadPoolExecutor:
     pool = ThreadPoolExecutor(count)
     if "torch" not in sys.modules:  # bytes are moved
         return pool
-    before, ready = torch.get_num_threads(), threading.Barrier(count)
+    before, barrier = torch.get_num_threads(), threading.Barrier(count)
 
     def start() -> None:
         torch.get_num_threads()  # a thread's first use of torch copies the setting, so that has to come before
         torch.set_num_threads(1)  # of this thread, and of threads that use torch for the first time from now on
-        ready.wait()
+        barrier.wait()
 
     wait([pool.submit(start) for _ in range(count)])
     torch.set_num_threads(before)

@@ -20,7 +20,7 @@ TEMPLATES = "additional_chat_templates"
 """The one folder inside a model folder whose files are read."""
 
 _MOST_SPARSE = 16 << 30
-"""Bytes that a file may have however little of them is stored: hashing so many zeros takes seconds."""
+"""Bytes that a file may have however little of them is stored: hashing more zeros than that takes seconds."""
 _MOST_HOLES = 16
 """Of larger files: how many times the stored bytes they may have. A file system that compresses stores long runs of
 zeros as holes, and no weights consist of them."""
@@ -107,7 +107,7 @@ def plain_file(folder: Path, name: str, named_by: str | None = None, *, sparse: 
     """Return the path of a regular file directly inside `folder`, refusing anything that leads elsewhere.
 
     A symbolic link must end in the folder itself, or in the `blobs` folder of a Hugging Face hub cache when the folder
-    is a `snapshots/<revision>` of that cache, which is how the hub client stores every download. sparse: whether a
+    is a `snapshots/<revision>` of that cache, as the hub client stores every download. sparse: whether a
     file may consist of holes, of which the reader reads little.
     """
     source = f"{named_by} names the file {quote(name)}, which" if named_by else f"{name} of {folder}"

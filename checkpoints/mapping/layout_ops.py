@@ -105,7 +105,7 @@ class Stack:
 
 @functools.lru_cache(1 << 14)
 def _member(number: int, box: Box) -> Box:
-    """Return the box in a stack of one in its member: layers have the same ones, which need be in memory once."""
+    """Return the box in a stack of one in its member: layers have the same ones, so that they are in memory once."""
     return (Range(number, number + 1), *box)
 
 

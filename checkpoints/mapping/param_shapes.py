@@ -6,7 +6,7 @@ I expert ffn. Every gated first projection holds its gate rows, then its up rows
 
 A configuration decides how many tensors are expected, so a hostile one could ask for a list of 10^9 layers. The bounds
 (`check_counts`, `check_held`) are far above any model. Within them the files must hold as many tensors as the layers
-and experts have at least, which is compared before the first name is made: what the files hold bounds the work.
+and experts have at least. That is compared before the first name is made: what the files hold bounds the work.
 """
 
 from __future__ import annotations
@@ -394,7 +394,7 @@ def check_counts(layers: object, experts: object = None) -> None:
 def check_held(config: ModelConfig, held: int, where: str, *, experts_apart: bool) -> None:
     """Raise CheckpointError if the files hold fewer tensors than the layers of the model have at least.
 
-    held: how many. experts_apart: every expert has tensors of its own.
+    held: how many. experts_apart: every expert has separate tensors.
     """
     layers = range(config.num_layers)
     least = _PER_SUBLAYER * sum(bool(config.mixer_names(i)) + config.has_mlp(i) for i in layers)
@@ -412,7 +412,7 @@ def check_held(config: ModelConfig, held: int, where: str, *, experts_apart: boo
 
 
 def holds_experts(config: ModelConfig, held: int) -> bool:
-    """Whether a model whose experts have tensors of their own can have so many tensors."""
+    """Whether `held` tensors are enough for a model with one set of tensors per expert."""
     if config.moe is None:
         return True
     layers = config.num_layers if config.moe.layers is None else len(config.moe.layers)

@@ -15,7 +15,7 @@ from ..io.dtypes import dtype_name, joint_dtype, torch_dtype
 from ..io.header import TensorInfo, byte_count
 from ..io.store import ComputedStore, Store
 from .param_shapes import ExpertLayout, expected_tensors
-from .quantized_format import SUFFIXES, quantizer_of, rebuild
+from .quantized_format import SUFFIXES, quantizer_from_metadata, rebuild
 from .rank_shards import Cuts, Ranges, RankPart, cut_shape
 from .stream import cut_pieces, fill_tensor, read_piece
 from .te_namespace import Formats, formats_in_layout, te_namespace
@@ -29,7 +29,7 @@ else:
     torch = later("torch")
 
 
-class Parameters(ComputedStore):
+class StoredParameters(ComputedStore):
     """The parameters of `store`, whose tensors are as `source` says, under their names in `layout`.
 
     formats: grouped-layout names of quantized parameters.
@@ -92,7 +92,7 @@ class Parameters(ComputedStore):
 
     def quantized(self, name: str, part: RankPart = RankPart()) -> QuantizedTensor:  # noqa: B008 (frozen)
         """Return a quantized parameter, or a part of it, exactly as stored."""
-        quantizer, _ = quantizer_of(name, self.formats[name])
+        quantizer, _ = quantizer_from_metadata(name, self.formats[name])
         cuts = part.field_cuts(name, self.shapes[name], quantizer)
         entries = {name + SUFFIXES[field]: self.entry(name + SUFFIXES[field], its) for field, its in cuts.items()}
         return rebuild(name, entries, part.shape(self.shapes[name]), self.formats[name])

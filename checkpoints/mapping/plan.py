@@ -21,7 +21,7 @@ from ..io.errors import CheckpointError, shorten
 from ..io.header import TensorInfo, byte_count
 from .quantized_format import Description
 from .report import ConversionReport
-from .tensor_map import Namespace, Piece, Stored, compose
+from .tensor_map import Namespace, Piece, TensorSpec, compose
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ else:
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputTensor:
     """One tensor to write: moved from pieces of source tensors, or computed when its turn comes by `compute`, which
     returns it in parts along its first dimension.
 
@@ -52,7 +52,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """Outputs in order, source tensors that are left out on purpose, the formats of quantized outputs, and the names of
     those outputs that are no part of the model but travel along.
 
@@ -60,7 +60,7 @@ class Plan:
     what a user should know of the result besides, one sentence each.
     """
 
-    outputs: tuple[Output, ...]
+    outputs: tuple[OutputTensor, ...]
     ignored: tuple[str, ...] = ()
     formats: Mapping[str, Description] = field(default_factory=dict)
     passthrough: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ def make_plan(
     unused: Collection[str] = (),
     passthrough: Mapping[str, str] | None = None,
     copies: Mapping[str, str] | None = None,
-) -> Plan:
+) -> ConversionPlan:
     """Plan the conversion of `tensors`, stored as `source` says, to the tensors of `target`.
 
     Arguments:
@@ -139,22 +139,22 @@ def make_plan(
             raise CheckpointError(
                 f"{where}: {name} would be joined from different dtypes, {parts}; choose one with dtype"
             )
-        outputs.append(Output(name, found.pop(), stored.shape, tuple(pieces)))
+        outputs.append(OutputTensor(name, found.pop(), stored.shape, tuple(pieces)))
     by_name = {output.name: output for output in outputs}
     outputs += [replace(by_name[original], name=copy) for copy, original in (copies or {}).items()]
     outputs += [copy_of(tensors[name], name, copy) for name, copy in passthrough.items()]
     ignored = tuple(name for name in tensors if name in unused and name not in passthrough)
-    return Plan(tuple(outputs), ignored, passthrough=tuple(passthrough.values()))
+    return ConversionPlan(tuple(outputs), ignored, passthrough=tuple(passthrough.values()))
 
 
-def copy_of(info: TensorInfo, name: str, copy: str) -> Output:
+def copy_of(info: TensorInfo, name: str, copy: str) -> OutputTensor:
     """Return the output named `copy` that has the bytes of the source tensor `name`, whatever its dtype."""
     piece = Piece(name, full(info.shape), full(info.shape), tuple(range(len(info.shape))))
-    return Output(copy, info.dtype, info.shape, (piece,))
+    return OutputTensor(copy, info.dtype, info.shape, (piece,))
 
 
 def match_tensors(
-    tensors: Mapping[str, TensorInfo], expected: Mapping[str, Stored], *, where: str, unused: Collection[str] = ()
+    tensors: Mapping[str, TensorInfo], expected: Mapping[str, TensorSpec], *, where: str, unused: Collection[str] = ()
 ) -> None:
     """Check that a checkpoint has exactly the expected tensors, and `unused` ones."""
     missing = [name for name in expected if name not in tensors]
@@ -182,7 +182,7 @@ def match_tensors(
 
 
 def _renamed(
-    missing: list[str], extra: list[str], tensors: Mapping[str, TensorInfo], expected: Mapping[str, Stored]
+    missing: list[str], extra: list[str], tensors: Mapping[str, TensorInfo], expected: Mapping[str, TensorSpec]
 ) -> list[tuple[str, str]]:
     """Pairs (expected, found) that look like one tensor under another name: the only candidates for each other."""
     if len(missing) != 1 or len(extra) != 1 or tensors[extra[0]].shape != expected[missing[0]].shape:

@@ -22,9 +22,9 @@ from te_models.lazy import later
 
 from ..io.boxes import Shape
 from ..io.dtypes import dtype_name
-from ..io.errors import CheckpointError, shown
+from ..io.errors import CheckpointError, shown_untrusted
 from ..io.strict_json import parse_object
-from .tensor_map import Stored
+from .tensor_map import TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ _ELEMENTS = 2**60
 Description = Mapping[str, Any]
 
 
-def describe(quantizer: Quantizer, logical_dtype: torch.dtype) -> Description:
+def quantized_metadata(quantizer: Quantizer, logical_dtype: torch.dtype) -> Description:
     """Return the metadata of a parameter; `quantizer` is exact, the other entries are for readers of other projects.
     ValueError for a quantizer that could not be read back."""
     quantizer.require_storable()
@@ -69,14 +69,14 @@ def describe(quantizer: Quantizer, logical_dtype: torch.dtype) -> Description:
     }
 
 
-def quantizer_of(name: str, meta: Description) -> tuple[Quantizer, torch.dtype]:
+def quantizer_from_metadata(name: str, meta: Description) -> tuple[Quantizer, torch.dtype]:
     """Return the quantizer and logical dtype of a description; anything inconsistent raises CheckpointError."""
     values, logical = meta.get("quantizer"), meta.get("logical_dtype")
     if not isinstance(values, dict) or not isinstance(logical, str) or logical not in _LOGICAL_DTYPES:
         raise CheckpointError(f"the metadata of {name} lacks a 'quantizer' or a known 'logical_dtype'")
     try:
         quantizer, dtype = layers.Quantizer.from_dict(values), getattr(torch, logical)
-        canonical = describe(quantizer, dtype)
+        canonical = quantized_metadata(quantizer, dtype)
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"the metadata of {name} describes no known quantizer: {error}") from None
     if json.dumps(canonical, sort_keys=True) != json.dumps(meta, sort_keys=True):
@@ -84,7 +84,7 @@ def quantizer_of(name: str, meta: Description) -> tuple[Quantizer, torch.dtype]:
     return quantizer, dtype
 
 
-def field_specs(name: str, shape: Shape, meta: Description) -> dict[str, Stored]:
+def field_specs(name: str, shape: Shape, meta: Description) -> dict[str, TensorSpec]:
     """Return suffix -> what the entry must be, for a parameter of this logical shape: [out, in] or [G, out, in]."""
     if len(shape) not in (2, 3):
         raise CheckpointError(
@@ -92,14 +92,14 @@ def field_specs(name: str, shape: Shape, meta: Description) -> dict[str, Stored]
         )
     if max(*shape, math.prod(shape)) >= _ELEMENTS:
         raise CheckpointError(f"{name} of shape {list(shape)} has more elements than a tensor can")
-    return _field_specs(quantizer_of(name, meta)[0], shape)
+    return _field_specs(quantizer_from_metadata(name, meta)[0], shape)
 
 
 @functools.lru_cache
-def _field_specs(quantizer: Quantizer, shape: Shape) -> dict[str, Stored]:
+def _field_specs(quantizer: Quantizer, shape: Shape) -> dict[str, TensorSpec]:
     fields = schema.empty_fields(quantizer, torch.Size(shape), "meta", torch.bfloat16)
     return {
-        SUFFIXES[field]: Stored(tuple(t.shape), frozenset({dtype_name(t.dtype)}), convertible=False)
+        SUFFIXES[field]: TensorSpec(tuple(t.shape), frozenset({dtype_name(t.dtype)}), convertible=False)
         for field, t in fields.items()
     }
 
@@ -115,7 +115,7 @@ def stored_fields(name: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]
 
 def rebuild(name: str, entries: Mapping[str, torch.Tensor], shape: Shape, meta: Description) -> QuantizedTensor:
     """Return the quantized tensor of logical shape `shape` whose entries are given (inverse of `stored_fields`)."""
-    quantizer, dtype = quantizer_of(name, meta)
+    quantizer, dtype = quantizer_from_metadata(name, meta)
     cls = _class_of(quantizer, shape)
     fields = {field: entries[name + SUFFIXES[field]] for field in quantizer.field_names()}
     return cls(fields, quantizer, torch.Size(shape), dtype)
@@ -123,7 +123,7 @@ def rebuild(name: str, entries: Mapping[str, torch.Tensor], shape: Shape, meta: 
 
 def empty(name: str, shape: Shape, meta: Description, device: torch.device | str | None) -> QuantizedTensor:
     """Return an uninitialised quantized tensor of logical shape `shape` as described."""
-    quantizer, dtype = quantizer_of(name, meta)
+    quantizer, dtype = quantizer_from_metadata(name, meta)
     cls = _class_of(quantizer, shape)
     target = torch.empty((), device=device).device
     return cls(schema.empty_fields(quantizer, torch.Size(shape), target, dtype), quantizer, torch.Size(shape), dtype)
@@ -143,7 +143,9 @@ def read_metadata(metadata: Mapping[str, str], where: str) -> dict[str, Descript
     values = parse_object(metadata[METADATA_KEY].encode("utf-8", "surrogatepass"), where)
     tensors = values.get("tensors")
     if values.get("version") != 1:
-        raise CheckpointError(f"{where} has version {shown(values.get('version'))}; this release reads version 1")
+        raise CheckpointError(
+            f"{where} has version {shown_untrusted(values.get('version'))}; this release reads version 1"
+        )
     if not isinstance(tensors, dict) or not all(isinstance(v, dict) for v in tensors.values()):
         raise CheckpointError(f"{where} does not map parameter names to descriptions")
     return tensors

@@ -3,8 +3,8 @@
 Tensor parallelism splits the first projection of attention and of an MLP by rows, the second by columns. A projection
 that joins several (q, k and v; gate and up) is split in each of them, so that a rank has whole heads and matching gate
 and up rows. Embedding and output layer are split by words, of which ranks may have one fewer. Of latent attention, the
-projection down to the latents is on every rank. Expert parallelism gives each rank consecutive whole experts, which
-tensor parallelism may split further.
+projection down to the latents is on every rank. Expert parallelism gives each rank consecutive whole experts; tensor
+parallelism may split these further.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SHARED_USE = re.compile(r".*\.shared_use\.(?:(fc1)_up|qkv_up\.\d+)\.weight")
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardPlace:
     """A rank among those that share a model: number `tp_rank` of the `tp_size` that split layers, `ep_rank` of the
     `ep_size` among which experts are distributed, and `etp_rank` of the `etp_size` that split each expert; None: those
     that split the other layers."""
@@ -82,7 +82,7 @@ class Place:
         return self.ep_size * self.expert_split[1]
 
 
-WHOLE = Place()
+WHOLE = ShardPlace()
 """The only rank of a model that is not split."""
 
 
@@ -116,7 +116,7 @@ class RankPart:
         """
         from_end = 0 if self.dim is None else self.dim - len(whole)
         if self.dim is not None:
-            block = schema.alignment(quantizer, from_end)
+            block = schema.cut_multiple(quantizer, from_end)
             edges = {edge for cut in self.ranges for edge in cut}
             if any(edge % block and edge != whole[self.dim] for edge in edges):
                 what = "rows" if from_end == -2 else "columns"
@@ -139,7 +139,7 @@ def cut_shape(whole: Shape, cuts: Cuts) -> Shape:
     return tuple(sum(e - b for b, e in cuts[d]) if d in cuts else n for d, n in enumerate(whole))
 
 
-def part_of(whole: Tensor, cuts: Cuts) -> Tensor:
+def cut_part(whole: Tensor, cuts: Cuts) -> Tensor:
     """Return the part of a whole tensor that is cut out so."""
     for dim, ranges in cuts.items():
         some = [whole.narrow(dim, begin, end - begin) for begin, end in ranges or ((0, 0),)]  # a shard may be empty
@@ -147,13 +147,13 @@ def part_of(whole: Tensor, cuts: Cuts) -> Tensor:
     return whole
 
 
-def parts(config: ModelConfig, shapes: Mapping[str, Shape], place: Place) -> dict[str, RankPart]:
+def parts(config: ModelConfig, shapes: Mapping[str, Shape], place: ShardPlace) -> dict[str, RankPart]:
     """Return what a rank owns of each parameter; names and shapes as in `expected_tensors`, in the grouped
     layout where experts are distributed."""
     return {name: _part(config, name, shape, place) for name, shape in shapes.items()}
 
 
-def _part(config: ModelConfig, name: str, shape: Shape, place: Place) -> RankPart:
+def _part(config: ModelConfig, name: str, shape: Shape, place: ShardPlace) -> RankPart:
     experts, (rank, ranks) = None, (place.tp_rank, place.tp_size)
     if is_expert_stack(name):
         rank, ranks = place.expert_split

@@ -27,7 +27,7 @@ from ..io.strict_json import dump_object
 from .quantized_format import SUFFIXES
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .plan import ConversionPlan
 
 Kind = Literal[
     "exact", "re-encoded exact", "re-encoded", "requantized", "dequantized", "converted", "quantized", "computed"
@@ -42,9 +42,9 @@ def class_of(name: str) -> str:
 
 
 @dataclass
-class Line:
+class ReportLine:
     """One class of tensors. max_error: the largest difference to the source's values, relative where `relative`; None
-    where there is none or it is not known yet."""
+    for a class without one, or before it is known."""
 
     tensors: str
     kind: Kind
@@ -78,12 +78,12 @@ class Line:
 class ConversionReport:
     """The lines of one conversion; errors are complete once it has been carried out."""
 
-    lines: dict[tuple[str, str, str, str], Line] = field(default_factory=dict)
+    lines: dict[tuple[str, str, str, str], ReportLine] = field(default_factory=dict)
 
-    def add(self, name: str, kind: Kind, source: str, target: str) -> Line:
+    def add(self, name: str, kind: Kind, source: str, target: str) -> ReportLine:
         """Count one tensor; return the line of its class."""
         key = (class_of(name), kind, source, target)
-        line = self.lines.setdefault(key, Line(*key))  # type: ignore[arg-type]
+        line = self.lines.setdefault(key, ReportLine(*key))  # type: ignore[arg-type]
         line.count += 1
         return line
 
@@ -127,7 +127,7 @@ Measure = Callable[[float], None]
 
 
 def moved_report(
-    plan: Plan,
+    plan: ConversionPlan,
     tensors: Mapping[str, TensorInfo],
     computed: Kind = "computed",
     values: Mapping[str, str] | None = None,

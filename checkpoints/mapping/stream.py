@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from te_models.lazy import later
 
-from ..io.boxes import Box, Shape, count, extents, flat_interval, full, shift, slices
+from ..io.boxes import Box, Shape, element_count, extents, flat_interval, full, shift, slices
 from ..io.buffers import Buffer, Ring
-from ..io.dtypes import bits_of, check_converted, dtype_name, torch_dtype
+from ..io.dtypes import bit_width, check_converted, dtype_name, torch_dtype
 from ..io.store import MemoryStore, Store
-from .plan import Output, Plan
+from .plan import ConversionPlan, OutputTensor
 from .tensor_map import Piece
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _file_bytes(store: Store, piece: Piece) -> tuple[int, int] | None:
     interval = flat_interval(piece.source_box, info.shape)
     if interval is None or piece.permutes or not store.can_read_bytes(piece.source):
         return None
-    begin, end = (edge * (bits_of(info.dtype) or 0) // 8 for edge in interval)
+    begin, end = (edge * (bit_width(info.dtype) or 0) // 8 for edge in interval)
     return begin, end
 
 
@@ -61,12 +61,12 @@ class CopiedBytes:
     nbytes: int
 
 
-def copied_bytes(store: Store, output: Output) -> Iterator[CopiedBytes]:
+def copied_bytes(store: Store, output: OutputTensor) -> Iterator[CopiedBytes]:
     """Yield what an output has of source tensors in files byte for byte: whatever else a piece is (converted, moved
     element by element, computed) is left out."""
     if output.compute is not None:
         return
-    bits = bits_of(output.dtype) or 0
+    bits = bit_width(output.dtype) or 0
     for piece in output.pieces:
         place = flat_interval(piece.box, output.shape)
         found = _file_bytes(store, piece) if store.tensors[piece.source].dtype == output.dtype else None
@@ -74,7 +74,7 @@ def copied_bytes(store: Store, output: Output) -> Iterator[CopiedBytes]:
             yield CopiedBytes(piece.source, found[0], place[0] * bits // 8, found[1] - found[0])
 
 
-def read_rows(store: Store, field: Output, begin: int, end: int) -> torch.Tensor:
+def read_rows(store: Store, field: OutputTensor, begin: int, end: int) -> torch.Tensor:
     """Return indices begin .. end - 1 along the first dimension of what a plan moves to an output; all of a scalar."""
     shape = (end - begin, *field.shape[1:]) if field.shape else ()
     pieces = list(cut_pieces(field.pieces, 0, begin, end)) if field.shape else field.pieces
@@ -86,7 +86,7 @@ def read_rows(store: Store, field: Output, begin: int, end: int) -> torch.Tensor
     return band
 
 
-def read_bands(store: Store, field: Output, limit: int, multiple: int = 1) -> Iterator[tuple[int, torch.Tensor]]:
+def read_bands(store: Store, field: OutputTensor, limit: int, multiple: int = 1) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (first row, rows) of an output, from the first row to the last, of about `limit` elements each: a multiple
     of `multiple` rows, but for the last ones."""
     length = field.shape[0] if field.shape else 1
@@ -95,7 +95,7 @@ def read_bands(store: Store, field: Output, limit: int, multiple: int = 1) -> It
         yield begin, read_rows(store, field, begin, min(length, begin + rows))
 
 
-def matrices(output: Output) -> list[Output]:
+def matrices(output: OutputTensor) -> list[OutputTensor]:
     """Return the matrices of a stack [G, out, in] as outputs of their own, [out, in]; a matrix is its only one."""
     if len(output.shape) == 2:
         return [output]
@@ -109,7 +109,7 @@ def matrices(output: Output) -> list[Output]:
 
 def split_piece(piece: Piece, limit: int) -> Iterator[Piece]:
     """Cut a piece along its output dimensions, in output order, into pieces of at most `limit` elements."""
-    size = count(piece.box)
+    size = element_count(piece.box)
     if size <= limit:
         yield piece
         return
@@ -181,7 +181,7 @@ def read_parts(store: Store, piece: Piece, limit: int) -> Iterator[tuple[Piece, 
             yield part, values[tuple(slice(begin, begin + r.size) for begin, r in zip(starts, part.box))]
 
 
-def stream(store: Store, output: Output, ring: Ring) -> Iterator[tuple[Buffer, int]]:
+def stream_output(store: Store, output: OutputTensor, ring: Ring) -> Iterator[tuple[Buffer, int]]:
     """Yield the output's bytes in order as (buffer, byte count); the buffer is valid until the ring comes round."""
     if output.compute is not None:
         yield from _stream_computed(output.compute(), ring.nbytes)
@@ -212,7 +212,7 @@ def _stream_piece(store: Store, piece: Piece, dtype: str, ring: Ring) -> Iterato
         return
     itemsize = torch_dtype(dtype).itemsize
     for part, values in read_parts(store, piece, ring.nbytes // itemsize):
-        buffer, n = ring.next(), count(part.box) * itemsize
+        buffer, n = ring.next(), element_count(part.box) * itemsize
         out = buffer.tensor[:n].view(torch_dtype(dtype)).view(extents(part.box))
         out.copy_(values)
         check_converted(out, values, part.source)
@@ -220,7 +220,7 @@ def _stream_piece(store: Store, piece: Piece, dtype: str, ring: Ring) -> Iterato
         yield buffer, n
 
 
-def _stream_blocks(store: Store, output: Output, ring: Ring) -> Iterator[tuple[Buffer, int]]:
+def _stream_blocks(store: Store, output: OutputTensor, ring: Ring) -> Iterator[tuple[Buffer, int]]:
     """Stream an output whose pieces interleave, put together a block at a time."""
     dtype = torch_dtype(output.dtype)
     for pieces, shape in split_output(output.pieces, output.shape, ring.nbytes // dtype.itemsize):
@@ -264,7 +264,7 @@ def _stream_computed(parts: Iterable[torch.Tensor], nbytes: int) -> Iterator[tup
         unread.popleft().wait()
 
 
-def carry_out(plan: Plan, store: MemoryStore) -> dict[str, torch.Tensor]:
+def carry_out(plan: ConversionPlan, store: MemoryStore) -> dict[str, torch.Tensor]:
     """Return the outputs of a plan that moves tensors in memory.
 
     An output that is a whole tensor under another name, or a view of one, shares its memory; others are new, on the
@@ -274,11 +274,11 @@ def carry_out(plan: Plan, store: MemoryStore) -> dict[str, torch.Tensor]:
         return {output.name: _moved(store, output) for output in plan.outputs}
 
 
-def _moved(store: MemoryStore, output: Output) -> torch.Tensor:
+def _moved(store: MemoryStore, output: OutputTensor) -> torch.Tensor:
     dtype = torch_dtype(output.dtype)
     first = output.pieces[0]
     if len(output.pieces) == 1 and first.box == full(output.shape):
         return read_piece(store, first).to(dtype)
     out = torch.empty(output.shape, dtype=dtype, device=store.view(first.source).device)
-    fill_tensor(store, output.pieces, out, limit=max(1, count(full(output.shape))))
+    fill_tensor(store, output.pieces, out, limit=max(1, element_count(full(output.shape))))
     return out

@@ -10,7 +10,7 @@ from ..io.boxes import Shape
 from ..io.errors import CheckpointError, shorten
 from .param_shapes import ExpertLayout, expected_tensors, is_expert_stack, is_table
 from .quantized_format import SUFFIXES, Description, field_specs, merge_descriptions
-from .tensor_map import TABLE, Namespace, Stored, identity_namespace, split_stacks
+from .tensor_map import TABLE, Namespace, TensorSpec, identity_namespace, split_stacks
 
 Formats = Mapping[str, Description]
 """Parameter name -> description of its quantized format; parameters in high precision are absent."""
@@ -22,7 +22,7 @@ def te_namespace(config: ModelConfig, layout: ExpertLayout, formats: Formats | N
     formats: grouped-layout names of the quantized parameters.
     """
     canonical: dict[str, Shape] = {}
-    stored: dict[str, Stored] = {}
+    stored: dict[str, TensorSpec] = {}
     stacks: dict[str, int] = {}
     formats = formats or {}
     for name, shape in expected_tensors(config).items():
@@ -39,11 +39,11 @@ def te_namespace(config: ModelConfig, layout: ExpertLayout, formats: Formats | N
     return Namespace(canonical, {name: split.stored[name] for name in _order(config, split)}, split.links)
 
 
-def _plain(name: str, shape: Shape) -> Stored:
+def _plain(name: str, shape: Shape) -> TensorSpec:
     """A router's selection bias compares scores that differ by less than bfloat16 resolves: it keeps its dtype."""
     if is_table(name):
         return TABLE(shape)
-    return Stored(shape, convertible=not name.endswith(".router.expert_bias"))
+    return TensorSpec(shape, convertible=not name.endswith(".router.expert_bias"))
 
 
 def _order(config: ModelConfig, namespace: Namespace) -> list[str]:

@@ -53,7 +53,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class TensorSpec:
     """What a stored tensor must be: its shape, the dtypes it may have, and whether dtype conversion applies to it."""
 
     shape: Shape
@@ -61,7 +61,7 @@ class Stored:
     convertible: bool = True
 
 
-TABLE = functools.partial(Stored, dtypes=frozenset({"I64", "I32"}), convertible=False)
+TABLE = functools.partial(TensorSpec, dtypes=frozenset({"I64", "I32"}), convertible=False)
 """What a stored table of whole numbers must be."""
 
 
@@ -73,7 +73,7 @@ class Namespace:
     """
 
     canonical: Mapping[str, Shape]
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, TensorSpec]
     links: tuple[Link, ...]
     copies: Mapping[str, int] = field(default_factory=dict)
 
@@ -167,10 +167,10 @@ def _axes(source: tuple[int | None, ...], target: tuple[int | None, ...]) -> tup
     return tuple(where.get(axis) if axis is not None else None for axis in target)
 
 
-def identity_namespace(canonical: Mapping[str, Shape], stored: Mapping[str, Stored] | None = None) -> Namespace:
+def identity_namespace(canonical: Mapping[str, Shape], stored: Mapping[str, TensorSpec] | None = None) -> Namespace:
     """Return the namespace that stores every canonical tensor under its own name."""
     links = tuple(Link(n, full(shape), n, full(shape), tuple(range(len(shape)))) for n, shape in canonical.items())
-    return Namespace(canonical, stored or {n: Stored(shape) for n, shape in canonical.items()}, links)
+    return Namespace(canonical, stored or {n: TensorSpec(shape) for n, shape in canonical.items()}, links)
 
 
 def split_stacks(namespace: Namespace, stacks: Mapping[str, int]) -> Namespace:
@@ -179,13 +179,13 @@ def split_stacks(namespace: Namespace, stacks: Mapping[str, int]) -> Namespace:
     For each stack the suffix rule puts the number before `stacks[name]` trailing characters, so that quantized fields
     `weight_scale_inv` become `weight0_scale_inv`.
     """
-    stored: dict[str, Stored] = {}
+    stored: dict[str, TensorSpec] = {}
     for name, spec in namespace.stored.items():
         if name not in stacks:
             stored[name] = spec
             continue
         for g in range(spec.shape[0]):
-            stored[member_name(name, stacks[name], g)] = Stored(spec.shape[1:], spec.dtypes, spec.convertible)
+            stored[member_name(name, stacks[name], g)] = TensorSpec(spec.shape[1:], spec.dtypes, spec.convertible)
     links: list[Link] = []
     for link in namespace.links:
         if link.stored not in stacks:

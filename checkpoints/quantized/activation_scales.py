@@ -4,7 +4,8 @@ A scale belongs to a weight (`input_scale`), or to the attention around it (`k_s
 weight as it was, under its name or another, it has the scales that it had. In another form of the family the weight is
 a part of another tensor, or consists of several; then each matrix gets the scale that its parts had, if that is one
 number. A scale of gate and another one of up are none of both: such ones are named as left out. Only scales of what
-goes into a matrix are shared by its parts: the scale of the keys (`k_proj.k_scale`) is none of the queries and values.
+goes into a matrix are shared by its parts: the scale of the keys (`k_proj.k_scale`) does not apply to queries and
+values.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..formats import WeightFormat
 from ..formats.format import scale_beside
 from ..io.boxes import Box, Shape
 from ..io.dtypes import dtype_name
-from ..mapping.plan import Output
+from ..mapping.plan import OutputTensor
 from ..mapping.tensor_map import Namespace
 from .row_blocks import Key, matrix_keys
 
@@ -43,7 +44,7 @@ def scale_outputs(
     formats: Mapping[str, WeightFormat],
     high_precision: Namespace,
     occupied: set[str],
-) -> tuple[list[Output], tuple[str, ...]]:
+) -> tuple[list[OutputTensor], tuple[str, ...]]:
     """Return the outputs of an export that are scales of activations, and the names of those that it cannot have.
 
     Arguments:
@@ -174,7 +175,7 @@ def _numbers(name: str, scale: torch.Tensor, leading: Shape) -> Iterator[_Scale]
 
 
 def _common(scales: list[_Scale]) -> _Scale | None:
-    """Return the scale that all parts of a matrix share; None where there is none."""
+    """Return the scale that all parts of a matrix share; None without one."""
     return scales[0] if len({(scale.number.dtype, float(scale.number)) for scale in scales}) == 1 else None
 
 
@@ -188,5 +189,5 @@ def _modules(tensor: str) -> tuple[str, str]:
     return module, module.rpartition(".")[0]
 
 
-def _constant(name: str, value: torch.Tensor) -> Output:
-    return Output(name, dtype_name(value.dtype), tuple(value.shape), compute=lambda: [value])
+def _constant(name: str, value: torch.Tensor) -> OutputTensor:
+    return OutputTensor(name, dtype_name(value.dtype), tuple(value.shape), compute=lambda: [value])

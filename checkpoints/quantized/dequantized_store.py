@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 
 from te_models.layers.quantizer import Quantizer
-from te_models.layers.quantizer.schema import FieldLayout, alignment, field_layouts
+from te_models.layers.quantizer.schema import FieldLayout, cut_multiple, field_layouts
 
 from ..folder.checkpoint import Checkpoint
 from ..io.boxes import Box, Range, Shape, slices
@@ -16,7 +16,7 @@ from ..io.dtypes import check_decoded, dtype_name
 from ..io.header import TensorInfo, byte_count
 from ..io.store import Store
 from ..mapping.param_shapes import expected_tensors
-from ..mapping.quantized_format import SUFFIXES, Description, quantizer_of
+from ..mapping.quantized_format import SUFFIXES, Description, quantizer_from_metadata
 from ..mapping.te_namespace import formats_in_layout
 from .row_blocks import bands
 
@@ -36,7 +36,9 @@ class ValueStore:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._store, self._dtype = store, dtype
-        self._values = {name: (shape, *quantizer_of(name, meta)) for name, (shape, meta) in parameters.items()}
+        self._values = {
+            name: (shape, *quantizer_from_metadata(name, meta)) for name, (shape, meta) in parameters.items()
+        }
         self.formats = {name: str(meta["format"]) for name, (_, meta) in parameters.items()}
         fields = {name + suffix for name in parameters for suffix in SUFFIXES.values()}
         self.tensors = {name: info for name, info in store.tensors.items() if name not in fields}
@@ -87,7 +89,7 @@ def as_values(ckpt: Checkpoint, names: Collection[str], dtype: torch.dtype | Non
 
 def _whole_blocks(quantizer: Quantizer, part: Range, size: int, dim: int) -> Range:
     """Return the smallest range of whole blocks around a part of a dimension of the matrix."""
-    block = alignment(quantizer, dim)
+    block = cut_multiple(quantizer, dim)
     last = part.start + (part.size - 1) * part.step
     return Range(part.start // block * block, min(size, (last // block + 1) * block))
 

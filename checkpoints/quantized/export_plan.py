@@ -35,8 +35,8 @@ from ..formats.separate import IN_CONFIG
 from ..formats.stacks import stacks
 from ..io.errors import CheckpointError
 from ..io.store import Store
-from ..mapping.plan import Output, Plan, make_plan
-from ..mapping.quantized_format import describe, quantizer_of
+from ..mapping.plan import ConversionPlan, OutputTensor, make_plan
+from ..mapping.quantized_format import quantized_metadata, quantizer_from_metadata
 from ..mapping.report import ConversionReport, Measure
 from ..mapping.te_namespace import te_namespace
 from ..mapping.tensor_map import Namespace
@@ -45,7 +45,7 @@ from .dequantized_store import as_values
 from .file_target import FileTarget
 from .passthrough_values import passthrough_modules, undeclared_passthrough_as_values
 from .representable import unrepresentable
-from .route import Form, Route, choose_route
+from .route import Route, StoredForm, choose_route
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class QuantizedExport:
     high_precision: the part of the plan that is not quantized. store: what the plan reads. format: of the others.
     """
 
-    plan: Plan
-    high_precision: Plan
+    plan: ConversionPlan
+    high_precision: ConversionPlan
     store: Store
     format: WeightFormat | MixedFormat
     config: Mapping[str, Any] | None
@@ -81,11 +81,11 @@ def plan_quantized_export(
         high_precision: how the family's files store the model in high precision.
         wanted: name of the format; None: the one it came from, or else the first that takes its weights.
         passthrough, copies: see `make_plan`.
-        tied: weights of the family's modules that repeat another one, which files need not hold.
+        tied: weights of the family's modules that repeat another one; files need not hold them.
         scales: what files call scales of blocks that came from no such files; see `Names.scales`.
         allow_requantize: requantize what the format cannot take over.
     """
-    quantizers = {name: quantizer_of(name, meta)[0] for name, meta in ckpt.formats.items()}
+    quantizers = {name: quantizer_from_metadata(name, meta)[0] for name, meta in ckpt.formats.items()}
     quantizers |= _promised(ckpt, quantizers)
     original, known = _original(ckpt), ckpt.source.quantization if ckpt.source is not None else None
     others = known is not None and known.get("others", False)
@@ -133,7 +133,7 @@ def plan_quantized_export(
         {"scales": scales} if details is None else details,
     )
     report = ConversionReport()
-    by_weight: dict[str, list[Output]] = {}
+    by_weight: dict[str, list[OutputTensor]] = {}
     for route in routes:
         by_weight |= target.outputs(route, _requantized(report, ckpt, route, formats_of))
     outputs = [output for weight in sorted(formats) for output in by_weight[weight]]
@@ -173,7 +173,7 @@ def plan_quantized_export(
             config = None if said is None else {IN_CONFIG: said}
             if declared == modelopt.FP8:
                 plan = replace(plan, notes=(*plan.notes, modelopt.UNCALIBRATED))
-    return QuantizedExport(plan, Plan(tuple(high_precision_outputs)), moved.store, declared, config, separate)
+    return QuantizedExport(plan, ConversionPlan(tuple(high_precision_outputs)), moved.store, declared, config, separate)
 
 
 def _routes(
@@ -186,8 +186,8 @@ def _routes(
     """Return the routes of all quantized parameters: first of those that the format cannot take over."""
     order = (*inexact, *(name for name in quantizers if name not in inexact))
     allowed = ("requantize",) if allow_requantize else ()
-    sources = {name: Form(quantizer) for name, quantizer in quantizers.items()}
-    targets = sources | {name: Form(formats[name].quantizer, inexact=why) for name, why in inexact.items()}
+    sources = {name: StoredForm(quantizer) for name, quantizer in quantizers.items()}
+    targets = sources | {name: StoredForm(formats[name].quantizer, inexact=why) for name, why in inexact.items()}
     return [choose_route(name, sources[name], targets[name], allowed) for name in order]
 
 
@@ -200,7 +200,7 @@ def _takes(weight_format: WeightFormat, quantizer: Quantizer) -> bool:
 class _Moved:
     """The plan that moves the fields of parameters which a format takes over, and all others as values."""
 
-    plan: Plan
+    plan: ConversionPlan
     found: FieldNamespace
     store: Store
 
@@ -215,7 +215,7 @@ def _move(
     passthrough: Mapping[str, str],
     copies: Mapping[str, str],
 ) -> _Moved:
-    logical = quantizer_of("", next(iter(ckpt.formats.values())))[1]
+    logical = quantizer_from_metadata("", next(iter(ckpt.formats.values())))[1]
     representable = {name: quantizer for name, quantizer in quantizers.items() if name not in inexact}
     found = field_namespace(high_precision, formats, representable, logical, lambda a, b: True)
     store: Store = as_values(ckpt, [*inexact, *found.inexact], torch.float32)
@@ -332,8 +332,8 @@ def _check_stacks(high_precision: Namespace, in_stacks: list[str], formats: Mapp
 
 
 def _rowwise(ckpt: Checkpoint, name: str) -> Mapping[str, Any]:
-    quantizer, dtype = quantizer_of(name, ckpt.formats[name])
-    return describe(quantizer.with_usage(rowwise=True, columnwise=quantizer.symmetric), dtype)
+    quantizer, dtype = quantizer_from_metadata(name, ckpt.formats[name])
+    return quantized_metadata(quantizer.with_usage(rowwise=True, columnwise=quantizer.symmetric), dtype)
 
 
 def _unquantized_modules(high_precision: Namespace, weights: set[str], tied: Collection[str]) -> list[str]:

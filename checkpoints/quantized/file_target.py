@@ -29,24 +29,24 @@ from ..formats.views import field_blocks
 from ..io.boxes import Shape
 from ..io.dtypes import dtype_name, torch_dtype
 from ..io.store import Store
-from ..mapping.plan import Output
+from ..mapping.plan import OutputTensor
 from ..mapping.quantized_format import SUFFIXES
 from ..mapping.stream import read_bands
 from ..mapping.tensor_map import Namespace
 from .representable import coarser
 from .requantize import AmaxesOf, WrittenTensor
-from .route import Target
+from .route import WriteTarget
 from .row_blocks import JoinedAmaxes, matrix_keys
 
 _BAND = 1 << 22
 _STACK_BAND = 1 << 20
 
 
-class FileTarget(Target):
+class FileTarget(WriteTarget):
     """The tensors of a family's files, its quantized weights in a format.
 
     Arguments:
-        moved: see `Target`.
+        moved: see `WriteTarget`.
         store: what their pieces read: fields, and values in float32.
         high_precision: how the family stores the model in high precision; found: the same, with the
             fields of the parameters that are taken over.
@@ -61,7 +61,7 @@ class FileTarget(Target):
 
     def __init__(
         self,
-        moved: Iterable[Output],
+        moved: Iterable[OutputTensor],
         store: Store,
         formats: Mapping[str, WeightFormat],
         declared: Sequence[WeightFormat],
@@ -92,7 +92,7 @@ class FileTarget(Target):
     def weights(self, parameter: str) -> list[str]:
         return list(self._weights[parameter])
 
-    def fields(self, weight: str) -> list[Output]:
+    def fields(self, weight: str) -> list[OutputTensor]:
         form = self._formats[weight]
         data = self.moved[weight + form.data.suffix]
         packed = field_blocks(self._quantizers[self._parameter[weight]])["data"]
@@ -107,23 +107,23 @@ class FileTarget(Target):
             if form.integers and part.meaning == "scale":
                 dtype = dtype_name(quantizer.part_dtype("scale_inv") or torch.float32)
             variant = f"{form.name} anew {quantizer!r}"
-            output = Output(
+            output = OutputTensor(
                 name, dtype, self._shape(form, part, values.shape), values.pieces, variant=variant, owner=weight
             )
             encoded = functools.partial(_encode_field, part, form.element, dtype, name)
             entries.append(WrittenTensor(SUFFIXES[f"rowwise_{part.field}"], output, encoded))
         return entries
 
-    def values(self, weight: str) -> tuple[Store, Output]:
+    def values(self, weight: str) -> tuple[Store, OutputTensor]:
         return self._store, replace(self.moved[weight], dtype="F32")
 
     def amaxes_of(self, weight: str) -> AmaxesOf:
         keys, shape, joined = self._keys[weight], self.moved[weight].shape[-2:], self._joined[self._formats[weight]]
         return lambda number, read: joined.add(keys[number], shape, read)
 
-    def finish(self, weight: str, outputs: list[Output]) -> list[Output]:
+    def finish(self, weight: str, outputs: list[OutputTensor]) -> list[OutputTensor]:
         form = self._formats[weight]
-        if len(outputs) == len(form.parts) and form.beside:  # computed anew
+        if len(outputs) == len(form.parts) and form.beside:  # computed again
             outputs = [*outputs, *self._beside(weight, self._shapes[weight])]
         if form.packing is not None:
             return as_columns(weight, form.packing, outputs, functools.partial(_parts, self._store))
@@ -145,14 +145,16 @@ class FileTarget(Target):
                 errors.append(encode.number_error(part, amax, number))
         return max(errors)
 
-    def _beside(self, weight: str, shape: Shape) -> list[Output]:
+    def _beside(self, weight: str, shape: Shape) -> list[OutputTensor]:
         """Return the tensors beside a weight of a shape that follow from it."""
-        form, found = self._formats[weight], list[Output]()
+        form, found = self._formats[weight], list[OutputTensor]()
         for beside in form.beside:
             dtype = self._dtypes.get(self._key(form, beside.suffix), beside.dtypes[0] if beside.required else None)
             if dtype is not None:
                 value = beside.value(shape).to(torch_dtype(dtype))
-                found.append(Output(weight + beside.suffix, dtype, tuple(value.shape), compute=lambda v=value: [v]))
+                found.append(
+                    OutputTensor(weight + beside.suffix, dtype, tuple(value.shape), compute=lambda v=value: [v])
+                )
         return found
 
     def _key(self, form: WeightFormat, suffix: str) -> str:
@@ -164,7 +166,7 @@ class FileTarget(Target):
         one = self._ones.get(self._key(form, part.suffix), part.one)
         return shapes[1] if len(shapes) == 2 and one else shapes[0]
 
-    def _part(self, weight: str, shape: Shape, part: Part) -> Output:
+    def _part(self, weight: str, shape: Shape, part: Part) -> OutputTensor:
         name, parameter, form = weight + part.suffix, self._parameter[weight], self._formats[weight]
         field, blocks = self.moved[self._found.repeats.get(name, name)], field_blocks(self._quantizers[parameter])
         dtype, block = self._dtypes.get(self._key(form, part.suffix), part.dtypes[0]), blocks[part.field]
@@ -179,12 +181,12 @@ class FileTarget(Target):
             self.reencoded.add(parameter)  # words have the bytes of the fields
         multiple = part.block[0] if part.meaning == "zero" and part.block else every[0]
         compute = functools.partial(_encoded, self._store, field, convert, repeat, every, shape[-2], multiple)
-        return Output(name, dtype, written, field.pieces, compute, f"{form.name} {part.suffix}")
+        return OutputTensor(name, dtype, written, field.pieces, compute, f"{form.name} {part.suffix}")
 
 
 def _encoded(
     store: Store,
-    field: Output,
+    field: OutputTensor,
     convert: Callable[[torch.Tensor], torch.Tensor] | None,
     repeat: int,
     every: tuple[int, int],
@@ -210,7 +212,7 @@ def _encode_field(part: Part, element: str, dtype: str, name: str, field: torch.
     return field if convert is None else convert(field)
 
 
-def _as_stored(store: Store, output: Output, part: Part, weight: str) -> Output:
+def _as_stored(store: Store, output: OutputTensor, part: Part, weight: str) -> OutputTensor:
     """Return a part of a weight, made as [E, out, in] or [E], as it is written: [E, in, out] or one number."""
     if part.block is None:
         compute, shape = functools.partial(_first, store, output), ()
@@ -218,20 +220,20 @@ def _as_stored(store: Store, output: Output, part: Part, weight: str) -> Output:
         experts, rows, columns = output.shape
         compute, shape = functools.partial(_transposed, store, output), (experts, columns, rows)
     variant = f"{output.variant} as it lies"
-    return Output(stacked_name(weight, part), output.dtype, shape, output.pieces, compute, variant, output.owner)
+    return OutputTensor(stacked_name(weight, part), output.dtype, shape, output.pieces, compute, variant, output.owner)
 
 
-def _parts(store: Store, output: Output) -> Iterable[torch.Tensor]:
+def _parts(store: Store, output: OutputTensor) -> Iterable[torch.Tensor]:
     return (
         output.compute() if output.compute is not None else (band for _, band in read_bands(store, output, _STACK_BAND))
     )
 
 
-def _first(store: Store, output: Output) -> Iterator[torch.Tensor]:
+def _first(store: Store, output: OutputTensor) -> Iterator[torch.Tensor]:
     yield next(iter(_parts(store, output))).flatten()[0].clone()  # all are equal, which is known by now
 
 
-def _transposed(store: Store, output: Output) -> Iterator[torch.Tensor]:
+def _transposed(store: Store, output: OutputTensor) -> Iterator[torch.Tensor]:
     """Yield matrix after matrix, from parts that end anywhere between rows."""
     _, rows, columns = output.shape
     matrix, filled = torch.empty(rows * columns, dtype=torch_dtype(output.dtype), device="cpu"), 0

@@ -17,12 +17,12 @@ from ..folder.te_plan import plan_te_folder
 from ..formats.files import QuantizedFiles
 from ..io.errors import CheckpointError
 from ..mapping.param_shapes import ExpertLayout, expected_tensors
-from ..mapping.plan import Output, Plan
-from ..mapping.quantized_format import SUFFIXES, describe, quantizer_of
+from ..mapping.plan import ConversionPlan, OutputTensor
+from ..mapping.quantized_format import SUFFIXES, quantized_metadata, quantizer_from_metadata
 from ..mapping.report import ConversionReport, Measure
 from ..mapping.te_namespace import formats_in_layout, parameter_names
 from .mxfp4_as_nvfp4 import SpanError, nvfp4_outputs
-from .route import VALUES, Allowed, Form, Route, choose_route
+from .route import VALUES, Allowed, Route, StoredForm, choose_route
 from .te_target import TETarget, value_outputs
 
 
@@ -33,20 +33,20 @@ def plan_quantized_import(
     dtype: torch.dtype | None,
     *,
     dequantize: bool,
-) -> Plan:
+) -> ConversionPlan:
     """Plan the import of `ckpt`, a quantized Hugging Face folder.
 
-    values: the same folder opened as plain values, which allows to requantize what cannot be taken over: weights whose
-    blocks the joining of projections cuts, and the columnwise copies of formats that scale rows. None refuses the
-    former and leaves out the latter, which only training needs.
+    values: the same folder opened as plain values; given them, what cannot be taken over may be requantized: weights
+    whose blocks the joining of projections cuts, and the columnwise copies of formats that scale rows. None refuses the
+    former and leaves out the latter: only training needs these.
     """
     quantized = ckpt.quantized
     assert quantized is not None, "called for quantized folders"
     logical = dtype or quantized.dtype
-    forms = {name: quantizer_of(name, meta)[0] for name, meta in quantized.found.formats.items()}
-    exact = {name: describe(form, logical) for name, form in forms.items()}
+    forms = {name: quantizer_from_metadata(name, meta)[0] for name, meta in quantized.found.formats.items()}
+    exact = {name: quantized_metadata(form, logical) for name, form in forms.items()}
     moved = plan_te_folder(ckpt, layout, exact, dtype)
-    reencoded: dict[str, list[Output]] = {}
+    reencoded: dict[str, list[OutputTensor]] = {}
     inexact = dict(quantized.found.inexact)
     if quantized.wanted is not None:
         reencoded, spans = _as_nvfp4(ckpt, moved, layout, exact)
@@ -63,10 +63,12 @@ def plan_quantized_import(
     for name in {**forms, **inexact}:
         form = new(name) if name in inexact else quantized.wanted or forms[name]
         form = form if values is None else _with_copies(form)
-        routes[name] = [choose_route(name, Form(forms.get(name), inexact=inexact.get(name)), Form(form), allowed)]
+        routes[name] = [
+            choose_route(name, StoredForm(forms.get(name), inexact=inexact.get(name)), StoredForm(form), allowed)
+        ]
         if routes[name][0].is_exact and len(form.stored_usages()) > 1:
             columnwise = form.with_usage(rowwise=False, columnwise=True)
-            routes[name].append(choose_route(name, VALUES, Form(columnwise)))
+            routes[name].append(choose_route(name, VALUES, StoredForm(columnwise)))
     _check_refused(ckpt, quantized, [route for route, *_ in routes.values() if route.way == "refuse"])
     target = TETarget(
         ckpt.config,
@@ -78,12 +80,12 @@ def plan_quantized_import(
         reencoded,
     )
     reporter = _Reporter(ckpt, quantized, reencoded, any(route.is_exact for route, *_ in routes.values()))
-    outputs: list[Output] = []
+    outputs: list[OutputTensor] = []
     for name, weights in parameter_names(ckpt.config, layout).items():
         computed = [reporter.outputs(target, route) for route in routes.get(name, [Route(name, "move")])]
         outputs += [output for weight in weights for by_weight in computed for output in by_weight[weight]]
     outputs += [target.moved[name] for name in moved.passthrough]
-    formats = {n: describe(r.quantizer, logical) for n, (r, *_) in routes.items() if r.quantizer is not None}
+    formats = {n: quantized_metadata(r.quantizer, logical) for n, (r, *_) in routes.items() if r.quantizer is not None}
     ignored = moved.ignored if quantized.quantizer is not None else (*moved.ignored, *quantized.activations)
     formats = formats_in_layout(ckpt.config, layout, formats)
     return replace(moved, outputs=tuple(outputs), ignored=ignored, formats=formats, report=reporter.report)
@@ -98,7 +100,7 @@ class _Reporter:
         self._factor_error = quantized.factor_error() if is_exact else 0.0
         self._weights = set(quantized.weights)
 
-    def outputs(self, target: TETarget, route: Route) -> dict[str, list[Output]]:
+    def outputs(self, target: TETarget, route: Route) -> dict[str, list[OutputTensor]]:
         """Return what is written of a parameter, by weight, and report it."""
         if route.way == "requantize":
             return target.outputs(route, functools.partial(self._requantized, route))
@@ -118,14 +120,14 @@ class _Reporter:
         line = self.report.add(weight, "requantized", name, route.quantizer.FORMAT + what)
         return line.note
 
-    def _exact(self, weight: str, name: str, quantizer: Quantizer, outputs: Iterable[Output]) -> None:
+    def _exact(self, weight: str, name: str, quantizer: Quantizer, outputs: Iterable[OutputTensor]) -> None:
         sources = {piece.source for output in outputs for piece in output.pieces}
         as_stored = weight not in self._reencoded and all(map(self._quantized.store.can_read_bytes, sources))
         has_amax = "amax" in quantizer.PARTS
         error = 0.0 if as_stored or weight in self._reencoded or not has_amax else self._factor_error
         self.report.add_exact(weight, name, quantizer.FORMAT, encoded=not as_stored, error=error)
 
-    def _plain(self, name: str, output: Output) -> None:
+    def _plain(self, name: str, output: OutputTensor) -> None:
         sources = {piece.source for piece in output.pieces}
         if not sources.isdisjoint(self._weights):
             self.report.add(output.name, "dequantized", name, output.dtype)
@@ -157,13 +159,13 @@ def _other_storage(ckpt: Checkpoint, quantized: QuantizedFiles) -> str:
 
 
 def _as_nvfp4(
-    ckpt: Checkpoint, moved: Plan, layout: ExpertLayout, formats: Collection[str]
-) -> tuple[dict[str, list[Output]], dict[str, str]]:
+    ckpt: Checkpoint, moved: ConversionPlan, layout: ExpertLayout, formats: Collection[str]
+) -> tuple[dict[str, list[OutputTensor]], dict[str, str]]:
     """Return the fields of parameters, by names in the layout, made of those that `moved` moves; and the parameters, by
     grouped names, for which that is not exact, with the reason."""
     by_name = {output.name: output for output in moved.outputs}
     shapes, names = expected_tensors(ckpt.config, layout), parameter_names(ckpt.config, layout)
-    computed: dict[str, list[Output]] = {}
+    computed: dict[str, list[OutputTensor]] = {}
     inexact: dict[str, str] = {}
     for name in formats:
         for member in names[name]:

@@ -16,7 +16,7 @@ from te_models.kernels.quantize import e8m0_to_float, global_decode
 from ..formats import numbers
 from ..io.boxes import Shape
 from ..io.store import Store
-from ..mapping.plan import Output
+from ..mapping.plan import OutputTensor
 from ..mapping.quantized_format import SUFFIXES
 from ..mapping.stream import matrices, read_bands, read_rows
 
@@ -29,7 +29,7 @@ class SpanError(Exception):
     """Why a weight is not exact in NVFP4."""
 
 
-def nvfp4_outputs(store: Store, shape: Shape, fields: Mapping[str, Output], name: str) -> list[Output]:
+def nvfp4_outputs(store: Store, shape: Shape, fields: Mapping[str, OutputTensor], name: str) -> list[OutputTensor]:
     """Return the rowwise NVFP4 fields of a weight [out, in] or [G, out, in]. Reads the scales; SpanError if it is not
     exact.
 
@@ -61,7 +61,9 @@ def nvfp4_outputs(store: Store, shape: Shape, fields: Mapping[str, Output], name
         SUFFIXES["rowwise_amax"]: ("F32", shape[:-2], amaxes),
     }
     return [
-        Output(name + s, dtype, size, fields[""].pieces + fields[suffix].pieces, make, "mxfp4 as nvfp4", owner=name)
+        OutputTensor(
+            name + s, dtype, size, fields[""].pieces + fields[suffix].pieces, make, "mxfp4 as nvfp4", owner=name
+        )
         for s, (dtype, size, make) in makers.items()
     ]
 
@@ -73,7 +75,7 @@ def _stacked(band: torch.Tensor, shape: Shape, columns: int | None = None) -> to
     return band[None] if len(shape) == 3 else band
 
 
-def _top(store: Store, data: Output, scales: Output) -> int:
+def _top(store: Store, data: OutputTensor, scales: OutputTensor) -> int:
     """Return the largest scale byte of a matrix; SpanError where the others are too far below it."""
     found = torch.cat([band.flatten().unique() for _, band in read_bands(store, scales, _BAND)]).unique()
     if len(found) == 0 or int(found[-1]) - int(found[0]) > _SPAN:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from ..folder.te_folder import Source
+from ..folder.te_folder import HFSource
 from ..formats import WeightFormat, parse
 from ..formats.format import MixedFormat, scale_beside
 from ..formats.fp8 import NamedScales, seen_scales
@@ -21,17 +21,17 @@ from ..formats.views import View, value_view
 from ..io.boxes import Box, Range, Shape
 from ..io.dtypes import check_decoded, dtype_name, torch_dtype
 from ..io.store import FileStore
-from ..mapping.plan import Output, Plan
+from ..mapping.plan import ConversionPlan, OutputTensor
 from .row_blocks import BAND_ELEMENTS
 
 
 def passthrough_as_values(
-    plan: Plan,
+    plan: ConversionPlan,
     files: FileStore,
     passthrough: Mapping[str, str],
     declared: WeightFormat | MixedFormat,
     dtype: torch.dtype,
-) -> Plan:
+) -> ConversionPlan:
     """Return the plan with the passthrough weights that `files` hold in a format as values, and a note about those of
     its tensors that are no such weight.
 
@@ -43,7 +43,7 @@ def passthrough_as_values(
     if scales_of_files:
         files, seen = NamedScales(files, scales_of_files), {stored: name for name, stored in scales_of_files.items()}
         passthrough = {seen.get(name, name): copy for name, copy in passthrough.items()}
-    computed: dict[str, Output] = {}
+    computed: dict[str, OutputTensor] = {}
     parts: set[str] = set()
     scales: list[str] = []
     for name in passthrough:
@@ -57,7 +57,7 @@ def passthrough_as_values(
             continue
         view = value_view(files, weight, weight_format, shape, dtype_name(dtype))
         copy = passthrough[name].removesuffix(data.suffix)
-        computed[passthrough[name]] = Output(copy, view.dtype, shape, compute=_bands(view, weight))
+        computed[passthrough[name]] = OutputTensor(copy, view.dtype, shape, compute=_bands(view, weight))
         parts.update(passthrough[weight + part.suffix] for part in weight_format.parts)
         further = (weight + x.suffix for x in weight_format.beside)
         parts.update(passthrough[x] for x in further if x in passthrough)
@@ -74,8 +74,12 @@ def passthrough_as_values(
 
 
 def undeclared_passthrough_as_values(
-    plan: Plan, files: FileStore, passthrough: Mapping[str, str], source: Source | None, dtype: torch.dtype | None
-) -> Plan:
+    plan: ConversionPlan,
+    files: FileStore,
+    passthrough: Mapping[str, str],
+    source: HFSource | None,
+    dtype: torch.dtype | None,
+) -> ConversionPlan:
     """Return the plan of files that do not declare what those declared which `source` describes, with the
     passthrough weights in that format as values, in `dtype` or the dtype of the other weights."""
     if source is None or not passthrough:
@@ -89,7 +93,7 @@ def undeclared_passthrough_as_values(
     )
 
 
-def passthrough_modules(plan: Plan) -> list[str]:
+def passthrough_modules(plan: ConversionPlan) -> list[str]:
     """Return the modules with weight matrices among the passthrough tensors; a declaration names them as not
     quantized."""
     matrices = (o.name for o in plan.outputs if o.name in plan.passthrough and len(o.shape) >= 2)
@@ -99,7 +103,7 @@ def passthrough_modules(plan: Plan) -> list[str]:
 
 
 def _format_of(name: str, files: FileStore, declared: WeightFormat | MixedFormat) -> WeightFormat | None:
-    """Return the format of the weight of which a tensor is the elements; None: it is none."""
+    """Return the format of the weight of which a tensor is the elements; None: it is not one."""
     for form in declared.formats:
         weight = name.removesuffix(form.data.suffix)
         fits = name.endswith(form.data.suffix) and files.tensors[name].dtype in form.data.dtypes

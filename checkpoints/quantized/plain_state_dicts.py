@@ -21,8 +21,8 @@ from ..mapping.quantized_format import (
     METADATA_KEY,
     SUFFIXES,
     Description,
-    describe,
-    quantizer_of,
+    quantized_metadata,
+    quantizer_from_metadata,
     read_metadata,
     stored_fields,
     write_metadata,
@@ -34,7 +34,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def plain_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return (tensors, metadata), which `from_plain_state_dict` turns into the same state dict, bit for bit.
+    """Return (tensors, metadata). `from_plain_state_dict` turns them into the same state dict, bit for bit.
 
     A quantized weight `w` becomes an entry per field (`w`, `w_scale_inv`, ...), contiguous; other tensors stay as they
     are. metadata: strings, for the header of a safetensors file. Raises CheckpointError for an entry that is neither (a
@@ -51,8 +51,8 @@ def plain_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], 
         if isinstance(value, QuantizedTensor):
             value.require_matrix("be stored")
             entries = {entry: field.detach().contiguous() for entry, field in stored_fields(name, value).items()}
-            described[name], shapes[name] = describe(value.quantizer, value.dtype), list(value.shape)
-            quantizer_of(name, described[name])
+            described[name], shapes[name] = quantized_metadata(value.quantizer, value.dtype), list(value.shape)
+            quantizer_from_metadata(name, described[name])
         elif type(value) in _PLAIN:
             entries = {name: value.detach()}
         else:
@@ -83,7 +83,7 @@ def from_plain_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, 
         shape = shapes.get(name)
         if shape is None:
             raise CheckpointError(f"the metadata has no shape of {name}; was it written by plain_state_dict?")
-        quantizer, dtype = quantizer_of(name, meta)
+        quantizer, dtype = quantizer_from_metadata(name, meta)
         names = {field: name + SUFFIXES[field] for field in quantizer.field_names()}
         fields = {field: rest.pop(entry) for field, entry in names.items() if entry in rest}
         cls = GroupedTensor if len(shape) == 3 else TENSOR_CLASSES.get(quantizer.FORMAT, QuantizedTensor)

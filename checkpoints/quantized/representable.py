@@ -19,7 +19,7 @@ from ..formats.namespace import FieldNamespace
 from ..formats.views import Block, field_blocks
 from ..io.boxes import Shape
 from ..io.store import Store
-from ..mapping.plan import Output, Plan
+from ..mapping.plan import ConversionPlan, OutputTensor
 from ..mapping.quantized_format import SUFFIXES
 from ..mapping.stream import read_bands
 
@@ -38,7 +38,7 @@ def coarser(part: Part, block: Block | None, field: Shape) -> tuple[int, int]:
 
 def unrepresentable(
     store: Store,
-    plan: Plan,
+    plan: ConversionPlan,
     found: FieldNamespace,
     formats: Mapping[str, WeightFormat],
     quantizers: Mapping[str, Quantizer],
@@ -61,7 +61,7 @@ def unrepresentable(
 
 def _uneven(
     store: Store,
-    plan: Plan,
+    plan: ConversionPlan,
     found: FieldNamespace,
     formats: Mapping[str, WeightFormat],
     quantizers: Mapping[str, Quantizer],
@@ -83,7 +83,11 @@ def _uneven(
 
 
 def _unequal(
-    store: Store, plan: Plan, found: FieldNamespace, formats: Mapping[str, WeightFormat], stacks: Collection[str]
+    store: Store,
+    plan: ConversionPlan,
+    found: FieldNamespace,
+    formats: Mapping[str, WeightFormat],
+    stacks: Collection[str],
 ) -> dict[str, str]:
     """Return parameter -> why its experts cannot have one number; this reads such numbers."""
     numbers = {
@@ -104,7 +108,9 @@ def _unequal(
     return unequal
 
 
-def _too_wide(store: Store, plan: Plan, found: FieldNamespace, formats: Mapping[str, WeightFormat]) -> dict[str, str]:
+def _too_wide(
+    store: Store, plan: ConversionPlan, found: FieldNamespace, formats: Mapping[str, WeightFormat]
+) -> dict[str, str]:
     """Return parameter -> why its elements do not fit a format of four bits; this reads them."""
     owners, wide = found.owners, dict[str, str]()
     narrow = {weight + form.data.suffix for weight, form in formats.items() if form.element == "e2m1"}
@@ -117,7 +123,7 @@ def _too_wide(store: Store, plan: Plan, found: FieldNamespace, formats: Mapping[
     return wide
 
 
-def _even(store: Store, scales: Output, rows: int, columns: int) -> bool:
+def _even(store: Store, scales: OutputTensor, rows: int, columns: int) -> bool:
     """Whether all scales [..., R, C] of each group of `rows` x `columns` are the same."""
     for _, band in read_bands(store, scales, _BAND, multiple=rows):
         coarse = band[..., ::rows, ::columns]

@@ -16,7 +16,7 @@ from te_models.memory import return_freed_memory
 
 from ..io.boxes import Shape
 from ..io.store import Store
-from ..mapping.plan import Output
+from ..mapping.plan import OutputTensor
 from ..mapping.quantized_format import SUFFIXES, Description, field_specs
 from ..mapping.report import Measure
 from ..mapping.stream import matrices, read_rows
@@ -38,25 +38,25 @@ class WrittenTensor:
     """
 
     suffix: str
-    output: Output
+    output: OutputTensor
     encode: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 def field_entries(name: str, shape: Shape, meta: Description) -> list[WrittenTensor]:
     """Return the entries of a parameter in a folder of ours: its fields."""
     specs = field_specs(name, shape, meta).items()
-    return [WrittenTensor(suffix, Output(name + suffix, min(spec.dtypes), spec.shape)) for suffix, spec in specs]
+    return [WrittenTensor(suffix, OutputTensor(name + suffix, min(spec.dtypes), spec.shape)) for suffix, spec in specs]
 
 
 def requantized_outputs(
     store: Store,
-    weight: Output,
+    weight: OutputTensor,
     quantizer: Quantizer,
     entries: Iterable[WrittenTensor],
     threads: Callable[[], Executor],
     measure: Measure | None = None,
     amaxes_of: AmaxesOf | None = None,
-) -> list[Output]:
+) -> list[OutputTensor]:
     """Return the tensors that hold a weight quantized from its values.
 
     Arguments:
@@ -129,7 +129,7 @@ class _Fields:
         if field not in self._ready:
             fields = empty_fields(self.quantizer, torch.Size(self.shape), "cpu")
             if self._streams:
-                del fields[self._data]  # in another file than this field, which is there already or comes later
+                del fields[self._data]  # in another file than this field, written already or later
             for _ in self._quantize(fields):
                 pass
             self._ready = fields

@@ -6,8 +6,8 @@
     dequantize   the values
     refuse       its numbers cannot be taken over, and nothing else is allowed
 
-Import, export and `quantize` differ in what their sides store, which `Form` says for each parameter, and in what the
-tensors of the target are called and hold, which `Target` says.
+Import, export and `quantize` differ in what their sides store, which `StoredForm` says for each parameter, and in what
+the tensors of the target are called and hold, which `WriteTarget` says.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from te_models.layers.quantizer import Quantizer
 from ..io.store import Store
 from ..io.threads import cores, start_threads
 from ..mapping.param_shapes import is_linear_weight
-from ..mapping.plan import Output
+from ..mapping.plan import OutputTensor
 from ..mapping.report import Measure
 from .requantize import AmaxesOf, WrittenTensor, requantized_outputs
 
@@ -37,7 +37,7 @@ Allowed = Collection[Literal["requantize", "dequantize"]]
 
 
 @dataclass(frozen=True)
-class Form:
+class StoredForm:
     """What one side of a conversion stores a parameter as.
 
     quantizer: describes its fields; None: values, or (`inexact`) numbers that no fields hold. encoded: whether the
@@ -49,7 +49,7 @@ class Form:
     inexact: str | None = None
 
 
-VALUES = Form()
+VALUES = StoredForm()
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Route:
         return self.quantizer is not None and self.way != "requantize"
 
 
-def choose_route(parameter: str, source: Form, target: Form, allowed: Allowed = ()) -> Route:
+def choose_route(parameter: str, source: StoredForm, target: StoredForm, allowed: Allowed = ()) -> Route:
     """Return the way of a parameter: the first that loses nothing, else the first of those that are allowed.
 
     Only the weights of linear layers are stored quantized, so others are never requantized.
@@ -86,11 +86,11 @@ def choose_route(parameter: str, source: Form, target: Form, allowed: Allowed = 
     return Route(parameter, "dequantize" if "dequantize" in allowed else "refuse", None, why)
 
 
-class Target(ABC):
+class WriteTarget(ABC):
     """The side that is written. moved: by name, what the plan moves: fields of the parameters that are taken over, and
     values of the others."""
 
-    def __init__(self, moved: Iterable[Output]) -> None:
+    def __init__(self, moved: Iterable[OutputTensor]) -> None:
         self.moved = {output.name: output for output in moved}
 
     @abstractmethod
@@ -98,7 +98,7 @@ class Target(ABC):
         """Return what the tensors that hold a parameter are called in high precision."""
 
     @abstractmethod
-    def fields(self, weight: str) -> list[Output]:
+    def fields(self, weight: str) -> list[OutputTensor]:
         """Return the tensors of a weight whose numbers are taken over."""
 
     @abstractmethod
@@ -106,10 +106,10 @@ class Target(ABC):
         """Return the tensors of a weight whose fields are computed."""
 
     @abstractmethod
-    def values(self, weight: str) -> tuple[Store, Output]:
+    def values(self, weight: str) -> tuple[Store, OutputTensor]:
         """Return the values of a weight that is quantized from them, and what they are read from."""
 
-    def finish(self, weight: str, outputs: list[Output]) -> list[Output]:
+    def finish(self, weight: str, outputs: list[OutputTensor]) -> list[OutputTensor]:
         """Return the quantized tensors of a weight as they lie in the files."""
         return outputs
 
@@ -122,7 +122,7 @@ class Target(ABC):
         """Threads to quantize with; the same ones throughout, because each keeps memory for reuse."""
         return start_threads(min(cores(), MAX_THREADS))
 
-    def outputs(self, route: Route, measure: Callable[[str], Measure] | None = None) -> dict[str, list[Output]]:
+    def outputs(self, route: Route, measure: Callable[[str], Measure] | None = None) -> dict[str, list[OutputTensor]]:
         """Return what is written of a parameter, by weight.
 
         measure: called with the name of a weight that is requantized; returns what gets the largest error of each of
@@ -134,7 +134,9 @@ class Target(ABC):
         computed = {weight: make(weight, route.quantizer, measure) for weight in self.weights(route.parameter)}
         return {weight: self.finish(weight, outputs) for weight, outputs in computed.items()}
 
-    def _requantized(self, weight: str, quantizer: Quantizer, measure: Callable[[str], Measure] | None) -> list[Output]:
+    def _requantized(
+        self, weight: str, quantizer: Quantizer, measure: Callable[[str], Measure] | None
+    ) -> list[OutputTensor]:
         return requantized_outputs(
             *self.values(weight),
             quantizer,

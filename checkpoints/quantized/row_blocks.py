@@ -2,10 +2,10 @@
 
 Quantizing works in float32, and in several copies: for a whole matrix that is many times what is read or written. A
 band ends where a block of the format ends, so its fields are a part of the matrix's, number for number; a scale that
-belongs to the whole matrix comes from a first pass over the bands. (Only the Hadamard transform, which no weight gets,
-would pad rows.)
+belongs to the whole matrix comes from a first pass over the bands. (Only the Hadamard transform would pad rows, and no
+weight gets it.)
 
-Files hold q, k and v, or gate and up, as tensors of their own, and our linear layers hold them as one matrix with one
+Files hold q, k and v, or gate and up, as separate tensors, and our linear layers hold them as one matrix with one
 number in some formats (the scale of FP8, the amax of NVFP4). `JoinedAmaxes` quantizes such tensors with the amax of the
 whole matrix, so that an import takes over what is written.
 """
@@ -22,14 +22,14 @@ import torch
 
 from te_models.layers.quantizer import Quantizer, Usage
 from te_models.layers.quantizer.encoding import Scale, Uses
-from te_models.layers.quantizer.schema import FieldLayout, alignment, field_layouts
+from te_models.layers.quantizer.schema import FieldLayout, cut_multiple, field_layouts
 
 from ..io.boxes import Shape
 from ..io.threads import in_turn
 from ..mapping.tensor_map import Link
 
 BAND_ELEMENTS = 1 << 20
-"""Elements of a band, so many that the calls of its dozens of operations cost little, each of which may wait for the
+"""Elements of a band, enough that the calls of its dozens of operations cost little, each of which may wait for the
 interpreter lock (MXFP8, two cores, processor seconds per GB: 10 with 2^16, 4.9 with 2^18, 3.8 with 2^19, 3.5 with 2^20,
 4.2 with 2^22); a matrix that is too wide for it has bands of one block of rows."""
 
@@ -53,7 +53,7 @@ def bands(quantizer: Quantizer, shape: Shape, *, decoded: bool = False) -> list[
     """
     elements = BAND_ELEMENTS // 2 if decoded else BAND_ELEMENTS
     rows, columns = shape
-    block = alignment(quantizer, -2)
+    block = cut_multiple(quantizer, -2)
     step = max(1, elements // max(1, columns * block)) * block
     return [(begin, min(rows, begin + step)) for begin in range(0, rows, step)]
 

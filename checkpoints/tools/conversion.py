@@ -9,29 +9,23 @@ from pathlib import Path
 from typing import Any, Self, TypedDict
 
 from ..folder.checkpoint import open_checkpoint
-from ..folder.te_folder import Source, TEFolder
+from ..folder.te_folder import HFSource, TEFolder
 from ..io.errors import CheckpointError, shorten
 from ..io.store import Store
 from ..io.threads import Progress
 from ..mapping.param_shapes import ExpertLayout
-from ..mapping.plan import Plan
+from ..mapping.plan import ConversionPlan
 from ..mapping.report import moved_report
 from ..write.output_folder import write_folder
 
 PathLike = str | os.PathLike[str]
 
 
-class Options(TypedDict, total=False):
-    """Options of every conversion.
+class ConversionKeywords(TypedDict, total=False):
+    """Options of every conversion: `te_models.checkpoints.tools.options.ShardedOptions` says what they mean.
 
-    overwrite (False): replace an existing destination; it stays until the new one is complete.
-    max_shard_bytes (5 GB): data per file.
-    progress: called with (bytes done, bytes in total).
-    dry_run (False): return the plan and write nothing.
-    verify (True): where the source has a manifest.json, check every tensor against it while it is read, and the small
-        files; a folder that is damaged, or was edited, raises CheckpointError, and nothing is written.
-    file_digests (False): list in manifest.json the SHA-256 of each weight file that `sha256sum` prints, instead of one
-        made of the digests of its header and its tensors; every byte is hashed twice for it.
+    progress: called with (bytes done, bytes in total). max_shard_bytes (5 GB): a number. A source that is damaged, or
+    was edited, raises CheckpointError with `verify`, and nothing is written.
     """
 
     overwrite: bool
@@ -42,11 +36,11 @@ class Options(TypedDict, total=False):
     file_digests: bool
 
 
-def split_options(options: Options) -> tuple[bool, dict[str, Any]]:
+def split_options(options: ConversionKeywords) -> tuple[bool, dict[str, Any]]:
     """Return `verify`, and the options of `write_folder`; TypeError for a name that is none of Options."""
-    unknown = options.keys() - Options.__annotations__.keys()
+    unknown = options.keys() - ConversionKeywords.__annotations__.keys()
     if unknown:
-        raise TypeError(f"{min(unknown)!r} is no option; allowed: {', '.join(Options.__annotations__)}")
+        raise TypeError(f"{min(unknown)!r} is no option; allowed: {', '.join(ConversionKeywords.__annotations__)}")
     rest: dict[str, Any] = dict(options)
     return bool(rest.pop("verify", True)), rest
 
@@ -54,7 +48,7 @@ def split_options(options: Options) -> tuple[bool, dict[str, Any]]:
 class Conversion:
     """A folder that is converted: `ckpt` is open in a with statement. how: arguments of `open_checkpoint`."""
 
-    def __init__(self, src: PathLike, dst: PathLike, options: Options, **how: Any) -> None:
+    def __init__(self, src: PathLike, dst: PathLike, options: ConversionKeywords, **how: Any) -> None:
         verify, self._options = split_options(options)
         self._dst = Path(dst)
         self.ckpt = open_checkpoint(src, verify=verify, **how)
@@ -82,8 +76,13 @@ class Conversion:
             )
 
     def write(
-        self, plan: Plan, config: bytes, *, store: Store | None = None, extra: Mapping[str, bytes] | None = None
-    ) -> Plan:
+        self,
+        plan: ConversionPlan,
+        config: bytes,
+        *,
+        store: Store | None = None,
+        extra: Mapping[str, bytes] | None = None,
+    ) -> ConversionPlan:
         """Carry out a plan; the tokenizer files travel along. Returns the plan with its report.
 
         config: the content of config.json. store: what the plan reads; None: the checkpoint's own. extra: further small
@@ -105,7 +104,7 @@ class Conversion:
         )
 
     def write_te_folder(
-        self, plan: Plan, layout: ExpertLayout, source: Source | None, store: Store | None = None
-    ) -> Plan:
+        self, plan: ConversionPlan, layout: ExpertLayout, source: HFSource | None, store: Store | None = None
+    ) -> ConversionPlan:
         """Carry out a plan of a folder of ours with the model of the source; see `write`."""
         return self.write(plan, TEFolder(layout, self.ckpt.config, source).to_bytes(), store=store)

@@ -11,7 +11,7 @@ from te_models.lazy import later
 from ..folder.checkpoint import Checkpoint, open_checkpoint
 from ..folder.hf_config import choose_family, export_config, weight_dtype
 from ..folder.passthrough import names_in_export, our_names
-from ..folder.provenance import source_of
+from ..folder.provenance import provenance_source
 from ..folder.special_tokens import GENERATION, generation_config, ids_to_add
 from ..folder.te_plan import plan_te_folder
 from ..folder.tied_weights import copies_in_export
@@ -20,10 +20,10 @@ from ..io.dtypes import as_torch_dtype
 from ..io.errors import CheckpointError
 from ..io.strict_json import dump_object
 from ..mapping.param_shapes import ExpertLayout, check_layout
-from ..mapping.plan import Plan, make_plan
+from ..mapping.plan import ConversionPlan, make_plan
 from ..mapping.report import moved_report
 from ..mapping.te_namespace import formats_in_layout, grouped_formats, te_namespace
-from .conversion import Conversion, Options, PathLike
+from .conversion import Conversion, ConversionKeywords, PathLike
 
 if TYPE_CHECKING:
     import torch
@@ -41,21 +41,11 @@ def import_hf(
     allow_requantize: bool = False,
     dequantize: bool = False,
     mtp: bool = False,
-    **options: Unpack[Options],
-) -> Plan:
+    **options: Unpack[ConversionKeywords],
+) -> ConversionPlan:
     """Convert a Hugging Face folder to a te_models folder. Quantized weights stay quantized, number for number.
 
-    Arguments:
-        dtype: convert the weights to it; None keeps the bits.
-        layout: expert layout of the result.
-        storage: the storage format of quantized weights, if several formats are exact ("mxfp8" for 128x128 blocks whose
-            scales are powers of two, "nvfp4" for MXFP4); with allow_requantize any of "float8", "float8_block",
-            "mxfp8", "nvfp4"; None: the first exact one.
-        allow_requantize: requantize weights that cannot be taken over exactly, and add the columnwise copies that
-            training needs to formats that scale along rows only.
-        dequantize: store the plain values of quantized weights.
-        mtp: layers that predict further tokens (multi-token prediction) become parameters of the model, which training
-            trains; an export writes them where they were. False: they are kept as they are, unused.
+    The fields of `te_models.checkpoints.tools.options.ImportOptions` say what the arguments mean.
 
     Raises CheckpointError, before anything is written, for a folder that cannot be read and for a conversion that
     cannot be exact without these options.
@@ -76,7 +66,7 @@ def import_hf(
                 raise CheckpointError("dequantized weights are stored as values: choose no storage and no requantizing")
             ckpt.check_scales()
             values = None
-            if allow_requantize:  # the same files once more, which are checked once
+            if allow_requantize:  # the same files once more, but checked once
                 values = stack.enter_context(open_checkpoint(src, storage=VALUES, mtp=mtp, verify=False))
                 values.check_elements()
             plan = plan_import(ckpt, layout, wanted, values=values, dequantize=dequantize)
@@ -87,7 +77,7 @@ def import_hf(
             )
         else:
             plan = plan_import(ckpt, layout, wanted)
-        source = source_of(ckpt, grouped_formats(ckpt.config, layout, plan.formats))
+        source = provenance_source(ckpt, grouped_formats(ckpt.config, layout, plan.formats))
         return conversion.write_te_folder(plan, layout, source)
 
 
@@ -98,7 +88,7 @@ def plan_import(
     *,
     values: Checkpoint | None = None,
     dequantize: bool = False,
-) -> Plan:
+) -> ConversionPlan:
     """Return the plan of the import of an open Hugging Face folder; the arguments are those of `import_hf`.
 
     values: the same folder, opened as values, from which weights are requantized; None: none are.
@@ -126,18 +116,12 @@ def export_hf(
     allow_requantize: bool = False,
     dequantize: bool = False,
     dtype: torch.dtype | str | None = None,
-    **options: Unpack[Options],
-) -> Plan:
+    **options: Unpack[ConversionKeywords],
+) -> ConversionPlan:
     """Convert a te_models folder to a Hugging Face folder that transformers loads. Quantized weights stay quantized.
 
-    Arguments:
-        family: the family to write; None means the family that the model came from, or the first that can express it.
-        form: which of the family's forms to write; None means the form that the model came from, or the published one.
-        format: the format of quantized weights, a key of `formats.WRITABLE`; None means the format that they came from,
-            or the first that represents them.
-        allow_requantize: requantize weights that the format cannot represent.
-        dequantize: write the plain values of quantized weights.
-        dtype: convert the weights to it; None keeps the bits.
+    The fields of `te_models.checkpoints.tools.options.ExportOptions` say what the arguments mean.
+    format: a key of `formats.WRITABLE`.
 
     Raises CheckpointError, before anything is written, for a folder that cannot be read, a model that the family cannot
     express, and weights that the format cannot represent.
@@ -223,8 +207,8 @@ def relayout(
     src: PathLike,
     dst: PathLike,
     layout: ExpertLayout,
-    **options: Unpack[Options],
-) -> Plan:
+    **options: Unpack[ConversionKeywords],
+) -> ConversionPlan:
     """Convert a te_models folder to another expert layout, bit for bit; quantized weights stay quantized.
 
     layout: "grouped" (one tensor [E, out, in] per projection) or "per-gemm" (one tensor [out, in] per expert). Raises

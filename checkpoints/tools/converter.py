@@ -14,10 +14,10 @@ from te_models.layers import QuantizedTensor
 from ..families import Family, family_of
 from ..folder.checkpoint import open_checkpoint
 from ..folder.hf_config import choose_family, export_config
-from ..folder.load import layout_of
+from ..folder.load import layout_of_names
 from ..folder.passthrough import our_names, passthrough_tensors
-from ..folder.provenance import source_of
-from ..folder.te_folder import Source
+from ..folder.provenance import provenance_source
+from ..folder.te_folder import HFSource
 from ..folder.tied_weights import tied_copies
 from ..io.dtypes import as_torch_dtype, dtype_name
 from ..io.errors import CheckpointError, shorten
@@ -53,7 +53,7 @@ class AutoConverter:
         theirs = converter.to_hf(gpt_model.state_dict())
     """
 
-    def __init__(self, config: ModelConfig, family: Family, source: Source | None = None) -> None:
+    def __init__(self, config: ModelConfig, family: Family, source: HFSource | None = None) -> None:
         self.config = config
         self.family = family
         self.source = source
@@ -62,7 +62,7 @@ class AutoConverter:
     def from_pretrained(cls, folder: PathLike, *, family: str | None = None) -> Self:
         """Return the converter of a folder of either kind, or of a hub id. family: instead of the recorded one."""
         with open_checkpoint(folder) as checkpoint:
-            source = source_of(checkpoint)
+            source = provenance_source(checkpoint)
             return cls(checkpoint.config, choose_family(checkpoint.config, source, family), source)
 
     @classmethod
@@ -85,7 +85,7 @@ class AutoConverter:
         found = family_of(config.get("model_type"))
         if family not in (None, found.model_type):
             raise CheckpointError(f"the configuration is of the family {found.model_type!r}, not {family!r}")
-        return cls(found.read_config(config), found, Source(found.model_type, dict(config), None))
+        return cls(found.read_config(config), found, HFSource(found.model_type, dict(config), None))
 
     def from_hf(
         self,
@@ -135,7 +135,7 @@ class AutoConverter:
         dtype: torch.dtype | str | None = None,
         dequantize: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """Return a Hugging Face model's tensors from ours, which may be in either layout.
+        """Return a Hugging Face model's tensors from ours, in either layout.
 
         What `from_hf` kept of tensors that the model does not use is given back. Otherwise as `from_hf`.
 
@@ -146,7 +146,7 @@ class AutoConverter:
         """
         passthrough = passthrough_tensors(tensors, self.family.model_type, self._hf, in_our_folder=True)
         own = {name: tensor for name, tensor in tensors.items() if name not in passthrough}
-        layout = layout_of(own, self.config, "the names of the state dict")
+        layout = layout_of_names(own, self.config, "the names of the state dict")
         quantized = {name: tensor for name, tensor in own.items() if isinstance(tensor, QuantizedTensor)}
         if quantized and not dequantize:
             raise CheckpointError(

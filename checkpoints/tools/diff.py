@@ -17,10 +17,10 @@ from ..io.dtypes import torch_dtype_name
 from ..io.store import Store
 from ..io.threads import Progress
 from ..mapping.param_shapes import expected_tensors
-from ..mapping.parameters import Parameters
-from ..mapping.plan import Output, copy_of
+from ..mapping.parameters import StoredParameters
+from ..mapping.plan import OutputTensor, copy_of
 from .conversion import PathLike
-from .verify import VerifyReport, aligned, canonical_outputs, compare_bits, open_pair, output_layers
+from .verify import VerifyReport, canonical_outputs, compare_bits, equal_parts, open_pair, output_layers
 
 if TYPE_CHECKING:
     import torch
@@ -92,9 +92,9 @@ def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffR
                 report.notes.append(f"{name}: only in {a if name in shapes else b}")
             elif shapes[name] != other[name]:
                 report.notes.append(f"{name}: {list(shapes[name])} and {list(other[name])}")
-        both = [Parameters(c.store, c.namespace, c.config, c.formats, "grouped") for c in (left, right)]
+        both = [StoredParameters(c.store, c.namespace, c.config, c.formats, "grouped") for c in (left, right)]
         quantized = [{name: (p.shapes[name], meta) for name, meta in p.formats.items()} for p in both]
-        stores = [_value_store(p, found) if found else None for p, found in zip(both, quantized)]
+        value_stores = [_value_store(p, found) if found else None for p, found in zip(both, quantized)]
         (mine, theirs), rings = (canonical_outputs(ckpt) for ckpt in (left, right)), (Ring(), Ring())
         total, done = sum(math.prod(shapes[name]) for name in common), 0
         for name in common:
@@ -104,7 +104,7 @@ def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffR
             if kinds[0] == kinds[1] and _same_bits(left, mine.get(name), right, theirs.get(name), rings):
                 report.equal_tensors += 1
             else:
-                values = (_values(*of_one, name) for of_one in zip(both, stores))
+                values = (_values(*of_one, name) for of_one in zip(both, value_stores))
                 found = _compare(name, math.prod(shapes[name]), *values)
                 if found.differing:
                     report.tensors.append(found)
@@ -118,20 +118,20 @@ def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffR
     return report
 
 
-def _value_store(parameters: Parameters, quantized: dict[str, Any]) -> ValueStore:
+def _value_store(parameters: StoredParameters, quantized: dict[str, Any]) -> ValueStore:
     from ..quantized.dequantized_store import ValueStore
 
     return ValueStore(cast(Store, parameters), quantized, torch.float32)
 
 
-def _kind(parameters: Parameters, name: str) -> str:
+def _kind(parameters: StoredParameters, name: str) -> str:
     if name in parameters.formats:
         return str(parameters.formats[name]["format"])
     return " with ".join(sorted(map(torch_dtype_name, parameters.dtype_names(name))))
 
 
 def _same_bits(
-    left: Checkpoint, a: Output | None, right: Checkpoint, b: Output | None, rings: tuple[Ring, Ring]
+    left: Checkpoint, a: OutputTensor | None, right: Checkpoint, b: OutputTensor | None, rings: tuple[Ring, Ring]
 ) -> bool:
     """Whether a plain parameter is stored with the same bytes; None: it is quantized."""
     report = VerifyReport()
@@ -141,7 +141,7 @@ def _same_bits(
     return report.equal
 
 
-def _values(parameters: Parameters, store: ValueStore | None, name: str) -> Iterator[torch.Tensor]:
+def _values(parameters: StoredParameters, store: ValueStore | None, name: str) -> Iterator[torch.Tensor]:
     """Yield the values of a parameter as float32 or wider [n], some rows at a time."""
     shape = parameters.shapes[name]
     if store is not None and name in parameters.formats:
@@ -155,7 +155,7 @@ def _values(parameters: Parameters, store: ValueStore | None, name: str) -> Iter
 
 def _compare(name: str, elements: int, a: Iterator[torch.Tensor], b: Iterator[torch.Tensor]) -> TensorDifference:
     differing, largest, squares, reference = 0, 0.0, 0.0, 0.0
-    for x, y in aligned(a, b, torch.Tensor.numel):
+    for x, y in equal_parts(a, b, torch.Tensor.numel):
         difference = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs())
         differing += int(torch.count_nonzero(difference))  # NaN counts
         largest = max(largest, math.nan if difference.isnan().any() else float(difference.max()), key=_nan_last)

@@ -13,14 +13,14 @@ from te_models.lazy import later
 from te_models.sizes import plural
 
 from ..families import family_of
-from ..folder.te_folder import CONFIG, MODEL_TYPE, Source, TEFolder
+from ..folder.te_folder import CONFIG, MODEL_TYPE, HFSource, TEFolder
 from ..foreign.common import COMMON, read_common
 from ..foreign.dcp import METADATA, DCPStore
 from ..foreign.flat_moments import TiledStore, has_buckets, is_tiled, open_buckets
 from ..foreign.known import MODULES, RANKS, STATE_DICTS, SYSTEMS, find_system, name_of_state_dict
 from ..foreign.legacy import LegacyStore, is_legacy, newest_of
 from ..foreign.plain_pickle import Record
-from ..foreign.ranks import RankPlace, Ranks, Split
+from ..foreign.ranks import ParallelSizes, RankFiles, RankPlace
 from ..foreign.state_dict import EXTRA_STATE, is_state_dict, open_state_dict
 from ..foreign.system import MOMENTS, System
 from ..foreign.transformer_engine import transformer_engine
@@ -33,12 +33,12 @@ from ..io.store import JoinedStore, Store
 from ..io.strict_json import read_object
 from ..io.weight_files import plain_file
 from ..mapping.param_shapes import ExpertLayout, check_layout
-from ..mapping.plan import Plan, make_plan
+from ..mapping.plan import ConversionPlan, make_plan
 from ..mapping.report import moved_report
 from ..mapping.te_namespace import te_namespace
 from ..mapping.tensor_map import Namespace
 from ..write.output_folder import write_folder
-from .conversion import Options, PathLike, split_options
+from .conversion import ConversionKeywords, PathLike, split_options
 
 if TYPE_CHECKING:
     import torch
@@ -60,10 +60,10 @@ def is_foreign(path: Path) -> bool:
     return (folder / METADATA).is_file() or is_legacy(folder)
 
 
-def read_config(path: Path) -> tuple[ModelConfig, Source | None]:
+def read_any_config(path: Path) -> tuple[ModelConfig, HFSource | None]:
     """Return the model that a config.json, or the folder that has one, describes: ours or a Hugging Face one.
 
-    Raises CheckpointError for what is none."""
+    Raises CheckpointError for anything else."""
     file = path / CONFIG if path.is_dir() else path
     values = read_object(plain_file(file.parent, file.name), str(file))
     if values.get("model_type") == MODEL_TYPE:
@@ -72,7 +72,7 @@ def read_config(path: Path) -> tuple[ModelConfig, Source | None]:
     if "model_type" in values:
         family = family_of(values.get("model_type"))
         values = without_quantization(values)
-        return family.read_config(values), Source(family.model_type, values, None)
+        return family.read_config(values), HFSource(family.model_type, values, None)
     try:
         return ModelConfig.from_dict(values), None
     except ConfigError as error:
@@ -151,7 +151,7 @@ def open_states(
     return chosen, found if found[0][0] is None else [(None, weights, namespace), *found], names
 
 
-def _split(store: DCPStore) -> Split:
+def _split(store: DCPStore) -> ParallelSizes:
     """Return how many ranks wrote a checkpoint, as the arguments of its run say it."""
     args = read_common(store.folder).get("args")
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
@@ -164,7 +164,7 @@ def _split(store: DCPStore) -> Split:
             "pipeline parallel ranks there were; Megatron writes them by parameter with "
             "--dist-ckpt-optim-fully-reshardable"
         )
-    return Split(*numbers)
+    return ParallelSizes(*numbers)
 
 
 def _stored_state(name: str, store: DCPStore) -> str:
@@ -206,7 +206,7 @@ def read_modules(
         at = str(RankPlace(0, 0))
         names = {at + name: stored for name, stored in names.items()}
         held = {at + name: info for name, info in held.items()}
-        namespace = Ranks(config, Split(), config.vocab_size, held).namespace()
+        namespace = RankFiles(config, ParallelSizes(), config.vocab_size, held).namespace()
     else:
         how = transformer_engine(interleaved=interleaved) if chosen == MODULES else STATE_DICTS[chosen]
         namespace = how.namespace(config, held)
@@ -224,27 +224,24 @@ def import_checkpoint(
     dtype: torch.dtype | str | None = None,
     layout: ExpertLayout = "grouped",
     qkv_weight_interleaved: bool = True,
-    **options: Unpack[Options],
-) -> Plan:
+    **options: Unpack[ConversionKeywords],
+) -> ConversionPlan:
     """Convert the weights of a training system's checkpoint to a te_models folder, as a stream. Nothing is unpickled.
 
     Arguments:
         src: a distributed checkpoint (torch's DCP, torchtitan's, Megatron-Core's `torch_dist` and `fsdp_dtensor`),
             sharded in any way; a folder of Megatron's ranks (mp_rank_XX); a folder of a run of Megatron's, which says
             its newest; or a state dict, in a file of torch.save or in safetensors files.
-        config: a config.json of ours or of Hugging Face, or the folder that has one, whose tokenizer travels along.
         system: whose names the tensors have: "torchtitan", "torch_dist", "fsdp_dtensor", "te_models" or "transformers"
             of a distributed checkpoint, "transformer_engine", "megatron", "te_models" or "transformers" of a state
             dict; None: told by the names.
-        dtype: convert the weights to it; None keeps the bits.
-        layout: expert layout of the result.
-        qkv_weight_interleaved: of a state dict of Transformer Engine's modules with q, k and v in one parameter, as the
-            modules were made: group by group, or all queries, all keys, all values.
+
+    The fields of `te_models.checkpoints.tools.options.ImportOptions` say what the other arguments mean.
 
     Raises CheckpointError, before anything is written, for a checkpoint that cannot be read or is of another model.
     """
     check_layout(layout)
-    model, source = read_config(Path(config))
+    model, source = read_any_config(Path(config))
     _, how = split_options(options)
     path = Path(src) if Path(src).is_file() else newest_of(Path(src))
     with ExitStack() as opened:

@@ -13,7 +13,7 @@ from te_models.lazy import later
 from ..folder.checkpoint import open_checkpoint
 from ..foreign.known import MODULES, OWN, RANKS, SYSTEMS
 from ..foreign.legacy import write_legacy
-from ..foreign.ranks import Ranks, Split
+from ..foreign.ranks import ParallelSizes, RankFiles
 from ..foreign.state_dict import TORCH_FILES
 from ..foreign.transformer_engine import transformer_engine
 from ..foreign.written import Written
@@ -24,11 +24,11 @@ from ..io.errors import CheckpointError
 from ..io.manifest import MANIFEST, manifest_bytes
 from ..io.store import Store
 from ..mapping.param_shapes import ExpertLayout, check_layout
-from ..mapping.plan import Plan, make_plan
+from ..mapping.plan import ConversionPlan, make_plan
 from ..mapping.stream import read_rows
 from ..write.shards import MAX_SHARD_BYTES, split_shards
 from ..write.writer import write_small_file, write_weights
-from .conversion import Options, PathLike, split_options
+from .conversion import ConversionKeywords, PathLike, split_options
 
 if TYPE_CHECKING:
     import torch
@@ -51,8 +51,8 @@ def export_checkpoint(
     expert_model_parallel_size: int = 1,
     make_vocab_size_divisible_by: int = 128,
     local_modules: bool = False,
-    **options: Unpack[Options],
-) -> Plan:
+    **options: Unpack[ConversionKeywords],
+) -> ConversionPlan:
     """Convert a te_models folder to a checkpoint that a training system loads, as a stream.
 
     Arguments:
@@ -60,13 +60,10 @@ def export_checkpoint(
             "te_models" or "transformers" (the names of the model in torch's DCP); files of ranks: "megatron"; a state
             dict of Transformer Engine's modules: "transformer_engine", a file of torch's where `dst` ends in .pt, .pth
             or .bin, else a folder of safetensors files.
-        layout: of experts, of "transformer_engine" alone: one weight each, "per-gemm" (the default), or "grouped".
         qkv_weight_interleaved: of "transformer_engine" alone, as its modules are made: q, k and v group by group, or
             all queries, all keys, all values.
 
-    The others are of "megatron" alone: numbers of ranks, as Megatron calls them; what number the rows of its tables are
-    a multiple of, times the tensor parallel ranks; and whether a norm is apart from the projection behind it and every
-    expert a module, as in Megatron's own modules, or as in those of Transformer Engine.
+    The fields of `te_models.checkpoints.tools.options.ExportOptions` say what the other arguments mean.
 
     Raises CheckpointError, before anything is written, for a model that the system's names do not cover.
     """
@@ -94,7 +91,7 @@ def export_checkpoint(
             raise CheckpointError(f"{src} has quantized weights; te-models dequantize {src} DIR, then export DIR")
         ranks, system = None, SYSTEMS.get(to, OWN)
         if to == RANKS:
-            ranks = _ranks(ckpt.config, Split(*sizes), make_vocab_size_divisible_by, local_modules)
+            ranks = _ranks(ckpt.config, ParallelSizes(*sizes), make_vocab_size_divisible_by, local_modules)
         if to == MODULES:
             grouped = check_layout(layout or "per-gemm") == "grouped"
             system = transformer_engine(grouped=grouped, interleaved=qkv_weight_interleaved)
@@ -131,11 +128,11 @@ def export_checkpoint(
         return plan
 
 
-def _ranks(config: ModelConfig, split: Split, multiple: int, local: bool) -> Ranks:
+def _ranks(config: ModelConfig, split: ParallelSizes, multiple: int, local: bool) -> RankFiles:
     each = multiple * split.tp
-    return Ranks(config, split, -(-config.vocab_size // each) * each, local=local)
+    return RankFiles(config, split, -(-config.vocab_size // each) * each, local=local)
 
 
-def _write_safetensors(folder: Path, plan: Plan, store: Store, max_shard_bytes: int) -> None:
+def _write_safetensors(folder: Path, plan: ConversionPlan, store: Store, max_shard_bytes: int) -> None:
     records = write_weights(folder, split_shards(plan, max_shard_bytes), store)
     write_small_file(folder / MANIFEST, manifest_bytes(records))

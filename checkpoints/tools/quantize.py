@@ -12,28 +12,28 @@ from te_models.layers import Int4Quantizer, Int8Quantizer, Quantizer, Recipe
 from te_models.layers import recipe as recipe_by_name
 
 from ..folder.passthrough import our_names
-from ..folder.provenance import source_of
+from ..folder.provenance import provenance_source
 from ..folder.te_plan import plan_te_folder
 from ..formats.mx import MXFP4Quantizer
 from ..io.dtypes import as_torch_dtype, check_decoded, torch_dtype
 from ..io.errors import CheckpointError
 from ..mapping.param_shapes import is_linear_weight
-from ..mapping.plan import Output, Plan, make_plan
-from ..mapping.quantized_format import Description, describe
+from ..mapping.plan import ConversionPlan, OutputTensor, make_plan
+from ..mapping.quantized_format import Description, quantized_metadata
 from ..mapping.report import moved_report
 from ..mapping.te_namespace import parameter_names, te_namespace
 from ..quantized.dequantized_store import ValueStore, as_values
 from ..quantized.passthrough_values import undeclared_passthrough_as_values
-from ..quantized.route import VALUES, Form, choose_route
+from ..quantized.route import VALUES, StoredForm, choose_route
 from ..quantized.te_target import TETarget
-from .conversion import Conversion, Options, PathLike
+from .conversion import Conversion, ConversionKeywords, PathLike
 
 WEIGHTS_ALONE: dict[str, Quantizer] = {
     "int4": Int4Quantizer(),
     "int8": Int8Quantizer(),
     "mxfp4": MXFP4Quantizer(columnwise=False),
 }
-"""What weights alone are stored as; MXFP4 in the storage of MXFP8, which has its values."""
+"""What weights alone are stored as; MXFP4 in the storage of MXFP8, a format that holds all its values."""
 
 
 def quantizer_named(name: str) -> Quantizer:
@@ -45,8 +45,8 @@ def quantize(
     src: PathLike,
     dst: PathLike,
     recipe: Recipe | Quantizer | str,
-    **options: Unpack[Options],
-) -> Plan:
+    **options: Unpack[ConversionKeywords],
+) -> ConversionPlan:
     """Write a folder of ours in which the weights of linear layers are stored quantized.
 
     recipe: a recipe or its name (a key of RECIPES), whose weight quantizer decides format and scales; or a quantizer of
@@ -65,18 +65,18 @@ def quantize(
         by_name = {output.name: output for output in high_precision.outputs}
         dtypes = {name: torch_dtype(output.dtype) for name, output in by_name.items()}
         target = TETarget(ckpt.config, layout, high_precision.outputs, ckpt.store, by_name, dtypes.__getitem__)
-        outputs: list[Output] = []
+        outputs: list[OutputTensor] = []
         formats: dict[str, Description] = {}
         for name in parameter_names(ckpt.config, layout):
-            route = choose_route(name, VALUES, Form(quantizer) if is_linear_weight(name) else VALUES)
+            route = choose_route(name, VALUES, StoredForm(quantizer) if is_linear_weight(name) else VALUES)
             for weight, written in target.outputs(route).items():
                 outputs += written
                 if route.quantizer is not None:
-                    formats[weight] = describe(route.quantizer, dtypes[weight])
+                    formats[weight] = quantized_metadata(route.quantizer, dtypes[weight])
         outputs += [by_name[name] for name in high_precision.passthrough]
         plan = replace(high_precision, outputs=tuple(outputs), formats=formats)
         plan = replace(plan, report=moved_report(plan, ckpt.tensors, "quantized"))
-        return conversion.write_te_folder(plan, layout, source_of(ckpt))
+        return conversion.write_te_folder(plan, layout, provenance_source(ckpt))
 
 
 def dequantize(
@@ -84,8 +84,8 @@ def dequantize(
     dst: PathLike,
     *,
     dtype: torch.dtype | str | None = None,
-    **options: Unpack[Options],
-) -> Plan:
+    **options: Unpack[ConversionKeywords],
+) -> ConversionPlan:
     """Write a te_models folder with the plain values of quantized weights, in `dtype` or their logical dtype.
 
     Memory holds working copies of a few rows. Raises CheckpointError for a folder that cannot be read.
@@ -118,7 +118,7 @@ def dequantize(
         return conversion.write_te_folder(plan, layout, source)
 
 
-def _computed(store: ValueStore, output: Output) -> Output:
+def _computed(store: ValueStore, output: OutputTensor) -> OutputTensor:
     """Return the output of a quantized parameter as one that is computed band after band; others as they are."""
     if output.name not in store.formats:
         return output
@@ -126,4 +126,4 @@ def _computed(store: ValueStore, output: Output) -> Output:
     def compute() -> Iterator[torch.Tensor]:
         return (check_decoded(band, output.name) for band in store.bands(output.name))
 
-    return Output(output.name, output.dtype, output.shape, compute=compute)
+    return OutputTensor(output.name, output.dtype, output.shape, compute=compute)

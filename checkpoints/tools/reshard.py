@@ -16,18 +16,18 @@ from ..io.model_folder import check_model_folder
 from ..io.store import FileStore
 from ..io.strict_json import read_object
 from ..io.weight_files import open_weights, plain_file
-from ..mapping.plan import Plan, copy_of
-from ..mapping.quantized_format import METADATA_KEY, SUFFIXES, Description, quantizer_of, read_metadata
+from ..mapping.plan import ConversionPlan, copy_of
+from ..mapping.quantized_format import METADATA_KEY, SUFFIXES, Description, quantizer_from_metadata, read_metadata
 from ..mapping.report import moved_report
 from ..write.output_folder import write_folder
-from .conversion import Options, PathLike, split_options
+from .conversion import ConversionKeywords, PathLike, split_options
 
 
 def reshard(
     src: PathLike,
     dst: PathLike,
-    **options: Unpack[Options],
-) -> Plan:
+    **options: Unpack[ConversionKeywords],
+) -> ConversionPlan:
     """Write the same tensors, bit for bit and with the same names, to files of at most `max_shard_bytes` of data each.
 
     Works on any folder with a config.json and safetensors files, of a known family or not. A result that fits one file
@@ -55,9 +55,9 @@ def reshard(
                 f"the metadata of {folder} describes tensors that are not there: {shorten(strangers)}"
             )
         for name, meta in formats.items():
-            quantizer_of(name, meta)
+            quantizer_from_metadata(name, meta)
         outputs = tuple(copy_of(store.tensors[name], name, name) for name in _in_order(store, formats))
-        plan = Plan(outputs, formats=formats, metadata=metadata)
+        plan = ConversionPlan(outputs, formats=formats, metadata=metadata)
         plan = replace(plan, report=moved_report(plan, store.tensors))
         return write_folder(
             Path(dst),

@@ -13,16 +13,16 @@ from te_models.config import ModelConfig
 from te_models.layers import QuantizedTensor
 
 from ..folder.checkpoint import open_checkpoint
-from ..folder.load import check_shapes, layout_of
+from ..folder.load import check_shapes, layout_of_names
 from ..folder.passthrough import our_names
-from ..folder.provenance import source_of
-from ..folder.te_folder import Source, TEFolder
+from ..folder.provenance import provenance_source
+from ..folder.te_folder import HFSource, TEFolder
 from ..io.errors import CheckpointError
 from ..io.store import JoinedStore, MemoryStore, Store
 from ..io.threads import Progress
 from ..mapping.param_shapes import expected_tensors
-from ..mapping.plan import Output, Plan, make_plan
-from ..mapping.quantized_format import Description, describe, stored_fields
+from ..mapping.plan import ConversionPlan, OutputTensor, make_plan
+from ..mapping.quantized_format import Description, quantized_metadata, stored_fields
 from ..mapping.te_namespace import grouped_formats, te_namespace
 from ..write.output_folder import write_folder
 from ..write.shards import MAX_SHARD_BYTES
@@ -36,11 +36,11 @@ def save_model(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     source_dir: PathLike | None = None,
-    source: Source | None = None,
+    source: HFSource | None = None,
     fetch: Callable[[str], torch.Tensor] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> Plan:
+) -> ConversionPlan:
     """Write a model; `open_checkpoint(out_dir).load_into(params)` restores every bit, quantized parameters included.
 
     Arguments:
@@ -51,7 +51,7 @@ def save_model(
         fetch: returns a tensor of the files by its name, when its turn comes; `params` may then be without data (on the
             meta device). None: they have it.
     """
-    layout = layout_of(params, config, "the names of the parameters to save")
+    layout = layout_of_names(params, config, "the names of the parameters to save")
     check_shapes(params, expected_tensors(config, layout))
     entries, best_formats = stored_entries(params)
     formats = grouped_formats(config, layout, best_formats)
@@ -79,7 +79,9 @@ def save_model(
             Path(out_dir),
             plan,
             joined,
-            TEFolder(layout, config, source_of(provenance, formats) if provenance is not None else source).to_bytes(),
+            TEFolder(
+                layout, config, provenance_source(provenance, formats) if provenance is not None else source
+            ).to_bytes(),
             sidecars_from=provenance.path if provenance is not None else None,
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
@@ -94,7 +96,7 @@ def stored_entries(params: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.
     described: dict[str, Description] = {}
     for name, param in params.items():
         if isinstance(param, QuantizedTensor):
-            described[name] = describe(param.quantizer, param.dtype)
+            described[name] = quantized_metadata(param.quantizer, param.dtype)
             entries.update(stored_fields(name, param))
         elif not param.is_floating_point():
             raise CheckpointError(f"{name} has dtype {param.dtype}; parameters are floating-point or quantized")
@@ -103,5 +105,5 @@ def stored_entries(params: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.
     return entries, described
 
 
-def _fetched(output: Output, fetch: Callable[[str], torch.Tensor], in_files: Container[str]) -> Output:
+def _fetched(output: OutputTensor, fetch: Callable[[str], torch.Tensor], in_files: Container[str]) -> OutputTensor:
     return output if output.name in in_files else replace(output, compute=lambda: [fetch(output.name)])

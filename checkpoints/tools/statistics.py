@@ -15,7 +15,7 @@ from ..folder.checkpoint import Checkpoint, open_checkpoint
 from ..io.boxes import Shape
 from ..io.header import byte_count
 from ..mapping.param_shapes import expected_tensors, is_expert_stack
-from ..mapping.parameters import Parameters
+from ..mapping.parameters import StoredParameters
 from ..mapping.quantized_format import SUFFIXES, field_specs
 from .conversion import PathLike
 
@@ -108,7 +108,7 @@ def summarize_formats(ckpt: Checkpoint) -> dict[str, FormatSummary]:
 
 
 def _of_files(ckpt: Checkpoint, quantized: QuantizedFiles) -> dict[str, FormatSummary]:
-    """Return format -> the summary of what the files hold, which may not be the form that an import stores it in."""
+    """Return format -> the summary of what the files hold; an import may store another form."""
     high_precision = FAMILIES[ckpt.family or ""].namespace(ckpt.config, ckpt.source and ckpt.source.form)
     tensors, sums = quantized.files.tensors, dict[str, list[int]]()
     for name, form in quantized.formats.items():
@@ -149,7 +149,7 @@ def _statistics(values: torch.Tensor, counts: torch.Tensor) -> ScaleStatistics:
 
 
 def _scales(ckpt: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    parameters = Parameters(ckpt.store, ckpt.namespace, ckpt.config, ckpt.formats, "grouped")
+    parameters = StoredParameters(ckpt.store, ckpt.namespace, ckpt.config, ckpt.formats, "grouped")
     for name, meta in ckpt.formats.items():
         yield str(meta["format"]), parameters.entry(name + _SCALES)
 

@@ -13,16 +13,16 @@ from typing import Any, Unpack
 from te_models.config import ConfigError, ModelConfig
 
 from ..families import FAMILIES, Family
-from ..families.base.moe_fields import Groups
+from ..families.base.moe_fields import ExpertGroups
 from ..folder.checkpoint import Checkpoint
 from ..folder.hf_config import export_config
 from ..folder.provenance import main_dtype
 from ..formats import SEPARATE, VALUES, with_quantization
 from ..io.errors import CheckpointError
 from ..io.strict_json import dump_object
-from ..mapping.plan import Plan
+from ..mapping.plan import ConversionPlan
 from ..mapping.report import moved_report
-from .conversion import Conversion, Options, PathLike
+from .conversion import Conversion, ConversionKeywords, PathLike
 from .toy_parts import ToyPart, cut, renumbered
 
 
@@ -32,8 +32,8 @@ def toy(
     *,
     layers: int = 2,
     experts: int | None = None,
-    **options: Unpack[Options],
-) -> Plan:
+    **options: Unpack[ConversionKeywords],
+) -> ConversionPlan:
     """Write the Hugging Face folder `dst` with the first `layers` layers of `src` and their first `experts` experts.
 
     If none of the first layers of a mixture has experts, the last of them is replaced by the first layer that has. A
@@ -56,7 +56,7 @@ def toy(
         part = ToyPart(ckpt, family, form, config, tuple(chosen))
         plan, quantized = cut(part)
         plan = replace(plan, report=moved_report(plan, ckpt.files.tensors))
-        if experts == 1 and any(isinstance(entry, Groups) for entry in family.fields):
+        if experts == 1 and any(isinstance(entry, ExpertGroups) for entry in family.fields):
             note = f"transformers does not run {family.model_type} with one expert: it values a group by its two best"
             plan = replace(plan, notes=(*plan.notes, note))
         values, extra = _hf_config(ckpt, family, config), {}

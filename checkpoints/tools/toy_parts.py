@@ -27,7 +27,7 @@ from ..formats.packed_columns import column_name
 from ..formats.stacks import stacked_name
 from ..io.boxes import Shape, full, intersect, tiles
 from ..io.errors import CheckpointError, shorten
-from ..mapping.plan import Output, Plan, copy_of
+from ..mapping.plan import ConversionPlan, OutputTensor, copy_of
 from ..mapping.tensor_map import Link, Namespace, Piece, compose
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class ToyPart:
         return re.compile(re.escape(names.layer).replace(r"\{i\}", r"(\d+)") + r"(?=[.*]|$)")
 
     def renamed(self, name: str) -> str | None:
-        """Return the name with the new number of its layer; None where that is not taken. Layers behind the model's,
-        which predict further tokens, follow the ones that are taken."""
+        """Return the name with the new number of its layer; None where that is not taken. Layers behind the model's
+        that predict further tokens follow the layers that are kept."""
         match = self.names_of_layers.match(name)
         if match is None:
             return name
@@ -71,13 +71,13 @@ class ToyPart:
         return f"{name[: match.start(1)]}{new}{name[match.end(1) :]}"
 
 
-def cut(part: ToyPart) -> tuple[Plan, bool]:
+def cut(part: ToyPart) -> tuple[ConversionPlan, bool]:
     """Return the plan that writes the part from the checkpoint's files, and whether it has quantized weights."""
     ckpt, files = part.checkpoint, part.checkpoint.files.tensors
     target = part.family.namespace(part.config, part.form)
     target.check()
     quantized = set(ckpt.quantized.weights) if ckpt.quantized is not None else set()
-    outputs: list[Output] = []
+    outputs: list[OutputTensor] = []
     found = False
     for name, pieces in compose(Namespace(target.canonical, {}, _kept(part, target)), target).items():
         source, shape = pieces[0].source, target.stored[name].shape
@@ -88,12 +88,12 @@ def cut(part: ToyPart) -> tuple[Plan, bool]:
             outputs += _quantized(part, source, name, shape)
             found = True
         else:
-            outputs.append(Output(name, files[source].dtype, shape, tuple(pieces)))
+            outputs.append(OutputTensor(name, files[source].dtype, shape, tuple(pieces)))
     outputs += _further(part)
     outputs += (copy_of(files[copy], copy, copy) for copy in ckpt.tied_copies)
     unused = list(unused_outputs(part, target))
     passthrough = tuple(output.name for output in unused)
-    return Plan((*outputs, *unused), passthrough=passthrough), found
+    return ConversionPlan((*outputs, *unused), passthrough=passthrough), found
 
 
 def renumbered(declaration: Mapping[str, Any], part: ToyPart) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def renumbered(declaration: Mapping[str, Any], part: ToyPart) -> dict[str, Any]:
     return walk(dict(declaration))
 
 
-def _quantized(part: ToyPart, source: str, name: str, shape: Shape) -> Iterator[Output]:
+def _quantized(part: ToyPart, source: str, name: str, shape: Shape) -> Iterator[OutputTensor]:
     """Yield the tensors of a quantized weight, and of its activations' scales."""
     ckpt, whole = part.checkpoint, part.whole.stored[source].shape
     assert ckpt.quantized is not None, "called for quantized weights only"
@@ -123,7 +123,7 @@ def _quantized(part: ToyPart, source: str, name: str, shape: Shape) -> Iterator[
         if old in ckpt.quantized.scales:
             old, new = ckpt.quantized.scales[old], scale_in_files(new)
         elif old not in ckpt.files.tensors and form.packing is None:
-            old, new = stacked_name(source, p), stacked_name(name, p)  # of a stack of experts, which that tells
+            old, new = stacked_name(source, p), stacked_name(name, p)  # of a stack of experts: that tells it
         yield _first(part, *_stored_names(form, source, name, old, new), shape[:-2], whole[:-2])
     for beside in form.beside:
         if source + beside.suffix in ckpt.quantized.files.tensors:
@@ -136,21 +136,21 @@ def _quantized(part: ToyPart, source: str, name: str, shape: Shape) -> Iterator[
 
 
 def _stored_names(form: WeightFormat, source: str, name: str, old: str, new: str) -> tuple[str, str]:
-    """Return what files call two parts of weights, which packed columns are modules of."""
+    """Return what files call two parts of weights whose packed columns are modules."""
     if form.packing is None:
         return old, new
     return column_name(source, old), column_name(name, new)
 
 
-def _first(part: ToyPart, source: str, name: str, leading: Shape, whole: Shape) -> Output:
+def _first(part: ToyPart, source: str, name: str, leading: Shape, whole: Shape) -> OutputTensor:
     """Return the output that is the beginning of a tensor [*whole, ...] along these dimensions, or all of another."""
     info = part.checkpoint.files.tensors[source]
     shape = (*leading, *info.shape[len(leading) :]) if info.shape[: len(whole)] == whole else info.shape
     box = full(shape)
-    return Output(name, info.dtype, shape, (Piece(source, box, box, tuple(range(len(shape)))),))
+    return OutputTensor(name, info.dtype, shape, (Piece(source, box, box, tuple(range(len(shape)))),))
 
 
-def _further(part: ToyPart) -> Iterator[Output]:
+def _further(part: ToyPart) -> Iterator[OutputTensor]:
     """Yield the scales of activations that belong to no weight of their own: the scales of a layer's cache."""
     quantized = part.checkpoint.quantized
     if quantized is None:
@@ -179,7 +179,7 @@ def _kept(part: ToyPart, small: Namespace) -> tuple[Link, ...]:
     return tuple(links)
 
 
-def unused_outputs(part: ToyPart, target: Namespace) -> Iterator[Output]:
+def unused_outputs(part: ToyPart, target: Namespace) -> Iterator[OutputTensor]:
     """Yield what the toy has of the tensors that the model does not use: not those of layers and experts that are not
     taken. target: how the toy is stored."""
     files, layer = part.checkpoint.files.tensors, _layer_with_experts(part, target)
@@ -188,7 +188,7 @@ def unused_outputs(part: ToyPart, target: Namespace) -> Iterator[Output]:
         shape = info.shape if layer is None or part.family.unused.is_beside(name) else layer.cut(name, info.shape)
         if new is not None and shape is not None:
             box = full(shape)
-            yield Output(new, info.dtype, shape, (Piece(name, box, box, tuple(range(len(shape)))),))
+            yield OutputTensor(new, info.dtype, shape, (Piece(name, box, box, tuple(range(len(shape)))),))
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,18 @@ import torch
 from te_models.config import ConfigError, ModelConfig, MoEConfig
 
 from ..folder.hf_config import find_family
-from ..folder.provenance import main_dtype, source_of
-from ..folder.te_folder import Source, TEFolder
+from ..folder.provenance import main_dtype, provenance_source
+from ..folder.te_folder import HFSource, TEFolder
 from ..io.boxes import Box, Range, Shape
 from ..io.dtypes import dtype_name, torch_dtype
 from ..io.errors import CheckpointError
 from ..io.store import Store
 from ..mapping.param_shapes import ExpertLayout, check_counts, check_layout, expected_tensors
-from ..mapping.plan import Output, Plan, make_plan
+from ..mapping.plan import ConversionPlan, OutputTensor, make_plan
 from ..mapping.stream import fill_tensor
 from ..mapping.te_namespace import te_namespace
 from ..mapping.tensor_map import Link, Namespace
-from .conversion import Conversion, Options, PathLike
+from .conversion import Conversion, ConversionKeywords, PathLike
 
 _MLP = re.compile(r"decoder\.layers\.(\d+)\.mlp\.(linear_fc[12])\.(.+)")
 _ROUTER_STD = 0.02
@@ -44,14 +44,11 @@ def upcycle(
     noise_std: float = 0.0,
     seed: int = 0,
     layout: ExpertLayout = "grouped",
-    **options: Unpack[Options],
-) -> Plan:
+    **options: Unpack[ConversionKeywords],
+) -> ConversionPlan:
     """Write the dense model in `src` (either kind of folder) as a mixture of `num_experts` experts, `topk` per token.
 
-    Arguments:
-        layers: which layers get experts; None means all.
-        noise_std: standard deviation of normal noise added to every expert's weights; 0 keeps exact copies.
-        seed: seed of the router's random weights and of the noise.
+    The fields of `te_models.checkpoints.tools.options.UpcycleOptions` say what the arguments mean.
 
     Raises CheckpointError for a quantized model, a model that already has experts, and layers that do not exist.
     """
@@ -77,19 +74,19 @@ def upcycle(
         for name, shape in expected_tensors(config, layout).items():
             if name in routers:
                 compute = _normal(name, shape, dtype, _ROUTER_STD, seed)
-                outputs.append(Output(name, dtype_name(dtype), shape, compute=compute, variant=f"seed {seed}"))
+                outputs.append(OutputTensor(name, dtype_name(dtype), shape, compute=compute, variant=f"seed {seed}"))
             elif noise_std and ".mlp.experts." in name and ".weight" in name:
                 compute = _noisy(ckpt.store, by_name[name], noise_std, seed)
                 variant = f"seed {seed}, noise {noise_std}"
-                outputs.append(Output(name, by_name[name].dtype, shape, compute=compute, variant=variant))
+                outputs.append(OutputTensor(name, by_name[name].dtype, shape, compute=compute, variant=variant))
             else:
                 outputs.append(by_name[name])
         family = _moe_family(config)
         notes = () if family is not None else ("no Hugging Face family stores this mixture, so it cannot be exported",)
-        plan = Plan(tuple(outputs), plan.ignored, notes=notes)
-        source = source_of(ckpt)
+        plan = ConversionPlan(tuple(outputs), plan.ignored, notes=notes)
+        source = provenance_source(ckpt)
         if source is not None:
-            source = Source(family, source.config, source.dtype)
+            source = HFSource(family, source.config, source.dtype)
         return conversion.write(plan, TEFolder(layout, config, source).to_bytes())
 
 
@@ -111,7 +108,7 @@ def _moe_config(config: ModelConfig, num_experts: int, topk: int, layers: Sequen
 
 
 def _moe_family(config: ModelConfig) -> str | None:
-    """Return the family that the mixture exports as; None where there is none yet."""
+    """Return the family that the mixture exports as; None before the first."""
     try:
         return find_family(config).model_type
     except CheckpointError:
@@ -153,7 +150,7 @@ def _without(namespace: Namespace, names: set[str]) -> Namespace:
 
 
 def _generator(name: str, seed: int) -> torch.Generator:
-    """Return a generator of its own for each tensor, so that results do not depend on the order of writing."""
+    """Return a separate generator for each tensor, so that results do not depend on the order of writing."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
@@ -166,7 +163,7 @@ def _normal(name: str, shape: Shape, dtype: torch.dtype, std: float, seed: int) 
     return lambda: [(_drawn(shape, _generator(name, seed)) * std).to(dtype)]
 
 
-def _noisy(store: Store, output: Output, std: float, seed: int) -> Callable[[], list[torch.Tensor]]:
+def _noisy(store: Store, output: OutputTensor, std: float, seed: int) -> Callable[[], list[torch.Tensor]]:
     def compute() -> list[torch.Tensor]:
         out = torch.empty(output.shape, dtype=torch_dtype(output.dtype), device="cpu")
         fill_tensor(store, output.pieces, out)

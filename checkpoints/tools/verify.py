@@ -17,12 +17,12 @@ from ..folder.passthrough import our_names
 from ..folder.provenance import differing_scales
 from ..io.boxes import intersect
 from ..io.buffers import Ring
-from ..io.dtypes import FLOATS, bits_of, joint_dtype, torch_dtype
-from ..io.errors import shown
+from ..io.dtypes import FLOATS, bit_width, joint_dtype, torch_dtype
+from ..io.errors import shown_untrusted
 from ..io.threads import Progress
-from ..mapping.plan import Output, copy_of
+from ..mapping.plan import OutputTensor, copy_of
 from ..mapping.quantized_format import SUFFIXES
-from ..mapping.stream import stream
+from ..mapping.stream import stream_output
 from ..mapping.tensor_map import Piece, compose, identity_namespace
 from .conversion import PathLike
 
@@ -75,7 +75,7 @@ def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> Ver
     report = VerifyReport()
     with open_pair(a, b) as (left, right):
         for path, (mine, theirs) in differing_values(left.config.to_dict(), right.config.to_dict()).items():
-            report.add(f"config: {path}: {shown(mine)} and {shown(theirs)}")
+            report.add(f"config: {path}: {shown_untrusted(mine)} and {shown_untrusted(theirs)}")
         for difference in differing_scales(left, right):
             report.add(difference)
         outputs_a, outputs_b = canonical_outputs(left), canonical_outputs(right)
@@ -105,12 +105,12 @@ def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> Ver
     return report
 
 
-def canonical_outputs(ckpt: Checkpoint) -> dict[str, Output]:
+def canonical_outputs(ckpt: Checkpoint) -> dict[str, OutputTensor]:
     """Return the grouped parameters and what travels along as outputs, in dtypes that hold the stored numbers."""
     target = identity_namespace(ckpt.namespace.canonical)
     outputs = {}
     for name, pieces in compose(ckpt.namespace, target).items():
-        outputs[name] = Output(name, _joint_dtype(_dtypes(ckpt, pieces)), target.canonical[name], tuple(pieces))
+        outputs[name] = OutputTensor(name, _joint_dtype(_dtypes(ckpt, pieces)), target.canonical[name], tuple(pieces))
     for name, copy in our_names(ckpt.passthrough).items():
         outputs[copy] = copy_of(ckpt.tensors[name], name, copy)
     return outputs
@@ -141,7 +141,7 @@ def _parts_of_other_dtypes(
     return None
 
 
-def output_layers(left: Checkpoint, right: Checkpoint) -> tuple[dict[str, Output], dict[str, Output]]:
+def output_layers(left: Checkpoint, right: Checkpoint) -> tuple[dict[str, OutputTensor], dict[str, OutputTensor]]:
     """Return, for each tensor of either folder that should only repeat the tied embedding, what each of them has there:
     the stored tensor, or where it stores none, the embedding."""
     names = {**left.tied_copies, **right.tied_copies}
@@ -151,7 +151,7 @@ def output_layers(left: Checkpoint, right: Checkpoint) -> tuple[dict[str, Output
     return _output_layers(left, names), _output_layers(right, names)
 
 
-def _output_layers(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, Output]:
+def _output_layers(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, OutputTensor]:
     embedding = canonical_outputs(ckpt)[_EMBEDDING]
     outputs = {}
     for name in names:
@@ -161,7 +161,7 @@ def _output_layers(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, Output]:
             outputs[name] = copy_of(copy, name, name)
             if copy.shape == ckpt.tensors[original].shape:  # it lies in the files as the embedding does
                 pieces = tuple(replace(piece, source=name) for piece in embedding.pieces)
-                outputs[name] = Output(name, copy.dtype, embedding.shape, pieces)
+                outputs[name] = OutputTensor(name, copy.dtype, embedding.shape, pieces)
     return outputs
 
 
@@ -170,15 +170,20 @@ def _format(ckpt: Checkpoint, name: str) -> str:
 
 
 def compare_bits(
-    report: VerifyReport, left: Checkpoint, a: Output, right: Checkpoint, b: Output, rings: tuple[Ring, Ring]
+    report: VerifyReport,
+    left: Checkpoint,
+    a: OutputTensor,
+    right: Checkpoint,
+    b: OutputTensor,
+    rings: tuple[Ring, Ring],
 ) -> None:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         report.add(f"{a.name}: {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}")
         return
     position = 0
     pair = ((left, a, rings[0]), (right, b, rings[1]))
-    parts = ((buffer.bytes[:n] for buffer, n in stream(c.store, o, ring)) for c, o, ring in pair)
-    for x, y in aligned(*parts, size=len):
+    parts = ((buffer.bytes[:n] for buffer, n in stream_output(c.store, o, ring)) for c, o, ring in pair)
+    for x, y in equal_parts(*parts, size=len):
         if not same_bytes(x, y):
             report.add(f"{a.name}{_first_difference(a, x, y, position)}")
             return
@@ -196,10 +201,10 @@ def same_bytes(x: memoryview, y: memoryview) -> bool:
     return len(x) == 0 or _libc.memcmp(*addresses, len(x)) == 0
 
 
-def _first_difference(output: Output, x: memoryview, y: memoryview, position: int) -> str:
+def _first_difference(output: OutputTensor, x: memoryview, y: memoryview, position: int) -> str:
     """Return, in words, the first element that differs between parts of a tensor which begin at byte `position`."""
     first = next(i for i, (one, other) in enumerate(zip(x, y)) if one != other)
-    width = (bits_of(output.dtype) or 8) // 8
+    width = (bit_width(output.dtype) or 8) // 8
     if width == 0:
         return f": byte {position + first} differs"
     element = first // width * width
@@ -241,7 +246,7 @@ def open_pair(a: PathLike, b: PathLike) -> Iterator[tuple[Checkpoint, Checkpoint
         yield left, right
 
 
-def aligned(a: Iterator[P], b: Iterator[P], size: Callable[[P], int]) -> Iterator[tuple[P, P]]:
+def equal_parts(a: Iterator[P], b: Iterator[P], size: Callable[[P], int]) -> Iterator[tuple[P, P]]:
     """Yield the same parts of two tensors of equal size, each of which comes in flat parts of its own sizes."""
     x = y = None
     while True:

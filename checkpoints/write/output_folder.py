@@ -16,7 +16,7 @@ from ..io.store import FileStore, Store
 from ..io.strict_json import parse_object
 from ..io.threads import Progress
 from ..io.weight_files import INDEX
-from ..mapping.plan import Plan
+from ..mapping.plan import ConversionPlan
 from ..mapping.report import REPORT
 from .resume import Journal, job_of
 from .shards import MAX_SHARD_BYTES, split_shards
@@ -29,7 +29,7 @@ _REWRITTEN = (CONFIG, INDEX, MANIFEST, REPORT, SEPARATE)
 
 def write_folder(
     destination: Path,
-    plan: Plan,
+    plan: ConversionPlan,
     store: Store,
     config: bytes,
     *,
@@ -41,7 +41,7 @@ def write_folder(
     progress: Progress | None = None,
     dry_run: bool = False,
     file_digests: bool = False,
-) -> Plan:
+) -> ConversionPlan:
     """Carry out a plan; return it, with a note of the files beside the weights that are left behind.
 
     The destination appears complete or not at all, and an existing one stays until then.

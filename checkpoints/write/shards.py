@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..io.dtypes import bits_of
+from ..io.dtypes import bit_width
 from ..io.errors import CheckpointError
 from ..io.strict_json import dump_object
 from ..io.weight_files import SINGLE
-from ..mapping.plan import Output, Plan
+from ..mapping.plan import ConversionPlan, OutputTensor
 from ..mapping.quantized_format import write_metadata
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -40,7 +40,7 @@ class Shard:
     """One file of a plan."""
 
     file: str
-    outputs: tuple[Output, ...]
+    outputs: tuple[OutputTensor, ...]
     metadata: Mapping[str, str]
 
     @property
@@ -49,14 +49,14 @@ class Shard:
         return sum(output.nbytes for output in self.outputs)
 
 
-def split_shards(plan: Plan, max_shard_bytes: int) -> list[Shard]:
+def split_shards(plan: ConversionPlan, max_shard_bytes: int) -> list[Shard]:
     """Distribute outputs over files of at most `max_shard_bytes` of data (and MAX_SHARD_TENSORS) each, in plan order.
 
-    A single larger output gets a file of its own, and the entries of one quantized parameter stay together.
+    A single larger output gets a file to itself, and the entries of one quantized parameter stay together.
     """
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes is {max_shard_bytes!r}; allowed: a positive number of bytes")
-    groups: list[list[Output]] = [[]]
+    groups: list[list[OutputTensor]] = [[]]
     size = 0
     for unit in _units(plan):
         nbytes = sum(output.nbytes for output in unit)
@@ -76,14 +76,14 @@ def split_shards(plan: Plan, max_shard_bytes: int) -> list[Shard]:
         present = {output.name for output in group}
         described = write_metadata({n: plan.formats[n] for n in plan.formats if n in present})
         metadata = described | dict(plan.metadata)
-        shards.append(Shard(name, tuple(sorted(group, key=alignment)), metadata))
+        shards.append(Shard(name, tuple(sorted(group, key=alignment_key)), metadata))
     return shards
 
 
-def _units(plan: Plan) -> Iterable[list[Output]]:
+def _units(plan: ConversionPlan) -> Iterable[list[OutputTensor]]:
     """Outputs one by one, but all entries of a quantized parameter (consecutive, its name first) as one unit, and all
     outputs of one owner."""
-    unit: list[Output] = []
+    unit: list[OutputTensor] = []
     owner: str | None = None
     for output in plan.outputs:
         entry = owner is not None and output.name.startswith(owner) and output.name not in plan.formats
@@ -97,10 +97,10 @@ def _units(plan: Plan) -> Iterable[list[Output]]:
         yield unit
 
 
-def alignment(output: Output) -> int:
+def alignment_key(output: OutputTensor) -> int:
     """Return the sort key of outputs in a file: plan order, but sizes that would misalign what follows go last, widest
     dtype first."""
-    return 0 if output.nbytes % 8 == 0 else 64 // (bits_of(output.dtype) or 8)
+    return 0 if output.nbytes % 8 == 0 else 64 // (bit_width(output.dtype) or 8)
 
 
 def header_bytes(shard: Shard) -> bytes:

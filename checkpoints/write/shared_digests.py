@@ -6,7 +6,7 @@ that it read, and the writer hashes it anyway. A source tensor all of whose part
 hashed while it is read: the digests of its parts are gathered from the outputs, put into the order of the source, and
 their digest is compared with the source's manifest.
 
-Every other tensor keeps the check of its own (`folder/reading_checks.py`): one that is converted, transposed or
+Every other tensor keeps its separate check (`folder/reading_checks.py`): one that is converted, transposed or
 computed from, one of which parts are cut or go nowhere, and one whose manifest lists the digest of all its bytes, as
 those of earlier releases do, unless it is small enough to be one part.
 """
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from ..io.sha256 import SHA256_BYTES
 from ..io.store import FileStore, Store
 from ..io.tensor_hash import ROWS_PER_PART, digest_of_parts, part_bytes, part_count
-from ..mapping.plan import Output
+from ..mapping.plan import OutputTensor
 from ..mapping.stream import CopiedBytes, copied_bytes
 
 
@@ -52,7 +52,7 @@ class SharedDigests:
     it would be a 4,000th of a model whose rows have 2 KiB, and a 128th at worst.
     """
 
-    def __init__(self, files: FileStore, store: Store, outputs: Sequence[Output]) -> None:
+    def __init__(self, files: FileStore, store: Store, outputs: Sequence[OutputTensor]) -> None:
         """files: what the plan's store reads. The tensors that are shared are left to `add` from here on."""
         self._files, self._store, self._lock = files, store, threading.Lock()
         found: dict[str, list[tuple[str, SharedParts]]] = defaultdict(list)
@@ -90,7 +90,7 @@ class SharedDigests:
             self._files.compare_digests([(run.source, digest_of_parts(gathered.digests))])
             del self._gathered[run.source]
 
-    def check_sources(self, outputs: Iterable[Output]) -> None:
+    def check_sources(self, outputs: Iterable[OutputTensor]) -> None:
         """Check what outputs come from that an earlier run has written: it ended before it knew what its checks found.
 
         The sources of a computed output are not known, so that is everything then.
@@ -109,7 +109,7 @@ class SharedDigests:
             raise RuntimeError(f"nothing has compared {min(self._gathered)} with its manifest")
 
 
-def _shared_parts(files: FileStore, output: Output, copied: CopiedBytes) -> SharedParts | None:
+def _shared_parts(files: FileStore, output: OutputTensor, copied: CopiedBytes) -> SharedParts | None:
     """Return the parts of the source tensor that lie in copied bytes and are parts of the output, too."""
     size, source_bytes = files.part_bytes(copied.source), files.tensors[copied.source].nbytes
     if not size or size != part_bytes(output.dtype, output.shape, ROWS_PER_PART):

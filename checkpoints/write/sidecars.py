@@ -1,6 +1,6 @@
 """Files that travel with the weights, unchanged, in both directions: the tokenizer's and the image processor's.
 
-Some models bring code of their own, which `auto_map` in their JSON files names. Those files are copied as bytes, like a
+Some models bring code; `auto_map` in their JSON files names it. Those files are copied as bytes, like a
 vocabulary, so that what points at them is not left pointing at nothing. Nothing here imports or runs them.
 """
 
@@ -94,7 +94,7 @@ def _matching(folder: Path) -> list[str]:
 
 
 def _templates(folder: Path) -> list[str]:
-    """The chat templates besides the first: transformers keeps them in a folder of their own."""
+    """The chat templates besides the first: transformers keeps them in a separate folder."""
     return sorted(f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*.jinja"))
 
 

@@ -3,8 +3,8 @@
 The safetensors library writes a file in one call from tensors that are all in memory. A conversion knows every size
 before it has any data, so it can write the header at once and then let the data pass through, whatever the total.
 
-Several files are written at once, each through buffers and threads of its own (a `Lane`), with the same bytes whatever
-their number. Files with computed tensors take turns: one computes at a time, so memory holds one tensor.
+Several files are written at once, each through its separate buffers and threads (a `Lane`), with the same bytes
+whatever their number. Files with computed tensors take turns: one computes at a time, so memory holds one tensor.
 
 `write_tensors` writes one file of tensors in memory through the same path.
 """
@@ -29,10 +29,10 @@ from ..io.hashing import Digests, FileRecord, Lane
 from ..io.store import MemoryStore, Store
 from ..io.threads import ByteProgress, Progress, cores, run_all
 from ..io.weight_files import INDEX
-from ..mapping.plan import Output
-from ..mapping.stream import stream
+from ..mapping.plan import OutputTensor
+from ..mapping.stream import stream_output
 from .resume import Journal
-from .shards import Shard, alignment, header_bytes, index_bytes
+from .shards import Shard, alignment_key, header_bytes, index_bytes
 from .shared_digests import SharedDigests
 
 if TYPE_CHECKING:
@@ -82,12 +82,12 @@ def write_weights(
                 for output in shard.outputs:
                     missing = output.nbytes
                     digests.begin_tensor(output.name, output.dtype, output.shape)
-                    for buffer, count in stream(store, output, lane.ring):
+                    for buffer, count in stream_output(store, output, lane.ring):
                         file.write_buffer(buffer, count)
                         bytes_done.add(count)
                         missing -= count
-                    buffer = None  # a part of a computed tensor, which need not outlive it
-                    if missing:  # a defect of ours, which would otherwise be the next reader's to find
+                    buffer = None  # a part of a computed tensor: need not outlive it
+                    if missing:  # a defect of ours that the next reader would otherwise have to find
                         written = output.nbytes - missing
                         raise RuntimeError(f"{output.name} has {written} bytes, planned {output.nbytes}")
             record = digests.record(nbytes)
@@ -148,9 +148,9 @@ def write_tensors(
     Tensors are on any device and need not be contiguous; every bit is kept. Raises OSError that names the file where it
     cannot be written.
     """
-    outputs = [Output(n, dtype_name(t.dtype), tuple(t.shape), compute=_parts(t)) for n, t in tensors.items()]
+    outputs = [OutputTensor(n, dtype_name(t.dtype), tuple(t.shape), compute=_parts(t)) for n, t in tensors.items()]
     partial = path.with_name(f".{path.name}.partial")
-    shard = Shard(partial.name, tuple(sorted(outputs, key=alignment)), metadata or {})
+    shard = Shard(partial.name, tuple(sorted(outputs, key=alignment_key)), metadata or {})
     try:
         partial.unlink(missing_ok=True)
         (record,) = write_weights(path.parent, [shard], MemoryStore({})).values()

@@ -4,11 +4,11 @@ The folder has `SmolLM2-135M` (a Hugging Face folder), `quickstart-out/model` (t
 `Qwen3-30B-A3B` (a mixture).
 """
 
-# %% import_hf, export_hf, Plan
-from te_models.checkpoints import Plan, export_hf, import_hf
+# %% import_hf, export_hf, ConversionPlan
+from te_models.checkpoints import ConversionPlan, export_hf, import_hf
 
 plan = import_hf("SmolLM2-135M", "model", dry_run=True)  # checks everything and writes nothing
-assert isinstance(plan, Plan)
+assert isinstance(plan, ConversionPlan)
 print(len(plan.outputs), "tensors")
 import_hf("SmolLM2-135M", "model")
 export_hf("model", "hf-model")

@@ -145,9 +145,9 @@ tokens = torch.randint(256, (1, 16))
 print(generate(model, tokens, max_new_tokens=20, draft_model=draft, num_draft_tokens=2).shape)  # [1, 36]
 print(draft.acceptance_rate)
 
-# %% TransformerLayer
+# %% DecoderLayer
 import torch
-from te_models import AttentionConfig, GPTModel, MLPConfig, ModelConfig, TransformerLayer
+from te_models import AttentionConfig, GPTModel, MLPConfig, ModelConfig, DecoderLayer
 
 config = ModelConfig(
     vocab_size=256,
@@ -158,7 +158,7 @@ config = ModelConfig(
     mlp=MLPConfig(ffn_hidden_size=176),
 )
 layer = GPTModel(config).decoder.layers[1]
-assert isinstance(layer, TransformerLayer)
+assert isinstance(layer, DecoderLayer)
 print(sum(parameter.numel() for parameter in layer.parameters()))
 
 # %% compile_model

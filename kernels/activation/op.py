@@ -11,8 +11,8 @@ from torch import Tensor
 from te_models.suggestions import shown
 
 from ..backend import definitions_only
-from ..cpu_rows import activate
-from ..custom_op import FLOATS, Output, absent, gradient_of, like, operation, takes
+from ..cpu_rows import activate_rows
+from ..custom_op import FLOATS, Output, absent, like, operation, register_gradient, takes
 from ..derivative import keeping_inputs
 from ..launch import as_matrix
 from . import reference
@@ -44,7 +44,7 @@ def activation_fwd(
     """
     from . import triton
 
-    y = triton.activation_fwd(as_matrix(x), flat(probabilities), name, gated, clamp, alpha, up_offset)
+    y = triton.activation_fwd(as_matrix(x), flat_probabilities(probabilities), name, gated, clamp, alpha, up_offset)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -72,19 +72,19 @@ def activation_bwd(
     """Return the gradients of x and of the probabilities (float32, empty unless asked for) of `activation_fwd`."""
     from . import triton
 
-    matrices = (as_matrix(dy), as_matrix(x), flat(probabilities))
+    matrices = (as_matrix(dy), as_matrix(x), flat_probabilities(probabilities))
     dx, d_probabilities = triton.activation_bwd(*matrices, name, gated, clamp, alpha, up_offset, needs_probabilities)
     return dx.view(x.shape), d_probabilities.view(x.shape[:-1]) if needs_probabilities else d_probabilities
 
 
-def flat(probabilities: Tensor | None) -> Tensor | None:
+def flat_probabilities(probabilities: Tensor | None) -> Tensor | None:
     return None if probabilities is None else probabilities.reshape(-1)
 
 
 _OPTIONS = ("name", "gated", "clamp", "alpha", "up_offset")
 
 
-@gradient_of(activation_fwd, saves=("x", "probabilities", *_OPTIONS))
+@register_gradient(activation_fwd, saves=("x", "probabilities", *_OPTIONS))
 def _backward(saved: SimpleNamespace, needs: set[str], dy: Tensor) -> dict[str, Tensor]:
     options = (getattr(saved, name) for name in _OPTIONS)
     wanted = "probabilities" in needs
@@ -116,7 +116,7 @@ def gated_activation(
 
     With `clamp` (gpt-oss): gate <= clamp, |up| <= clamp, and the result is
     `gate * sigmoid(alpha * gate) * (up + up_offset)`. With probabilities [...]: times each row's, in float32, rounded
-    again, which lets a mixture weight its rows before the second projection. Raises ValueError for an unknown name.
+    again: so a mixture can weight its rows before the second projection. Raises ValueError for an unknown name.
     """
     check_name(name)
     if x.device.type == "cuda" and not definitions_only() and not TAKES.misfit(x, probabilities, True):
@@ -136,7 +136,7 @@ _ARITHMETIC = ("relu", "squared_relu")
 def eager_activation(x: Tensor, name: str, *, probabilities: Tensor | None) -> Tensor:
     """Return the definition's `activation`, in one pass where no gradient is wanted and nothing traced."""
     if name not in _ARITHMETIC:
-        found = activate(x, ACTIVATIONS[name], False, probabilities)
+        found = activate_rows(x, ACTIVATIONS[name], False, probabilities)
         if found is not None:
             return found
     return reference.activation(x, name, probabilities=probabilities)
@@ -147,7 +147,7 @@ def eager_gated_activation(
 ) -> Tensor:
     """Return the definition's `gated_activation`, in one pass where no gradient is wanted and nothing traced."""
     if clamp is None and name not in _ARITHMETIC:
-        found = activate(x, ACTIVATIONS[name], True, probabilities)
+        found = activate_rows(x, ACTIVATIONS[name], True, probabilities)
         if found is not None:
             return found
     options = {"clamp": clamp, "alpha": alpha, "up_offset": up_offset, "probabilities": probabilities}

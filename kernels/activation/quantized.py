@@ -23,7 +23,7 @@ from ..quantize.fp8.cpu import fp8_to_float
 from ..quantize.output import QuantizedOutput
 from ..torch_versions import own_result, saturating_cast
 from . import op, reference
-from .op import check_name, flat
+from .op import check_name, flat_probabilities
 
 __all__ = ["activation_quantized", "activation_quantized_op", "gated_activation_quantized"]
 
@@ -54,7 +54,9 @@ def activation_quantized_op(
     from . import triton_quantized
 
     options = (name, gated, clamp, alpha, up_offset)
-    return triton_quantized.activation_quantized(as_matrix(x), flat(probabilities), *options, scale, output)
+    return triton_quantized.activation_quantized(
+        as_matrix(x), flat_probabilities(probabilities), *options, scale, output
+    )
 
 
 def activation_quantized(
@@ -102,7 +104,7 @@ def gated_activation_quantized(
 class Activation:
     """Which activation; the fields are the arguments of `activation` and `gated_activation`.
 
-    fp8_input_store: keep the input as E4M3 for the backward pass, which computes the derivative where that is, as
+    fp8_input_store: keep the input as E4M3 for the backward pass and compute the derivative from it, as
     Megatron-Core's activation_func_fp8_input_store does; the result is of the input itself.
     """
 

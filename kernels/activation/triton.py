@@ -1,7 +1,7 @@
 """Activation kernels: one pass over the input in either direction, several elements per thread.
 
 T rows, F output columns; the input has 2F when gated, [gate | up]. Forward rounds wherever the reference rounds.
-Backward is float32 throughout with one rounding, which is closer to the exact gradient than autograd's chain.
+Backward is float32 throughout with one rounding: closer to the exact gradient than autograd's chain.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def activate(x, NAME: tl.constexpr):
     elif NAME == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
     elif NAME == "gelu_tanh":
-        # (1 + tanh u) / 2 is sigmoid(2 u), which does not cancel.
+        # (1 + tanh u) / 2 is computed as sigmoid(2 u), without cancellation.
         y = x * sigmoid((x + x * x * x * _TANH_CUBIC) * (2.0 * _TANH_SCALE))
     elif NAME == "relu":
         y = tl.where(x <= 0, 0.0, x)
@@ -74,7 +74,7 @@ def slope(x, NAME: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, DTYPE: tl.constexpr):
+def round_as(x, DTYPE: tl.constexpr):
     return x.to(DTYPE).to(tl.float32)
 
 
@@ -88,11 +88,11 @@ def gate_and_up(gate, up, alpha, offset, limit, NAME: tl.constexpr, CLAMPED: tl.
     """`act(gate) * up` in float32, every step rounded to X as the reference does."""
     if CLAMPED:
         gate, up = at_most(gate, limit), at_most(-at_most(-up, limit), limit)
-        gate = rounded(gate * rounded(sigmoid(rounded(alpha * gate, X)), X), X)
-        up = rounded(up + offset, X)
+        gate = round_as(gate * round_as(sigmoid(round_as(alpha * gate, X)), X), X)
+        up = round_as(up + offset, X)
     else:
-        gate = rounded(activate(gate, NAME), X)
-    return rounded(gate * up, X)
+        gate = round_as(activate(gate, NAME), X)
+    return round_as(gate * up, X)
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def activation_tile(
         y = gate_and_up(gate, up, alpha, offset, limit, NAME, CLAMPED, X)
     else:
         x = tl.load(x_ptr + rows[:, None] * F + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        y = rounded(activate(x, NAME), X)
+        y = round_as(activate(x, NAME), X)
     return y
 
 
@@ -202,7 +202,7 @@ def activation_bwd_kernel(
         tl.store(dx_ptr + at, (dy * slope(x, NAME)).to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-def tile(columns: int) -> tuple[int, int]:
+def tile_of_activations(columns: int) -> tuple[int, int]:
     """Return (rows, columns) of a program's tile of 2048 outputs."""
     block = min(2048, triton.next_power_of_2(columns))
     return 2048 // block, block
@@ -227,7 +227,7 @@ def activation_fwd(
     rows, columns = x.shape[0], x.shape[1] // (2 if gated else 1)
     y = x.new_empty(rows, columns)
     if y.numel():
-        block_r, block_c = tile(columns)
+        block_r, block_c = tile_of_activations(columns)
         activation_fwd_kernel[(triton.cdiv(rows, block_r) * triton.cdiv(columns, block_c),)](
             x,
             None if probabilities is None else probabilities.contiguous(),
@@ -261,7 +261,7 @@ def activation_bwd(
     dy, x = dy.contiguous(), x.contiguous()
     rows, columns = dy.shape
     dx = torch.empty_like(x)
-    block_r, block_c = tile(columns) if columns else (1, 1)
+    block_r, block_c = tile_of_activations(columns) if columns else (1, 1)
     across = triton.cdiv(columns, block_c)
     # Each program sums its own columns; adding up the few parts of a row afterwards keeps their order.
     parts = dy.new_empty(rows, across, dtype=torch.float32) if needs_probabilities else None

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..quantize.output import QuantizedOutput
-from ..quantize.triton_output import Destination, store_quantized, tile
-from .triton import activation_tile, clamp_limit, rounded, tile_of_program
+from ..quantize.triton_output import Destination, quantized_tile, store_quantized
+from .triton import activation_tile, clamp_limit, round_as, tile_of_program
 
 
 # num_rows is specialised: transposed copies are stored 16 bytes at a time where it is a multiple of 16.
@@ -45,7 +45,7 @@ def activation_quantize_kernel(
     y = activation_tile(x_ptr, rows, columns, inside, alpha, offset, limit, F, NAME, GATED, CLAMPED)
     if probability_ptr is not None:
         y *= tl.load(probability_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)[:, None]
-        y = rounded(y, x_ptr.dtype.element_ty)
+        y = round_as(y, x_ptr.dtype.element_ty)
     across = tl.cdiv(F, BLOCK_C)
     store_quantized(
         tl.where(inside, y, 0.0),
@@ -86,7 +86,7 @@ def activation_quantized(
     rows, columns = x.shape[0], x.shape[1] // (2 if gated else 1)
     destination = Destination(output, x[:, :columns], scale, x.dtype)
     if rows and columns:
-        block_r, block_c, warps = tile(output)
+        block_r, block_c, warps = quantized_tile(output)
         activation_quantize_kernel[(triton.cdiv(rows, block_r) * triton.cdiv(columns, block_c),)](
             x,
             None if probabilities is None else probabilities.contiguous(),

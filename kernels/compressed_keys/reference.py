@@ -55,7 +55,7 @@ def roped_last(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x[..., :plain], apply_rope(x[..., plain:], cos, sin, "interleaved")), dim=-1)
 
 
-def visible_keys(places: Tensor, ends: Tensor, texts: Tensor | None) -> Tensor:
+def visible_compressed_keys(places: Tensor, ends: Tensor, texts: Tensor | None) -> Tensor:
     """Return which compressed keys a query sees, those that end at it or before it in its text: bool [B or 1, S, W].
     places: [B or 1, S], where the queries are among the keys."""
     sees = ends[:, None] <= places[..., None]

@@ -6,7 +6,7 @@ a prompt's forward pass in bfloat16 they are a tenth, of one token's a third. He
 returns None where its definition has to run: where a gradient is wanted, where something is traced, for other dtypes,
 and on a machine without a library.
 
-D channels of a row, which lie side by side.
+D channels of a row, side by side in memory.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _table(function: Callable[[Tensor], Tensor], apart: bool) -> Tensor:
         return function(part).contiguous()
 
 
-def activate(
+def activate_rows(
     x: Tensor, function: Callable[[Tensor], Tensor], gated: bool, probabilities: Tensor | None
 ) -> Tensor | None:
     """Return `function(x)`, or of x = [gate | up] `function(gate) * up`, times probabilities [...] by row, or None: of

@@ -1,7 +1,7 @@
 """Linear cross entropy without logits of all tokens: loss and gradients chunk by chunk, all in the forward.
 
-T tokens, H hidden, V vocabulary, C tokens of a chunk. A chunk's logits [C, V] are overwritten by their gradient, which
-two GEMMs turn into the gradients of hidden states and weight before the next chunk begins. The weight's gradient is
+T tokens, H hidden, V vocabulary, C tokens of a chunk. A chunk's logits [C, V] are overwritten by their gradient. Two
+GEMMs turn it into the gradients of hidden states and weight before the next chunk begins. The weight's gradient is
 added up in float32 where there are several chunks; a CPU whose GEMMs are 16-bit rounds the product of each chunk to the
 weight's dtype before, in which the gradient is returned in any case.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..backend import definitions_only
 from ..compiling import compiling
 from ..gemm.cpu import operand_dtype
-from ..gemm.dense import linear, multiply
+from ..gemm.dense import linear, multiply_dense
 from ..gemm.reference import accumulate_product
 from . import rows
 from .reference import valid_count
@@ -62,7 +62,7 @@ def loss_and_gradients(
         logits = linear(hidden[chunk], weight, bias)
         loss[chunk] = loss_and_gradient_(logits, labels[chunk], scale, multiplier, softcap)
         if wanted[0]:
-            d_hidden[chunk] = multiply(logits, weight)
+            d_hidden[chunk] = multiply_dense(logits, weight)
         if wanted[1]:
             in_fp32 = weight_grad_in_fp32 or operand_dtype(logits.device, logits.dtype) != logits.dtype
             add = accumulate_product if in_fp32 else add_product
@@ -77,7 +77,7 @@ def loss_and_gradients(
 def add_product(d_weight: Tensor, left: Tensor, right: Tensor, accumulate: bool, scale: None) -> None:
     """Add `left @ right`, [V, C] x [C, H], to d_weight, or write it there."""
     if compiling():
-        product = multiply(left, right)
+        product = multiply_dense(left, right)
         _ = d_weight.add_(product) if accumulate else d_weight.copy_(product)
     elif d_weight.device.type != "cpu":
         accumulate_product(d_weight, left, right, accumulate, None)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ..custom_op import Output, gradient_of, like, operation
+from ..custom_op import Output, like, operation, register_gradient
 from . import log_probs
 from .log_probs import block_of_logits, spans
 from .op import scalar_tensor
@@ -110,7 +110,7 @@ _SAVED = (
 )
 
 
-@gradient_of(linear_kl_fwd, saves=_SAVED, saves_results=(1,), constant=(1,))
+@register_gradient(linear_kl_fwd, saves=_SAVED, saves_results=(1,), constant=(1,))
 def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str, Tensor]:
     names = _SAVED[:3]
     wanted = [name in needs for name in names]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..custom_op import Output, like, operation
-from ..gemm.dense import linear, multiply
+from ..gemm.dense import linear, multiply_dense
 from .chunked import add_product
 from .op import output_gradients
 from .reference import IGNORE_INDEX
@@ -87,7 +87,7 @@ class BlockGradients:
             self._bias[columns] += gradient.sum(0)
         gradient = gradient.to(hidden.dtype)
         if self._wanted[0]:
-            product = multiply(gradient, weight[columns])
+            product = multiply_dense(gradient, weight[columns])
             self._hidden[rows] = product if self._single else self._hidden[rows] + product
         if self._wanted[1]:
             add_product(self._weight[columns], gradient.t(), hidden[rows], rows.start > 0, None)

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..backend import definitions_only
 from ..compiling import compiling
-from ..custom_op import FLOATS, INTEGERS, Output, absent, gradient_of, like, operation, takes
+from ..custom_op import FLOATS, INTEGERS, Output, absent, like, operation, register_gradient, takes
 from . import reference, rows
 from .reference import IGNORE_INDEX, output_logits, shift_labels
 
@@ -58,7 +58,7 @@ def cross_entropy_bwd(logits: Tensor, labels: Tensor, normalizer: Tensor, scale:
     return triton.cross_entropy_bwd(logits, labels, normalizer, scale)
 
 
-@gradient_of(cross_entropy_fwd, saves=("logits", "labels"), saves_results=(1,), constant=(1,))
+@register_gradient(cross_entropy_fwd, saves=("logits", "labels"), saves_results=(1,), constant=(1,))
 def _backward_fwd(saved: SimpleNamespace, needs: set[str], scale: Tensor) -> dict[str, Tensor]:
     return {"logits": cross_entropy_bwd(saved.logits, saved.labels, *saved.results, scale)}
 
@@ -110,19 +110,19 @@ def linear_cross_entropy_op(
 
 
 @operation("scaled", lambda x: like(x), takes=takes("x: any; factor: float32; factor.numel() == 1"))
-def scaled(x: Tensor, factor: Tensor) -> Tensor:
+def scaled_in_float32(x: Tensor, factor: Tensor) -> Tensor:
     """Return `x * factor` in x's dtype, the float32 scalar `factor` unrounded (a device would round it to x's)."""
     if x.device.type == "cpu":
         return x * factor
     from . import triton
 
-    return triton.scaled(x, factor)
+    return triton.scaled_in_float32(x, factor)
 
 
-@gradient_of(linear_cross_entropy_op, saves=("wanted",), saves_results=(1, 2, 3), constant=(1, 2, 3))
+@register_gradient(linear_cross_entropy_op, saves=("wanted",), saves_results=(1, 2, 3), constant=(1, 2, 3))
 def _backward_linear(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str, Tensor]:
     names = ("hidden", "weight", "bias")
-    return {n: scaled(g, grad) for n, g, w in zip(names, saved.results, saved.wanted, strict=True) if w}
+    return {n: scaled_in_float32(g, grad) for n, g, w in zip(names, saved.results, saved.wanted, strict=True) if w}
 
 
 class _AccumulatingLoss(torch.autograd.Function):
@@ -144,8 +144,8 @@ class _AccumulatingLoss(torch.autograd.Function):
         hidden, weight, bias = ctx.saved_tensors
         if ctx.wanted[1]:
             ctx.main_grad.addcmul_(weight, grad)
-        dx = scaled(hidden, grad) if ctx.wanted[0] else None
-        return dx, None, scaled(bias, grad) if ctx.wanted[2] else None, *(None,) * 6
+        dx = scaled_in_float32(hidden, grad) if ctx.wanted[0] else None
+        return dx, None, scaled_in_float32(bias, grad) if ctx.wanted[2] else None, *(None,) * 6
 
 
 class _WholeLoss(torch.autograd.Function):
@@ -154,7 +154,7 @@ class _WholeLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor) -> Tensor:
         normalizer = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-        for step in rows.steps(logits):
+        for step in rows.rows_per_step(logits):
             torch.logsumexp(logits[step].float(), dim=-1, out=normalizer[step])
         target = logits.gather(1, rows.label_columns(labels))[:, 0].float()
         ctx.save_for_backward(labels, normalizer)
@@ -172,7 +172,7 @@ class _WholeLoss(torch.autograd.Function):
         scale = torch.where(labels != IGNORE_INDEX, grad, 0.0)[:, None]
         one_hot = rows.label_columns(labels)
         minus_one = torch.full_like(one_hot, -1, dtype=torch.float32)
-        for step in rows.steps(logits):
+        for step in rows.rows_per_step(logits):
             probabilities = logits[step].float().sub_(normalizer[step, None]).exp_()
             logits[step] = probabilities.scatter_add_(1, one_hot[step], minus_one[step]).mul_(scale[step])
         return logits, None
@@ -209,8 +209,8 @@ def linear_cross_entropy(
     """Return the mean cross entropy of the output layer's logits, a float32 scalar; 0 if no label is valid.
 
     hidden: [T, H]; weight: [V, H]; labels: [T] int64, ignore_index where a token does not count; bias: [V]; multiplier
-    and softcap as in `output_logits`. chunk_tokens: hold the logits of so many tokens at a time, never of all, and
-    compute gradients in the forward. None: of all tokens at once, which is faster where memory allows. Differentiable
+    and softcap as in `output_logits`. chunk_tokens: hold the logits of this many tokens at a time, never of all, and
+    compute gradients in the forward. None: of all tokens at once, faster if memory allows. Differentiable
     once in hidden, weight and bias. main_grad: [V, H] float32, to which the weight's gradient is added, unrounded,
     while autograd gets none. Raises ValueError where chunk_tokens is below 1.
     """

@@ -1,6 +1,6 @@
 """Cross entropy over a vocabulary that is split: each shard's part of it, on plain tensors, without communication.
 
-T tokens, V columns of a shard, W words of the whole vocabulary. A shard knows the logsumexp of its own columns; the
+T tokens, V columns of a shard, W words of the whole vocabulary. A shard knows the logsumexp of its columns only; the
 whole's is the logsumexp over shards, exact to rounding whatever the magnitudes are. So `shard_statistics` of each
 shard, moved to all of them, give the loss (`combined_loss`), and with its normalizer each shard has the gradient of its
 own logits (`shard_gradient`). Labels are words of the whole vocabulary, -100 where a token does not count; `first` is
@@ -24,7 +24,8 @@ from .reference import IGNORE_INDEX
 
 
 def shard_labels(labels: Tensor, first: int, columns: int) -> Tensor:
-    """Return labels [T] as columns of a shard: `columns`, which is none, for a word of another shard; -100 stays."""
+    """Map labels [T] to this shard's columns. -100 stays; labels of other shards become `columns`, one past the last
+    column."""
     inside = (labels >= first) & (labels < first + columns)
     return torch.where(labels == IGNORE_INDEX, labels, torch.where(inside, labels - first, columns))
 
@@ -40,7 +41,9 @@ def shard_statistics(logits: Tensor, labels: Tensor, first: int, label_smoothing
     if on_accelerator(logits):
         normalizer = op.cross_entropy_fwd(logits, local)[1]
     else:
-        normalizer = torch.cat([torch.logsumexp(logits[step].to(dtype), dim=-1) for step in steps(logits)])
+        normalizer = torch.cat(
+            [torch.logsumexp(logits[step].to(dtype), dim=-1) for step in shard_rows_per_step(logits)]
+        )
     found = [normalizer, target, here.to(dtype)]
     return torch.stack([*found, logits.sum(-1, dtype=dtype)] if label_smoothing else found)
 
@@ -78,7 +81,7 @@ def shard_gradient(
     column = torch.where(here, local, 0)[:, None]
     of_label = torch.where(here, label_smoothing - 1.0, 0.0).to(normalizer.dtype)[:, None]
     parts = []
-    for step in steps(logits):
+    for step in shard_rows_per_step(logits):
         gradient = (logits[step].to(normalizer.dtype) - normalizer[step, None]).exp()
         if label_smoothing:
             gradient = gradient - label_smoothing / vocab_size
@@ -87,6 +90,6 @@ def shard_gradient(
     return torch.cat(parts)
 
 
-def steps(logits: Tensor) -> Iterable[slice]:
+def shard_rows_per_step(logits: Tensor) -> Iterable[slice]:
     """Return the rows of logits [T, V] to take at a time: in a graph all, which the compiler fuses."""
-    return [slice(None)] if compiling() or not logits.shape[0] else rows.steps(logits)
+    return [slice(None)] if compiling() or not logits.shape[0] else rows.rows_per_step(logits)

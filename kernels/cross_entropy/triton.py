@@ -187,7 +187,7 @@ def cross_entropy_grad_(
     return loss
 
 
-def scaled(x: Tensor, factor: Tensor) -> Tensor:
+def scaled_in_float32(x: Tensor, factor: Tensor) -> Tensor:
     """Return `x * factor`, factor a float32 scalar, rounded once to x's dtype."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if y.numel():

@@ -1,4 +1,4 @@
-"""The cross entropy together with the z-loss of the logits, which keeps their logsumexp near 0 (PaLM, arXiv 2204.02311,
+"""The cross entropy together with the z-loss that keeps the logsumexp of the logits near 0 (PaLM, arXiv 2204.02311,
 section 5).
 
 Plain differentiable operations: the compiler fuses them as it fuses the cross entropy alone, and eagerly float32 logits
@@ -45,7 +45,7 @@ def linear_cross_entropy_and_z_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return `cross_entropy_and_z_loss` of the output layer's logits; arguments as for `linear_cross_entropy`.
 
-    chunk_tokens: hold the logits of so many tokens at a time, and compute them once more in the backward pass.
+    chunk_tokens: hold the logits of this many tokens at a time, and compute them once more in the backward pass.
     """
 
     def of_chunk(hidden: Tensor, labels: Tensor) -> Tensor:

@@ -3,11 +3,11 @@
 What torch needs to know of an operation - its schema, what it returns on fake tensors, what autograd keeps - is derived
 from that description and never written by hand. `operation` registers; `registered` lists what is; `caller` and
 `differentiable` make functions of whole values of it. Other folders make their types known with `add_kind` and describe
-results of their own as a `Result`.
+new kinds of results as a `Result`.
 """
 
 from .boundary import differentiable
-from .gradient import gradient_of
+from .gradient import register_gradient
 from .registration import Registered, caller, direct, entry_of, operation, registered
 from .results import Alias, Output, Result, absent, like, matrix_like
 from .schema import Encoded, Kind, add_kind, flatten
@@ -32,10 +32,10 @@ __all__ = [
     "entry_of",
     "expands",
     "flatten",
-    "gradient_of",
     "like",
     "matrix_like",
     "operation",
+    "register_gradient",
     "registered",
     "takes",
 ]

@@ -15,7 +15,7 @@ from torch._library.custom_ops import CustomOpDef
 
 from .registration import Registered, caller, entry_of
 from .results import make_results
-from .schema import Parameter
+from .schema import SchemaParameter
 
 NEEDS = "needs"
 
@@ -28,7 +28,7 @@ def differentiable(forward: CustomOpDef, backward: CustomOpDef, *, gradients: Se
     backward: returns a tuple or list, the gradient of each parameter named in `gradients` or None. Its parameters are
     found by name: `d<first field>` is the gradient that comes in; the forward's fields and parameters are kept, as
     saved tensors and constants, unless backward writes to them: such a tensor is held as it is, because other passes
-    may have written to it in between. Both may ask for `needs`, list[bool], which gradients are wanted.
+    may have written to it in between. Both may ask for `needs`, list[bool]: whether each gradient is wanted.
     TypeError for a forward without named fields and for a gradient of what is no parameter.
     """
     ahead, back = entry_of(forward), entry_of(backward)
@@ -98,7 +98,7 @@ def _fields_of(entry: Registered) -> tuple[str, ...]:
     return returned._fields
 
 
-def _to_save(parameter: Parameter, written: Sequence[str]) -> tuple[bool, ...]:
+def _to_save(parameter: SchemaParameter, written: Sequence[str]) -> tuple[bool, ...]:
     """Return of each leaf whether it is for autograd to save: tensors that the backward pass does not write to."""
     by_leaf = sorted(zip(parameter.order, parameter.slots, strict=True))
     return tuple(slot.holds_tensor and slot.name not in written for _, slot in by_leaf)

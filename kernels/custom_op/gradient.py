@@ -12,7 +12,7 @@ from torch._library.custom_ops import CustomOpDef
 Backward = Callable[..., Mapping[str, Tensor | None]]
 
 
-def gradient_of(
+def register_gradient(
     op: CustomOpDef, *, saves: Sequence[str] = (), saves_results: Sequence[int] = (), constant: Sequence[int] = ()
 ) -> Callable[[Backward], Backward]:
     """Register the decorated function as the gradient of `op`.

@@ -21,21 +21,22 @@ from ..backend import Backend, Compiled, choose, definitions_only, has_library
 from ..compiling import unobserved
 from ..launch import on_gpu_of_arguments
 from .results import Output, allocate_results, filled_up, flatten_results, make_results
-from .schema import Parameter, Slot, parameters_of, values_of
+from .schema import SchemaParameter, Slot, argument_values, parameters_of
 from .takes import Takes
 
 
 class Registered(NamedTuple):
     """An operation: what is called, its parameters, its results and what these depend on, and what it writes to.
 
-    returns: the implementation's annotation; whole: whether it is more than a schema can say, which then has a list of
-    tensors for it; places: so many tensors instead, if not 0. implementation: of the schema's arguments, unchecked;
+    returns: the implementation's annotation; whole: whether it is more than a schema can say; the schema then has a
+    list of tensors for it; places: this number of tensors instead, if not 0. implementation: of the schema's arguments,
+    unchecked;
     takes: what it reads as it is given.
     """
 
     name: str
     op: CustomOpDef
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[SchemaParameter, ...]
     results: Callable[..., Any]
     depends_on: tuple[str, ...]
     mutates: tuple[str, ...]
@@ -51,12 +52,12 @@ class Registered(NamedTuple):
 
     def describe(self, *flat: Any) -> Any:
         """Return the description of the results for arguments as in the schema; trailing defaults may be missing."""
-        return self.described(values_of(self.parameters, flat))
+        return self.described(argument_values(self.parameters, flat))
 
     def fake(self, *flat: Any) -> Any:
         """Allocate the results, not filled: the implementation on fake tensors."""
         if self.takes is not None:
-            values = values_of(self.parameters, flat)
+            values = argument_values(self.parameters, flat)
             arguments = [values[name] for name in self.takes.names]
             wrong = self.takes.misfit_of_fakes(*arguments)
             if wrong:
@@ -97,7 +98,7 @@ def operation(
     places: int = 8,
     reference: F,
     compiled: Compiled | None = None,
-    serves: Callable[[Tensor], bool] | None = None,
+    uses_operation: Callable[[Tensor], bool] | None = None,
     takes: Takes | None = None,
     cpu_only: bool = False,
 ) -> Callable[[F], F]: ...
@@ -109,7 +110,7 @@ def operation(  # pyright: ignore[reportInconsistentOverload]
     places: int = 8,
     reference: Callable | None = None,
     compiled: Compiled | None = None,
-    serves: Callable[[Tensor], bool] | None = None,
+    uses_operation: Callable[[Tensor], bool] | None = None,
     takes: Takes | None = None,
     cpu_only: bool = False,
 ) -> Callable[[Callable], Any]:
@@ -122,10 +123,10 @@ def operation(  # pyright: ignore[reportInconsistentOverload]
     arguments: the compiler wants each one named then.
 
     reference: the same function in plain torch, with the same parameters. Given one, what is returned is the function
-    itself, of whole values: the operation where the first argument is on an accelerator, elsewhere the reference,
-    which the compiler traces and eager code calls without a dispatcher. serves: asked of the first argument instead of
-    whether it is on an accelerator. A parameter by keyword only is positional in
-    the schema, without its default.
+    itself, of whole values: the operation where the first argument is on an accelerator, elsewhere the reference. The
+    compiler traces the reference, and eager code calls it without a dispatcher. uses_operation: asked of the first
+    argument instead of whether it is on an accelerator. A parameter by keyword only is positional in the schema,
+    without its default.
 
     compiled: the C++ library that the implementation calls. What is returned is then the one function of eager code and
     of graphs: `choose` answers which of the library, the operation and the reference computes a call, and the operation
@@ -177,40 +178,45 @@ def operation(  # pyright: ignore[reportInconsistentOverload]
         if cpu_only and hasattr(op, "_lib"):
             op._lib.impl(name, flat, "CPU")
             op._lib.impl(name, torch.library.fallthrough_kernel, "AutogradCPU")
-        elif cpu_only:  # of a torch whose definitions have no library of their own: the same, through the look-out
+        elif cpu_only:  # a torch whose definitions belong to no library: the same, through the look-out
             op.register_kernel("cpu", flat)
         elif any(slot.holds_tensor for p in parameters for slot in p.slots):
             op.register_kernel("cuda", on_gpu_of_arguments(flat))
         _REGISTERED[name] = entry
         if compiled is not None and reference is not None:
             return _chosen(op, written_function, reference, compiled)
-        return op if reference is None else _with_reference(op, function, reference, serves)
+        return op if reference is None else _with_reference(op, function, reference, uses_operation)
 
     return register
 
 
-def _checked(flat: Callable, name: str, parameters: tuple[Parameter, ...], takes: Takes) -> Callable:
+def _checked(flat: Callable, name: str, parameters: tuple[SchemaParameter, ...], takes: Takes) -> Callable:
     """Return the implementation as one that refuses what it does not take."""
 
     @functools.wraps(flat)
     def run(*args: Any) -> Any:
-        values = values_of(parameters, args)
+        values = argument_values(parameters, args)
         takes.check(name, *map(values.__getitem__, takes.names))
         return flat(*args)
 
     return run
 
 
-def _with_reference(op: CustomOpDef, function: F, reference: Callable, serves: Callable[[Tensor], bool] | None) -> F:
-    """Return the function that calls the operation for what it serves and the reference for the rest."""
+def _with_reference(
+    op: CustomOpDef, function: F, reference: Callable, uses_operation: Callable[[Tensor], bool] | None
+) -> F:
+    """Return the function that calls the operation where it is used and the reference for the rest."""
     as_operation = caller(op)
     takes = entry_of(op).takes
     fits = None if takes is None else takes.fitting(function)
 
     @functools.wraps(function)
     def call(x: Tensor, /, *args: Any, **keywords: Any) -> Any:
-        served = serves(x) if serves is not None else (x.is_cuda or launch.as_accelerator) and not definitions_only()
-        if served and (fits is None or fits(x, *args, **keywords)):
+        if uses_operation is not None:
+            is_used = uses_operation(x)
+        else:
+            is_used = (x.is_cuda or launch.as_accelerator) and not definitions_only()
+        if is_used and (fits is None or fits(x, *args, **keywords)):
             return as_operation(x, *args, **keywords)
         return reference(x, *args, **keywords)
 
@@ -324,7 +330,7 @@ def _fits_a_schema(returned: Any) -> bool:
 
 def _flat(
     function: Callable,
-    parameters: tuple[Parameter, ...],
+    parameters: tuple[SchemaParameter, ...],
     results: Callable[..., Any] | None,
     depends_on: tuple[str, ...],
     places: int,
@@ -342,7 +348,7 @@ def _flat(
         return function
 
     def implementation(*flat: Any) -> Any:
-        values = values_of(parameters, flat)
+        values = argument_values(parameters, flat)
         found = function(**values)
         if results is None:
             return found
@@ -370,8 +376,8 @@ def direct(op: CustomOpDef) -> Callable[..., Any]:
     """Return an operation as a function of the schema's arguments. Where gradients are off, nothing is traced, all
     tensors are on the CPU, and no mode or subclass would see it, the implementation is called: the same results.
 
-    The dispatcher takes 60 to 200 us of Python on CPU, which is the time of a GEMM of one token. Calls with tensors of
-    a GPU keep theirs, which makes that GPU the current one.
+    The dispatcher takes 60 to 200 us of Python on CPU, as long as a GEMM of one token. Calls with tensors of a GPU keep
+    the dispatcher, because it makes that GPU the current one.
     """
     implementation = entry_of(op).implementation
 

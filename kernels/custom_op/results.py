@@ -2,8 +2,8 @@
 
 A description is a `Result` (enough to allocate one result, on a device as on fake tensors), an `Alias`, None for a
 result that is None, or a tuple, list or NamedTuple of these. Its branches follow the arguments, so real and fake
-calls and the caller follow the same one. `Result` is open: a folder above this one describes results of its own, such
-as quantized ones.
+calls and the caller follow the same one. `Result` is open: a folder above this one adds kinds of results, such as
+quantized ones.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _group(name: str) -> torch.distributed.ProcessGroup:
 
 
 class Kind(NamedTuple):
-    """How values of one annotation become parts, each with an annotation of its own, and values again.
+    """How values of one annotation become parts, each with an annotation, and values again.
 
     parts: name -> annotation; the part named "" keeps the name of the parameter. take: of a value, its parts in that
     order; make: undoes it. mutated: the parts that every operation which takes such a value writes to. prefixed: parts
@@ -132,7 +132,7 @@ def add_kind(find: Finder) -> Finder:
     return find
 
 
-def kind_of(hint: Any) -> Kind | Encoded | None:
+def annotation_kind(hint: Any) -> Kind | Encoded | None:
     """Return what is known of an annotation; None where it is nothing. TypeError for a class that may change."""
     for find in reversed(_FINDERS):
         kind = find(hint)
@@ -175,11 +175,11 @@ class Branch(NamedTuple):
 
 
 Layout = Slot | Branch
-_OBJECTS: dict[type, Parameter] = {}
+_OBJECTS: dict[type, SchemaParameter] = {}
 """How each class of argument objects that an operation takes is laid out."""
 
 
-class Parameter(NamedTuple):
+class SchemaParameter(NamedTuple):
     """One parameter of an implementation. slots: its arguments as the schema has them; order: of these, the position
     in the layout, which goes through the value part by part; by_keyword: whether it is passed by keyword only, whose
     default is the caller's to fill in: the schema has none.
@@ -243,7 +243,7 @@ class Parameter(NamedTuple):
         return self.default if self.default is inspect.Parameter.empty or encode is None else encode(self.default)
 
 
-def values_of(parameters: Sequence[Parameter], flat: Sequence[Any]) -> dict[str, Any]:
+def argument_values(parameters: Sequence[SchemaParameter], flat: Sequence[Any]) -> dict[str, Any]:
     """Return each parameter's value, of the schema's arguments; those at their default may be missing at the end."""
     found: dict[str, Any] = {}
     start = 0
@@ -257,13 +257,13 @@ def values_of(parameters: Sequence[Parameter], flat: Sequence[Any]) -> dict[str,
     return found
 
 
-def parameters_of(function: Callable) -> tuple[Parameter, ...]:
+def parameters_of(function: Callable) -> tuple[SchemaParameter, ...]:
     """Lay out a function's parameters. TypeError for an annotation that no schema can hold, or a repeated name."""
     hints = typing.get_type_hints(function)
     signature = inspect.signature(function).parameters
     annotations = [hints.get(name) for name in signature]
     owner = function.__name__
-    found: list[Parameter] = []
+    found: list[SchemaParameter] = []
     for name, parameter in signature.items():
         by_keyword = parameter.kind is parameter.KEYWORD_ONLY
         if name not in hints or not (by_keyword or parameter.kind is parameter.POSITIONAL_OR_KEYWORD):
@@ -271,7 +271,7 @@ def parameters_of(function: Callable) -> tuple[Parameter, ...]:
         hint = hints[name]
         layout = _layout(hint, name, owner)
         if isinstance(layout, Slot):
-            found.append(Parameter(name, (layout,), layout, (0,), parameter.default, by_keyword))
+            found.append(SchemaParameter(name, (layout,), layout, (0,), parameter.default, by_keyword))
             continue
         if parameter.default is not parameter.empty:
             raise TypeError(f"{owner}.{name}: an object has no default in a schema")
@@ -280,7 +280,9 @@ def parameters_of(function: Callable) -> tuple[Parameter, ...]:
         )
         slots = list(_slots(layout, name if prefixed else ""))
         order = tuple(sorted(range(len(slots)), key=lambda i: not slots[i].holds_tensor))
-        found.append(Parameter(name, tuple(slots[i] for i in order), layout, order, parameter.default, by_keyword))
+        found.append(
+            SchemaParameter(name, tuple(slots[i] for i in order), layout, order, parameter.default, by_keyword)
+        )
         if isinstance(hint, type):
             _OBJECTS[hint] = found[-1]
     names = [slot.name for parameter in found for slot in parameter.slots]
@@ -295,7 +297,7 @@ def flatten(value: Any) -> list[Any]:
 
 
 def _layout(hint: Any, name: str, owner: str) -> Layout:
-    kind = kind_of(hint)
+    kind = annotation_kind(hint)
     if kind is None:
         return slot_of(hint, name, owner)
     if isinstance(kind, Encoded):

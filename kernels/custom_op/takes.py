@@ -16,7 +16,7 @@ a condition            without a colon: an expression of names and arguments
 
 The line is parsed once, and becomes a Python function of comparisons. A pointer that C++ or Triton gets knows neither
 where its memory ends nor what a view has promised (a negative bit, no memory at all): whatever the function does not
-name as fitting is for the definition, which computes it or raises as torch does.
+name as fitting goes to the definition. It computes the result or raises as torch does.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Takes:
         )
 
     def fitting(self, function: Callable, *, on_cpu: bool = False) -> Callable[..., bool]:
-        """Return a function of the arguments of another one, with its name and defaults, which says whether they fit.
+        """Return a function of the arguments of another one, with its name and defaults; the result says whether they
+        fit.
 
         on_cpu: and whether no gradient is wanted of a tensor behind the first. Made of text, so that a call is one
         call, and the compiler traces one line.
@@ -114,7 +115,7 @@ class Takes:
 def takes(text: str, **names: Any) -> Takes:
     """Return the description that a text is of. names: what stands for several dtypes, and what conditions use.
 
-    ValueError for a text that is none."""
+    ValueError for a text that does not parse."""
     return Takes(text, **names)
 
 
@@ -177,7 +178,7 @@ def _compiled(
 
 
 def _made(text: str, constants: Mapping[str, Any], name: str) -> Any:
-    """Return what the text's `make` does of constants, which the compiler then finds in a closure."""
+    """Return what the text's `make` builds from constants; the compiler then finds them in a closure."""
     scope: dict[str, Any] = {"__name__": __name__}
     exec(compile(text, f"<{name}>", "exec"), scope)
     return scope["make"](**constants)

@@ -51,7 +51,9 @@ _TAKES = takes(
 )
 
 
-def serves(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, least: int | None = None) -> bool:
+def uses_decode_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, least: int | None = None
+) -> bool:
     """Whether `attend_one` attends: plain tensors of one dtype on CPU, one query of each head, and no more of a mask
     than which keys are visible. query: [B, N, 1, D]; key: [B, G, L, D]; value: [B, G, L, Dv]; visible: None, or a
     tensor broadcastable to [B, N, 1, L]. least: in place of LEAST."""
@@ -65,8 +67,8 @@ def serves(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, le
 
 
 def attend_one(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float) -> Tensor:
-    """Return attention of query [B, N, 1, D] over key [B, G, L, D] and value [B, G, L, Dv], where it `serves`:
-    [B, N, 1, Dv]. A query that sees no key gets zeros."""
+    """Return attention of query [B, N, 1, D] over key [B, G, L, D] and value [B, G, L, Dv], where it
+    `uses_decode_attention`: [B, N, 1, Dv]. A query that sees no key gets zeros."""
     batch, heads, _, channels = query.shape
     groups, keys, width = key.shape[1], key.shape[2], value.shape[3]
     query = query.contiguous()

@@ -73,7 +73,7 @@ ATTENTION = Compiled(
 """Its key is the dtype, and with gradients `BACKWARD`."""
 
 
-def run_forward(
+def attention_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -89,19 +89,19 @@ def run_forward(
     [B, S, N].
 
     q: [B, S, N, D]; k: [B, L, G, D]; v: [B, L, G, Dv]; q, k, v and out of one of DTYPES. D and Dv: multiples of 16 up
-    to 256. At least one key; with `causal`, the queries are of the last of at least as many keys, and see none behind
-    themselves, and in a `window` so many up to their own (0: all). scale: above zero. softcap: scores become
-    `softcap * tanh(score / softcap)` (0: they stay). Scores and sums are float32.
+    to 256. At least one key; with `causal`, the queries belong to the last of at least as many keys and see no key
+    behind themselves; a `window` counts the keys that a query sees, up to its position (0: all). scale: above zero.
+    softcap: scores become `softcap * tanh(score / softcap)` (0: they stay). Scores and sums are float32.
     """
     q, k, v = (_with_rows(x) for x in (q, k, v))
     tensors = (q, k, v, out, logsumexp)
-    FORWARD_TAKES.check_on_cpu("run_forward", *tensors, causal)
+    FORWARD_TAKES.check_on_cpu("attention_forward", *tensors, causal)
     function = _function("te_flash_forward", q.dtype, in_float32(q))
     sizes, strides = _sizes(q, k, v, causal, window), _strides(tensors)
     function(*_addresses(tensors), sizes, strides, scale, softcap, _threads(q, v, 1))
 
 
-def run_backward(
+def attention_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -115,18 +115,18 @@ def run_backward(
     window: int = 0,
     softcap: float = 0.0,
 ) -> None:
-    """Write the gradients of q, k and v to the tensors `into`, like them, from the results of `run_forward`, whose
-    sums may have more in them than these keys. grad: [B, S, N, Dv]."""
+    """Write the gradients of q, k and v to the tensors `into`, like them, from the results of `attention_forward`,
+    whose sums may have more in them than these keys. grad: [B, S, N, Dv]."""
     grad, q, k, v, out = (_with_rows(x) for x in (grad, q, k, v, out))
     tensors = (grad, q, k, v, out, logsumexp, *into)
-    BACKWARD_TAKES.check_on_cpu("run_backward", *tensors, causal)
+    BACKWARD_TAKES.check_on_cpu("attention_backward", *tensors, causal)
     function = _function("te_flash_backward", q.dtype, in_float32(q))
     sizes, strides = _sizes(q, k, v, causal, window), _strides(tensors)
     function(*_addresses(tensors), sizes, strides, scale, softcap, _threads(q, v, 3))
 
 
 def _threads(q: Tensor, v: Tensor, passes: int) -> int:
-    """Return on how many threads so many passes over scores run: one does 20 multiplications a nanosecond."""
+    """Return how many threads run this number of passes over scores: one does 20 multiplications a nanosecond."""
     return threads_for(q.shape[:3].numel() * v.shape[1] * (q.shape[3] + v.shape[3]) * passes * 0.05)
 
 

@@ -19,8 +19,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..backend import PLAIN, Backend, choose
 from ..compiling import compiling
-from ..custom_op import Output, direct, entry_of, gradient_of, like, operation, takes
-from .library import ATTENTION, BACKWARD, DTYPES, run_backward, run_forward
+from ..custom_op import Output, direct, entry_of, like, operation, register_gradient, takes
+from .library import ATTENTION, BACKWARD, DTYPES, attention_backward, attention_forward
 
 FEWEST = {torch.bfloat16: 64, torch.float32: 96}
 """The fewest queries by dtype: of fewer, what a call takes beside its products is longer than what these save."""
@@ -37,7 +37,7 @@ _GRADIENTS_TAKE = takes(
 )
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
+def uses_flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     """Whether `flash_attention` attends from q: [B, N, S, D] to k: [B, G, L, D] and v: [B, G, L, Dv]: plain tensors of
     one dtype on CPU, in eager code or a graph."""
     if not fits(q, k, v, scale) or any(type(x) not in PLAIN for x in (q, k, v)):
@@ -55,7 +55,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
 
 def fits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     """Whether the library is for tensors of this dtype, device and shape; where that is a variable of a graph, for any
-    number of queries. Arguments: see `serves`."""
+    number of queries. Arguments: see `uses_flash_attention`."""
     if q.device.type != "cpu" or q.dim() != 4 or _HEADS_FIRST.misfit_of_fakes(q, k, v) or not scale > 0.0:
         return False
     (batch, heads, queries, channels), (of_keys, groups, keys, _), values = q.shape, k.shape, v.shape[3]
@@ -98,7 +98,7 @@ def flash_attention_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: b
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     logsumexp = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if k.numel():
-        run_forward(q, k, v, out, logsumexp, scale=scale, causal=causal)
+        attention_forward(q, k, v, out, logsumexp, scale=scale, causal=causal)
     else:
         out.zero_()
         logsumexp.fill_(float("-inf"))
@@ -119,21 +119,21 @@ def flash_attention_bwd(
     """
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if k.numel() and q.numel():
-        run_backward(grad, q, k, v, out, logsumexp, into=(dq, dk, dv), scale=scale, causal=causal)
+        attention_backward(grad, q, k, v, out, logsumexp, into=(dq, dk, dv), scale=scale, causal=causal)
     else:
         for x in (dq, dk, dv):
             x.zero_()
     return dq, dk, dv
 
 
-@gradient_of(flash_attention_fwd, saves=("q", "k", "v", "scale", "causal"), saves_results=(0, 1), constant=(1,))
+@register_gradient(flash_attention_fwd, saves=("q", "k", "v", "scale", "causal"), saves_results=(0, 1), constant=(1,))
 def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str, Tensor]:
     out, logsumexp = saved.results
     found = flash_attention_bwd(grad, saved.q, saved.k, saved.v, out, logsumexp, saved.scale, saved.causal)
     return dict(zip("qkv", found, strict=True))
 
 
-@gradient_of(flash_attention_bwd, saves=("grad", "q", "k", "v", "scale", "causal"))
+@register_gradient(flash_attention_bwd, saves=("grad", "q", "k", "v", "scale", "causal"))
 def _second(saved: SimpleNamespace, needs: set[str], *grads: Tensor) -> dict[str, Tensor | None]:
     """Of the definition of `flash_attention_fwd`, differentiated twice in float32."""
     names = ("grad", "q", "k", "v")
@@ -157,8 +157,9 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Te
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> Tensor:
-    """Return attention [B, N, S, Dv], a view of [B, S, N, Dv], where it `serves`. q: [B, N, S, D]; k: [B, G, L, D]; v:
-    [B, G, L, Dv]; causal: of as many queries as keys, or of the last of these. Differentiable in q, k and v."""
+    """Return attention [B, N, S, Dv], a view of [B, S, N, Dv], where it `uses_flash_attention`. q: [B, N, S, D]; k: [B,
+    G, L, D]; v: [B, G, L, Dv]; causal: of as many queries as keys, or of the last of these. Differentiable in q, k and
+    v."""
     operands = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, causal)
     if torch.compiler.is_compiling() and compiling():
         out = flash_attention_fwd(*operands)[0]
@@ -171,12 +172,12 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bo
 
 _run = entry_of(
     flash_attention_fwd
-).implementation  # of eager code, where `serves` has asked all that the dispatcher would
+).implementation  # of eager code, where `uses_flash_attention` has asked all that the dispatcher would
 _run_backward = direct(flash_attention_bwd)
 
 
 class _FlashAttention(torch.autograd.Function):
-    """The two operations in eager code, past torch's look-out for aliases, which takes 200 us."""
+    """The two operations in eager code, past torch's look-out for aliases, because that takes 200 us."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:

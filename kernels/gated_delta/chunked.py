@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..chunks import CHUNK, Marks, chunks_of, joined, marks_of, masked, wide
+from ..chunks import CHUNK, Marks, chunks_of, join_chunks, marks_of, masked, wide
 from .states import delta_states
 
 _DIRECT = 8
-"""Tokens of a block whose pairs each have a product of their own; between blocks, matrix products."""
+"""Tokens of a block in which every pair is multiplied separately; between blocks, matrix products."""
 
 
 def gated_delta_rule(
@@ -71,7 +71,7 @@ def gated_delta_rule(
     before = torch.cat([state[None], states[:-1]])
     out = (scale * entered * q).reshape(chunks, rows, CHUNK, K) @ before
     out = out + (scale * queries).reshape(chunks, rows, CHUNK, CHUNK) @ values
-    return joined(out.view(chunks, batch, heads, CHUNK, V), tokens), states.view(chunks, batch, heads, K, V)
+    return join_chunks(out.view(chunks, batch, heads, CHUNK, V), tokens), states.view(chunks, batch, heads, K, V)
 
 
 def products(a: Tensor, b: Tensor, total: Tensor) -> Tensor:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..chunks import wide
-from ..custom_op import Output, gradient_of, like, operation
-from ..field import gradients, in_one_row, served_by
+from ..custom_op import Output, like, operation, register_gradient
+from ..field import in_one_row, recomputed_gradients, served_by
 
 
-def serves(v: Tensor, g: Tensor) -> bool:
+def uses_gated_delta_library(v: Tensor, g: Tensor) -> bool:
     """Whether the library computes the rule of these tensors; counts why not, on CUDA."""
     return served_by("gated_delta_rule", "fla", "fla-core", v)
 
@@ -79,7 +79,7 @@ def delta_rule_bwd(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the first six arguments of the forward pass."""
-    return gradients(  # type: ignore[return-value]
+    return recomputed_gradients(  # type: ignore[return-value]
         _run, (q, k, v, g, beta, initial_state), (cu_seqlens, documents, scale), (grad, grad_state)
     )
 
@@ -114,7 +114,9 @@ def _run(
     return out, state
 
 
-@gradient_of(delta_rule_fwd, saves=("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "documents", "scale"))
+@register_gradient(
+    delta_rule_fwd, saves=("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "documents", "scale")
+)
 def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor, grad_state: Tensor) -> dict[str, Tensor]:
     names = ("q", "k", "v", "g", "beta", "initial_state")
     constants = saved.cu_seqlens, saved.documents, saved.scale

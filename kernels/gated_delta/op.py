@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import recurrent
-from ..chunks import check_documents, of_documents, starts_of, wide, writers_of
+from ..chunks import check_cu_seqlens, of_documents, starts_of, wide, writers_of
 from . import chunked, library, reference
 
 
@@ -34,20 +34,20 @@ def gated_delta_rule(
     number are a document; the first goes on from initial_state, the others from zeros.
 
     Returns out [B, T, H, V] in v's dtype and the states behind the last token, or behind each document of cu_seqlens,
-    in float32 (float64 for float64), which the sums are in, too. Differentiable once in all tensors. Raises ValueError
+    in float32 (float64 for float64), the dtype of the sums. Differentiable once in all tensors. Raises ValueError
     for shapes that do not fit, and for both cu_seqlens and documents.
     """
     _check(q, k, v, g, beta)
-    check_documents(cu_seqlens, documents, v.shape[0], initial_state, (*v.shape[2:3], k.shape[3], v.shape[3]))
+    check_cu_seqlens(cu_seqlens, documents, v.shape[0], initial_state, (*v.shape[2:3], k.shape[3], v.shape[3]))
     factor: float = k.shape[3] ** -0.5 if scale is None else scale
     if v.shape[1] == 0 or (v.shape[1] == 1 and cu_seqlens is None):
-        if recurrent.step.serves(v.shape[3], v, q, k, g, beta, initial_state):
+        if recurrent.step.uses_recurrent_step(v.shape[3], v, q, k, g, beta, initial_state):
             return recurrent.step.delta_step(q, k, v, g, beta, factor, initial_state)
         return reference.gated_delta_rule(q, k, v, g, beta, factor, initial_state)
-    if library.serves(v, g):
+    if library.uses_gated_delta_library(v, g):
         return library.gated_delta_rule(q, k, v, g, beta, factor, initial_state, cu_seqlens, documents)
-    if recurrent.serves(q, k, v, beta, decay=g):
-        return recurrent.run(q, k, v, g, beta, factor, initial_state, starts_of(documents), cu_seqlens)
+    if recurrent.uses_recurrence(q, k, v, beta, decay=g):
+        return recurrent.run_recurrence(q, k, v, g, beta, factor, initial_state, starts_of(documents), cu_seqlens)
     if cu_seqlens is None:
         out, states = chunked.gated_delta_rule(q, k, v, g, beta, factor, initial_state, starts_of(documents))
         return out.to(v.dtype), states[-1]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ..custom_op import Output, gradient_of, like, operation
+from ..custom_op import Output, like, operation, register_gradient
 
 
 def _results(w: Tensor, u: Tensor) -> tuple[Output, Output]:
@@ -64,7 +64,7 @@ def delta_states_bwd(
     return dw, du, values @ of_states.mT, ddecay, grad
 
 
-@gradient_of(delta_states, saves=("w", "k", "decay", "initial"), saves_results=(0, 1))
+@register_gradient(delta_states, saves=("w", "k", "decay", "initial"), saves_results=(0, 1))
 def _backward(saved: SimpleNamespace, needs: set[str], grad_states: Tensor, grad_values: Tensor) -> dict[str, Tensor]:
     operands = (grad_states, grad_values, saved.w, saved.k, saved.decay, saved.initial, *saved.results)
     return dict(zip(("w", "u", "k", "decay", "initial"), delta_states_bwd(*operands), strict=True))

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..custom_op import operation
 from ..torch_versions import own_result
 from . import reference
-from .dense import linear, multiply
+from .dense import linear, multiply_dense
 
 
 def check_main_grad(main_grad: Tensor, dy: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
@@ -53,7 +53,7 @@ class _Linear(torch.autograd.Function):
         rows = dy.reshape(-1, dy.shape[-1])
         if ctx.needs_input_grad[1]:
             gemm_wgrad_accumulate_(ctx.main_grad, rows, x.reshape(-1, x.shape[-1]))
-        dx = multiply(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        dx = multiply_dense(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
         db = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return dx, None, db, None
 

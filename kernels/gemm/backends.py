@@ -26,7 +26,7 @@ from ..torch_versions import constant_when_traced
 EMULATION = "emulation"
 
 
-class Hardware(NamedTuple):
+class DeviceCapability(NamedTuple):
     """What decides: device type, compute capability, whether Triton has a build, the CUDA version of torch."""
 
     type: str
@@ -38,18 +38,18 @@ class Hardware(NamedTuple):
         return self.type if self.type != "cuda" else f"compute capability {self.capability[0]}.{self.capability[1]}"
 
 
-def hardware(device: torch.device) -> Hardware:
+def hardware(device: torch.device) -> DeviceCapability:
     """Describe a device."""
     # not cached for a CPU: the compiler traces this there, and does not trace caches
-    return Hardware(device.type) if device.type != "cuda" or torch.version.cuda is None else _cuda(device)
+    return DeviceCapability(device.type) if device.type != "cuda" or torch.version.cuda is None else _cuda(device)
 
 
 @functools.cache
-def _cuda(device: torch.device) -> Hardware:
+def _cuda(device: torch.device) -> DeviceCapability:
     assert torch.version.cuda is not None
     major, minor = torch.version.cuda.split(".")[:2]
     triton = importlib.util.find_spec("triton") is not None
-    return Hardware("cuda", torch.cuda.get_device_capability(device), triton, (int(major), int(minor)))
+    return DeviceCapability("cuda", torch.cuda.get_device_capability(device), triton, (int(major), int(minor)))
 
 
 def in_plain_torch(device: torch.device) -> bool:
@@ -57,7 +57,7 @@ def in_plain_torch(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-class Choice(NamedTuple):
+class BackendChoice(NamedTuple):
     """The backend that runs, and those passed over for it with a reason each."""
 
     operation: str
@@ -72,14 +72,14 @@ class Choice(NamedTuple):
 
 def first_possible(
     operation: str, backends: tuple[tuple[str, str | None], ...], *, last: str = EMULATION, fallback: bool
-) -> Choice:
+) -> BackendChoice:
     """Return the first backend without a reason against it, else `last`, which is a fallback where so said."""
     passed_over: list[tuple[str, str]] = []
     for backend, reason in backends:
         if reason is None:
-            return Choice(operation, backend, tuple(passed_over))
+            return BackendChoice(operation, backend, tuple(passed_over))
         passed_over.append((backend, reason))
-    return Choice(operation, last, tuple(passed_over), fallback)
+    return BackendChoice(operation, last, tuple(passed_over), fallback)
 
 
 _counts: Counter[tuple[str, str]] = Counter()
@@ -101,7 +101,7 @@ _STRICT = _OfThread()
 _open: list[list[bool]] = []  # the regions of all threads
 
 
-def record(choice: Choice, *, strict: bool) -> None:
+def record_choice(choice: BackendChoice, *, strict: bool) -> None:
     """Count a choice. A last backend raises ValueError when strict; where it is a fallback it warns once per reason."""
     if (strict and choice.backend == EMULATION) or (choice.fallback and _strict_now()):
         raise ValueError(f"{choice}; strict asks for a GEMM on the quantized numbers themselves")
@@ -116,8 +116,8 @@ def record(choice: Choice, *, strict: bool) -> None:
 
 
 def _strict_now() -> bool:
-    """Whether the innermost region of this thread says so; in a backward pass, which autograd runs in a thread without
-    regions for each GPU, whether a region of any thread does."""
+    """Whether the innermost region of this thread says so; in a backward pass, whether a region of any thread does,
+    because autograd runs it in a thread per GPU that has no regions."""
     if _STRICT.now is not None or compiling():
         return bool(_STRICT.now)
     return torch._C._current_graph_task_id() != -1 and any(enabled for (enabled,) in tuple(_open))
@@ -140,8 +140,8 @@ def _traced_fallback(operation: str, backend: str, message: str) -> bool:
 
 @contextlib.contextmanager
 def strict_gemms(enabled: bool = True) -> Iterator[None]:
-    """Inside, a GEMM on an accelerator that would fall back raises ValueError instead of warning once. What runs
-    inside in this thread counts, and backward passes, which autograd may run in others: enclose those as well."""
+    """Inside, a GEMM on an accelerator that would fall back raises ValueError instead of warning once. What runs inside
+    in this thread counts. So do backward passes; autograd may run them in other threads, so enclose them as well."""
     of_thread, region = _STRICT, [enabled]
     opened = of_thread.regions
     opened.append(region)
@@ -158,7 +158,9 @@ def strict_gemms(enabled: bool = True) -> Iterator[None]:
 def record_mixed_product(operation: str, left: str, right: str) -> None:
     """Count a product of two formats, of which one is not quantized or cannot be contracted as stored."""
     reason = f"there is no kernel for {left} by {right}"
-    record(Choice(operation, EMULATION, (("native", reason), ("triton", reason)), fallback=True), strict=False)
+    record_choice(
+        BackendChoice(operation, EMULATION, (("native", reason), ("triton", reason)), fallback=True), strict=False
+    )
 
 
 def gemm_counts() -> dict[tuple[str, str], int]:

@@ -6,13 +6,15 @@ import torch
 
 from ..backend import definitions_only
 from . import native
-from .backends import Choice, Hardware, first_possible
+from .backends import BackendChoice, DeviceCapability, first_possible
 from .operand import ScaledOperand
 
 _BLOCK_LENGTH = {"e8m0": 32, "float32": 128, "pow2": 128}
 
 
-def choose(left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype, hw: Hardware) -> Choice:
+def choose_gemm(
+    left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype, hw: DeviceCapability
+) -> BackendChoice:
     """Choose from shapes, formats and hardware alone."""
     backends = (
         ("native", native.reason_against(left, right, out_dtype, hw)),
@@ -22,7 +24,7 @@ def choose(left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype, hw
     return first_possible("scaled_gemm", backends, fallback=hw.type != "cpu" and not empty)
 
 
-def against_triton(left: ScaledOperand, right: ScaledOperand, hw: Hardware) -> str | None:
+def against_triton(left: ScaledOperand, right: ScaledOperand, hw: DeviceCapability) -> str | None:
     """Return why the Triton kernels cannot multiply these, None where they can."""
     if hw.type != "cuda":
         return f"it needs a CUDA device, this is {hw.type}"

@@ -86,7 +86,7 @@ def unrounded(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which operands that are made for a GEMM in `dtype` are best made: float32 where the GEMM on
-    this device is of that, so that they are not up-cast again. Not in a graph, which may keep them."""
+    this device is of that, so that they are not up-cast again. Not in a graph, because it may keep them."""
     if _backend == "bf16" or dtype not in _SIXTEEN_BITS or device.type != "cpu":
         return dtype
     if torch.compiler.is_compiling():  # perhaps in another thread: values in either dtype give the same product
@@ -96,7 +96,7 @@ def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 @constant_when_traced
 def _chosen_float32() -> bool:
-    """Whether the choice is float32, which this makes where no GEMM has made it. A trace sees what is returned, and not
+    """Whether the choice is float32; makes the choice if no GEMM has made it. A trace sees what is returned, and not
     the variable that changes meanwhile: it goes on with the value that it has read."""
     return cpu_gemm() == "float32"
 
@@ -158,7 +158,7 @@ def _read(file: Path) -> dict[str, dict[str, float]]:
 
 
 def _time_both() -> dict[str, float]:
-    """Return the best of five times of each, in ms, taken in turns: fprop, which has w^T, and dgrad, which has w."""
+    """Return the best of five times of each, in ms, taken in turns: fprop (with w^T) and dgrad (with w)."""
     runs: dict[str, Callable[[Tensor], Tensor]] = {
         "bf16": lambda x: (x @ x.t()) @ x,
         "float32": lambda x: ((x.float() @ x.float().t()).bfloat16().float() @ x.float()).bfloat16(),

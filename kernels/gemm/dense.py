@@ -15,7 +15,7 @@ from torch import Tensor
 from ..without_autocast import without_autocast
 from . import gemv
 from .cpu import in_float32
-from .float32 import gemm_float32, product
+from .float32 import float32_product, gemm_float32
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -23,8 +23,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Differentiable, twice, and by `torch.func`.
     """
-    if not torch.is_grad_enabled() and gemv.serves(x, weight, bias):
-        return gemv.linear(x, weight, bias)
+    if not torch.is_grad_enabled() and gemv.uses_gemv(x, weight, bias):
+        return gemv.gemv_linear(x, weight, bias)
     if not in_float32(x):
         return F.linear(x, weight, bias)
     if torch._C._are_functorch_transforms_active():
@@ -36,7 +36,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return multiply(left, right, bias).view(*x.shape[:-1], weight.shape[0])
 
 
-def multiply(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiply_dense(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `left @ right + bias` in left's dtype, [M, K] by [K, N], all of one dtype."""
     if not in_float32(left):
         y = left @ right
@@ -57,17 +57,17 @@ def _multiply(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
         return gemm_float32(left, right, bias, left.dtype)
     if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad or bias is not None):
         return _Multiply.apply(left, right, bias)
-    return product(left, right, bias, left.dtype)
+    return float32_product(left, right, bias, left.dtype)
 
 
 class _Multiply(torch.autograd.Function):
-    """`multiply` outside of graphs, where a registered operation would cost 0.1 ms more a call."""
+    """`multiply_dense` outside of graphs, where a registered operation would cost 0.1 ms more a call."""
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(left, right)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return product(left, right, bias, left.dtype)
+        return float32_product(left, right, bias, left.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -75,7 +75,7 @@ class _Multiply(torch.autograd.Function):
         left, right = ctx.saved_tensors
         needs = ctx.needs_input_grad
         return (
-            multiply(dy, right.t()) if needs[0] else None,
-            multiply(left.t(), dy) if needs[1] else None,
+            multiply_dense(dy, right.t()) if needs[0] else None,
+            multiply_dense(left.t(), dy) if needs[1] else None,
             dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs[2] else None,
         )

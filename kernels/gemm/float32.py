@@ -12,23 +12,23 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ..custom_op import gradient_of, like, operation
+from ..custom_op import like, operation, register_gradient
 
 FEW_ROWS = 4
-"""A GEMM of fewer rows is bound by reading the right side, which is read as it is, without an up-cast copy."""
+"""A GEMM of fewer rows is bound by reading the right side, so that side is read as it is, without an up-cast copy."""
 _PIECE = 2**24  # elements of a matrix that are in float32 together: 64 MiB, whatever the size of the vocabulary
 _CACHED = 2**18  # where there are so few rows that reading the right side is what takes the time: 1 MiB
 _CACHED_ROWS = 256
 
 
-def product(
+def float32_product(
     left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
     """Return `left @ right + bias` in `out_dtype`: [M, K] by [K, N] -> [M, N]; bias: [N] or None. Summed in float32 and
     rounded once; at most 64 MiB of either side, and of the result, are in float32 at a time. out: where to write it."""
     if torch.is_autocast_enabled("cpu"):
         with torch.autocast("cpu", enabled=False):
-            return product(left, right, bias, out_dtype, out)
+            return float32_product(left, right, bias, out_dtype, out)
     rows, inner = left.shape
     columns = right.shape[1]
     if rows < FEW_ROWS and out_dtype == left.dtype:
@@ -72,11 +72,11 @@ def _slices(length: int, step: int) -> Iterator[slice]:
 
 @operation("gemm_float32", lambda left, right, out_dtype: like(left, (left.shape[0], right.shape[1]), out_dtype))
 def gemm_float32(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """`product`, as one operation of a graph; differentiable."""
-    return product(left, right, bias, out_dtype)
+    """`float32_product`, as one operation of a graph; differentiable."""
+    return float32_product(left, right, bias, out_dtype)
 
 
-@gradient_of(gemm_float32, saves=("left", "right", "bias.dtype"))
+@register_gradient(gemm_float32, saves=("left", "right", "bias.dtype"))
 def _backward(saved: SimpleNamespace, needs: set[str], dy: Tensor) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     if "left" in needs:

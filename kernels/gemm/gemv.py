@@ -72,9 +72,9 @@ _TAKES = takes("x: T [..., K]; weight: T [N, K] rows; bias: T [N]?", T=shared.DT
 _GROUPS = takes("x: T [R, K]; weight: T [G, N, K] rows", T=shared.DTYPES)
 
 
-def serves(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether `linear` multiplies x: [..., K] by weight: [N, K]: plain matrices of one dtype on CPU, few rows. Asked
-    where gradients are off."""
+def uses_gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether `gemv_linear` multiplies x: [..., K] by weight: [N, K]: plain matrices of one dtype on CPU, few rows.
+    Asked where gradients are off."""
     if torch.compiler.is_compiling() and compiling():
         few = x.device.type == "cpu" and x.dim() > 0 and statically_known_true(x.numel() <= FEW * x.shape[-1])
         if not few or not statically_known_true(weight.numel() >= LEAST) or _TAKES.misfit(x, weight, bias):
@@ -119,27 +119,27 @@ def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 multiply = entry_of(_gemv).implementation
-"""`linear` of x [M, K] in eager code, where `serves` has asked all that the dispatcher would."""
+"""`gemv_linear` of x [M, K] in eager code, where `uses_gemv` has asked all that the dispatcher would."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `x @ weight^T + bias` in x's dtype, where it `serves`. x: [..., K]; weight: [N, K]; bias: [N] of x's dtype
-    or None. Sums are float32, rounded once."""
+def gemv_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight^T + bias` in x's dtype, where it `uses_gemv`. x: [..., K]; weight: [N, K]; bias: [N] of x's
+    dtype or None. Sums are float32, rounded once."""
     run = _gemv if torch.compiler.is_compiling() else multiply
     return run(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
-def serves_groups(x: Tensor, weight: Tensor) -> bool:
-    """Whether `grouped` multiplies rows of x: [T, K] by matrices of weight: [G, N, K], both contiguous. Called where
-    nothing is traced."""
+def uses_grouped_gemv(x: Tensor, weight: Tensor) -> bool:
+    """Whether `grouped_gemv` multiplies rows of x: [T, K] by matrices of weight: [G, N, K], both contiguous. Called
+    where nothing is traced."""
     if x.shape[0] > MOST_IN_GROUPS or _GROUPS.misfit_on_cpu(x, weight):
         return False
     return weight.shape[1] * weight.shape[2] >= LEAST and choose(GEMV, x) is Backend.COMPILED
 
 
-def grouped(x: Tensor, weight: Tensor, groups: Sequence[tuple[int, int, int]], out: Tensor) -> None:
+def grouped_gemv(x: Tensor, weight: Tensor, groups: Sequence[tuple[int, int, int]], out: Tensor) -> None:
     """Write `x[first : first + count] @ weight[g]^T` to the same rows of `out` for each (g, first, count) of `groups`,
-    as `linear` would. x: [T, K]; weight: [G, N, K]; out: [T, N] of x's dtype; x and out contiguous."""
+    as `gemv_linear` would. x: [T, K]; weight: [G, N, K]; out: [T, N] of x's dtype; x and out contiguous."""
     _function(x.dtype, "te_rows_of_groups")(
         x.data_ptr(),
         out.data_ptr(),

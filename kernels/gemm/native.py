@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from .. import quantize as q
-from .backends import Hardware
+from .backends import DeviceCapability
 from .operand import ScaledOperand, k_contiguous
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def reason_against(left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype, hw: Hardware) -> str | None:
+def reason_against(
+    left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype, hw: DeviceCapability
+) -> str | None:
     """Return why the library cannot multiply these, None where it can."""
     if hw.type != "cuda":
         return f"it needs a CUDA device, this is {hw.type}"
@@ -42,7 +44,7 @@ def reason_against(left: ScaledOperand, right: ScaledOperand, out_dtype: torch.d
     return f"it does not multiply {left.kind} by {right.kind}"
 
 
-def _against_blocks(left: ScaledOperand, right: ScaledOperand, hw: Hardware) -> str | None:
+def _against_blocks(left: ScaledOperand, right: ScaledOperand, hw: DeviceCapability) -> str | None:
     if hw.capability[0] != 9 or hw.cuda < (12, 9):
         return f"128-blocks need compute capability 9.x and CUDA 12.9, this is {hw} with CUDA {hw.cuda[0]}.{hw.cuda[1]}"
     if not left.data.dtype == right.data.dtype == torch.float8_e4m3fn:
@@ -56,7 +58,7 @@ def _against_blocks(left: ScaledOperand, right: ScaledOperand, hw: Hardware) -> 
     return None
 
 
-def _against_microscaling(left: ScaledOperand, right: ScaledOperand, hw: Hardware) -> str | None:
+def _against_microscaling(left: ScaledOperand, right: ScaledOperand, hw: DeviceCapability) -> str | None:
     if hw.capability[0] < 10:
         return f"{left.kind} blocks need compute capability 10.0, this is {hw}"
     if not {left.block, right.block} <= {(1, 32), (32, 32), (1, 16)}:
@@ -116,8 +118,8 @@ def _scales(operand: ScaledOperand) -> tuple[list[Tensor], list[ScalingType], li
 
 
 def _readable(data: Tensor) -> Tensor:
-    """Return data as the library reads it: K contiguous, rows at multiples of 16 bytes, which those of a part of a
-    wider matrix need not be at."""
+    """Return data as the library reads it: K contiguous, rows at multiples of 16 bytes. Rows of a slice of a wider
+    matrix may begin elsewhere and are copied."""
     data = k_contiguous(data)
     aligned = data.stride(0) % 16 == 0 and data.data_ptr() % 16 == 0
     return data if aligned else data.clone(memory_format=torch.contiguous_format)

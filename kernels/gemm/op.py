@@ -1,8 +1,8 @@
 """Public GEMM on quantized operands.
 
 `scaled_gemm` multiplies the quantized numbers themselves where the hardware can. On CPU it is the exact emulation, in
-plain torch, which the compiler fuses with the quantization around it; on an accelerator it is one registered op, whose
-backend is chosen, counted and reported at run time (`backends`). `gemm` multiplies operands that already are
+plain torch, so that the compiler fuses it with the quantization around it; on an accelerator it is one registered op,
+whose backend is chosen, counted and reported at run time (`backends`). `gemm` multiplies operands that already are
 dequantized.
 """
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..custom_op import Output, flatten, like, operation
 from . import few_rows, native
-from .backends import EMULATION, hardware, in_plain_torch, record
-from .choice import choose
+from .backends import EMULATION, hardware, in_plain_torch, record_choice
+from .choice import choose_gemm
 from .cpu import in_float32
 from .operand import ScaledOperand, emulation_dtype
 from .reference import Operand, gemm
@@ -33,13 +33,13 @@ def scaled_gemm(
 ) -> Tensor:
     """Return `left @ right^T + bias` in `out_dtype`: [M, K] x [N, K] -> [M, N]; bias: [N].
 
-    split_accumulation: sum each 128 values of K in a float32 accumulator of its own (blocks always do); off, tensor
+    split_accumulation: use a new float32 accumulator for each 128 values of K (blocks always do); off, tensor
     cores may keep fewer bits across all of K. strict: ValueError rather than the emulation. Raises ValueError where
     operands do not fit.
     """
     _check(left, right)
     if in_plain_torch(left.data.device):
-        record(choose(left, right, out_dtype, hardware(left.data.device)), strict=strict)
+        record_choice(choose_gemm(left, right, out_dtype, hardware(left.data.device)), strict=strict)
         return emulate(left, right, out_dtype, bias)
     return _scaled_gemm(*flatten(left), *flatten(right), out_dtype, bias, split_accumulation, strict)
 
@@ -71,7 +71,7 @@ def explain_gemm(left: ScaledOperand | Tensor, right: ScaledOperand, out_dtype: 
             )
         return str(few_rows.choose_stored(left, right))
     _check(left, right)
-    choice = choose(left, right, out_dtype, hardware(left.data.device))
+    choice = choose_gemm(left, right, out_dtype, hardware(left.data.device))
     wide = choice.backend == EMULATION and in_float32(left.data.new_empty(0, dtype=out_dtype))
     return f"{choice}; this CPU multiplies the dequantized values in float32" if wide else str(choice)
 
@@ -105,8 +105,8 @@ def _scaled_gemm(
     split_accumulation: bool,
     strict: bool,
 ) -> Tensor:
-    choice = choose(left, right, out_dtype, hardware(left.data.device))
-    record(choice, strict=strict)
+    choice = choose_gemm(left, right, out_dtype, hardware(left.data.device))
+    record_choice(choice, strict=strict)
     if choice.backend == "native":
         return native.scaled_gemm(left, right, out_dtype, bias, split_accumulation)
     if choice.backend == "triton":

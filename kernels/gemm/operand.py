@@ -1,8 +1,8 @@
 """A quantized side of a GEMM: the stored numbers and their scales, as views with the contracted dimension last.
 
 Orientation is in the strides: whatever way a format stores a copy, its view here is [..., outer, K], so that every
-GEMM is `left @ right^T`. fprop takes x and w as they are stored rowwise; dgrad and wgrad take columnwise copies, which
-per-tensor, 128-block and NVFP4 formats store transposed already, and MXFP8 does not (`.mT` turns a view).
+GEMM is `left @ right^T`. fprop takes x and w as they are stored rowwise; dgrad and wgrad take columnwise copies.
+Per-tensor, 128-block and NVFP4 formats store them transposed already; MXFP8 does not (`.mT` turns a view).
 
     kind          data                              scale_inv, one per block                      block
     "per_tensor"  FP8 [..., M, K]                   float32 [...]                                 None

@@ -17,7 +17,7 @@ from ..without_autocast import without_autocast
 from .cpu import WIDE, in_float32
 from .float32 import gemm_float32
 
-# Rows of a product computed at a time where it needs a buffer of its own: the buffer then stays in the cache.
+# Rows of a product computed at a time where it needs a buffer: the buffer then stays in the cache.
 _CHUNK = 256
 
 
@@ -84,9 +84,9 @@ def accumulate_product(out: Tensor, left: Tensor, right: Tensor, accumulate: boo
     """Add `scale * left @ right` to out, or write it there: [M, K] x [K, N] into [M, N]; scale: a scalar tensor.
 
     Summed in float32 and rounded once, to out's dtype. A CPU has no bfloat16 GEMM with a float32 result, so there the
-    GEMM is a float32 one of the operands' values, which are exact in it: 3 to 4 times the time where the CPU multiplies
-    bfloat16 (AVX512-BF16). The product is complete before it is added, in every layout of the weights alike: gradients
-    of equal rows are then equal bit for bit.
+    GEMM multiplies the operands' values in float32, where they are exact: 3 to 4 times the time where the CPU
+    multiplies bfloat16 (AVX512-BF16). The product is complete before it is added, in every layout of the weights alike:
+    gradients of equal rows are then equal bit for bit.
     """
     if out.device.type != "cpu":
         _accumulate_on_device(out, left, right, accumulate, scale)
@@ -105,7 +105,7 @@ def accumulate_product(out: Tensor, left: Tensor, right: Tensor, accumulate: boo
 
 
 def _accumulate_on_device(out: Tensor, left: Tensor, right: Tensor, accumulate: bool, scale: Tensor | None) -> None:
-    """Never read the scale on the host; a product with an epilogue of its own is kept in float32."""
+    """Never read the scale on the host; a product that still has to be scaled or cast stays in float32."""
     if scale is None and out.dtype in (left.dtype, torch.float32):
         if accumulate:
             torch.addmm(out, left, right, out_dtype=out.dtype, out=out)

@@ -2,7 +2,7 @@
 
 How scales enter (MODE): NONE and PER_TENSOR leave them to the epilogue. BLOCK_128 multiplies the product of each
 128-long K block by both sides' scales and adds it to a float32 accumulator (split accumulation). MICRO multiplies the
-values by their power of two first, which is exact in bfloat16, so it runs where there are no block-scaled tensor cores.
+values by their power of two first (exact in bfloat16), so it runs where there are no block-scaled tensor cores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TileOperand(NamedTuple):
     def of(operand: ScaledOperand) -> TileOperand:
         """Describe a quantized operand [outer, K] or [G, outer, K]; a copy where tensor cores could not read it."""
         mode = _MODES[operand.kind]
-        # MX values are converted to bfloat16, which tensor cores read either way
+        # MX values are converted to bfloat16, because tensor cores read it either way
         data = operand.data if mode == MICRO else k_contiguous(operand.data)
         rows = 1 if operand.block is None else operand.block[0]
         if operand.block is None:
@@ -77,7 +77,7 @@ def swizzled(t, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def from_e8m0(byte):
+def scale_from_e8m0(byte):
     """2^(byte - 127) in float32: byte 0 is the subnormal 2^-127, 255 is NaN."""
     exponent = byte.to(tl.int32)
     bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
@@ -90,12 +90,12 @@ def descaled(values, scale_ptr, rows, mask, k0, K, s_m, s_k, ROWS: tl.constexpr,
     block = k0 // 32 + tl.arange(0, C // 32)
     inside = mask[:, None] & (block < tl.cdiv(K, 32))[None, :]
     byte = tl.load(scale_ptr + (rows // ROWS)[:, None] * s_m + block.to(tl.int64)[None, :] * s_k, mask=inside, other=0)
-    values = tl.reshape(values.to(tl.float32), (R, C // 32, 32)) * from_e8m0(byte)[:, :, None]
+    values = tl.reshape(values.to(tl.float32), (R, C // 32, 32)) * scale_from_e8m0(byte)[:, :, None]
     return tl.reshape(values, (R, C))
 
 
 @triton.jit
-def tile(
+def gemm_tile(
     a_ptr,
     b_ptr,
     sa_ptr,
@@ -160,7 +160,7 @@ def tile(
 
 
 @triton.jit
-def store_tile(acc, out_ptr, rows, columns, mask, o_m, o_n, ACCUMULATE: tl.constexpr):
+def accumulate_tile(acc, out_ptr, rows, columns, mask, o_m, o_n, ACCUMULATE: tl.constexpr):
     """Write a tile, or add it to what is there: summed in float32, rounded once to the output's dtype."""
     at = out_ptr + rows[:, None] * o_m + columns[None, :] * o_n
     if ACCUMULATE:
@@ -191,7 +191,7 @@ def config(left: TileOperand, rows: int, columns: int, *, narrow: bool) -> Confi
     if left.mode == NONE:
         block_k, stages = (64, 4) if left.data.element_size() == 2 else (32, 3)
     else:
-        # MX values become bfloat16 in registers, which 128 of them per row would overflow
+        # MX values become bfloat16 in registers, and 128 of them per row would overflow these
         block_k, stages = 64 if left.mode == MICRO else 128, 4
     if rows <= 16:
         return Config(16, 128, block_k, 4, stages)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .operand import ScaledOperand
-from .tile import GROUP_M, PER_TENSOR, TileOperand, config, dot_dtype, store_tile, swizzled, tile
+from .tile import GROUP_M, PER_TENSOR, TileOperand, accumulate_tile, config, dot_dtype, gemm_tile, swizzled
 
 _PER_TENSOR = tl.constexpr(PER_TENSOR)
 
@@ -51,7 +51,7 @@ def scaled_gemm_fwd_kernel(
     columns = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m, mask_n = rows < M, columns < N
     # fmt: off
-    acc = tile(
+    acc = gemm_tile(
         a_ptr, b_ptr, sa_ptr, sb_ptr, rows, columns, mask_m, mask_n, K,
         a_m, a_k, b_n, b_k, sa_m, sa_k, sb_n, sb_k,
         MODE, ROWS_A, ROWS_B, SPLIT, DOT, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -61,7 +61,7 @@ def scaled_gemm_fwd_kernel(
         acc *= tl.load(sa_ptr) * tl.load(sb_ptr)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + columns, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-    store_tile(acc, out_ptr, rows, columns, mask_m[:, None] & mask_n[None, :], o_m, o_n, ACCUMULATE)
+    accumulate_tile(acc, out_ptr, rows, columns, mask_m[:, None] & mask_n[None, :], o_m, o_n, ACCUMULATE)
 
 
 def scaled_gemm(

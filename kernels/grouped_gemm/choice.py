@@ -1,6 +1,6 @@
 """Which backend a grouped GEMM takes.
 
-Triton, one launch that reads the splits on the device; torch's own grouped GEMM; a loop of GEMMs, which waits for the
+Triton, one launch that reads the splits on the device; torch's own grouped GEMM; a loop of GEMMs that waits for the
 splits to reach the host; the reference or the emulation. On CPU the loop of the reference is the intended way.
 """
 
@@ -11,24 +11,24 @@ from torch import Tensor
 
 from ..backend import definitions_only
 from ..gemm import native
-from ..gemm.backends import Choice, Hardware, first_possible, hardware
+from ..gemm.backends import BackendChoice, DeviceCapability, first_possible, hardware
 from ..gemm.choice import against_formats
 from ..gemm.few_rows import IntegerOperand, reason_against_format
 from ..gemm.operand import ScaledOperand
 
 
-def choose_plain(operation: str, a: Tensor, b: Tensor, hw: Hardware) -> Choice:
+def choose_plain(operation: str, a: Tensor, b: Tensor, hw: DeviceCapability) -> BackendChoice:
     """Choose for unquantized operands: Triton, torch's grouped GEMM, else the reference's loop of GEMMs."""
     if hw.type != "cuda":
         reason = f"it needs a CUDA device, this is {hw.type}"
-        return Choice(operation, "loop", (("triton", reason), ("native", reason)), fallback=hw.type != "cpu")
+        return BackendChoice(operation, "loop", (("triton", reason), ("native", reason)), fallback=hw.type != "cpu")
     backends = (("triton", _against_triton(hw, (8, 0))), ("native", _against_native_plain(a, b)))
     return first_possible(operation, backends, last="loop", fallback=True)
 
 
 def choose_scaled(
-    operation: str, left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype, hw: Hardware
-) -> Choice:
+    operation: str, left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype, hw: DeviceCapability
+) -> BackendChoice:
     """Choose for quantized operands: Triton, torch's grouped GEMM, a loop of scaled GEMMs, else the emulation."""
     triton = _against_triton(hw, (8, 9)) or against_formats(left, right)
     backends = [("triton", triton)]
@@ -39,7 +39,7 @@ def choose_scaled(
     return first_possible(operation, tuple(backends), fallback=hw.type != "cpu" and not empty)
 
 
-def choose_stored(x: Tensor, weight: ScaledOperand | IntegerOperand) -> Choice:
+def choose_stored_grouped(x: Tensor, weight: ScaledOperand | IntegerOperand) -> BackendChoice:
     """Choose for plain rows by a stored weight, from formats, hardware, and the size of a matrix alone."""
     return first_possible("stored_grouped_gemm", (("few_rows", reason_against_format(x, weight)),), fallback=False)
 
@@ -54,7 +54,7 @@ def explain_grouped_gemm(
     weight or what it dequantizes to. out_dtype: of a product of quantized operands.
     """
     if isinstance(left, Tensor) and isinstance(right, ScaledOperand) and right.data.dim() == 3:
-        return str(choose_stored(left, right))
+        return str(choose_stored_grouped(left, right))
     wgrad = "_wgrad" if (right if isinstance(right, Tensor) else right.data).dim() == 2 else ""
     if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
         hw = hardware(left.data.device)
@@ -64,7 +64,7 @@ def explain_grouped_gemm(
     raise ValueError("one side is quantized and the other is not; a grouped GEMM takes two of a kind")
 
 
-def _against_triton(hw: Hardware, capability: tuple[int, int]) -> str | None:
+def _against_triton(hw: DeviceCapability, capability: tuple[int, int]) -> str | None:
     if hw.type != "cuda":
         return f"it needs a CUDA device, this is {hw.type}"
     if definitions_only():
@@ -83,7 +83,7 @@ def _against_native_plain(a: Tensor, b: Tensor) -> str | None:
 
 
 def _against_native_scaled(
-    left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype, hw: Hardware
+    left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype, hw: DeviceCapability
 ) -> str | None:
     if hw.type != "cuda" or hw.capability[0] != 9:
         return f"it needs compute capability 9.x, this is {hw}"

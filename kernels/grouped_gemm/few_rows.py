@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..compiling import compiling
 from ..custom_op import Output, direct, flatten, like, operation, takes
-from ..gemm.few_rows import FEW, IntegerOperand, as_stored, dequantize, differentiates, library
+from ..gemm.few_rows import FEW, IntegerOperand, as_stored, dequantized_weight, differentiates, library
 from ..gemm.operand import ScaledOperand
-from .choice import choose_stored
+from .choice import choose_stored_grouped
 from .reference import multiply, split_bounds
 
 
@@ -30,7 +30,7 @@ _TAKES = takes(
 
 @operation("stored_grouped_gemm", _result, takes=_TAKES, cpu_only=True)
 def _stored_grouped_gemm(x: Tensor, weight: ScaledOperand, m_splits: Tensor) -> Tensor:
-    return _multiplied(x, weight, m_splits, FEW if as_stored(choose_stored(x, weight), x, weight) else 0)
+    return _multiplied(x, weight, m_splits, FEW if as_stored(choose_stored_grouped(x, weight), x, weight) else 0)
 
 
 _TAKES_INTEGERS = takes(
@@ -42,12 +42,12 @@ _TAKES_INTEGERS = takes(
 
 @operation("stored_integer_grouped_gemm", _result, takes=_TAKES_INTEGERS, cpu_only=True)
 def _stored_integer_grouped_gemm(x: Tensor, weight: IntegerOperand, m_splits: Tensor) -> Tensor:
-    return _multiplied(x, weight, m_splits, FEW if as_stored(choose_stored(x, weight), x, weight) else 0)
+    return _multiplied(x, weight, m_splits, FEW if as_stored(choose_stored_grouped(x, weight), x, weight) else 0)
 
 
 def _multiplied(x: Tensor, weight: ScaledOperand | IntegerOperand, m_splits: Tensor, most: int) -> Tensor:
-    """Return the product, of groups of at most so many rows by the stored matrix, of others by what it dequantizes
-    to."""
+    """Return the product, computed with the stored matrix for groups of at most this many rows, with dequantized values
+    for the others."""
     x = x.contiguous()
     out, end = x.new_empty(x.shape[0], weight.outer), 0
     few: list[tuple[int, int, int]] = []
@@ -55,9 +55,9 @@ def _multiplied(x: Tensor, weight: ScaledOperand | IntegerOperand, m_splits: Ten
         if 0 < end - begin <= most:
             few.append((g, begin, end - begin))
         elif end > begin:
-            multiply(x[begin:end], dequantize(weight.member(g), x.dtype).t(), out[begin:end])
+            multiply(x[begin:end], dequantized_weight(weight.member(g), x.dtype).t(), out[begin:end])
     if few and out.numel():
-        library.grouped(x, weight, few, out)
+        library.few_rows_grouped(x, weight, few, out)
     out[end:].zero_()
     return out
 
@@ -69,8 +69,8 @@ def stored_grouped_gemm(x: Tensor, weight: ScaledOperand | IntegerOperand, m_spl
     """Return `x[g] @ weight[g]^T` of each group of rows in x's dtype, [T, N], where no gradient is wanted.
 
     x: [T, K], bfloat16 or float32; weight: [G, N, K]; m_splits: [G] integer. Rows past the last group are zero. Each
-    value of the weight is what `dequantize` to x's dtype gives, and at most one matrix is dequantized at a time. Sums
-    are float32. Raises ValueError where the splits exceed the rows, or shapes do not fit.
+    value of the weight is what `dequantized_weight` to x's dtype gives, and at most one matrix is dequantized at a
+    time. Sums are float32. Raises ValueError where the splits exceed the rows, or shapes do not fit.
     """
     integers = isinstance(weight, IntegerOperand)
     call = _call_integers if integers else _call

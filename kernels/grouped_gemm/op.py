@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ..custom_op import Output, gradient_of, like, operation, takes
+from ..custom_op import Output, like, operation, register_gradient, takes
 from ..gemm.accumulate import check_main_grad
-from ..gemm.backends import hardware, record
+from ..gemm.backends import hardware, record_choice
 from . import reference
 from .choice import choose_plain
 
@@ -38,7 +38,7 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool = Tru
     for reading them would make the host wait).
     """
     choice = choose_plain("grouped_gemm", a, b, hardware(a.device))
-    record(choice, strict=False)
+    record_choice(choice, strict=False)
     if choice.backend == "triton":
         from . import triton as kernels
 
@@ -64,7 +64,7 @@ def grouped_gemm_wgrad(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
     dy: [T, N]; x: [T, K]; m_splits: [G] integer. Returns [G, N, K] in dy's dtype; zeros for empty groups.
     """
     choice = choose_plain("grouped_gemm_wgrad", dy, x, hardware(dy.device))
-    record(choice, strict=False)
+    record_choice(choice, strict=False)
     if choice.backend == "triton":
         from . import triton as kernels
 
@@ -84,7 +84,7 @@ def _zero_tail(y: Tensor, offsets: Tensor) -> Tensor:
     return torch.where((rows < offsets[-1])[:, None], y, 0)
 
 
-@gradient_of(grouped_gemm, saves=("a", "b", "m_splits", "transpose_b"))
+@register_gradient(grouped_gemm, saves=("a", "b", "m_splits", "transpose_b"))
 def _backward_gemm(saved: SimpleNamespace, needs: set[str], dy: Tensor) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     if "a" in needs:
@@ -95,7 +95,7 @@ def _backward_gemm(saved: SimpleNamespace, needs: set[str], dy: Tensor) -> dict[
     return found
 
 
-@gradient_of(grouped_gemm_wgrad, saves=("dy", "x", "m_splits"))
+@register_gradient(grouped_gemm_wgrad, saves=("dy", "x", "m_splits"))
 def _backward_wgrad(saved: SimpleNamespace, needs: set[str], dw: Tensor) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     if "dy" in needs:
@@ -122,8 +122,8 @@ def grouped_gemm_wgrad_accumulate_(
         from . import triton as kernels
 
         operands = kernels.TileOperand.unscaled(dy.t()), kernels.TileOperand.unscaled(x.t())
-        record(choice, strict=False)
+        record_choice(choice, strict=False)
         kernels.grouped_gemm_wgrad(*operands, m_splits, main_grad, factor=scale, accumulate=accumulate)
         return
-    record(choice._replace(backend="loop"), strict=False)
+    record_choice(choice._replace(backend="loop"), strict=False)
     reference.grouped_gemm_wgrad_accumulate(main_grad, dy, x, m_splits, accumulate, scale)

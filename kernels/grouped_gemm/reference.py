@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..gemm import gemv
 from ..gemm.cpu import in_float32
-from ..gemm.float32 import product
+from ..gemm.float32 import float32_product
 from ..gemm.reference import accumulate_product
 
 
@@ -41,7 +41,7 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool) -> T
     transpose_b: `a[g] @ b[g]^T`, [T, K] x [G, N, K] -> [T, N]; else `a[g] @ b[g]`, [T, N] x [G, N, K] -> [T, K].
     """
     out = a.new_empty(a.shape[0], b.shape[1] if transpose_b else b.shape[2])
-    most = gemv.FEW if transpose_b and len(m_splits) == len(b) and gemv.serves_groups(a, b) else 0
+    most = gemv.FEW if transpose_b and len(m_splits) == len(b) and gemv.uses_grouped_gemv(a, b) else 0
     few: list[tuple[int, int, int]] = []
     many: list[tuple[int, int, int]] = []
     end = 0
@@ -49,7 +49,7 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool) -> T
         if end > begin:
             (few if end - begin <= most else many).append((g, begin, end - begin))
     if few:
-        gemv.grouped(a, b, few, out)
+        gemv.grouped_gemv(a, b, few, out)
     if many:
         # views of all groups by three calls: with a slice for each, a dozen rows take as long to name as to multiply
         matrices = (b.transpose(1, 2) if transpose_b else b).unbind()
@@ -57,7 +57,7 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool) -> T
         for g, begin, count in many:
             left, into = a.narrow(0, begin, count), out.narrow(0, begin, count)
             if wide:
-                product(left, matrices[g], None, out.dtype, into)
+                float32_product(left, matrices[g], None, out.dtype, into)
             else:
                 torch.mm(left, matrices[g], out=into)
     if end < out.shape[0]:
@@ -79,7 +79,7 @@ def grouped_gemm_wgrad(dy: Tensor, x: Tensor, m_splits: Tensor) -> Tensor:
 def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     """Write `left @ right` to `out`, in the dtype in which this CPU multiplies."""
     if in_float32(left):
-        product(left, right, None, out.dtype, out)
+        float32_product(left, right, None, out.dtype, out)
     else:
         torch.mm(left, right, out=out)
 

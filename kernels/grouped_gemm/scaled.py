@@ -15,7 +15,7 @@ from torch.nn.functional import ScalingType
 
 from ..compiling import compiling
 from ..custom_op import Output, flatten, like, operation
-from ..gemm.backends import Choice, hardware, in_plain_torch, record
+from ..gemm.backends import BackendChoice, hardware, in_plain_torch, record_choice
 from ..gemm.cpu import unrounded
 from ..gemm.op import scaled_gemm
 from ..gemm.operand import Operand, ScaledOperand, emulation_dtype, k_contiguous
@@ -45,7 +45,7 @@ def scaled_grouped_gemm(
     """
     _check_rows(left, right, m_splits)
     if in_plain_torch(left.data.device):
-        record(_choose("scaled_grouped_gemm", left, right, out_dtype), strict=strict)
+        record_choice(_choose("scaled_grouped_gemm", left, right, out_dtype), strict=strict)
         return emulated_rows(left, right, m_splits, out_dtype)
     return _rows(*flatten(left), *flatten(right), m_splits, out_dtype, split_accumulation, strict)
 
@@ -61,7 +61,7 @@ def scaled_grouped_gemm_wgrad(
     shape = (m_splits.shape[0], left.outer, right.outer)
     if in_plain_torch(left.data.device):
         _check_wgrad(left, right, m_splits, shape)
-        record(_choose("scaled_grouped_gemm_wgrad", left, right, out_dtype), strict=strict)
+        record_choice(_choose("scaled_grouped_gemm_wgrad", left, right, out_dtype), strict=strict)
         return emulated_wgrad(left, right, m_splits, out_dtype)
     out = left.data.new_empty(shape, dtype=out_dtype)
     scaled_grouped_gemm_wgrad_accumulate_(out, left, right, m_splits, accumulate=False, strict=strict)
@@ -83,13 +83,13 @@ def scaled_grouped_gemm_wgrad_accumulate_(
     """
     _check_wgrad(left, right, m_splits, tuple(main_grad.shape))
     if in_plain_torch(left.data.device):
-        record(_choose("scaled_grouped_gemm_wgrad", left, right, main_grad.dtype), strict=strict)
+        record_choice(_choose("scaled_grouped_gemm_wgrad", left, right, main_grad.dtype), strict=strict)
         emulated_wgrad_accumulate_(main_grad, left, right, m_splits, accumulate)
     else:
         _wgrad_accumulate_(main_grad, *flatten(left), *flatten(right), m_splits, accumulate, strict)
 
 
-def _choose(operation: str, left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype) -> Choice:
+def _choose(operation: str, left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype) -> BackendChoice:
     return choose_scaled(operation, left, right, out_dtype, hardware(left.data.device))
 
 
@@ -136,7 +136,7 @@ def _rows(
     strict: bool,
 ) -> Tensor:
     choice = _choose("scaled_grouped_gemm", left, right, out_dtype)
-    record(choice, strict=strict)
+    record_choice(choice, strict=strict)
     if choice.backend == "triton":
         from . import triton as kernels
 
@@ -160,7 +160,7 @@ def _wgrad_accumulate_(
     strict: bool,
 ) -> None:
     choice = _choose("scaled_grouped_gemm_wgrad", left, right, main_grad.dtype)
-    record(choice, strict=strict)
+    record_choice(choice, strict=strict)
     if choice.backend == "triton":
         from . import triton as kernels
 

@@ -17,11 +17,11 @@ from ..gemm.tile import (
     NONE,
     PER_TENSOR,
     TileOperand,
+    accumulate_tile,
     config,
     dot_dtype,
-    store_tile,
+    gemm_tile,
     swizzled,
-    tile,
 )
 from ..launch import multiprocessors
 
@@ -70,7 +70,7 @@ def grouped_gemm_fwd_kernel(
         sb_of_group = sb_ptr
         if sb_ptr is not None:
             sb_of_group = sb_ptr + member * sb_g
-        acc = tile(
+        acc = gemm_tile(
             a_ptr, b_ptr + member * b_g, sa_ptr, sb_of_group, rows, columns, mask_m, mask_n, tl.where(g < G, K, 0),
             a_m, a_k, b_n, b_k, sa_m, sa_k, sb_n, sb_k,
             MODE, 1, ROWS_B, SPLIT, DOT, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -78,7 +78,7 @@ def grouped_gemm_fwd_kernel(
         if MODE == _PER_TENSOR:
             acc *= tl.load(sa_ptr + member * sa_g, mask=g < G, other=0.0)
             acc *= tl.load(sb_of_group, mask=g < G, other=0.0)
-        store_tile(acc, out_ptr, rows, columns, mask_m[:, None] & mask_n[None, :], o_m, o_n, False)
+        accumulate_tile(acc, out_ptr, rows, columns, mask_m[:, None] & mask_n[None, :], o_m, o_n, False)
 
 
 @triton.jit(do_not_specialize=["T", "G"])
@@ -109,7 +109,7 @@ def grouped_gemm_wgrad_kernel(
     if MODE != _PER_TENSOR and sa_ptr is not None:
         sa_ptr += begin // ROW_BLOCK * sa_t
         sb_ptr += begin // ROW_BLOCK * sb_t
-    acc = tile(
+    acc = gemm_tile(
         a_ptr + begin * a_t, b_ptr + begin * b_t, sa_ptr, sb_ptr, rows, columns, mask_m, mask_n, size,
         a_n, a_t, b_k, b_t, sa_n, sa_t, sb_k, sb_t,
         MODE, 1, 1, SPLIT, DOT, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -122,7 +122,7 @@ def grouped_gemm_wgrad_kernel(
     if ACCUMULATE:
         # by mask: a branch around the loop would make the tensor cores wait for every product
         mask = mask & (size > 0)
-    store_tile(acc, out_ptr + g.to(tl.int64) * o_g, rows, columns, mask, o_n, o_k, ACCUMULATE)
+    accumulate_tile(acc, out_ptr + g.to(tl.int64) * o_g, rows, columns, mask, o_n, o_k, ACCUMULATE)
 # fmt: on
 
 

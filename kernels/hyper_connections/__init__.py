@@ -1,5 +1,5 @@
-"""Manifold-constrained hyper-connections (mHC, arXiv 2512.24880): a residual stream of several lanes per token, which
-each sublayer reads as a weighted sum and writes to by a mixing matrix that adds up to one in rows and columns.
+"""Manifold-constrained hyper-connections (mHC, arXiv 2512.24880): a residual stream of several lanes per token. Each
+sublayer reads their weighted sum and writes to them by a mixing matrix that adds up to one in rows and columns.
 
 reference  the definition, in plain operations that a compiler fuses
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import chunks_of, joined, marks_of, masked, wide
+from ..chunks import chunks_of, join_chunks, marks_of, masked, wide
 from .states import decayed_states
 
 
@@ -45,4 +45,4 @@ def linear_attention(
     states = decayed_states(added.reshape(chunks, rows, K, V), passed.reshape(chunks, rows, 1, 1), state)
     before = torch.cat([state[None], states[:-1]]).view(chunks, batch, *groups, K, V)
     entering = ((scale * q).unsqueeze(3) @ before).flatten(2, 3) * entered
-    return joined(entering + scores @ v, tokens), states.view(chunks, batch, heads, K, V)
+    return join_chunks(entering + scores @ v, tokens), states.view(chunks, batch, heads, K, V)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import recurrent
-from ..chunks import check_documents, of_documents, starts_of, wide, writers_of
+from ..chunks import check_cu_seqlens, of_documents, starts_of, wide, writers_of
 from . import chunked, reference
 
 
@@ -52,7 +52,7 @@ def linear_attention(
     neighbours with the same number are a document; the first goes on from initial_state, the others from zeros.
 
     Returns out [B, T, H, V] in v's dtype and the states behind the last token, or behind each document of cu_seqlens,
-    in float32 (float64 for float64), which the sums are in, too. Raises ValueError for shapes that do not fit, and for
+    in float32 (float64 for float64), the dtype of the sums. Raises ValueError for shapes that do not fit, and for
     both cu_seqlens and documents.
     """
     fits = v.dim() == 4 and k.dim() == 4 and q.shape == k.shape and k.shape[:2] == v.shape[:2] == g.shape[:2]
@@ -62,13 +62,13 @@ def linear_attention(
             f"linear attention has {shapes}; allowed: q and k [B, T, Hk, K], v [B, T, H, V] with H a multiple of Hk, "
             "g [B, T, H]"
         )
-    check_documents(cu_seqlens, documents, v.shape[0], initial_state, (v.shape[2], k.shape[3], v.shape[3]))
+    check_cu_seqlens(cu_seqlens, documents, v.shape[0], initial_state, (v.shape[2], k.shape[3], v.shape[3]))
     if v.shape[1] == 0 or (v.shape[1] == 1 and cu_seqlens is None):
-        if recurrent.step.serves(v.shape[3], v, q, k, g, initial_state):
+        if recurrent.step.uses_recurrent_step(v.shape[3], v, q, k, g, initial_state):
             return recurrent.step.delta_step(q, k, v, g, None, scale, initial_state)
         return reference.linear_attention(q, k, v, g, scale, initial_state)
-    if recurrent.serves(q, k, v, decay=g):
-        return recurrent.run(q, k, v, g, None, scale, initial_state, starts_of(documents), cu_seqlens)
+    if recurrent.uses_recurrence(q, k, v, decay=g):
+        return recurrent.run_recurrence(q, k, v, g, None, scale, initial_state, starts_of(documents), cu_seqlens)
     if cu_seqlens is None:
         out, states = chunked.linear_attention(q, k, v, g, scale, initial_state, starts_of(documents))
         return out.to(v.dtype), states[-1]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..custom_op import gradient_of, like, operation
+from ..custom_op import like, operation, register_gradient
 
 
 @operation("decayed_states", lambda x: like(x, x.shape))
@@ -26,7 +26,7 @@ def decayed_states(x: Tensor, decay: Tensor, initial: Tensor) -> Tensor:
     return states
 
 
-@gradient_of(decayed_states, saves=("decay", "initial"), saves_results=(0,))
+@register_gradient(decayed_states, saves=("decay", "initial"), saves_results=(0,))
 def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str, Tensor]:
     decay, initial, (states,) = saved.decay, saved.initial, saved.results
     after = F.pad(decay[1:], (0, 0) * 3 + (0, 1))  # of the chunk behind each one

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..backend import definitions_only
 from ..cpu_rows import rms_norm as rms_norm_of_rows
-from ..custom_op import FLOATS, Output, absent, gradient_of, like, operation, takes
+from ..custom_op import FLOATS, Output, absent, like, operation, register_gradient, takes
 from ..derivative import keeping_inputs
 from ..launch import as_matrix
 from . import reference
@@ -106,7 +106,7 @@ def norm_bwd(
     return dx.view(x.shape), d_weight, d_bias
 
 
-@gradient_of(
+@register_gradient(
     norm_fwd,
     saves=("x", "weight", "bias.dtype", "centered", "zero_centered", "weight_last"),
     saves_results=(1, 2),

@@ -1,8 +1,8 @@
 """Norms for callers that run their own backward pass, who can have the result as FP8.
 
-On CPU the result is the norm's, then quantized, fused by Inductor, and the backward pass the derivative of the
-reference, which recomputes the statistics; on an accelerator each is one op, and the second reads the
-statistics of the first.
+On CPU the result is the norm's, then quantized, fused by Inductor, and the backward pass is the derivative of the
+reference with recomputed statistics; on an accelerator each is one op, and the second reads the statistics of the
+first.
 
 Nothing here is differentiable, FP8 having no gradients: who uses the result keeps x and the statistics that come along
 and calls `norm_bwd`. T rows, H columns.

@@ -13,7 +13,7 @@ MAX_COLUMNS = 65536
 
 @triton.jit
 def row_statistics(x, inside, eps, H: tl.constexpr, CENTERED: tl.constexpr):
-    """Mean (0 for RMSNorm) and reciprocal deviation of each row of x [BLOCK_R, BLOCK_C], which is 0 outside."""
+    """Mean (0 for RMSNorm) and reciprocal deviation of each row of x [BLOCK_R, BLOCK_C]. x is 0 outside the matrix."""
     mean = tl.zeros([x.shape[0]], tl.float32)
     if CENTERED:
         mean = tl.sum(x, axis=1) / H
@@ -91,7 +91,7 @@ def norm_fwd_kernel(
         tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
 
 
-def tile(columns: int) -> tuple[int, int]:
+def norm_tile(columns: int) -> tuple[int, int]:
     """Return (rows, columns) of a program's tile: whole rows, several of them where they are short."""
     if not 0 < columns <= MAX_COLUMNS:
         raise ValueError(f"the norm runs over {columns} columns; allowed on an accelerator: 1 to {MAX_COLUMNS}")
@@ -101,7 +101,7 @@ def tile(columns: int) -> tuple[int, int]:
 
 
 def fwd_warps(elements: int) -> int:
-    """Return how many warps hold a tile of so many elements."""
+    """Return how many warps hold a tile of this many elements."""
     return min(max(elements // 512, 4), 32)
 
 
@@ -129,7 +129,7 @@ def norm_fwd(
     y = x.new_empty(0) if dtype is None else torch.empty_like(x, dtype=dtype)
     rstd = x.new_empty(rows, dtype=torch.float32)
     mean = torch.empty_like(rstd) if centered else rstd.new_empty(0)
-    block_r, block_c = tile(columns)
+    block_r, block_c = norm_tile(columns)
     if rows:
         norm_fwd_kernel[(triton.cdiv(rows, block_r),)](
             x,

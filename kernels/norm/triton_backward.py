@@ -1,8 +1,8 @@
 """Norm kernels, backward. T rows, H columns, P programs.
 
 The gradients of weight and bias are sums over rows in two stages: each program adds up its own stretch of rows, then
-the P partial sums are added. Both orders are fixed by shapes and device, so two runs agree to the last bit, which
-atomic additions would not give.
+the P partial sums are added. Both orders are fixed by shapes and device, so two runs agree to the last bit; with atomic
+additions they would not.
 
 A program holds whole rows in registers, so that x and dy are read once, up to HELD_COLUMNS. A multiprocessor's 65,536
 registers hold four numbers of each of 16,384 columns, and x, dy, gamma and the sums for the gradients are five, so
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import multiprocessors
-from .triton import contiguous, load_gamma, tile
+from .triton import contiguous, load_gamma, norm_tile
 
 HELD_COLUMNS = 8192
 """Columns of rows that a program holds."""
@@ -202,7 +202,7 @@ def norm_bwd(
     rows, columns = x.shape
     dx = torch.empty_like(x)
     held = columns <= HELD_COLUMNS
-    block_r, block_c = tile(columns) if held else (1, _PART_COLUMNS)
+    block_r, block_c = norm_tile(columns) if held else (1, _PART_COLUMNS)
     # Two programs share a multiprocessor, so that one loads while the other reduces.
     programs = max(1, min(triton.cdiv(rows, block_r), 2 * multiprocessors(x.device)))
     per_program = triton.cdiv(triton.cdiv(rows, programs), block_r) * block_r

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..quantize.output import QuantizedOutput
 from ..quantize.triton_output import Destination, store_quantized
-from ..quantize.triton_output import tile as output_tile
-from .triton import contiguous, fwd_warps, norm_fwd, row_statistics, scale_and_round, tile
+from ..quantize.triton_output import quantized_tile as output_tile
+from .triton import contiguous, fwd_warps, norm_fwd, norm_tile, row_statistics, scale_and_round
 
 
 # num_rows is specialised: transposed copies are stored 16 bytes at a time where it is a multiple of 16.
@@ -113,7 +113,7 @@ def norm_quantized(
     rows, columns = x.shape
     destination = Destination(output, x, scale, dtype)
     flags = (centered, zero_centered, weight_last)
-    block_r, block_c = tile(columns)
+    block_r, block_c = norm_tile(columns)
     if output.columnwise:
         _, mean, rstd = norm_fwd(x, weight, bias, eps, *flags, None)
         block_r, block_c, warps = output_tile(output)

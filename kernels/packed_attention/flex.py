@@ -70,7 +70,7 @@ def _compiled(options: _Options) -> Callable[..., Tensor]:
     """Return `_attend` with these options, compiled.
 
     The compiler counts recompilations, and notes which numbers change between them, by code object: so each set of
-    options gets one of its own, in which a softcap is a constant of the kernel.
+    options gets a separate code object, in which a softcap is a constant of the kernel.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, sink: Tensor | None) -> Tensor:
@@ -132,7 +132,7 @@ def seen_intervals(documents: Tensor, queries: int, causal: bool, window: int) -
 
 
 def block_mask_of(lower: Tensor, upper: Tensor, keys: int) -> BlockMask:
-    """Return FlexAttention's mask of queries that see the positions from `lower` to `upper`, int32 [B, Q], of so many
+    """Return FlexAttention's mask of queries that see the positions from `lower` to `upper`, int32 [B, Q], over `keys`
     keys: of each block of queries the blocks of keys that all its queries see whole, and those that some see."""
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def block_mask_of(lower: Tensor, upper: Tensor, keys: int) -> BlockMask:
 
 
 def _table(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks of keys are chosen, int32 [B, 1, blocks], and their numbers, followed by those of the
-    others, int32 [B, 1, blocks, blocks of keys]. chosen: bool [B, blocks, blocks of keys]."""
+    """Return how many blocks of keys are chosen, int32 [B, 1, blocks], and their numbers, followed by the numbers of
+    the other blocks, int32 [B, 1, blocks, blocks of keys]. chosen: bool [B, blocks, blocks of keys]."""
     order = chosen.int().argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]

@@ -1,11 +1,12 @@
 """Attention within documents on a CPU: one call of our flash attention for each document, or where that is not for the
-shapes, of torch's, or with soft-capped scores, which that has not, a block of queries after the other (`softcap`).
+shapes, of torch's, or with soft-capped scores, a feature that torch's lacks, one block of queries after the other
+(`softcap`).
 
 A mask of a row of S tokens has S^2 entries, and attention under it computes S^2 scores, of which documents of length n
 use S n. Here the boundaries are data: a registered operation reads them, so that one graph serves all of them.
 FlexAttention, torch's way to say this with a mask function, has no backward pass on a CPU.
 
-Queries may be those of the last positions alone. With torch's kernel a document that began before them is attended to
+Queries may cover the last positions only. With torch's kernel a document that began before them is attended to
 in two calls, to the keys before the queries and, causally, to those beside them; the logs of their sums of exponentials
 say how much each part counts. The backward pass of either part needs the joint result and sum alone.
 
@@ -26,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..backend import has_library
-from ..custom_op import Output, gradient_of, like, operation
-from ..flash_attention import ATTENTION, BACKWARD, fits, run_backward, run_forward
+from ..custom_op import Output, like, operation, register_gradient
+from ..flash_attention import ATTENTION, BACKWARD, attention_backward, attention_forward, fits
 from ..gemm.cpu import in_float32
 from .softcap import softcapped_bwd, softcapped_fwd
 
@@ -54,7 +55,7 @@ def packed_attention_fwd(
     float32 [B, N, Q].
 
     q: [B, N, Q, D]; k: [B, G, S, D]; v: [B, G, S, Dv]; documents: int64 [B, S], see `packed_attention`; sink: [N];
-    softcap: 0 is none; window: -1 is none. Differentiable once in q, k, v and sink.
+    softcap: 0 turns it off; window: -1 turns it off. Differentiable once in q, k, v and sink.
     """
     logit = None if sink is None else sink.float()[None, :, None]
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
@@ -65,7 +66,7 @@ def packed_attention_fwd(
         if ours:
             found, own = out[queries], logsumexp[queries]
             flipped = [x.transpose(1, 2) for x in (q[queries], k[keys], v[keys], found, own)]
-            run_forward(*flipped, scale=scale, causal=causal, window=window + 1, softcap=softcap)
+            attention_forward(*flipped, scale=scale, causal=causal, window=window + 1, softcap=softcap)
             if logit is None:
                 continue
         elif softcap:
@@ -116,7 +117,9 @@ def packed_attention_bwd(
                 x[place].transpose(1, 2) for x, place in zip((grad, q, k, v, out, logsumexp), places, strict=True)
             ]
             into = (x[place].transpose(1, 2) for x, place in zip(gradients, (queries, keys, keys), strict=True))
-            run_backward(*flipped, into=tuple(into), scale=scale, causal=causal, window=window + 1, softcap=softcap)
+            attention_backward(
+                *flipped, into=tuple(into), scale=scale, causal=causal, window=window + 1, softcap=softcap
+            )
             continue
         if softcap:
             own = grad[queries][0], q[queries][0], k[keys][0], v[keys][0], out[queries][0], logsumexp[queries][0]
@@ -143,7 +146,7 @@ def packed_attention_bwd(
     return gradients  # type: ignore[return-value]
 
 
-@gradient_of(
+@register_gradient(
     packed_attention_fwd,
     saves=("q", "k", "v", "documents", "scale", "causal", "sink", "softcap", "window"),
     saves_results=(0, 1),
@@ -175,9 +178,9 @@ def packed_attention(
     """Return softmax attention within documents, [B, N, Q, Dv]. On a CPU only; memory is linear in S.
 
     q: [B, N, Q, D], of the last Q of S positions; k: [B, G, S, D]; v: [B, G, S, Dv], one dtype. documents: int64
-    [B, S], a number for each token; neighbours of the same number are a document, and a negative number is padding,
-    which gets zeros and no gradient. causal: a token sees those of its document up to itself. sink: [N], a logit of
-    each head that takes probability and adds nothing. softcap: scores become `softcap * tanh(score / softcap)`.
+    [B, S], a number for each token; neighbours of the same number are a document, and a negative number is padding: it
+    gets zeros and no gradient. causal: a token sees the tokens of its document up to itself. sink: [N], a logit of each
+    head that takes probability and adds nothing. softcap: scores become `softcap * tanh(score / softcap)`.
     window: how many positions before itself a token sees; None: all; a number only with causal attention that our flash
     attention serves. Differentiable once in q, k, v and sink. Raises ValueError for another device, for documents of
     another shape, for more queries than keys, and for a window that is negative, without causal, or of tensors that
@@ -219,11 +222,21 @@ def first_positions(documents: Tensor) -> Tensor:
     return torch.where(begins, position, 0).cummax(1).values
 
 
+def document_runs(documents: Tensor) -> Tensor:
+    """Return a number for each document of a row, int64 [B, S], -1 for padding. documents: [B, S], negative for
+    padding; neighbours of the same number are a document, so that a number that comes again begins another one."""
+    return torch.where(documents >= 0, first_positions(documents), -1)
+
+
 def sees_own_document(documents: Tensor, queries: Tensor | None = None) -> Tensor:
-    """documents: [B, S], negative for padding -> [B, Q, S] bool, true where a token may see another; padding sees
-    nothing, itself neither. queries: the numbers [B, Q] of the tokens that see; None: of all. The mask where
-    `packed_attention` does not serve."""
-    queries = documents if queries is None else queries
+    """Return where a token may see another, bool [B, Q, S]: in its document. Padding sees nothing, itself neither. The
+    mask where `packed_attention` does not serve.
+
+    documents: [B, S], as for `document_runs`. queries: the numbers [B, Q] of the tokens that see, where `documents` has
+    been through `document_runs`; None: of all.
+    """
+    if queries is None:
+        documents = queries = document_runs(documents)
     return (queries[:, :, None] == documents[:, None, :]) & (queries >= 0)[:, :, None]
 
 
@@ -232,7 +245,7 @@ Place = tuple[slice, slice, slice]
 
 
 def _documents(documents: Tensor, count: int, causal: bool) -> Iterator[tuple[Place, list[tuple[Place, bool]]]]:
-    """Yield where the queries of each document lie, of those of the last `count` positions, and where its keys do: in
+    """Yield where the queries of each document lie among the last `count` positions, and where its keys lie: in
     parts that flash attention takes, whose causal mask begins with the first key and the first query, each with whether
     it is to use that."""
     first = documents.shape[1] - count  # the position of the first of all queries
@@ -254,7 +267,7 @@ def _documents(documents: Tensor, count: int, causal: bool) -> Iterator[tuple[Pl
 
 
 def _has_ours(q: Tensor, k: Tensor, v: Tensor, scale: float, *, gradients: bool) -> bool:
-    """Whether our flash attention is for these, which takes queries of the last of the keys as they are."""
+    """Whether our flash attention takes these; queries may belong to the last of the keys."""
     return fits(q, k, v, scale) and has_library(ATTENTION, q.dtype, *[BACKWARD] * gradients)
 
 

@@ -1,7 +1,7 @@
 """Experts of limited capacity: which choices find room, and rows filled up to exactly that room.
 
 T tokens, K experts per token, E experts, C capacity, rows of an expert. GShard (arXiv 2006.16668, algorithm 1) keeps
-the first tokens; keeping those of the largest weights is batch-prioritized routing (arXiv 2106.05974).
+the first tokens; keeping the assignments with the largest weights is batch-prioritized routing (arXiv 2106.05974).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Public permute and unpermute with their gradients, which autograd would turn into scatter-adds.
+"""Public permute and unpermute with written gradients; autograd would derive scatter-adds.
 
 On CPU the reference runs, eager or fused by Inductor; on an accelerator four registered kernels.
 """

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..quantize.output import QuantizedOutput
-from ..quantize.triton_output import Destination, store_quantized, tile
+from ..quantize.triton_output import Destination, quantized_tile, store_quantized
 
 
 # num_rows is specialised: transposed copies are stored 16 bytes at a time where it is a multiple of 16.
@@ -75,7 +75,7 @@ def permute_quantized(
     rows, columns = slot_of_row.shape[0], x.shape[1]
     destination = Destination(output, x.new_empty(1).expand(rows, columns), scale, x.dtype)
     if rows and columns:
-        block_r, block_c, warps = tile(output)
+        block_r, block_c, warps = quantized_tile(output)
         permute_quantize_kernel[(triton.cdiv(rows, block_r) * triton.cdiv(columns, block_c),)](
             x.contiguous(),
             slot_of_row,

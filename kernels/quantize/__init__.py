@@ -9,7 +9,7 @@ from .cpu_graph.op import (
     round_nvfp4,
     round_per_tensor,
 )
-from .fp8.blocks import blockwise_amax, quantization_statistics, row_amax
+from .fp8.blocks import block_statistics, blockwise_amax, row_amax
 from .fp8.cpu import fp8_to_float
 from .fp8.op import (
     amax,
@@ -48,6 +48,7 @@ __all__ = [
     "ErrorMode",
     "QuantizedOutput",
     "amax",
+    "block_statistics",
     "blockwise_amax",
     "decode_blocks",
     "dequantize_blockwise",
@@ -61,7 +62,6 @@ __all__ = [
     "hash_key",
     "hashed_bits",
     "inverse_random_hadamard",
-    "quantization_statistics",
     "quantize_and_round",
     "quantize_blockwise",
     "quantize_blockwise_both",

@@ -17,7 +17,7 @@ from ..compiling import compiling
 
 
 def plain_on_cpu(x: Tensor) -> bool:
-    """Whether x is a plain tensor in a CPU's memory, which holds its values, of which no gradient is wanted."""
+    """Whether x is a plain tensor with values in a CPU's memory that needs no gradient."""
     return (
         x.is_cpu
         and type(x) in PLAIN

@@ -1,7 +1,7 @@
 """The random Hadamard transform of NVFP4's weight-gradient operands (arXiv 2509.25149, section 4.2).
 
 Groups of 16 values along the contracted dimension are multiplied by diag(signs) H / 4, H the Sylvester Hadamard matrix:
-an orthogonal matrix, which spreads an outlier over its group and cancels between the two operands of a product.
+an orthogonal matrix that spreads an outlier over its group and cancels between the two operands of a product.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..without_autocast import without_autocast
 from .eager import eager_on_cpu
-from .fp8.blocks import once
+from .fp8.blocks import once_per_block
 
 SIZE = 16
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -47,7 +47,7 @@ def _signed(members: list[Tensor]) -> list[Tensor]:
     return [member if sign > 0 else -member for member, sign in zip(members, SIGNS, strict=True)]
 
 
-def check(x: Tensor) -> None:
+def check_hadamard_dtype(x: Tensor) -> None:
     """Raise ValueError for a dtype that is not transformed."""
     if x.dtype != torch.bfloat16:
         raise ValueError(f"the random Hadamard transform takes bfloat16; got {x.dtype}")
@@ -58,13 +58,13 @@ def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
 
     The dimension comes back rounded up to a multiple of 16; what is past a ragged end counts as zero.
     """
-    check(x)
+    check_hadamard_dtype(x)
     if eager_on_cpu(x):
         return _by_stages(x, dim)
-    members = [m.to(torch.bfloat16) for m in _transform(_signed(_groups(once(x), dim)))]
+    members = [m.to(torch.bfloat16) for m in _transform(_signed(_groups(once_per_block(x), dim)))]
     # buffers: Inductor drops a rounding to bfloat16 that is between two operations of one kernel (torch 2.13)
     with without_autocast(x):  # which refuses to stack values of another 16-bit dtype than its own
-        return once(torch.stack(members, dim).flatten(dim - 1, dim))
+        return once_per_block(torch.stack(members, dim).flatten(dim - 1, dim))
 
 
 def _by_stages(x: Tensor, dim: int) -> Tensor:

@@ -1,9 +1,9 @@
 """Random bits for rounding what is stored, not computed with (optimizer moments): a hash of 32-bit words.
 
 Philox (`random`) is the generator of the recipes and costs about fifty multiplications an element. A moment needs 16
-bits whose mean is right and which are not those of the step before, and this costs four, in 32-bit integers, which
-vector units multiply. The bits of an element are a function of (seed, stream, step, the element's index): the same on
-every device, in every order and in pieces of any size.
+bits with the right mean that differ from the bits of the step before. This costs four operations on 32-bit integers,
+the widest that vector units multiply. The bits of an element are a function of (seed, stream, step, the element's
+index): the same on every device, in every order and in pieces of any size.
 
 The mixer multiplies by odd constants and folds high bits into low ones; its shifts and constants are "lowbias32" of
 Chris Wellons' search for 32-bit mixers with the least bias ("Prospecting for Hash Functions", nullprogram.com, 2018).
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .fp8.blocks import once
+from .fp8.blocks import once_per_block
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
@@ -66,6 +66,6 @@ def hashed_bits(key: Tensor, step: Tensor, begin: Tensor, shape: Sequence[int]) 
     With (k0, k1) = mix(key ^ step), the bits at index i are mix(mix(i ^ k0) + k1): the second word between two rounds
     keeps two steps from being one sequence in another order.
     """
-    words = once(hash_words(key, step))
+    words = once_per_block(hash_words(key, step))
     index = torch.arange(math.prod(shape), dtype=torch.int32, device=key.device) + begin
     return _mix(_mix(index ^ words[0]) + words[1]).view(shape)

@@ -26,7 +26,7 @@ from .nvfp4.reference import BLOCK
 class QuantizedOutput:
     """The FP8 copies of a result [T, H] that an operation makes.
 
-    block: 0 for one given scale, which is what delayed scaling has; else blocks of 1 x block, columnwise block x 1, 128
+    block: 0 for one given scale, as in delayed scaling; else blocks of 1 x block, columnwise block x 1, 128
     or 32. scale_kind, epsilon: of blocks, as for `quantize_blockwise`. Raises ValueError for anything else.
     """
 
@@ -56,7 +56,7 @@ class QuantizedOutput:
         """Quantize y [T, H], any dtype, in plain torch.
 
         With blocks: data and scales of each copy. With one scale (float32 scalar): each copy, then y's amax (float32
-        scalar), which the next scale is made of. All in y's orientation, rowwise first.
+        scalar), from which the next scale is made. All in y's orientation, rowwise first.
         """
         if scale is not None:
             data = reference.quantize_per_tensor(y, scale, self.fp8_dtype)
@@ -86,7 +86,7 @@ def copy_by_blocks(
     """Describe data and scales of x [..., R, C] by `block`, in x's orientation.
 
     With groups: grouped rows, padded where blocks span rows. The columnwise data of 128-blocks lies transposed in
-    memory, which is how FP8 GEMMs read it and how it is stored; the columnwise copy of MXFP8 does not.
+    memory, as FP8 GEMMs read it and as it is stored; the columnwise copy of MXFP8 does not.
     """
     *batch, rows, columns = x.shape
     if groups and block[0] > 1:

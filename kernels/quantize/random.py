@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .eager import eager_on_cpu
-from .fp8.blocks import once
+from .fp8.blocks import once_per_block
 
 _MASK = 0xFFFFFFFF
 _AT_ONCE = 1 << 15
@@ -84,7 +84,7 @@ def random_bits(key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
         return words(size, (stream, step & _MASK, (step >> 32) & _MASK), keys, _MULTIPLIERS).view(shape)
     seed, step = key[0], key[1]
     # a buffer: Inductor's C++ backend multiplies an inlined arange by a constant in 32 bits (torch 2.13)
-    block = once(torch.arange((size + 3) // 4, dtype=torch.int64, device=key.device))
+    block = once_per_block(torch.arange((size + 3) // 4, dtype=torch.int64, device=key.device))
     counter = (block, torch.full_like(step, stream), step & _MASK, (step >> 32) & _MASK)
     drawn = torch.stack(philox(counter, (seed & _MASK, (seed >> 32) & _MASK)), -1)
     signed = (drawn ^ 0x80000000) - 0x80000000

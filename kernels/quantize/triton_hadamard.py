@@ -1,7 +1,7 @@
 """The random Hadamard transform (see `hadamard`), as a device function along a tile's last axis and as a kernel, and
 the amaxes that NVFP4's two copies need before they can be made, in one pass."""
 
-# A kernel takes plain values for its constexpr parameters, which choose its branches; triton's types know neither.
+# A kernel takes plain values for the constexpr parameters that choose its branches; triton's types know neither.
 from __future__ import annotations
 
 import torch

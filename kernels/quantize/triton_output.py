@@ -84,7 +84,7 @@ def store_quantized(
             store_tile(col_scale_ptr, stored, first_row // BLOCK, first_column, blocks_down, columns, columns, 1)
 
 
-def tile(output: QuantizedOutput) -> tuple[int, int, int]:
+def quantized_tile(output: QuantizedOutput) -> tuple[int, int, int]:
     """Return (rows, columns, warps) of a tile that holds whole blocks of every copy."""
     if output.columnwise:
         return (128, 128, 8) if output.block == 128 else (64, 128, 4)

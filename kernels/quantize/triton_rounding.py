@@ -2,11 +2,11 @@
 
 Values are float32; a code is the low byte of an int32. Rounding is integer arithmetic, the same on every device and
 under the interpreter, except where NATIVE says that the hardware converts float32 to FP8 in one correctly rounded step
-(compute capability 9.0 and above), which is several times cheaper. No function leaves a product to be added to: a
-compiler may fuse the two into one rounding.
+(compute capability 9.0 and above), several times cheaper. No function leaves a product to be added to: a compiler may
+fuse the two into one rounding.
 """
 
-# A kernel takes plain values for its constexpr parameters, which choose its branches; triton's types know neither.
+# A kernel takes plain values for the constexpr parameters that choose its branches; triton's types know neither.
 from __future__ import annotations
 
 import struct
@@ -19,7 +19,7 @@ import triton.language as tl
 @triton.jit
 def magnitude_bits(x):
     """The float32 bits of |x|. As integers they order like the magnitudes, a NaN above infinity, so an integer maximum
-    keeps NaN, which tl.max need not."""
+    keeps NaN; tl.max need not."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -78,7 +78,7 @@ def to_fp8(x, E4M3: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def with_sign(value, negative):
-    """Set the sign bit where `negative` is 1. Triton's minus subtracts from zero, which loses a zero's sign."""
+    """Set the sign bit where `negative` is 1. Triton's minus subtracts from zero and loses a zero's sign."""
     return (value.to(tl.int32, bitcast=True) | (negative << 31)).to(tl.float32, bitcast=True)
 
 

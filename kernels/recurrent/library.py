@@ -47,7 +47,7 @@ RULES = Compiled(
 )
 
 
-def run_forward(operands: Sequence[Tensor | None], results: Sequence[Tensor | None], scale: float) -> None:
+def recurrence_forward(operands: Sequence[Tensor | None], results: Sequence[Tensor | None], scale: float) -> None:
     """Write out [B, T, H, V], what tokens write (of the same shape, or None) and the states behind [M, H, K, V].
 
     operands: q, k, v, g, beta or None, initial states or None, starts or None, ends or None, as of `op.rule_fwd`; all
@@ -57,7 +57,7 @@ def run_forward(operands: Sequence[Tensor | None], results: Sequence[Tensor | No
     _function("te_recurrent_forward")(_addresses(tensors), _sizes(operands), scale, _threads(operands, 1))
 
 
-def run_backward(
+def recurrence_backward(
     operands: Sequence[Tensor | None], others: Sequence[Tensor], scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Return the gradients of q, k, v, g, beta and initial states. others: what tokens wrote, and the gradients of out
@@ -90,7 +90,7 @@ def _sizes(operands: Sequence[Tensor | None]) -> Any:
 
 
 def _threads(operands: Sequence[Tensor | None], passes: int) -> int:
-    """Return on how many threads so many passes run: one does 20 multiplications a nanosecond."""
+    """Return how many threads run this number of passes: one does 20 multiplications a nanosecond."""
     q, v = operands[0], operands[2]
     assert q is not None and v is not None
     return threads_for(v.numel() * q.shape[3] * passes * 0.2)

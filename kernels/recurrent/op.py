@@ -2,7 +2,8 @@
 rule and linear attention, float32.
 
 Chunks of plain torch read and write every matrix of every chunk a dozen times, from memory where a sequence is long; in
-C++ those of one head stay in the cache, halves that a causal mask hides are not computed, and documents begin chunks.
+C++ the scores of one head stay in the cache, halves that a causal mask hides are not computed, and documents begin
+chunks.
 
 B batch, T tokens, Hk heads of q and k, H heads of v, K and V channels, M documents.
 """
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from ..backend import PLAIN, Backend, choose
 from ..compiling import compiling
-from ..custom_op import Output, direct, gradient_of, like, operation, takes
-from .library import RULES, run_backward, run_forward
+from ..custom_op import Output, direct, like, operation, register_gradient, takes
+from .library import RULES, recurrence_backward, recurrence_forward
 
 _OPERANDS = """q: float32 [B, T, G, K]; k: float32 [B, T, G, K]; v: float32 [B, T, H, V]; g: float32 [B, T, H];
     beta: float32 [B, T, H]?; initial_state: float32 [_, H, K, V]?; starts: bool [B, T]?; ends: int64 [_]?"""
@@ -30,9 +31,9 @@ _GRADIENTS_TAKE = takes(
 )
 
 
-def serves(*tensors: Tensor, decay: Tensor) -> bool:
-    """Whether `run` computes a rule of these tensors: plain ones on CPU, none of them float64, in eager code or a
-    graph. decay: its logarithm, [B, T, H]; one for each channel of keys is for others."""
+def uses_recurrence(*tensors: Tensor, decay: Tensor) -> bool:
+    """Whether `run_recurrence` computes a rule of these tensors: plain ones on CPU, none of them float64, in eager code
+    or a graph. decay: its logarithm, [B, T, H]; one for each channel of keys is for others."""
     if decay.dim() != 3 or any(type(x) not in PLAIN or not x.dtype.is_floating_point for x in tensors):
         return False
     if any(x.device.type != "cpu" or x.dtype == torch.float64 for x in (*tensors, decay)):
@@ -40,7 +41,7 @@ def serves(*tensors: Tensor, decay: Tensor) -> bool:
     return choose(RULES, tensors[0], torch.float32) is not Backend.DEFINITION
 
 
-def run(
+def run_recurrence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -53,8 +54,8 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """Return out [B, T, H, V] in v's dtype and the states behind each row, or each document [M, H, K, V], float32.
 
-    Where `serves`: S = exp(g) S; S = S + k (beta (v - S^T k))^T, or S + k v^T without beta; out = scale S^T q. starts:
-    [B, T] bool, where a state of zeros begins. cu_seqlens: [M + 1] int. Differentiable once.
+    Where `uses_recurrence`: S = exp(g) S; S = S + k (beta (v - S^T k))^T, or S + k v^T without beta; out = scale S^T q.
+    starts: [B, T] bool, where a state of zeros begins. cu_seqlens: [M + 1] int. Differentiable once.
     """
     tensors = (None if x is None else x.float().contiguous() for x in (q, k, v, g, beta, initial_state))
     ends = None if cu_seqlens is None else cu_seqlens.long().contiguous()
@@ -82,12 +83,12 @@ def rule_fwd(
     ends: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out, what tokens write [B, T, H, V], empty without beta, and the states behind, as `run`."""
+    """Return out, what tokens write [B, T, H, V], empty without beta, and the states behind, as `run_recurrence`."""
     out, written, states = (torch.empty(o.shape, dtype=torch.float32, device="cpu") for o in _results(k, v, beta, ends))
     if ends is not None:  # tokens behind the last document have none
         out, written = out.zero_(), written.zero_()
     operands = [None if x is None else x.contiguous() for x in (q, k, v, g, beta, initial_state, starts, ends)]
-    run_forward(operands, (out, None if beta is None else written, states), scale)
+    recurrence_forward(operands, (out, None if beta is None else written, states), scale)
     return out, written, states
 
 
@@ -121,11 +122,13 @@ def rule_bwd(
     operands = [None if x is None else x.contiguous() for x in (q, k, v, g, beta, initial_state, starts, ends)]
     own = operands[2] if beta is None else written
     assert own is not None, "v"
-    dq, dk, dv, dg, dbeta, dstate = run_backward(operands, [x.contiguous() for x in (own, grad, grad_states)], scale)
+    dq, dk, dv, dg, dbeta, dstate = recurrence_backward(
+        operands, [x.contiguous() for x in (own, grad, grad_states)], scale
+    )
     return dq, dk, dv, dg, g.new_empty(0) if dbeta is None else dbeta, dstate
 
 
-@gradient_of(
+@register_gradient(
     rule_fwd,
     saves=("q", "k", "v", "g", "beta", "initial_state", "starts", "ends", "scale"),
     saves_results=(1,),

@@ -40,7 +40,7 @@ def _load(dtype: torch.dtype) -> None:
 STEPS = Compiled("a token of a rule with a state", _load, (torch.float32,), against=without_instructions)
 
 
-def serves(width: int, *tensors: Tensor | None) -> bool:
+def uses_recurrent_step(width: int, *tensors: Tensor | None) -> bool:
     """Whether a step computes with these tensors, of which the first has some elements: plain ones on CPU, none of them
     float64 or wanting a gradient. width: of a row of the state."""
     if width % 16 or compiling():

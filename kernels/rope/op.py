@@ -16,7 +16,7 @@ from te_models.suggestions import shown
 
 from ..backend import definitions_only
 from ..cpu_rows import apply_rope as rotate_rows
-from ..custom_op import FLOATS, gradient_of, like, operation, takes
+from ..custom_op import FLOATS, like, operation, register_gradient, takes
 from . import reference
 from .reference import rope_tables
 
@@ -39,7 +39,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) 
     return triton.rope(x, cos, sin, interleaved, inverse)
 
 
-@gradient_of(rope, saves=("cos", "sin", "interleaved", "inverse"))
+@register_gradient(rope, saves=("cos", "sin", "interleaved", "inverse"))
 def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str, Tensor]:
     return {"x": rope(grad, saved.cos, saved.sin, saved.interleaved, not saved.inverse)}
 
@@ -51,7 +51,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "half") -> Tens
     [B, S, N, D] in x's dtype. Differentiable in x. Raises ValueError for another style, tables wider than x, or on an
     accelerator tables that want a gradient.
     """
-    reference.check(x, cos, style)
+    reference.check_rope(x, cos, style)
     if x.device.type != "cuda" or definitions_only() or _TAKES.misfit(x, cos, sin):
         rotated = rotate_rows(x, cos, sin, style == "interleaved")
         return reference.apply_rope(x, cos, sin, style) if rotated is None else rotated

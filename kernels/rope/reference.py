@@ -5,8 +5,8 @@ B batch, S sequence, N heads, D head channels, R rotated channels (R <= D, the r
 Tables are half-width [.., R/2]: both members of a pair share their angle, so the full-width tables that many
 implementations carry hold everything twice. The pairs are (i, i + R/2) for style "half", (2i, 2i + 1) for
 "interleaved". Rounding: everything is float32 until the result is rounded to x's dtype. Published implementations round
-the tables to x's dtype first, which only adds error (and which a fusing compiler drops, so that their compiled and
-eager results differ); in float32 the two are the same to the last bit.
+the tables to x's dtype first. That only adds error, and a fusing compiler drops it, so that their compiled and eager
+results differ; in float32 the two are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def rope_tables(position_ids: Tensor, frequencies: Tensor, attention_factor: flo
     return angles.cos() * attention_factor, angles.sin() * attention_factor
 
 
-def check(x: Tensor, cos: Tensor, style: str) -> None:
+def check_rope(x: Tensor, cos: Tensor, style: str) -> None:
     """Raise ValueError for a style that does not exist or tables wider than x."""
     if style not in ("half", "interleaved"):
         raise ValueError(f"style is {shown(style)}; allowed: 'half', 'interleaved'")

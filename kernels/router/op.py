@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..backend import definitions_only
-from ..custom_op import FLOATS, Output, gradient_of, like, operation, takes
+from ..custom_op import FLOATS, Output, like, operation, register_gradient, takes
 from . import reference
 from .reference import (
     joint_shares,
@@ -93,7 +93,7 @@ def router_topk_bwd(
 _OPTIONS = ("sigmoid", "score_after_topk", "normalize", "normalize_eps", "scaling_factor")
 
 
-@gradient_of(router_topk_fwd, saves=("logits", *_OPTIONS), saves_results=(1,), constant=(1,))
+@register_gradient(router_topk_fwd, saves=("logits", *_OPTIONS), saves_results=(1,), constant=(1,))
 def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str, Tensor]:
     options = (getattr(saved, name) for name in _OPTIONS)
     return {"logits": router_topk_bwd(grad, saved.logits, *saved.results, *options)}
@@ -122,7 +122,7 @@ def router_topk(
     Of equal scores the lower expert index wins. Differentiable in logits through the weights. Raises ValueError for an
     unknown name or an impossible count.
     """
-    reference.check(logits.shape[-1], topk, score, num_groups, topk_groups, group_score)
+    reference.check_router(logits.shape[-1], topk, score, num_groups, topk_groups, group_score)
     known = score != "sqrtsoftplus"
     if logits.device.type == "cuda" and known and not definitions_only() and not _TAKES.misfit(logits, expert_bias):
         options = (score == "sigmoid", score_after_topk, normalize, normalize_eps, scaling_factor)

@@ -20,7 +20,7 @@ from ..compiling import compiling
 _FEW_TOKENS = 32  # up to which one sort is faster than a dozen passes: what a batch has when it generates
 
 
-def choose(scores: Tensor, k: int) -> Tensor:
+def top_k(scores: Tensor, k: int) -> Tensor:
     """Return the indices of the k largest entries of each row, largest first, ties to the lower index: [T, k]."""
     left = scores.clamp(min=torch.finfo(scores.dtype).min)  # so that -inf marks taken entries only
     if not compiling() and scores.shape[0] <= _FEW_TOKENS:
@@ -41,14 +41,14 @@ def within_groups(scores: Tensor, num_groups: int, topk_groups: int, summed: int
     if summed == 1:
         value = grouped.amax(dim=-1)
     else:
-        value = grouped.gather(-1, choose(grouped, min(summed, grouped.shape[-1]))).sum(dim=-1)
-    best = choose(value, topk_groups)
+        value = grouped.gather(-1, top_k(grouped, min(summed, grouped.shape[-1]))).sum(dim=-1)
+    best = top_k(value, topk_groups)
     groups = torch.arange(num_groups, device=scores.device)
     selected = (best[..., None] == groups).any(dim=-2)
     return torch.where(selected[..., None], grouped, -torch.inf).flatten(-2)
 
 
-def check(
+def check_router(
     num_experts: int, topk: int, score: str, num_groups: int | None, topk_groups: int | None, group_score: str
 ) -> None:
     """Raise ValueError for an unknown name or an impossible count; see `router_topk`."""
@@ -87,14 +87,14 @@ def router_topk(
 
     logits: [T, E]; the options: see the public `router_topk`.
     """
-    check(logits.shape[-1], topk, score, num_groups, topk_groups, group_score)
+    check_router(logits.shape[-1], topk, score, num_groups, topk_groups, group_score)
     logits = logits.float()
     scores = logits if score_after_topk else _score(logits, score)
     with torch.no_grad():
         choice = scores if expert_bias is None else scores + expert_bias.float()
         if num_groups is not None and topk_groups is not None:
             choice = within_groups(choice, num_groups, topk_groups, 1 if group_score == "max" else 2)
-        indices = choose(choice, topk)
+        indices = top_k(choice, topk)
     weights = scores.gather(-1, indices)
     if score_after_topk:
         weights = _score(weights, score)
@@ -182,10 +182,10 @@ def _tokens(probabilities: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def joint_shares(logits: Tensor, topk: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return how many choices went to each expert per token, which sums to K, and the mean probability of each, both
-    [E] float32: what a layer adds to transformers' load-balancing loss.
+    """Return how many choices went to each expert per token (they sum to K) and the mean probability of each, both [E]
+    float32: what a layer adds to transformers' load-balancing loss.
 
-    Choices and probabilities are those of a softmax of the logits, whatever the router does with them: another score,
+    Choices and probabilities come from a softmax of the logits, whatever else the router does: another score,
     a bias, groups. logits: [T, E]; mask: [T] bool, True where a token counts (None: all). No token: 0.
     """
     probabilities = router_probabilities(logits)

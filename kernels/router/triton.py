@@ -25,7 +25,7 @@ def choice_keys(x, number):
 
 
 @triton.jit
-def columns_of(E: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr):
+def expert_columns(E: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr):
     """The expert of each column of a tile, and whether there is one."""
     S: tl.constexpr = E // G
     column = tl.arange(0, BLOCK_G * BLOCK_S)
@@ -112,7 +112,7 @@ def router_topk_fwd_kernel(
     BLOCK_K: tl.constexpr,
 ):
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    expert, exists = columns_of(E, G, BLOCK_G, BLOCK_S)
+    expert, exists = expert_columns(E, G, BLOCK_G, BLOCK_S)
     inside = (tokens < num_tokens)[:, None] & exists[None, :]
     logits = tl.load(logits_ptr + tokens[:, None] * E + expert[None, :], mask=inside, other=0.0).to(tl.float32)
     expert, exists = expert[None, :], exists[None, :]

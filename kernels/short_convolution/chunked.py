@@ -1,4 +1,4 @@
-"""The short convolution of all tokens at once: one product for each tap, which the compiler fuses.
+"""The short convolution of all tokens at once: one product for each tap; the compiler fuses them.
 
 B batch, T tokens, D channels, W width, M documents.
 """

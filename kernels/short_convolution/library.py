@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..custom_op import gradient_of, like, operation
-from ..field import gradients, served_by
+from ..custom_op import like, operation, register_gradient
+from ..field import recomputed_gradients, served_by
 
 _WIDTHS = (2, 3, 4)
 
 
-def serves(x: Tensor, weight: Tensor) -> bool:
+def uses_convolution_library(x: Tensor, weight: Tensor) -> bool:
     """Whether the library convolves x; counts why not, on CUDA."""
     return served_by("short_convolution", "causal_conv1d", "causal-conv1d", x) and weight.shape[1] in _WIDTHS
 
@@ -67,9 +67,9 @@ def convolution_fwd(
 def convolution_bwd(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None, activation: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias, zeros where there is none."""
+    """Return the gradients of x, weight and bias; zeros for a bias that does not exist."""
     own = weight.new_zeros(weight.shape[:1]) if bias is None else bias
-    dx, dweight, dbias = gradients(_run, (x, weight, own), (numbers, activation), (grad,))
+    dx, dweight, dbias = recomputed_gradients(_run, (x, weight, own), (numbers, activation), (grad,))
     return dx, dweight, dbias.to(weight.dtype)
 
 
@@ -78,7 +78,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None,
     return convolve(x.mT, weight, bias, seq_idx=numbers, activation=activation).mT
 
 
-@gradient_of(convolution_fwd, saves=("x", "weight", "bias", "numbers", "activation"))
+@register_gradient(convolution_fwd, saves=("x", "weight", "bias", "numbers", "activation"))
 def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str, Tensor | None]:
     dx, dweight, dbias = convolution_bwd(grad, saved.x, saved.weight, saved.bias, saved.numbers, saved.activation)
     return {"x": dx, "weight": dweight, "bias": None if saved.bias is None else dbias.to(saved.bias.dtype)}

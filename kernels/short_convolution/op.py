@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_models.suggestions import shown
 
-from ..chunks import check_documents
+from ..chunks import check_cu_seqlens
 from . import chunked, library
 
 
@@ -40,6 +40,6 @@ def short_convolution(
         )
     if activation not in (None, "silu"):
         raise ValueError(f"activation is {shown(activation)}; allowed: 'silu' or None")
-    check_documents(cu_seqlens, documents, x.shape[0], initial_state, (x.shape[2], weight.shape[1] - 1))
-    convolve = library.short_convolution if library.serves(x, weight) else chunked.short_convolution
+    check_cu_seqlens(cu_seqlens, documents, x.shape[0], initial_state, (x.shape[2], weight.shape[1] - 1))
+    convolve = library.short_convolution if library.uses_convolution_library(x, weight) else chunked.short_convolution
     return convolve(x, weight, bias, activation, initial_state, cu_seqlens, documents)

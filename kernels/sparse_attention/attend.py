@@ -1,4 +1,5 @@
-"""Softmax attention of each query to keys of its own, as differentiable operations of eager code and of a graph.
+"""Softmax attention in which each query has its list of keys, as differentiable operations of eager code and of a
+graph.
 
 Scores exist for a block of queries, in either pass: what is kept for the backward pass is the log of the sum of their
 exponentials.
@@ -15,16 +16,16 @@ import torch
 from torch import Tensor
 
 from ..chunks import wide
-from ..custom_op import Output, gradient_of, like, operation
-from .blocks import Block, blocks, chosen_of, operand, widened
+from ..custom_op import Output, like, operation, register_gradient
+from .blocks import Block, chosen_of, operand, query_blocks, widened
 
 
 def block_probabilities(
     block: Block, q: Tensor, k: Tensor, hidden: Tensor, scale: float, logsumexp: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the probabilities of a block, [G, R, C, block.keys], zeros where a query sees nothing, and the log of the
-    sums of exponentials, [G, R, C], which is computed where it is not given. q: [B, S, G, R, D] and k: [B, G, L, D],
-    both as `operand`; hidden: bool [C, block.keys]."""
+    sums of exponentials, [G, R, C], computed unless given. q: [B, S, G, R, D] and k: [B, G, L, D], both as `operand`;
+    hidden: bool [C, block.keys]."""
     own = q[block.row, block.begin : block.end].permute(1, 2, 0, 3)
     scores = widened(own.flatten(1, 2) @ k[block.row, :, : block.keys].mT).unflatten(1, own.shape[1:3])
     scores = scores.mul_(scale).masked_fill_(hidden, -torch.inf)
@@ -34,7 +35,7 @@ def block_probabilities(
     return scores.sub_(finite[..., None]).exp_(), logsumexp
 
 
-def grouped(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def grouped_heads(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return q [B, S, N, D] and k [B, L, G, D] as `block_probabilities` takes them."""
     groups = k.shape[2]
     return operand(q).unflatten(2, (groups, q.shape[2] // groups)), operand(k).transpose(1, 2)
@@ -52,9 +53,9 @@ def sparse_attention_fwd(q: Tensor, k: Tensor, v: Tensor, choice: Tensor, scale:
     """
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     sums = q.new_empty(q.shape[:-1], dtype=wide(q))
-    wide_q, wide_k = grouped(q, k)
+    wide_q, wide_k = grouped_heads(q, k)
     value = operand(v).transpose(1, 2)
-    for block in blocks(q, k.shape[1], q.shape[2]):
+    for block in query_blocks(q, k.shape[1], q.shape[2]):
         p, logsumexp = block_probabilities(block, wide_q, wide_k, ~chosen_of(block, choice), scale)
         found = p.flatten(1, 2).to(value.dtype) @ value[block.row, :, : block.keys]
         out[block.row, block.begin : block.end] = _tokens_first(found.unflatten(1, p.shape[1:3])).to(out.dtype)
@@ -83,10 +84,10 @@ def sparse_attention_bwd(
     """Return the gradients of q, k and v of `sparse_attention_fwd`, from its results. grad: [B, S, N, Dv]."""
     groups = k.shape[2]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    wide_q, wide_k = grouped(q, k)
+    wide_q, wide_k = grouped_heads(q, k)
     value = operand(v).transpose(1, 2)
     dk, dv = (torch.zeros(x.shape, dtype=logsumexp.dtype, device=x.device) for x in (wide_k, value))
-    for block in blocks(q, k.shape[1], q.shape[2]):
+    for block in query_blocks(q, k.shape[1], q.shape[2]):
         seen = (block.row, slice(None), slice(block.keys))
         sums = _heads_first(logsumexp, block, groups)
         p, _ = block_probabilities(block, wide_q, wide_k, ~chosen_of(block, choice), scale, sums)
@@ -102,7 +103,7 @@ def sparse_attention_bwd(
     return dq, dk.transpose(1, 2).contiguous().to(k.dtype), dv.transpose(1, 2).contiguous().to(v.dtype)
 
 
-@gradient_of(sparse_attention_fwd, saves=("q", "k", "v", "choice", "scale"), saves_results=(0, 1), constant=(1,))
+@register_gradient(sparse_attention_fwd, saves=("q", "k", "v", "choice", "scale"), saves_results=(0, 1), constant=(1,))
 def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str, Tensor]:
     out, sums = saved.results
     found = sparse_attention_bwd(grad, saved.q, saved.k, saved.v, out, sums, saved.choice, saved.scale)
@@ -113,7 +114,7 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, choice: Tensor, *, scale: 
     """Return softmax attention of each query to the keys that `choice` names, [B, S, N, Dv]; zeros where it names none.
 
     q: [B, S, N, D], of the last S of L positions; k: [B, L, G, D]; v: [B, L, G, Dv], one dtype; choice: int32 [B, S,
-    K], as `select_keys` returns it: no key behind its query, none twice, and negative is none. Differentiable once in
-    q, k and v.
+    K], as `select_keys` returns it: no key behind its query and none twice; a negative number stands for no key.
+    Differentiable once in q, k and v.
     """
     return sparse_attention_fwd(q, k, v, choice, scale)[0]

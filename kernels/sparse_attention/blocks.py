@@ -14,13 +14,13 @@ from torch import Tensor
 from ..chunks import wide
 
 SCORES = 2**21
-"""How many scores of all heads a block has about: 8 MB of float32, which the caches of a few cores hold."""
+"""How many scores of all heads a block has about: 8 MB of float32, as much as the caches of a few cores hold."""
 FEWEST = 16
 """The fewest queries of a block, so that its products stay matrices."""
 
 
 class Block(NamedTuple):
-    """Queries `begin` to `end` of row `row`, which see keys below `keys` at most."""
+    """Queries `begin` to `end` of row `row`; they see keys below `keys` at most."""
 
     row: int
     begin: int
@@ -28,7 +28,7 @@ class Block(NamedTuple):
     keys: int
 
 
-def blocks(queries: Tensor, keys: int, heads: int) -> Iterator[Block]:
+def query_blocks(queries: Tensor, keys: int, heads: int) -> Iterator[Block]:
     """Yield the blocks of queries [B, S, ...], the last of `keys` keys, whose scores are of `heads` heads."""
     rows, length = queries.shape[:2]
     size = max(FEWEST, SCORES // max(1, heads * keys))
@@ -54,7 +54,8 @@ def hidden_of(block: Block, hidden: Tensor | None, queries: int, keys: int, devi
 
 
 def chosen_of(block: Block, choice: Tensor) -> Tensor:
-    """Return which keys a block's queries chose, bool [C, block.keys]. choice: integers [B, S, K], below 0 is none."""
+    """Return which keys a block's queries chose, bool [C, block.keys]. choice: integers [B, S, K]; a negative one
+    stands for no key."""
     places = choice[block.row, block.begin : block.end].long()
     places = torch.where(places < 0, block.keys, places)
     found = places.new_zeros(places.shape[0], block.keys + 1, dtype=torch.bool)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..chunks import wide
-from ..custom_op import Output, gradient_of, like, operation
-from .attend import block_probabilities, grouped
-from .blocks import blocks, chosen_of, hidden_of, operand
+from ..custom_op import Output, like, operation, register_gradient
+from .attend import block_probabilities, grouped_heads
+from .blocks import chosen_of, hidden_of, operand, query_blocks
 from .select import block_scores
 
 
@@ -38,9 +38,9 @@ def indexer_loss_op(
     (queries, keys), dtype = (q.shape[1], k.shape[1]), wide(index_q)
     loss, count = (torch.zeros((), dtype=dtype, device=q.device) for _ in range(2))
     dq, dk, dw = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (index_q, index_k, weights))
-    wide_q, wide_k = grouped(q, k)
+    wide_q, wide_k = grouped_heads(q, k)
     own_q, own_k = operand(index_q), operand(index_k)
-    for block in blocks(q, keys, q.shape[2] + index_q.shape[2]):
+    for block in query_blocks(q, keys, q.shape[2] + index_q.shape[2]):
         if choice is None:
             unseen = hidden_of(block, hidden, queries, keys, q.device)
         else:
@@ -68,7 +68,7 @@ def indexer_loss_op(
     return loss / count, *((gradient / count).to(x.dtype) for gradient, x in pairs)  # type: ignore[return-value]
 
 
-@gradient_of(indexer_loss_op, saves=(), saves_results=(1, 2, 3), constant=(1, 2, 3))
+@register_gradient(indexer_loss_op, saves=(), saves_results=(1, 2, 3), constant=(1, 2, 3))
 def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str, Tensor]:
     names = ("index_q", "index_k", "weights")
     return {name: (x * grad).to(x.dtype) for name, x in zip(names, saved.results, strict=True)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..custom_op import Output, operation
-from .blocks import Block, blocks, hidden_of, operand, widened
+from .blocks import Block, hidden_of, operand, query_blocks, widened
 
 
 def block_scores(block: Block, q: Tensor, k: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def select_keys(
     queries, keys = q.shape[1], k.shape[1]
     choice = torch.full((*q.shape[:2], min(topk, keys)), -1, dtype=torch.int32, device=q.device)
     q, k = operand(q), operand(k)
-    for block in blocks(q, keys, q.shape[2]):
+    for block in query_blocks(q, keys, q.shape[2]):
         _, scores = block_scores(block, q, k, weights)
         scores.masked_fill_(hidden_of(block, hidden, queries, keys, q.device), -torch.inf)
         if eligible is not None:

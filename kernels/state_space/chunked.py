@@ -1,5 +1,5 @@
-"""State spaces in chunks: that of Mamba-2 as linear attention with decay (arXiv 2405.21060, section 6), whose queries,
-keys and values are C, B and dt x; the selective scan by steps that all chunks take at once.
+"""State spaces in chunks: the scan of Mamba-2 as linear attention with decay (arXiv 2405.21060, section 6), whose
+queries, keys and values are C, B and dt x; the selective scan by steps that all chunks take at once.
 
 B batch, T tokens, H heads of P channels, D channels, N states, L chunks, M documents.
 """
@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import aligned, chunks_of, joined, starts_of, wide
+from ..chunks import aligned_documents, chunks_of, join_chunks, starts_of, wide
 from ..linear_attention import linear_attention
 from ..linear_attention.states import decayed_states
 
 STEPS = 16
-"""Tokens of a chunk of the selective scan, which a graph writes out."""
+"""Tokens of a chunk of the selective scan; a graph writes them out."""
 
 
 def state_space_scan(
@@ -60,7 +60,7 @@ def selective_scan(
     value, dt, A, B, C = (z.to(dtype) for z in (x, dt, A, B, C))
     written, starts, layout = dt * value, starts_of(documents), None
     if cu_seqlens is not None:
-        layout = aligned(cu_seqlens, tokens, 0 if initial_state is None else N, STEPS)
+        layout = aligned_documents(cu_seqlens, tokens, 0 if initial_state is None else N, STEPS)
         unit = state = None
         if initial_state is not None:  # N tokens with the unit vectors as B write it, and do not decay
             state = initial_state.transpose(1, 2)
@@ -97,4 +97,4 @@ def _scan(
     for t in range(STEPS):
         state = decays[t] * state + inputs[t]
         y.append((state * C[:, :, t, None]).sum(-1))
-    return joined(torch.stack(y, 2)[:, :, None], len(states) * STEPS)[:, :, 0], states
+    return join_chunks(torch.stack(y, 2)[:, :, None], len(states) * STEPS)[:, :, 0], states

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ..chunks import wide
-from ..custom_op import Output, gradient_of, like, operation
-from ..field import gradients, in_one_row, served_by
+from ..custom_op import Output, like, operation, register_gradient
+from ..field import in_one_row, recomputed_gradients, served_by
 
 _CHUNK = 256
 
 
-def serves(x: Tensor) -> bool:
+def uses_scan_library(x: Tensor) -> bool:
     """Whether the library computes the scan of x; counts why not, on CUDA."""
     return served_by("state_space_scan", "mamba_ssm", "mamba-ssm", x)
 
@@ -84,7 +84,7 @@ def state_space_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the first seven arguments of the forward pass."""
     inputs = (x, dt, A, B, C, D, initial_state)
-    return gradients(_run, inputs, (cu_seqlens, documents), (grad, grad_state))  # type: ignore[return-value]
+    return recomputed_gradients(_run, inputs, (cu_seqlens, documents), (grad, grad_state))  # type: ignore[return-value]
 
 
 def _run(
@@ -117,7 +117,7 @@ def _run(
     return (out, after) if of_rows is None else of_rows(out, after)
 
 
-@gradient_of(state_space_fwd, saves=("x", "dt", "A", "B", "C", "D", "initial_state", "cu_seqlens", "documents"))
+@register_gradient(state_space_fwd, saves=("x", "dt", "A", "B", "C", "D", "initial_state", "cu_seqlens", "documents"))
 def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor, grad_state: Tensor) -> dict[str, Tensor]:
     names = ("x", "dt", "A", "B", "C", "D", "initial_state")
     operands = (*(getattr(saved, name) for name in names), saved.cu_seqlens, saved.documents)

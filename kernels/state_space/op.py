@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import recurrent
-from ..chunks import check_documents
+from ..chunks import check_cu_seqlens
 from . import chunked, library, reference
 
 
@@ -32,8 +32,8 @@ def state_space_scan(
     neighbours with the same number are a document; the first goes on from initial_state, the others from zeros.
 
     Returns y [B, T, H, P] in x's dtype and the states behind the last token, or behind each document of cu_seqlens, in
-    float32 (float64 for float64), which the sums are in, too. Raises ValueError for shapes that do not fit, and for
-    both cu_seqlens and documents.
+    float32 (float64 for float64), the dtype of the sums. Raises ValueError for shapes that do not fit, and for both
+    cu_seqlens and documents.
     """
     fits = (
         x.dim() == 4 and B.dim() == 4 and B.shape == C.shape and x.shape[:3] == dt.shape and x.shape[:2] == B.shape[:2]
@@ -43,12 +43,12 @@ def state_space_scan(
             f"the state space has {_shapes(x, dt, A, B, C)}; allowed: x [B, T, H, P], dt [B, T, H], A [H], B and C [B, "
             "T, G, N] with H a multiple of G"
         )
-    check_documents(cu_seqlens, documents, x.shape[0], initial_state, (*x.shape[2:], B.shape[3]))
+    check_cu_seqlens(cu_seqlens, documents, x.shape[0], initial_state, (*x.shape[2:], B.shape[3]))
     if x.shape[1] == 0 or (x.shape[1] == 1 and cu_seqlens is None):
-        if recurrent.step.serves(B.shape[3], x, dt, A, B, C, D, initial_state):
+        if recurrent.step.uses_recurrent_step(B.shape[3], x, dt, A, B, C, D, initial_state):
             return recurrent.step.space_step(x, dt, A, B, C, D, initial_state)
         return reference.state_space_scan(x, dt, A, B, C, D, initial_state)
-    scan = library.state_space_scan if library.serves(x) else chunked.state_space_scan
+    scan = library.state_space_scan if library.uses_scan_library(x) else chunked.state_space_scan
     return scan(x, dt, A, B, C, D, initial_state, cu_seqlens, documents)
 
 
@@ -75,7 +75,7 @@ def selective_scan(
             f"the selective scan has {_shapes(x, dt, A, B, C)}; allowed: x and dt [B, T, D], A [D, N], B and C "
             "[B, T, N]"
         )
-    check_documents(cu_seqlens, documents, x.shape[0], initial_state, tuple(A.shape))
+    check_cu_seqlens(cu_seqlens, documents, x.shape[0], initial_state, tuple(A.shape))
     if x.shape[1] == 0 or (x.shape[1] == 1 and cu_seqlens is None):
         return reference.selective_scan(x, dt, A, B, C, D, initial_state)
     return chunked.selective_scan(x, dt, A, B, C, D, initial_state, cu_seqlens, documents)

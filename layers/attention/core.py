@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.kernels import flash_attention
-from te_models.kernels.decode_attention import attend_one
-from te_models.kernels.decode_attention import serves as serves_one
+from te_models.kernels.decode_attention import attend_one, uses_decode_attention
 from te_models.kernels.gemm import matmul
 from te_models.kernels.gemm.cpu import in_float32
 from te_models.kernels.without_autocast import without_autocast
@@ -42,7 +41,7 @@ def attend(
     mask = visible
     if bias is not None:
         mask = bias if visible is None else torch.where(visible, bias, float("-inf"))
-    if bias is None and not dropout and query.shape[-2] == 1 and serves_one(query, key, value, mask):
+    if bias is None and not dropout and query.shape[-2] == 1 and uses_decode_attention(query, key, value, mask):
         return attend_one(query, key, value, mask, scale)
     shared = query.shape[1] != key.shape[1]
     if shared and (not key.shape[1] or value.shape[1] != key.shape[1]):  # by which torch divides
@@ -56,7 +55,7 @@ def attend(
         found = F.scaled_dot_product_attention(_folded(query, key), key, value, mask, dropout, scale=scale)
         return found.reshape(query.shape[0], query.shape[1], 1, value.shape[-1])
     late = not causal or query.shape[2] <= key.shape[2]  # queries of the last keys
-    if mask is None and not dropout and late and flash_attention.serves(query, key, value, scale):
+    if mask is None and not dropout and late and flash_attention.uses_flash_attention(query, key, value, scale):
         return flash_attention.flash_attention(query, key, value, scale=scale, causal=causal)
     options = {"dropout_p": dropout, "is_causal": causal, "scale": scale, "enable_gqa": shared}
     if query.shape[2] != 1 and in_float32(query):  # one token: reading the cache is what takes the time

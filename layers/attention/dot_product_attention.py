@@ -22,7 +22,7 @@ from te_models.suggestions import shown
 
 from ..distributed.context_parallel import ContextShard, groups_by_ranks
 from ..module.extra_state import leave_extra_state
-from ..module.options import DEFAULT_PARAMETERS, Parameters
+from ..module.options import DEFAULT_PARAMETERS, ParameterOptions
 from ..recipe.activation_checkpoint import checkpointed
 from .core import attend
 from .mask import NO_BIAS, Masking, ScoreBias, Window, mask_type_of, masks_of, window_of
@@ -70,7 +70,7 @@ class DotProductAttention(nn.Module):
         softmax_scale: float | None = None,
         softcap: float | None = None,
         softmax_type: str = "vanilla",
-        parameters: Parameters = DEFAULT_PARAMETERS,
+        parameters: ParameterOptions = DEFAULT_PARAMETERS,
     ) -> None:
         super().__init__()
         check_choice("softmax_type", softmax_type, _SOFTMAX_TYPES)
@@ -183,19 +183,19 @@ class DotProductAttention(nn.Module):
             return None
         window = masking.causal_window(queries, keys)
         if window is None:
-            seen, serves = _WHOLE[1], self.attends_documents(query.device, _WHOLE[1])
-            serves = serves and masking.hides_later_keys_alone(queries, keys)
-            if serves and self.softcap is not None:
-                serves = queries >= _SOFTCAP_IN_BLOCKS or self._has_flash_attention(query, key, value)
-            elif serves and self.softmax_type == "vanilla":  # torch's needs no mask for as many queries as keys
-                serves = keys != queries and self._has_flash_attention(query, key, value)
+            seen, is_served = _WHOLE[1], self.attends_documents(query.device, _WHOLE[1])
+            is_served = is_served and masking.hides_later_keys_alone(queries, keys)
+            if is_served and self.softcap is not None:
+                is_served = queries >= _SOFTCAP_IN_BLOCKS or self._has_flash_attention(query, key, value)
+            elif is_served and self.softmax_type == "vanilla":  # torch's needs no mask for as many queries as keys
+                is_served = keys != queries and self._has_flash_attention(query, key, value)
         else:
             seen = (window - 1, 0)
-            serves = masking.attention_mask is None and self._has_flash_attention(query, key, value)
-            if not serves and saves(window, queries, keys):
+            is_served = masking.attention_mask is None and self._has_flash_attention(query, key, value)
+            if not is_served and saves(window, queries, keys):
                 masking.check()
                 return partial(self._attend_window, window=window, hidden=masking.hidden_keys)
-        if not serves:
+        if not is_served:
             return None
         masking.check()
         one = torch.zeros(key.shape[:2], dtype=torch.int64, device=key.device)
@@ -206,7 +206,9 @@ class DotProductAttention(nn.Module):
         if self.attention_dropout > 0 and self.training:
             return False
         scale = self._scale if self._assigned_scale is None else 1.0
-        return flash_attention.serves(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale)
+        return flash_attention.uses_flash_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale
+        )
 
     def _attend_window(self, query: Tensor, key: Tensor, value: Tensor, window: int, **others: Tensor | None) -> Tensor:
         """Attend in a causal window, see `attend_in_window`."""
@@ -240,7 +242,7 @@ class DotProductAttention(nn.Module):
     ) -> Tensor:
         """Attend within documents, whatever the module's mask type, and within its window: query [B, Q, N, D], of the
         last positions, key [B, S, G, D], value [B, S, G, Dv] -> [B, Q, N * Dv]. documents: int64 [B, S], see
-        `te_models.kernels.packed_attention`. window: as for `attends_documents`, which says what serves. The memory is
+        `te_models.kernels.packed_attention`. window: as for `attends_documents`. The memory is
         linear in S but for a table of blocks on CUDA."""
         window = window_of(self.window_size, self.attn_mask_type) if window is None else window
         flex = query.device.type in _FLEX_DEVICES

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from te_models.suggestions import shown
 
-from .rows import Rows, packed_rows, padded_rows, rows_not_hidden, whole_rows
+from .rows import SequenceRows, packed_rows, padded_rows, rows_not_hidden, whole_rows
 
 BiasType = Literal["no_bias", "pre_scale_bias", "post_scale_bias", "alibi"]
 
@@ -120,8 +120,8 @@ class Masking(NamedTuple):
     packed: bool
 
     def causal_window(self, queries: int, keys: int) -> int | None:
-        """Return how many positions a query sees, its own and those before it, where that and `hidden_keys` is all that
-        hides keys from so many queries of the last positions; None where there is no window, or more is hidden."""
+        """Return how many positions a query sees, counting itself, if only that window and `hidden_keys` hide keys from
+        these queries of the last positions; None where there is no window, or more is hidden."""
         mask = self.attention_mask
         if not self._hides_later_keys(queries, keys) or isinstance(mask, tuple):
             return None
@@ -131,7 +131,8 @@ class Masking(NamedTuple):
         return None if before < 0 else before + 1
 
     def hides_later_keys_alone(self, queries: int, keys: int) -> bool:
-        """Whether each of so many queries of the last positions, more than one, sees all keys up to its own."""
+        """Whether plain causal attention applies: more than one query, and each sees exactly the keys up to its
+        position."""
         alone = queries > 1 and self.attention_mask is None and self._hides_later_keys(queries, keys)
         return alone and window_of(self.window_size, self.mask_type)[0] < 0
 
@@ -204,7 +205,7 @@ def masks_of(
     return visible, bias.values(distance, query.shape[2], scale, query.device), False
 
 
-def _rows(masking: Masking, length: int, keys: int, device: torch.device) -> tuple[Rows, Rows]:
+def _rows(masking: Masking, length: int, keys: int, device: torch.device) -> tuple[SequenceRows, SequenceRows]:
     """Return where queries and keys stand."""
     (q, kv), (q_begins, kv_begins), mask = masking.cu_seqlens, masking.cu_seqlens_padded, masking.attention_mask
     if "padding" not in masking.mask_type:
@@ -224,7 +225,7 @@ def _rows(masking: Masking, length: int, keys: int, device: torch.device) -> tup
     return rows_not_hidden(both[0]), rows_not_hidden(both[1])
 
 
-def distances(queries: Rows, keys: Rows, *, bottom_right: bool) -> Tensor:
+def distances(queries: SequenceRows, keys: SequenceRows, *, bottom_right: bool) -> Tensor:
     """Return how far each key is before each query, [B or 1, 1, S, L]: negative behind it. bottom_right: counted from
     the ends of the two sequences."""
     before, place = queries.places(from_end=bottom_right), keys.places(from_end=bottom_right)
@@ -232,7 +233,13 @@ def distances(queries: Rows, keys: Rows, *, bottom_right: bool) -> Tensor:
 
 
 def visible_keys(
-    queries: Rows, keys: Rows, distance: Tensor, *, causal: bool, window: tuple[int, int], hidden: Tensor | None
+    queries: SequenceRows,
+    keys: SequenceRows,
+    distance: Tensor,
+    *,
+    causal: bool,
+    window: tuple[int, int],
+    hidden: Tensor | None,
 ) -> Tensor | None:
     """Return the bool mask, True where a query may look, broadcastable to [B, N, S, L]; None: everywhere."""
     conditions = [distance >= 0] if causal else []

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_models.kernels.packed_attention import sees_own_document
+from te_models.kernels.packed_attention import document_runs, sees_own_document
 from te_models.kernels.torch_versions import own_result
 from te_models.kernels.without_autocast import without_autocast
 
@@ -39,7 +39,7 @@ class RingRule(NamedTuple):
 
 class Hidden(NamedTuple):
     """mask: bool [B, 1, 1 or S, whole length], True where a key is hidden; documents: int64 [B, whole length], negative
-    for padding: a query sees keys of its own."""
+    for padding: neighbours of the same number are a document, and a query sees keys of its own."""
 
     mask: Tensor | None = None
     documents: Tensor | None = None
@@ -54,7 +54,8 @@ def ring_attention(
     sink: one extra logit of each head, [N]. slopes: of each head, [N]; scores are lower by them times the distance of
     the key from the last one. A query that sees no key gets zeros. Collective over the ranks.
     """
-    return _Ring.apply(q, k, v, sink, hidden.mask, hidden.documents, slopes, rule)
+    runs = None if hidden.documents is None else document_runs(hidden.documents)
+    return _Ring.apply(q, k, v, sink, hidden.mask, runs, slopes, rule)
 
 
 class _Block(NamedTuple):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 
-class Rows(NamedTuple):
+class SequenceRows(NamedTuple):
     """Where queries or keys stand. position, length: [B or 1, S], the number of each row in its sequence and how many
-    rows that has; real: [B or 1, S] bool, False for padding, None: none is; sequence: [1, T], which of the packed
-    sequences, None: not packed."""
+    rows that has; real: [B or 1, S] bool, False for padding, None: none is; sequence: [1, T], the number of the packed
+    sequence; None: not packed."""
 
     position: Tensor
     length: Tensor | int
@@ -26,29 +26,29 @@ class Rows(NamedTuple):
         return self.position - self.length if from_end else self.position
 
 
-def whole_rows(length: int, device: torch.device) -> Rows:
+def whole_rows(length: int, device: torch.device) -> SequenceRows:
     """Return the rows of sequences without padding."""
-    return Rows(torch.arange(length, device=device)[None], length)
+    return SequenceRows(torch.arange(length, device=device)[None], length)
 
 
-def rows_not_hidden(hidden: Tensor) -> Rows:
+def rows_not_hidden(hidden: Tensor) -> SequenceRows:
     """Return the rows of sequences of which `hidden` [B, 1, 1, S] bool marks the padding."""
     real = ~hidden[:, 0, 0]
-    return Rows(torch.arange(real.shape[1], device=real.device)[None], real.sum(-1, keepdim=True), real)
+    return SequenceRows(torch.arange(real.shape[1], device=real.device)[None], real.sum(-1, keepdim=True), real)
 
 
-def padded_rows(length: int, cu_seqlens: Tensor) -> Rows:
+def padded_rows(length: int, cu_seqlens: Tensor) -> SequenceRows:
     """Return the rows of sequences of which the first ones are real. cu_seqlens: [B + 1], sums of their numbers."""
     position = torch.arange(length, device=cu_seqlens.device)[None]
     lengths = cu_seqlens.diff()[:, None]
-    return Rows(position, lengths, position < lengths)
+    return SequenceRows(position, lengths, position < lengths)
 
 
-def packed_rows(tokens: int, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> Rows:
+def packed_rows(tokens: int, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> SequenceRows:
     """Return the rows of sequences that follow each other. cu_seqlens: [B + 1], sums of the sequences' lengths;
     cu_seqlens_padded: [B + 1], where each begins, None: where the one before ends."""
     begins = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
     token = torch.arange(tokens, device=cu_seqlens.device)
     sequence = torch.bucketize(token, begins[1:].contiguous(), right=True).clamp(max=cu_seqlens.shape[0] - 2)
     position, length = token - begins[:-1][sequence], cu_seqlens.diff()[sequence]
-    return Rows(position[None], length[None], (position < length)[None], sequence[None])
+    return SequenceRows(position[None], length[None], (position < length)[None], sequence[None])

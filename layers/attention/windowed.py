@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_models.kernels.packed_attention import sees_own_document
+from te_models.kernels.packed_attention import document_runs, sees_own_document
 
 FEWEST = 64
 """Queries of a block: with fewer, a window of few positions would make too many blocks."""
@@ -27,7 +27,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of queries [R, b, N, D], keys and values [R, k, G, D] and the bool mask [1 or R, 1, b, k] -> [R, b, N * Dv]."""
 
 
-def block_of(window: int) -> int:
+def block_length(window: int) -> int:
     """Return b, for a window of so many positions, its own included."""
     return max(window, FEWEST)
 
@@ -35,7 +35,7 @@ def block_of(window: int) -> int:
 def saves(window: int, queries: int, keys: int) -> bool:
     """Whether blocks have less to do than all queries with all keys have, and can be made: the keys begin where the
     queries do, or a block before."""
-    block = block_of(window)
+    block = block_length(window)
     return queries > 3 * block and (keys == queries or keys >= queries + block)
 
 
@@ -60,7 +60,7 @@ def attend_in_window(
     seen = partial(_visible, reach=reach, device=query.device)
     if not saves(window, length, keys):
         return attend(query, key, value, seen(length, keys, documents, hidden))
-    block, found = block_of(window), []
+    block, found = block_length(window), []
     if keys == length:  # the first block has none before it
         q, k, v = (t[:, :block] for t in (query, key, value))
         own = (None if t is None else t[:, :block] for t in (documents, hidden))
@@ -91,14 +91,15 @@ def _visible(
     distance = keys - queries + torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
     visible = ((distance >= 0) & (distance <= reach))[None]
     if documents is not None:
-        visible = visible & sees_own_document(documents, documents[:, keys - queries :])
+        runs = document_runs(documents)
+        visible = visible & sees_own_document(runs, runs[:, keys - queries :])
     if hidden is not None:
         visible = visible & ~hidden[:, None]
     return visible[:, None]
 
 
 def _with_rows(x: Tensor, missing: int, value: Any = 0) -> Tensor:
-    """Return x [B, S, ...] with so many rows of a value behind it."""
+    """Return x [B, S, ...] followed by this many rows of one value."""
     return F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing), value=value) if missing else x
 
 

@@ -81,13 +81,14 @@ def gather_positions(x: Tensor, shard: ContextShard) -> Tensor:
     return _Gathered.apply(x, shard)
 
 
-def gather_rows(x: Tensor, shard: ContextShard) -> Tensor:
+def gather_rows_of_ranks(x: Tensor, shard: ContextShard) -> Tensor:
     """Return the rows of all ranks, [ranks T, ...] of [T, ...], in rank order. The gradient is summed over ranks."""
     return _Rows.apply(x, shard.group)
 
 
 def mean_of_ranks(x: Tensor, shard: ContextShard) -> Tensor:
-    """Return the mean over the ranks, on every rank; each has the gradient of its own summand times their number."""
+    """Return the mean over the ranks, on every rank; each rank has the gradient of its summand times the number of
+    ranks."""
     return _Mean.apply(x, shard)
 
 

@@ -5,9 +5,9 @@ By all-to-all a token travels once for each of its experts. Here the rows of sev
 their results added up, where the experts are: if a token chooses 8 of 256 experts over 8 ranks, 5.3 T tokens travel in
 place of 8 T rows. The price is one more rounding, of each rank's part of a sum to the dtype that travels.
 
-The backward pass of a dispatch is a combination, which adds up the ranks' gradients of a token and brings the gradients
-of its weights; the backward pass of a combination is a dispatch that repeats the layout of the first one. deep_ep
-computes the order of the received tokens, and waits on the host for their number; `local_rows` sorts them by expert.
+The backward pass of a dispatch is a combination: it adds up the ranks' gradients of a token and brings the gradients of
+its weights; the backward pass of a combination is a dispatch that repeats the layout of the first one. deep_ep computes
+the order of the received tokens, and waits on the host for their number; `local_rows` sorts them by expert.
 
 deep_ep sends bfloat16 between CUDA devices alone, and torch cannot trace it: a compiled graph ends before each call.
 
@@ -41,7 +41,7 @@ class Received(NamedTuple):
     """What a rank received. x: [R, H]. weights: [R, K] float32. experts: [R, K] int64, each choice as a number of this
     rank's experts, -1 for an expert of another rank. rows: N, how many choices are of this rank's experts.
     chosen: [E] int64, how many of the rank's own tokens chose each expert. way: the buffer and the layout of what it
-    sent, which `combine_tokens` takes."""
+    sent, for `combine_tokens`."""
 
     x: Tensor
     weights: Tensor
@@ -89,9 +89,9 @@ def dispatch_tokens(
 ) -> Received:
     """Send each token to the ranks of its experts.
 
-    x: [T, H], which travels in the compute dtype; weights, indices: [T, K], an index of E or more, `experts`, for no
-    expert. group: a name. balanced: suppose that choices are independent and make so many rows, for tensors without
-    values. Raises ValueError for another compute dtype than `DTYPE`, and as `check_available`.
+    x: [T, H]; it travels in the compute dtype; weights, indices: [T, K], an index of E or more, `experts`, for no
+    expert. group: a name. balanced: assume independent choices that make this many rows, for tensors without values.
+    Raises ValueError for another compute dtype than `DTYPE`, and as `check_available`.
     """
     ranks = resolve_group(group)
     dtype = compute_dtype(x)
@@ -190,7 +190,7 @@ class _LocalRows(torch.autograd.Function):
 
 
 def _buffer(group: dist.ProcessGroup, token_bytes: int) -> Any:
-    """Return the buffer for tokens of so many bytes, as large as deep_ep's settings of this moment ask for."""
+    """Return the buffer for tokens of this many bytes, as large as deep_ep's settings of this moment ask for."""
     buffers, ranks = _library().Buffer, group.size()
     settings = buffers.get_dispatch_config(ranks), buffers.get_combine_config(ranks)
     node = max(setting.get_nvl_buffer_size_hint(token_bytes, ranks) for setting in settings)
@@ -202,7 +202,7 @@ def _buffer(group: dist.ProcessGroup, token_bytes: int) -> Any:
 
 @functools.cache
 def _allocated(group: dist.ProcessGroup, node: int, network: int) -> Any:
-    """Return the one buffer of a group of these sizes, which all layers use in turn."""
+    """Return the one buffer of a group of these sizes; all layers use it in turn."""
     return _library().Buffer(group, node, network)
 
 
@@ -216,7 +216,7 @@ class _SupposedBuffer:
         self._group, self._ranks, self._rows = group, ranks, rows
 
     def get_dispatch_layout(self, indices: Tensor, experts: int) -> tuple[None, None, Tensor, None, None]:
-        """Return the counts of the experts' tokens, which have no values; nothing else is needed."""
+        """Return the counts of the experts' tokens without values; nothing else is needed."""
         return None, None, indices.new_zeros(experts, dtype=torch.int32), None, None
 
     def dispatch(self, x: Tensor, *, handle: Any = None, **layout: Any) -> tuple[Any, ...]:

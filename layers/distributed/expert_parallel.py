@@ -1,7 +1,7 @@
-"""Expert parallelism: each rank of a group has tokens and experts of its own, and what the ranks tell each other.
+"""Expert parallelism: each rank of a group holds different tokens and different experts; this is what they exchange.
 
-Two ways to the same numbers. By all-to-all each row travels to the rank of its expert and its result travels back: the
-rows of a rank are those that its experts multiply, and how many that are is data, which the host learns once per layer
+Two ways to the same numbers. By all-to-all each row travels to the rank of its expert and its result travels back: a
+rank's rows are the rows that its experts multiply. Their number is data; the host learns it once per layer
 (`exchange_splits`). By all-gather every rank gets the tokens of all, multiplies those that chose its experts, and the
 sum over ranks is the layer's output: shapes follow from the number of tokens alone, so nothing waits for a router's
 decision, and memory grows with the number of ranks. Sums over ranks run in float32 and are rounded once, as the sum of
@@ -60,9 +60,9 @@ def exchange_splits(
 ) -> Splits:
     """Tell the other ranks how many rows come for their experts, and wait until the host knows all numbers.
 
-    tokens_per_expert: [E] int64, of this rank's rows; group: a name, unused for one rank. balanced: suppose that so
-    many rows go to all ranks alike, for tensors without values, which nobody can read. split_group: the name of the
-    group of the `split_ranks` ranks that split each expert, if there are several.
+    tokens_per_expert: [E] int64, of this rank's rows; group: a name, unused for one rank. balanced: assume that this
+    many rows are spread evenly over the ranks, for tensors without values. split_group: the name
+    of the group of the `split_ranks` ranks that split each expert, if there are several.
     """
     mine = tokens_per_expert.view(ranks, -1)
     rows = all_to_all(mine, group) if ranks > 1 else mine
@@ -266,7 +266,7 @@ def local_choices(indices: Tensor, weights: Tensor, first: int, experts: int) ->
     """Return (each token's choices as numbers of this rank's `experts`, counted from `first`, or `experts` for one of
     another rank; their weights), [T, K] each, or [T, experts] where those are fewer.
 
-    indices: [T, K] integer, a token's all different, which is why it needs no more; weights: [T, K].
+    indices: [T, K] integer, all different for a token, so that it needs no more; weights: [T, K].
     """
     local = indices - first
     local = torch.where((local >= 0) & (local < experts), local, experts)

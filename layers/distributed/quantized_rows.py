@@ -7,7 +7,7 @@ lie, too. So the sender rounds, codes and scales travel, and the receiver's laye
 leaves as they are. What contracts rows, a weight gradient, sees the rounded values where it would have seen the
 original ones.
 
-R rows, C columns, B bytes of a row: C, and those of its scales.
+R rows, C columns, B bytes of a row: C, plus the bytes of its scales.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _WEIGHT_DIM = {"column": 0, "row": 1}
 
 
 @dataclass(frozen=True)
-class Split:
+class TensorParallelSplit:
     """How the weight of a layer is split over ranks. mode None: it is whole; group None: the default group where `size`
     is its number of ranks; sequence_parallel: the activations between split layers are split over the ranks, too."""
 
@@ -43,7 +43,7 @@ class Split:
     sequence_parallel: bool = False
 
 
-WHOLE = Split()
+WHOLE = TensorParallelSplit()
 
 
 def split_group(mode: str | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -93,7 +93,7 @@ class TensorParallelModule(nn.Module):
         """The process group; None if the layer is not split."""
         return None if self.tp_size == 1 else resolve_group(self.tp_group_name)
 
-    def split_features(self, split: Split, in_features: int, out_features: int) -> tuple[int, int]:
+    def split_features(self, split: TensorParallelSplit, in_features: int, out_features: int) -> tuple[int, int]:
         """Take over how a layer with one weight is split, and return this rank's in and out features.
 
         Sets `parallel_mode`, to None where there is one rank. ValueError for an unknown one.
@@ -135,7 +135,7 @@ class TensorParallelModule(nn.Module):
         shape[dim] *= self.tp_size
         whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
         init_method(whole)
-        parameter.copy_(part_of(whole, dim, self.tp_rank, self.tp_size, stride))
+        parameter.copy_(rank_part(whole, dim, self.tp_rank, self.tp_size, stride))
 
     def mark_part(self, parameter: nn.Parameter | None, dim: int | None, stride: int = 1) -> None:
         """Note on a parameter how it is split, if it is."""
@@ -158,16 +158,16 @@ class TensorParallelModule(nn.Module):
         return y if bias is None else y + self.for_own_rows(bias).to(y.dtype)
 
     def rows_gradient(self, dx: Tensor) -> Tensor:
-        """Return the gradient of the argument of `whole_rows` from that of its result."""
+        """Return the gradient of `whole_rows` in its argument, from the gradient of its result."""
         return dx if self.tp_size == 1 else _collective(dx, "scatter" if self.sequence_parallel else "sum", self)
 
     def summed_gradient(self, dy: Tensor) -> Tensor:
-        """Return the gradient of the argument of `summed`, without a bias, from that of its result."""
+        """Return the gradient of `summed` in its argument, without a bias, from the gradient of its result."""
         return _collective(dy, "gather", self) if self.sequence_parallel else dy
 
     def summed_for_all(self, x: Tensor) -> Tensor:
-        """Return the sum over ranks of what each computed from its own features, where every rank goes on to compute
-        with the sum something of its own: the gradient is summed, too."""
+        """Return the sum over ranks of what each computed from its own features, for ranks that go on to compute
+        different things with the sum: the gradient is summed, too."""
         return x if self.tp_size == 1 else _collective(_collective(x, "sum", self), "same", self)
 
     def for_own_rows(self, parameter: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def with_summed_gradient(x: Tensor, group: str) -> Tensor:
     return _Collective.apply(x, "same", group)
 
 
-def part_of(whole: Tensor, dim: int, rank: int, ranks: int, stride: int = 1) -> Tensor:
+def rank_part(whole: Tensor, dim: int, rank: int, ranks: int, stride: int = 1) -> Tensor:
     """Return one rank's part of a parameter along `dim`, of each of `stride` equal blocks."""
     blocks = whole.chunk(stride, dim)
     return torch.cat([block.chunk(ranks, dim)[rank] for block in blocks], dim)

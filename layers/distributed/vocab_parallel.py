@@ -26,9 +26,9 @@ from te_models.kernels.cross_entropy import (
     shard_statistics,
 )
 from te_models.kernels.cross_entropy.chunked import loss_and_gradients
-from te_models.kernels.cross_entropy.op import scalar_tensor, scaled
+from te_models.kernels.cross_entropy.op import scalar_tensor, scaled_in_float32
 from te_models.kernels.cross_entropy.reference import valid_count
-from te_models.kernels.cross_entropy.shards import steps
+from te_models.kernels.cross_entropy.shards import shard_rows_per_step
 from te_models.kernels.embedding import embedding
 from te_models.kernels.torch_versions import own_result
 
@@ -65,9 +65,9 @@ def vocab_parallel_cross_entropy(
     """Return the loss of each token, the same on every rank, float32 in labels' shape; 0 where it does not count.
 
     logits: [..., v], this rank's words; labels: [...] integer, words of the whole vocabulary, or ignore_index.
-    Differentiable once in the logits: the loss depends on all ranks' logits, and each rank gets the gradient of its own
-    as if it had the whole loss. Collective. ValueError for shapes that do not fit and, eagerly on a CPU, for a label
-    that is no word; elsewhere its loss is NaN.
+    Differentiable once in the logits: the loss depends on all ranks' logits, and each rank gets the gradient of its
+    logits as if it had the whole loss. Collective. ValueError for shapes that do not fit and, eagerly on a CPU, for a
+    label that is no word; elsewhere its loss is NaN.
     """
     if logits.shape[:-1] != labels.shape:
         allowed = tuple(logits.shape[:-1])
@@ -200,8 +200,13 @@ class _LinearLoss(torch.autograd.Function):
         if dw and ctx.main_grad is not None:
             ctx.main_grad.addcmul_(weight, grad)
         elif dw:
-            of_weight = scaled(weight, grad)
-        return scaled(hidden, grad) if dx else None, of_weight, scaled(bias, grad) if db else None, *(None,) * 8
+            of_weight = scaled_in_float32(weight, grad)
+        return (
+            scaled_in_float32(hidden, grad) if dx else None,
+            of_weight,
+            scaled_in_float32(bias, grad) if db else None,
+            *(None,) * 8,
+        )
 
 
 def _loss_and_gradient_(
@@ -229,7 +234,7 @@ def _loss_and_gradient_(
         loss = loss + z_loss_coeff * squares[-1]
     if scale is None:
         return loss
-    for step in steps(logits):
+    for step in shard_rows_per_step(logits):
         z = final[step]
         of_loss = scale.expand(z.shape[0])
         gradient = shard_gradient(z, labels[step], first, normalizer[step], of_loss, words)
@@ -328,8 +333,8 @@ def vocab_parallel_embedding(
 
 
 def gather_logits(logits: Tensor, shard: VocabShard) -> Tensor:
-    """Return the logits of all words, [..., V] of [..., v], on every rank; where all ranks compute the same with them,
-    each has the gradient of its own."""
+    """Return the logits of all words, [..., V] of [..., v], on every rank; if all ranks compute the same with them,
+    each has the gradient of its logits."""
     return _AllLogits.apply(logits, shard)
 
 

@@ -37,7 +37,7 @@ from ..tensor.grouped_storage import GroupedTensorStorage
 from ..tensor.grouped_tensor import GroupedRows, GroupedTensor
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage import QuantizedFields, QuantizedStorage
-from .quantizer_string import quantizer_of, text_of
+from .quantizer_string import quantizer_from_text, text_of
 
 Live = Quantizer | Float8Quantizer
 PLAIN = "Tensor"
@@ -56,8 +56,8 @@ def quantizer_kind(hint: Any) -> Kind | Encoded | None:
     if Float8Quantizer in classes:
         return None if optional else _any_kind()
     if optional:
-        return Encoded(str | None, lambda q: None if q is None else text_of(q), lambda t: t and quantizer_of(t))
-    return Encoded(str, text_of, quantizer_of)
+        return Encoded(str | None, lambda q: None if q is None else text_of(q), lambda t: t and quantizer_from_text(t))
+    return Encoded(str, text_of, quantizer_from_text)
 
 
 def _live_kind() -> Kind:

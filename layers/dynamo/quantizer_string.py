@@ -1,4 +1,4 @@
-"""A quantizer as a text: how a schema, which knows no objects, sees this constant.
+"""A quantizer as a text: a schema knows no objects, and sees this constant so.
 
 The text is the same in every process and rebuilds an equal quantizer of the same class, a user's own class included.
 """
@@ -20,7 +20,7 @@ from te_models.kernels.compiling import compiling
 from te_models.kernels.torch_versions import constant_when_traced, register_constants
 
 from ..quantizer import Quantizer
-from ..quantizer.value import ValueObject, rebuild, value_class
+from ..quantizer.value import ValueObject, rebuild_value, value_class
 
 
 def text_of(quantizer: Quantizer) -> str:
@@ -36,7 +36,7 @@ def text_of(quantizer: Quantizer) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def quantizer_of(text: str) -> Quantizer:
+def quantizer_from_text(text: str) -> Quantizer:
     """Undo `text_of`. ValueError where this process has imported no class, or more than one, of the name."""
     return _value(json.loads(text), Quantizer)
 
@@ -59,7 +59,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, float):
-        # traced by torch 2.11, which under dynamic=True makes graph inputs of floats, but not of members of a set
+        # traced by torch 2.11: under dynamic=True it makes graph inputs of floats, but not of members of a set
         return next(iter({value}))
     return value.name if isinstance(value, enum.Enum) else value
 
@@ -69,7 +69,9 @@ def _value(plain: Any, hint: Any) -> Any:
     if isinstance(plain, dict):
         cls = _class_of(plain["class"])
         hints = typing.get_type_hints(cls)
-        return rebuild(cls, **{name: _value(held, hints[name]) for name, held in plain.items() if name != "class"})
+        return rebuild_value(
+            cls, **{name: _value(held, hints[name]) for name, held in plain.items() if name != "class"}
+        )
     for member in typing.get_args(hint) or (hint,):
         if isinstance(plain, str) and member is torch.dtype:
             return getattr(torch, plain)

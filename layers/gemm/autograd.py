@@ -1,4 +1,4 @@
-"""The one autograd function behind every layer with GEMMs, dense or grouped, and the dense layer, `linear`.
+"""The one autograd function behind every layer with GEMMs, dense or grouped, and the dense layer, `linear_function`.
 
 The formula is Python around kernels on tensors, not one opaque operation per layer: the compiler sees every step. On an
 accelerator it fuses the quantizations with what is around them; in a CPU graph the operands of block, MXFP8 and NVFP4
@@ -36,8 +36,8 @@ from .wgrad import main_grads
 
 
 class Arguments(NamedTuple):
-    """x: [T, K] in `dtype`, the GEMMs' dtype, or quantized; with a prologue its input [..., H]; with a permutation
-    tokens [tokens, K] of any dtype, which the rows are made of. bias: [N], None in a layer of groups; cached: the
+    """x: [T, K] in `dtype`, the GEMMs' dtype, or quantized; with a prologue its input [..., H]; with a permutation:
+    tokens [tokens, K] of any dtype, from which the rows are made. bias: [N], None in a layer of groups; cached: the
     weights quantized in an earlier micro-batch; scale to gradient_log: of QuantizerState; quantizers to index: of
     GemmConfig. needs_x, needs_weight: whether the gradients of x or a norm's parameter, and of a weight, are wanted.
     function to norm_bias: of Prologue, with dtype for a result; slot_of_row to padding_rows: of Permutation; m_splits
@@ -103,7 +103,7 @@ def _rows(of: Arguments | _Saved, align: int, aligned: bool, dtype: torch.dtype)
 
 
 def _permutation(of: Arguments | _Saved) -> Permutation:
-    """Rebuild the permutation; the counts, which nobody reads here, are the splits."""
+    """Rebuild the permutation; the counts (nobody reads them here) are the splits."""
     return Permutation(of.slot_of_row, of.row_of_slot, of.m_splits, of.m_splits, of.padding_rows)
 
 
@@ -171,7 +171,7 @@ class Gemms(torch.autograd.Function):
         return *found, *dw, *(None,) * len(ctx.main_grads)
 
 
-def linear(
+def linear_function(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -205,8 +205,8 @@ def linear(
         return dense(x, weight.to(dtype), None if bias is None else bias.to(dtype))
     if TORCH_2_11:
         fix_width(x)
-    # asked outside of the autograd function, which says so of a parameter under no_grad, too, and would save what no
-    # backward pass reads
+    # asked outside of the autograd function: inside, a parameter under no_grad would seem to need a gradient, too, and
+    # tensors would be saved that no backward pass reads
     grad, needs_x = torch.is_grad_enabled(), x.requires_grad
     if prologue is not None and not needs_x:
         needs_x = any(p is not None and p.requires_grad for p in prologue[1:])

@@ -31,8 +31,8 @@ def first_derivative(
     """Return a gradient that a layer's backward pass computed; under `create_graph`, so that a backward pass through it
     raises RuntimeError. One that was computed in high precision throughout stays as it is.
 
-    depends_on: tensors with a history that it was computed from, for `torch.autograd.grad`, which goes only where its
-    inputs are. A graph of the compiler has no second derivatives by itself.
+    depends_on: tensors with a history that it was computed from, for `torch.autograd.grad`, because that goes only
+    where its inputs are. A graph of the compiler has no second derivatives by itself.
     """
     if gradient is None or override == "high_precision":
         return gradient
@@ -55,7 +55,7 @@ def _once(value: Tensor, reason: str, depends_on: Sequence[Tensor | None]) -> Te
 
 
 class _Once(torch.autograd.Function):
-    """anchors: make the result one that has a backward pass, which raises RuntimeError for `reason`."""
+    """anchors: give the result a backward pass that raises RuntimeError with `reason`."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, reason: str, *anchors: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def grouped_linear(
         if permutation is not None:
             order = permutation.slot_of_row, permutation.row_of_slot, permutation.padding_rows
         needs = False, False
-        if torch.is_grad_enabled():  # as in `linear`
+        if torch.is_grad_enabled():  # as in `linear_function`
             one = len(weights) == 1
             needs = x.requires_grad, weights[0].requires_grad if one else any(w.requires_grad for w in weights)
         wgrad = config.options.wgrad

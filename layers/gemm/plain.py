@@ -21,7 +21,7 @@ def stored_linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Te
     bias = None if bias is None else bias.to(x.dtype)
     operand = stored_for_few_rows(x, weight)
     if operand is not None:
-        y = few_rows.linear(x.reshape(-1, x.shape[-1]), operand, bias)
+        y = few_rows.stored_weight_linear(x.reshape(-1, x.shape[-1]), operand, bias)
         return y.view(*x.shape[:-1], weight.shape[0])
     return dense(x, weight.dequantize(x.dtype), bias)
 

@@ -55,7 +55,7 @@ def quantized_gemms(device: torch.device) -> bool:
     return device.type not in _DEQUANTIZING_DEVICES
 
 
-class Target(NamedTuple):
+class GemmTarget(NamedTuple):
     """What the GEMMs of one pass take. on: the quantized numbers themselves, or what they dequantize to, which the
     compiler may trace; dtype: of the layer; wide: in which operands that are dequantized are best made."""
 
@@ -64,18 +64,18 @@ class Target(NamedTuple):
     wide: torch.dtype
 
 
-def target(device: torch.device, dtype: torch.dtype) -> Target:
+def target(device: torch.device, dtype: torch.dtype) -> GemmTarget:
     """Return what GEMMs of a layer in `dtype` take on this device."""
     if device.type not in _DEQUANTIZING_DEVICES:
-        return Target("quantized", dtype, dtype)
+        return GemmTarget("quantized", dtype, dtype)
     if torch.compiler.is_compiling() and compiling():
-        return Target("traced", dtype, dtype)
+        return GemmTarget("traced", dtype, dtype)
     wide = WIDE.get(dtype) if device.type == "cpu" else operand_dtype(device, dtype)
     if wide is None:
         wide = operand_dtype(device, dtype)
         if not torch.compiler.is_compiling():  # perhaps in another thread: then this was no choice of the machine's
             WIDE[dtype] = wide
-    return Target("dequantized", dtype, wide)
+    return GemmTarget("dequantized", dtype, wide)
 
 
 def in_cpu_graph(device: torch.device) -> bool:
@@ -84,7 +84,7 @@ def in_cpu_graph(device: torch.device) -> bool:
 
 
 def transposed(operand: Operand, usage: Usage) -> Operand:
-    """Return a tensor's operand, which is in the tensor's own orientation, with the contracted dimension last."""
+    """Return an operand in its tensor's orientation with the contracted dimension last."""
     return operand if usage == "rowwise" else Operand(operand.values.mT, operand.scale, operand.emulates)
 
 
@@ -97,7 +97,7 @@ def emulating(quantizer: AnyQuantizer, operand: Operand, usage: Usage) -> Operan
 def quantized_operand(
     quantizer: AnyQuantizer, x: Tensor, usage: Usage, dtype: torch.dtype, key: Tensor | None = None
 ) -> GemmOperand:
-    """Quantize x: [..., R, C] for one GEMM: rowwise contracts C, columnwise R. dtype: `Target.wide`."""
+    """Quantize x: [..., R, C] for one GEMM: rowwise contracts C, columnwise R. dtype: `GemmTarget.wide`."""
     if x.device.type in _DEQUANTIZING_DEVICES:
         # as `rounded`, without two calls
         found = quantizer.encode(x, Scale(key), Uses((), usage, dtype))
@@ -111,7 +111,7 @@ def quantized_operand(
 def stored_operand(
     quantizer: Quantizer, fields: Fields, usage: Usage, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> GemmOperand:
-    """Return stored fields of a matrix [..., R, C] as an operand, exactly as they are. dtype: `Target.wide`."""
+    """Return stored fields of a matrix [..., R, C] as an operand, exactly as they are. dtype: `GemmTarget.wide`."""
     device = next(iter(fields.values())).device
     if device.type in _DEQUANTIZING_DEVICES:
         operand = quantizer.operand_of_fields(fields, usage, dtype, shape)
@@ -124,7 +124,7 @@ def stored_for_few_rows(x: Tensor, weight: QuantizedTensor) -> ScaledOperand | f
     """Return a stored weight [N, K], or grouped [G, N, K], as numbers that a CPU multiplies the rows x [..., K] by in
     high precision, see `few_rows`; None where what it dequantizes to is multiplied."""
     groups = weight.shape[0] if weight.dim() == 3 else 1
-    if not few_rows.serves(x, weight, groups):
+    if not few_rows.uses_few_rows(x, weight, groups):
         return None
     quantizer, fields = weight.quantizer, weight.fields
     operand: Operand | ScaledOperand | few_rows.IntegerOperand | None
@@ -209,7 +209,8 @@ def accumulate_product_(main_grad: Tensor, left: GemmOperand, right: GemmOperand
 
 
 def _contractible(rows: ScaledOperand, dtype: torch.dtype) -> GemmOperand:
-    """Return rows as grouped GEMMs take them: dequantized where a block has several rows, which no kernel reads."""
+    """Return rows as grouped GEMMs take them: dequantized where a block has several rows, because no kernel reads
+    those."""
     if rows.block is None or rows.block[0] == 1:
         return rows
     values, scale, _ = rows.dequantized(dtype if rows.exact_in_bfloat16 else torch.float32)
@@ -270,6 +271,6 @@ def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bias_rows_gradient(dy: Tensor, m_splits: Tensor) -> Tensor:
-    """Return the gradient of a bias [G, N] from dy [T, N]: a GEMM with ones, which unlike the scatter that autograd
-    would derive sums in one order everywhere."""
+    """Return the gradient of a bias [G, N] from dy [T, N]: a GEMM with ones. Unlike the scatter that autograd would
+    derive, it sums in one order everywhere."""
     return grouped_gemm_wgrad(dy, dy.new_ones(dy.shape[0], 1), m_splits).squeeze(-1)

@@ -2,13 +2,12 @@
 
 A dense layer may have that norm or activation as its `Prologue`: on an accelerator one kernel computes the result and
 quantizes it for the GEMM. Backward recomputes nothing: wgrad reads the quantized copy, and the derivative of the
-prologue reads its own input. The numbers are those of the high-precision
-result, rounded to its dtype and then quantized, so fusing changes no bit, and that result never reaches memory.
+prologue reads its own input. The numbers equal the high-precision result, rounded to its dtype and then quantized.
+Fusing therefore changes no bit, and the high-precision result never reaches memory.
 
-Two cases are not fused. Current scaling and NVFP4 scale by the largest magnitude of the whole result, which is known
-only when its last element is: the whole result has to be there first. Rows sorted by expert are quantized group by
-group, each padded to whole blocks, in a layout of their own; so an activation between grouped GEMMs makes plain rows
-under every recipe.
+Two cases are not fused. Current scaling and NVFP4 scale by the largest magnitude of the whole result, so the whole
+result has to be there first. Rows sorted by expert are quantized group by group, each padded to whole blocks, in a
+separate layout; so an activation between grouped GEMMs makes plain rows under every recipe.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from .product import quantized_gemms
 def rows_or_values(
     x: Tensor, m_splits: Tensor, quantizers: GemmQuantizers | None, dtype: torch.dtype, align: int
 ) -> Tensor:
-    """Return x as a grouped layer may use it: rows that the recipe's input quantizer made as they are, others (and
-    those of a recipe that looks at the values) dequantized to `dtype`, plain rows in `dtype`.
+    """Return x as a grouped layer may use it: rows that the recipe's input quantizer made as they are, other quantized
+    rows (and all rows under a recipe that looks at the values) dequantized to `dtype`, plain rows in `dtype`.
 
     align: of the rows that wgrad contracts, see `row_alignment`. ValueError for rows of other splits, where that can be
     seen without waiting for a device.
@@ -44,7 +44,7 @@ def row_align_of(quantizers: GemmQuantizers | None, device: torch.device) -> int
         return 1
     align = 1
     for quantizer in (quantizers.input, quantizers.grad_output):
-        # other formats have a scale for each group, which a dense layer's kernels do not know
+        # other formats have a scale for each group, and a dense layer's kernels do not know groups
         if not quantizer.BLOCK_SCALES_ONLY or quantizer.symmetric:
             return 1
         if not (quantizer.rowwise and quantizer.columnwise):

@@ -1,8 +1,8 @@
 """The dense layer as one operation forward and one backward: what `Linear(boundary="layer")` is to the compiler.
 
-The numbers equal `linear`'s, because the operations call its functions. Quantized weights and caches are among the
-arguments, live state that is written to is declared, and what is saved of x is a quantized storage or x itself. On fake
-tensors the results follow from one description. docs/compile.md says which boundary is better where.
+The numbers equal `linear_function`'s, because the operations call its functions. Quantized weights and caches are among
+the arguments, live state that is written to is declared, and what is saved of x is a quantized storage or x itself. On
+fake tensors the results follow from one description. docs/compile.md says which boundary is better where.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from te_models.kernels.custom_op import Alias, Output, differentiable, like, operation
 from te_models.kernels.gemm.dense import linear as dense
-from te_models.kernels.gemm.dense import multiply
+from te_models.kernels.gemm.dense import multiply_dense
 from te_models.suggestions import shown
 
 from ..dynamo.custom_op import QuantizedResult, quantized_like
@@ -26,7 +26,7 @@ from ..tensor.storage import QuantizedStorage
 from .plain import stored_linear
 from .product import bias_gradient, target
 from .scaling import GemmCall, GemmConfig, GemmOptions, Scaling
-from .three_gemms import ONE_MATRIX, Form, Forms, fprop, gradients, plain_weights
+from .three_gemms import ONE_MATRIX, Forms, SavedForm, fprop, gradients, plain_weights
 from .wgrad import WeightGradient
 
 Boundary = Literal["kernel", "layer"]
@@ -84,7 +84,7 @@ def linear_layer_forward(
     needs: list[bool],
 ) -> Forward:
     """x: [T, K] in the compute dtype; weight: [N, K]; torch_gradients: without a recipe, and without a main gradient,
-    as `linear` is then; the rest as in `fprop`."""
+    as `linear_function` is then; the rest as in `fprop`."""
     if torch_gradients:
         if isinstance(weight, QuantizedTensor):
             y = stored_linear(x, weight, bias)
@@ -139,8 +139,8 @@ def linear_layer_backward(
     bias_dtype: torch.dtype | None,
     needs: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    """dy: [T, N] -> gradients of x [T, K], weight [N, K] and bias [N]. gradient: of `QuantizerState`, and where there
-    is a gradient_log, which is written to instead, gradient_scale."""
+    """dy: [T, N] -> gradients of x [T, K], weight [N, K] and bias [N]. gradient: of `QuantizerState`, and, where a
+    gradient_log is written to instead, gradient_scale."""
     with torch.no_grad():  # an operation has no derivatives but those that are registered for it
         if torch_gradients:
             return _as_torch(dy, saved, weight, bias_dtype, needs)
@@ -159,13 +159,13 @@ def linear_layer_backward(
 def _as_torch(
     dy: Tensor, x: Tensor | QuantizedStorage | None, weight: Tensor, bias_dtype: torch.dtype | None, needs: list[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients that autograd derives of `linear` without a recipe, by the same products."""
+    """Return the gradients that autograd derives of `linear_function` without a recipe, by the same products."""
     dx = dw = db = None
     if needs[0]:
-        dx = multiply(dy, plain_weights((weight,), dy.dtype, groups=False))
+        dx = multiply_dense(dy, plain_weights((weight,), dy.dtype, groups=False))
     if needs[1]:
         assert isinstance(x, Tensor)
-        dw = multiply(x.t(), dy).t().contiguous().to(weight.dtype)
+        dw = multiply_dense(x.t(), dy).t().contiguous().to(weight.dtype)
     if needs[2] and bias_dtype is not None:
         db = dy.sum(0).to(bias_dtype) if dy.dtype == torch.float32 else bias_gradient(dy, bias_dtype)
     return dx, dw, db
@@ -178,8 +178,8 @@ def _forms(
     if saved is None:
         return Forms(to), []
     if isinstance(saved, Tensor):
-        return Forms(to, Form("plain" if override else "original")), [saved]
-    form = Form("dequantized" if override else "fields", saved.quantizer.field_names(), tuple(saved.shape))
+        return Forms(to, SavedForm("plain" if override else "original")), [saved]
+    form = SavedForm("dequantized" if override else "fields", saved.quantizer.field_names(), tuple(saved.shape))
     return Forms(to, form), list(saved.fields.values())
 
 
@@ -187,9 +187,9 @@ _function = differentiable(linear_layer_forward, linear_layer_backward, gradient
 
 
 def as_one_operation(x: Tensor, weight: Tensor, bias: Tensor | None, call: GemmCall | None) -> Tensor:
-    """Return `linear` of x [..., in] in the compute dtype as one operation, whose backward pass is one, too.
+    """Return `linear_function` of x [..., in] in the compute dtype as one operation, whose backward pass is one, too.
 
-    Raises ValueError for a weight whose wrapper waits for `grad_added_to_main_grad`, which no operation sets.
+    Raises ValueError for a weight whose wrapper waits for `grad_added_to_main_grad`: no operation sets it.
     """
     config = None if call is None else call.config
     quantizers, options, index = GemmConfig(HIGH_PRECISION) if config is None else config
@@ -200,7 +200,7 @@ def as_one_operation(x: Tensor, weight: Tensor, bias: Tensor | None, call: GemmC
             "boundary='layer' does not work with a weight that has grad_added_to_main_grad; allowed: boundary='kernel'"
         )
     # a graph records here first: a checkpoint in it would hold the module's own tensor, an argument like any other, for
-    # the recomputation, which would record a second time
+    # the recomputation, and that would record a second time
     amax = live.amax
     if amax is not None and live.gradient_log is not None:
         amax = torch.zeros(amax.shape, dtype=torch.float32, device=amax.device)

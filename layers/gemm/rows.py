@@ -1,7 +1,7 @@
 """Rows sorted by group, and what follows from that for quantizing them and for the three GEMMs.
 
 `Groups`: every group is multiplied by its own matrix and quantized by itself: per-tensor scales are one per group, and
-blocks that span rows stay inside their group, which a padded copy sees to. `AlignedGroups` are groups that need no such
+blocks that span rows stay inside their group, by means of a padded copy. `AlignedGroups` are groups that need no such
 copy: each has a multiple of `row_align` rows, filled up with zeros, so no block spans two groups as the rows lie, and
 they are quantized as one matrix.
 
@@ -35,7 +35,7 @@ from ..recipe.base import GemmQuantizers
 from ..tensor.grouped_tensor import GroupedRows
 from .product import (
     GemmOperand,
-    Target,
+    GemmTarget,
     accumulate_rows_wgrad_,
     emulating,
     in_cpu_graph,
@@ -58,10 +58,10 @@ def row_alignment(quantizers: GemmQuantizers, device: torch.device) -> int:
 
 
 class AlignedGroups(OneMatrix):
-    """Rows sorted by group, in groups of whole blocks, which are quantized as one matrix. `permute_quantized` makes
-    such rows and quantizes them in the same pass, so that the permuted rows never reach memory in high precision. They
-    are for formats with blocks of one row, on accelerators, in layers without a bias: a bias would make rows that only
-    fill up values of their own."""
+    """Rows sorted by group, in groups of whole blocks, so that they are quantized as one matrix. `permute_quantized`
+    makes such rows and quantizes them in the same pass, so that the permuted rows never reach memory in high precision.
+    They are for formats with blocks of one row, on accelerators, in layers without a bias: a bias would give values to
+    rows that are only padding."""
 
     def amax(self, x: Tensor) -> Tensor:
         return self.offsets.amax(x)
@@ -160,14 +160,14 @@ class Groups(AlignedGroups):
                 operand = emulating(quantizer, quantizer.rounded(x, usage, self.dtype, key, offsets), usage)
         return operand if usage == "columnwise" else _Padded(operand, padding)
 
-    def encode(self, quantizer: AnyQuantizer, x: Tensor, usage: Usage, to: Target) -> tuple[Any, Fields] | None:
+    def encode(self, quantizer: AnyQuantizer, x: Tensor, usage: Usage, to: GemmTarget) -> tuple[Any, Fields] | None:
         if not quantizer.quantizes_rows(usage, self.align):
             return None
         if to.on == "traced":
             return None if usage == "rowwise" else self._encode_in_graph(quantizer, x)
         splits = self.offsets.m_splits
         if usage == "columnwise" and not quantizer.symmetric and cpu_fields.chosen(x) is Backend.COMPILED:
-            # C++ rounds rows in one pass, which takes less than decoding a stored copy of them
+            # C++ rounds rows in one pass, faster than decoding a stored copy of them
             left = self._apart(quantizer, x, "rowwise")
             by_usage = quantizer.rows_for_gemms(x, splits, ("columnwise",), self.align)
         else:
@@ -188,7 +188,9 @@ class Groups(AlignedGroups):
         found = value.encoded(x if padding is None else padding.pad(x), OWN_SCALE, uses)
         return None if found is None else (self._apart(quantizer, x, "rowwise"), found.fields)
 
-    def for_both_gemms(self, quantizer: AnyQuantizer, dy: Tensor, to: Target, key: Tensor | None) -> dict[Usage, Any]:
+    def for_both_gemms(
+        self, quantizer: AnyQuantizer, dy: Tensor, to: GemmTarget, key: Tensor | None
+    ) -> dict[Usage, Any]:
         if to.on != "quantized":  # equal copies side by side are one copy in a graph
             shared = USAGES if quantizer.symmetric and to.on == "traced" else ()
             return {usage: self._apart(quantizer, dy, usage, key) for usage in shared}

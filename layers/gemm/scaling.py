@@ -87,8 +87,8 @@ class Scaling(NamedTuple):
     def for_gradient(
         self, dy: Tensor, amax: Callable[[Tensor], Tensor], offsets: GroupOffsets | None = None
     ) -> AnyQuantizer:
-        """Return the quantizer of the gradient of the output, which keeps it in high precision where the recipe says
-        so, and record the statistics of quantizing dy, if they are wanted. amax: of `with_gradient_state`."""
+        """Return the quantizer of the gradient of the output (one that keeps values as they are where the recipe says
+        so), and record the statistics of quantizing dy, if they are wanted. amax: of `with_gradient_state`."""
         (quantizers, _, index), state = self
         if quantizers.backward_override:
             return UNQUANTIZED

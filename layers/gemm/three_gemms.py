@@ -34,7 +34,7 @@ from ..tensor.storage import QuantizedFields, QuantizedStorage
 from .double_backward import first_derivative
 from .product import (
     GemmOperand,
-    Target,
+    GemmTarget,
     accumulate_product_,
     dequantized,
     in_cpu_graph,
@@ -78,7 +78,7 @@ class OneMatrix:
         """Return the largest magnitude, one for each scale."""
         return q.raised_amax(x, x.new_zeros((), dtype=torch.float32))
 
-    def encode(self, quantizer: AnyQuantizer, x: Tensor, usage: Usage, to: Target) -> tuple[Any, Fields] | None:
+    def encode(self, quantizer: AnyQuantizer, x: Tensor, usage: Usage, to: GemmTarget) -> tuple[Any, Fields] | None:
         """Quantize rows for fprop; return (the operand, the fields that a later GEMM of `usage` reads), or None where
         x itself is stored: in a graph that a CPU runs, in a format without operations for that."""
         stored: Usage = "rowwise" if quantizer.symmetric else usage
@@ -93,7 +93,9 @@ class OneMatrix:
         left = stored_operand(value_of(quantizer), fields, "rowwise", to.wide, x.shape)
         return left, fields_of_usage(fields, stored)
 
-    def for_both_gemms(self, quantizer: AnyQuantizer, dy: Tensor, to: Target, key: Tensor | None) -> dict[Usage, Any]:
+    def for_both_gemms(
+        self, quantizer: AnyQuantizer, dy: Tensor, to: GemmTarget, key: Tensor | None
+    ) -> dict[Usage, Any]:
         """Quantize dy once for dgrad and wgrad. Return {} if each GEMM should quantize dy itself, which keeps only one
         copy in memory."""
         if to.on == "quantized":
@@ -136,7 +138,7 @@ ONE_MATRIX = OneMatrix()
 
 
 @dataclass(frozen=True)
-class Form:
+class SavedForm:
     """How what is saved of a tensor for a later GEMM is to be read.
 
     kind: "nothing"; "original" is the tensor itself, quantized again in the backward pass; "rounded" likewise, used as
@@ -149,7 +151,7 @@ class Form:
     names: tuple[str, ...] = ()
     shape: tuple[int, ...] = ()
 
-    def input_operand(self, scaling: Scaling, tensors: Sequence[Tensor], rows: OneMatrix, to: Target) -> Any:
+    def input_operand(self, scaling: Scaling, tensors: Sequence[Tensor], rows: OneMatrix, to: GemmTarget) -> Any:
         """Return the input as the right operand of wgrad, [K, T]. tensors: what was saved of it."""
         if self.kind == "plain":
             return rows.contracted(tensors[0])
@@ -166,14 +168,14 @@ class Form:
         return rows.of_fields(quantizer, fields, "columnwise", to.wide, self.shape)
 
 
-NOTHING = Form("nothing")
+NOTHING = SavedForm("nothing")
 
 
-class Encoded(NamedTuple):
+class EncodedTensor(NamedTuple):
     """A tensor as its GEMMs take it. operand: of fprop; form, tensors: what the operand of a later GEMM is made of."""
 
     operand: Any
-    form: Form = NOTHING
+    form: SavedForm = NOTHING
     tensors: tuple[Tensor, ...] = ()
 
 
@@ -181,11 +183,11 @@ def encode_input(
     x: Tensor | QuantizedStorage,
     quantizer: AnyQuantizer,
     rows: OneMatrix,
-    to: Target,
+    to: GemmTarget,
     override: BackwardOverride | None,
     save_original_input: bool,
     needs_wgrad: bool,
-) -> Encoded:
+) -> EncodedTensor:
     """Quantize x: [T, K] for fprop, and for wgrad if that is needed.
 
     to: of x's dtype and device. x may come quantized, by this quantizer's value: then its fields
@@ -197,25 +199,25 @@ def encode_input(
     usage: Usage = "columnwise" if override is None else "rowwise"
     if isinstance(x, GroupedRows):
         left = rows.of_rows(x, "rowwise", to.wide)  # pyright: ignore[reportAttributeAccessIssue]
-        return Encoded(left, Form("rows"), (x,)) if needs_wgrad else Encoded(left)
+        return EncodedTensor(left, SavedForm("rows"), (x,)) if needs_wgrad else EncodedTensor(left)
     if isinstance(x, QuantizedStorage):
         left, fields = stored_operand(x.quantizer, x.fields, "rowwise", to.wide, x.shape), x.fields
         if not needs_wgrad:
-            return Encoded(left)
+            return EncodedTensor(left)
         fields = fields_of_usage(fields, "rowwise" if x.quantizer.symmetric else usage)
     elif not needs_wgrad:
-        return Encoded(rows.operand(quantizer, x, "rowwise", to.wide))
+        return EncodedTensor(rows.operand(quantizer, x, "rowwise", to.wide))
     elif override == "high_precision":
-        return Encoded(rows.operand(quantizer, x, "rowwise", to.wide), Form("plain"), (x,))
+        return EncodedTensor(rows.operand(quantizer, x, "rowwise", to.wide), SavedForm("plain"), (x,))
     else:
         original = override is None and save_original_input
         found = None if original else rows.encode(quantizer, x, usage, to)
         if found is None:
-            form = Form("original" if override is None else "rounded")
-            return Encoded(rows.operand(quantizer, x, "rowwise", to.wide), form, (x,))
+            form = SavedForm("original" if override is None else "rounded")
+            return EncodedTensor(rows.operand(quantizer, x, "rowwise", to.wide), form, (x,))
         left, fields = found
-    form = Form("fields" if override is None else "dequantized", tuple(fields), tuple(x.shape))
-    return Encoded(left, form, tuple(fields.values()))
+    form = SavedForm("fields" if override is None else "dequantized", tuple(fields), tuple(x.shape))
+    return EncodedTensor(left, form, tuple(fields.values()))
 
 
 # --- the weight ------------------------------------------------------------------------------------------------------
@@ -250,7 +252,9 @@ def plain_weights(weights: Weights, dtype: torch.dtype, *, groups: bool) -> Tens
     return torch.stack(values) if groups and values[0].dim() == 2 else values[0]
 
 
-def encode_weight(weight: Tensor | QuantizedStorage, scaling: Scaling, to: Target, needs_dgrad: bool) -> Encoded:
+def encode_weight(
+    weight: Tensor | QuantizedStorage, scaling: Scaling, to: GemmTarget, needs_dgrad: bool
+) -> EncodedTensor:
     """Quantize a weight [..., N, K] for fprop, and on an accelerator for dgrad if that is needed; a stored one is taken
     as it is.
 
@@ -262,29 +266,29 @@ def encode_weight(weight: Tensor | QuantizedStorage, scaling: Scaling, to: Targe
     if isinstance(weight, QuantizedFields):
         if quantizers is not HIGH_PRECISION:
             check_operands(weight.quantizer, quantizers, needs_dgrad)
-            return Encoded(weight_operand(weight, scaling, "rowwise", to.wide))
+            return EncodedTensor(weight_operand(weight, scaling, "rowwise", to.wide))
         weight = weight.dequantize(to.dtype)  # no recipe is in force that it has to fit
     quantizer = quantizers.weight if scaling.state.scale is None else scaling.for_weight(records=True)
     if to.on != "quantized":
-        return Encoded(quantized_operand(quantizer, weight, "rowwise", to.wide))
+        return EncodedTensor(quantized_operand(quantizer, weight, "rowwise", to.wide))
     value = value_of(quantizer)
     both = value.symmetric or (value.rowwise and value.columnwise)
     if quantizers.backward_override or not needs_dgrad or not both or value.KEEPS_VALUES:
-        return Encoded(quantized_operand(quantizer, weight, "rowwise", to.wide))
+        return EncodedTensor(quantized_operand(quantizer, weight, "rowwise", to.wide))
     fields = quantizer.quantize_fields(weight)
     saved = fields_of_usage(fields, "rowwise" if value.symmetric else "columnwise")
     operand = stored_operand(value, fields, "rowwise", to.wide, weight.shape)
-    return Encoded(operand, Form("fields", tuple(saved), tuple(weight.shape)), tuple(saved.values()))
+    return EncodedTensor(operand, SavedForm("fields", tuple(saved), tuple(weight.shape)), tuple(saved.values()))
 
 
 def dgrad_weight(
     weights: Weights,
     cached: QuantizedTensor | None,
-    form: Form,
+    form: SavedForm,
     tensors: Sequence[Tensor],
     rows: OneMatrix,
     scaling: Scaling,
-    to: Target,
+    to: GemmTarget,
 ) -> GemmOperand:
     """Return the weight as the right operand of dgrad: from what `encode_weight` saved, quantized again, or in high
     precision, as the recipe's backward override says."""
@@ -333,9 +337,9 @@ class Forms(NamedTuple):
     """How `gradients` reads the tensors that `fprop` saved, first of the input, then of the weight, and what the GEMMs
     take."""
 
-    to: Target
-    x: Form = NOTHING
-    weight: Form = NOTHING
+    to: GemmTarget
+    x: SavedForm = NOTHING
+    weight: SavedForm = NOTHING
 
 
 def fprop(

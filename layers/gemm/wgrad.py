@@ -4,8 +4,8 @@ A weight `w` may carry `w.main_grad`, a tensor of its shape (usually float32) th
 `w.grad`. Fused accumulation adds each micro-batch's gradient to it and gives autograd None; `w.overwrite_main_grad =
 True` makes a pass write instead of add, so that nobody has to zero it. Names as in Megatron-Core.
 
-A wrapper such as Megatron's DistributedDataParallel waits for autograd's hook of every weight, which None does not
-call. It sets `w.grad_added_to_main_grad = False`: a weight that has this attribute gets True there, and autograd a
+A wrapper such as Megatron's DistributedDataParallel waits for autograd's hook of every weight, and None does not call
+it. It sets `w.grad_added_to_main_grad = False`: a weight that has this attribute gets True there, and autograd a
 gradient of zeros, so that whoever adds `w.grad` to `w.main_grad` adds nothing (Megatron-Core does where
 `w.zero_out_wgrad` is set). A delayed gradient is announced in the backward pass, too: such a wrapper sees
 `w.skip_backward_post_hook` and has `backward_dw` call it, where it wants to find a gradient.
@@ -64,8 +64,8 @@ def main_grads(wgrad: WeightGradient | None) -> tuple[Tensor, ...]:
 
 
 def main_grad_of(weight: Tensor, fuse_wgrad_accumulation: bool) -> Tensor | None:
-    """Return what the gradient of `weight` is accumulated into; None: autograd gets it, or there is none. Raises
-    ValueError where a weight has no `main_grad` or one of another shape."""
+    """Return what the gradient of `weight` is accumulated into; None: autograd gets it, or no gradient is wanted.
+    Raises ValueError where a weight has no `main_grad` or one of another shape."""
     wgrad = weight_gradient((weight,), fuse_wgrad_accumulation, None)
     return None if wgrad is None else wgrad.main_grad
 

@@ -52,12 +52,12 @@ class autocast(Region):
     forward run inside uses the same recipe wherever it is called, in another thread, too.
 
     In force in this thread only, as `torch.amp.autocast` is: a thread that is started inside begins in high precision
-    and opens a region of its own. Tasks of an event loop share the thread's.
+    and has to open another region. Tasks of an event loop share the thread's.
 
-    At the exit of the outermost region the scales of DelayedScaling are updated, see `delayed`: those of the layers
-    that ran under it inside, in training mode or calibrating. The ranks of the group must run the same layers in it.
-    Where gradients are off at the exit (and nothing was calibrated), where nothing trained, and after an exception,
-    there is no update and no communication: a rank may evaluate alone. Amaxes of such a forward pass are forgotten.
+    At its exit the outermost region updates the scales of DelayedScaling (see `delayed`) of all layers that ran under
+    that recipe inside, in training mode or calibrating. The ranks of the group must run the same layers in it. Where
+    gradients are off at the exit (and nothing was calibrated), where nothing trained, and after an exception, there is
+    no update and no communication: a rank may evaluate alone. Amaxes of such a forward pass are forgotten.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from ..gemm.wgrad import weight_gradient
 from ..quantizer.delayed import ROLES, update_amax_
 from ..quantizer.state import NO_STATE, QuantizerState
 from ..recipe.activation_checkpoint import (
-    once,
+    once_per_checkpoint,
     recomputing,
     refuse_around_a_graph,
     refuse_without_contexts,
@@ -25,7 +25,7 @@ from ..recipe.activation_checkpoint import (
     scratch_like,
 )
 from ..recipe.base import HIGH_PRECISION, GemmQuantizers, Recipe
-from ..recipe.context import THREAD, State, state
+from ..recipe.context import THREAD, RecipeContext, state
 from ..recipe.recipe_use import Choice, LastUse, choose_once, untracked_side_effect
 from ..recipe.recipes import DelayedScaling
 from ..tensor.fsdp import sharded
@@ -56,11 +56,15 @@ class QuantizedModule(RecipeStateModule):
         """Return this module's quantizers under the recipe in force; None: high precision."""
         return self._quantizers(state(), compiling())
 
-    def _quantizers(self, now: State, traced: bool) -> GemmQuantizers | None:
+    def _quantizers(self, now: RecipeContext, traced: bool) -> GemmQuantizers | None:
         """Return `quantizers` under what is in force `now`."""
         use = self.recipe_use
         last = None if traced or now.calibrating else use.last
-        same = last is not None and (last.recipe is now.compute or last.recipe == now.compute)
+        same = last is not None and last.recipe is now.compute
+        if last is not None and now.compute is not None and last.recipe == now.compute and not same:
+            same = last.quantizers == now.compute.quantizers(
+                "", ""
+            )  # what was assigned to a recipe equality does not see
         if last is not None and same and last.asked == use.asked and last.ran == use.ran:
             return last.quantizers  # as in the call before: nothing to choose or to write down
         recipe, chosen = self._chosen()
@@ -178,7 +182,7 @@ class QuantizedModule(RecipeStateModule):
             return None
         if not compiling():
             quantizer, make = quantizers.weight, update_cached_weight if first else cached_weight
-            return once(lambda: make(self, quantizer, weights, gemm_index))
+            return once_per_checkpoint(lambda: make(self, quantizer, weights, gemm_index))
         if first:
             raise RuntimeError(CANNOT_CACHE)
         return cached_weight(self, quantizers.weight, weights, gemm_index)
@@ -192,8 +196,8 @@ class GemmModule(QuantizedModule):
     """fuse_wgrad_accumulation: weight gradients are added to `weight.main_grad` in place and `weight.grad` stays None,
     or becomes zeros where a wrapper waits for it (see `gemm.wgrad`); a call with `is_first_microbatch=True`
     writes them there instead, so that nobody has to zero it. delay_wgrad_compute: backward leaves weight gradients out
-    until `backward_dw()`. save_original_input: save the input as it is for wgrad and quantize it in the backward pass,
-    which saves memory where several layers share it. Names and meanings are Transformer Engine's."""
+    until `backward_dw()`. save_original_input: save the input as it is for wgrad and quantize it in the backward pass:
+    this saves memory where several layers share it. Names and meanings are Transformer Engine's."""
 
     def __init__(
         self,

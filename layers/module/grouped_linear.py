@@ -7,15 +7,15 @@ from torch import Tensor, nn
 
 from te_models.kernels.permute import Permutation
 
-from ..distributed.tensor_parallel import WHOLE, Split, TensorParallelModule
+from ..distributed.tensor_parallel import WHOLE, TensorParallelModule, TensorParallelSplit
 from ..gemm.grouped import add_bias_rows, gradient_into, grouped_linear, written_into
 from ..gemm.product import quantized_gemms
 from ..gemm.quantized_rows import row_align_of
-from ..quantizer.group_offsets import check_values
+from ..quantizer.group_offsets import check_row_counts
 from ..tensor.grouped_tensor import GroupedTensor
 from ..tensor.quantized_tensor import QuantizedTensor
 from .base import GemmModule
-from .options import DEFAULT_PARAMETERS, IN_BACKWARD, Parameters, WeightGradients
+from .options import DEFAULT_PARAMETERS, IN_BACKWARD, ParameterOptions, WeightGradients
 from .primary_weights import default_init_method, empty_parameter, materialising, store_weights_as_asked
 
 
@@ -29,9 +29,9 @@ class GroupedLinear(TensorParallelModule, GemmModule):
     split: as for `Linear`, for every member alike; the layer does not itself communicate: gather before a
     column layer, sum after a row layer, once for all groups. The bias of a row layer belongs after that sum: the caller
     adds it with `with_bias`.
-    The other options: see `GemmModule`; in the per-GEMM layout every weight has a `main_grad` of its own.
+    The other options: see `GemmModule`; in the per-GEMM layout every weight has its separate `main_grad`.
 
-    return_bias, which may be set: return (y without bias, a list of the bias of each GEMM, None without any), and the
+    return_bias (may be set later): return (y without bias, a list of the bias of each GEMM, None without any), and the
     caller adds them.
 
     forward: x [T, in], rows sorted by expert; m_splits [num_gemms] integer, rows of each -> [T, out]. Raises ValueError
@@ -49,8 +49,8 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         *,
         single_grouped_weight: bool = True,
         single_grouped_bias: bool | None = None,
-        parameters: Parameters = DEFAULT_PARAMETERS,
-        split: Split = WHOLE,
+        parameters: ParameterOptions = DEFAULT_PARAMETERS,
+        split: TensorParallelSplit = WHOLE,
         gradients: WeightGradients = IN_BACKWARD,
         name: str = "",
     ) -> None:
@@ -98,7 +98,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
     @materialising
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise every member anew."""
+        """Initialise every member again."""
         for name, parameter in self.named_parameters():
             if name.startswith("bias"):
                 parameter.zero_()
@@ -135,7 +135,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         [..., out_features]; rows past the last group are zero. is_first_microbatch: as for `Linear`.
         out: [T, out_features] in the compute dtype, where the result is written, and whose memory it then has;
         dgrad_out: [T, in_features] in x's dtype, where backward writes the gradient of x. Both contiguous and without a
-        gradient of their own; of either, rows past the last group stay as they are. ValueError for others.
+        `.grad`; of either, rows past the last group stay as they are. ValueError for others.
         permutation: x are tokens instead, and T the rows that `permute` makes of them; where this is made with the
         `align` that `row_align` returns, permutation, padding and quantization are one pass. row_align: a number that
         all splits are known to be multiples of, filled up with rows of zeros: such rows are not padded again."""
@@ -192,12 +192,12 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         return tuple([getattr(self, f"{kind}{g}") for g in range(self.num_gemms)])
 
     def check_splits(self, m_splits: Tensor, rows: int) -> None:
-        """Raise ValueError unless there is one number of rows per GEMM; their values: see `check_values`."""
+        """Raise ValueError unless there is one number of rows per GEMM; their values: see `check_row_counts`."""
         if m_splits.shape != (self.num_gemms,):
             raise ValueError(f"m_splits has shape {tuple(m_splits.shape)}; allowed: ({self.num_gemms},), one per GEMM")
         if m_splits.is_floating_point() or m_splits.dtype is torch.bool:
             raise ValueError(f"m_splits has dtype {m_splits.dtype}; allowed: an integer dtype")
-        check_values(m_splits, rows)
+        check_row_counts(m_splits, rows)
 
     def extra_repr(self) -> str:
         layout, bias = ("grouped" if self._is_grouped(kind) else "per-GEMM" for kind in ("weight", "bias"))

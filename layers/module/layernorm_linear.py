@@ -7,10 +7,17 @@ from torch import Tensor
 
 from te_models.suggestions import shown
 
-from ..distributed.tensor_parallel import WHOLE, Split
-from ..gemm.autograd import linear
+from ..distributed.tensor_parallel import WHOLE, TensorParallelSplit
+from ..gemm.autograd import linear_function
 from .norm import PrecedingNorm
-from .options import DEFAULT_NORM, DEFAULT_PARAMETERS, IN_BACKWARD, Parameters, PrecedingNormOptions, WeightGradients
+from .options import (
+    DEFAULT_NORM,
+    DEFAULT_PARAMETERS,
+    IN_BACKWARD,
+    ParameterOptions,
+    PrecedingNormOptions,
+    WeightGradients,
+)
 from .parameters_split import ParametersSplit, SplitParameters
 from .primary_weights import materialising, store_weights_as_asked
 
@@ -20,7 +27,7 @@ class LayerNormLinear(PrecedingNorm, SplitParameters):
 
     Parameters: layer_norm_weight [in] and layer_norm_bias [in] as `norm` says, weight [out, in], bias [out]. split:
     whole or by column, as for `Linear`; under sequence parallelism each rank normalises its own rows. The other options
-    and return_bias: as for `Linear`; return_layernorm_output, which may be set: also return norm(x), after y and a
+    and return_bias: as for `Linear`; return_layernorm_output (may be set later): also return norm(x), after y and a
     returned bias. Raises ValueError for a split by row: a norm needs whole rows.
     """
 
@@ -31,8 +38,8 @@ class LayerNormLinear(PrecedingNorm, SplitParameters):
         bias: bool = True,
         *,
         norm: PrecedingNormOptions = DEFAULT_NORM,
-        parameters: Parameters = DEFAULT_PARAMETERS,
-        split: Split = WHOLE,
+        parameters: ParameterOptions = DEFAULT_PARAMETERS,
+        split: TensorParallelSplit = WHOLE,
         gradients: WeightGradients = IN_BACKWARD,
         parameters_split: ParametersSplit | None = None,
         name: str = "",
@@ -51,7 +58,7 @@ class LayerNormLinear(PrecedingNorm, SplitParameters):
     @materialising
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the parameters anew."""
+        """Initialise the parameters again."""
         self.reset_norm()
         super().reset_parameters()
 
@@ -78,10 +85,10 @@ class LayerNormLinear(PrecedingNorm, SplitParameters):
         if fp8_grad:
             x = self.with_quantized_gradient(x, call)
         if self.parallel_mode is None and not wanted:
-            y = linear(x, weight, bias, call, self.prologue())
+            y = linear_function(x, weight, bias, call, self.prologue())
         else:
             normed = self.normed(x, None if self.parallel_mode is None else self.for_own_rows)
-            y = linear(normed if self.parallel_mode is None else self.whole_rows(normed), weight, bias, call)
+            y = linear_function(normed if self.parallel_mode is None else self.whole_rows(normed), weight, bias, call)
         if not (self.return_bias or self.return_layernorm_output):
             return y, normed
         return self.results(y, own, normed), normed  # this rank's part of the bias, beside whole rows

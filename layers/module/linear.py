@@ -6,11 +6,11 @@ from torch import Tensor
 
 from te_models.kernels.activation import Activation
 
-from ..distributed.tensor_parallel import WHOLE, Split
-from ..gemm.autograd import linear
+from ..distributed.tensor_parallel import WHOLE, TensorParallelSplit
+from ..gemm.autograd import linear_function
 from ..gemm.prologue import Prologue
 from ..gemm.registered import Boundary, check_boundary
-from .options import DEFAULT_PARAMETERS, IN_BACKWARD, Parameters, WeightGradients
+from .options import DEFAULT_PARAMETERS, IN_BACKWARD, ParameterOptions, WeightGradients
 from .parameters_split import ParametersSplit, SplitParameters
 from .primary_weights import store_weights_as_asked
 
@@ -18,12 +18,12 @@ from .primary_weights import store_weights_as_asked
 class Linear(SplitParameters):
     """`y = x w^T + b`, quantized under `autocast`.
 
-    weight: [out_features, in_features]; bias: [out_features], which starts at zero. split: how the weight is split over
+    weight: [out_features, in_features]; bias: [out_features], zero at first. split: how the weight is split over
     ranks, see `tensor_parallel`; in_features and out_features are the unsplit sizes, the attributes of that name this
     rank's. boundary: what the compiler sees of the layer, with the same numbers: "kernel" every quantization and GEMM,
-    which it fuses; "layer" one operation forward and one backward, which make small graphs and fuse with nothing
-    (docs/compile.md). parameters_split: several parameters in place of one, see `SplitParameters`. name: see
-    `QuantizedModule`. return_bias, which may be set: return (y without bias, bias), and the caller adds it.
+    and it fuses them; "layer" one operation forward and one backward: small graphs without fusion (docs/compile.md).
+    parameters_split: several parameters in place of one, see `SplitParameters`. name: see `QuantizedModule`.
+    return_bias (may be set later): return (y without bias, bias), and the caller adds it.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class Linear(SplitParameters):
         out_features: int,
         bias: bool = True,
         *,
-        parameters: Parameters = DEFAULT_PARAMETERS,
-        split: Split = WHOLE,
+        parameters: ParameterOptions = DEFAULT_PARAMETERS,
+        split: TensorParallelSplit = WHOLE,
         gradients: WeightGradients = IN_BACKWARD,
         parameters_split: ParametersSplit | None = None,
         name: str = "",
@@ -61,7 +61,7 @@ class Linear(SplitParameters):
         weight and caches the result, False uses what is cached, None quantizes without caching; True writes to a main
         gradient, see `GemmModule`. fp8_output: under a recipe return y as a quantized tensor, rowwise, in the
         format of the recipe's inputs; fp8_grad: the gradient of x is a quantized tensor in the format of its gradients,
-        with the copies that their quantizer makes. Under DelayedScaling both have scales of their own. ValueError for
+        with the copies that their quantizer makes. Under DelayedScaling the two have different scales. ValueError for
         fp8_grad in compiled code. activation: x is its
         input, [..., 2 in_features] if it is gated; on an accelerator its result is quantized in the same pass."""
         prologue = None if activation is None else Prologue(activation)
@@ -73,7 +73,7 @@ class Linear(SplitParameters):
         if self.parallel_mode == "column":
             x, prologue = self.whole_rows(x if prologue is None else prologue.run(x)), None
         bias = None if self.return_bias else own
-        y = linear(x, weight, None if row else bias, call, prologue, self.boundary)
+        y = linear_function(x, weight, None if row else bias, call, prologue, self.boundary)
         y = self.summed(y, bias) if row else y
         if fp8_output:
             y = self.output(y)

@@ -28,7 +28,7 @@ def name_modules(model: nn.Module) -> None:
 def cache_weights(model: nn.Module, *, noop: Tensor | None = None) -> None:
     """Quantize every weight once, under the recipe in force, for micro-batches that run, compiled or not, under
     `microbatch(first=False)`. Call it inside `autocast`, again after each optimizer step. noop: see `microbatch`.
-    ValueError for weights that FSDP2 shards, which are whole within a call of their layer only."""
+    ValueError for weights that FSDP2 shards, because they are whole only within a call of their layer."""
     with microbatch(first=True, noop=noop):
         for name, module in quantized_modules(model):
             for weights, gemm in module.gemm_weights():

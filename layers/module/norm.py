@@ -14,7 +14,7 @@ from te_models.suggestions import shown
 
 from ..gemm.prologue import Prologue
 from .extra_state import leave_extra_state
-from .options import Parameters, PrecedingNormOptions
+from .options import ParameterOptions, PrecedingNormOptions
 from .primary_weights import empty_parameter, materialising
 
 
@@ -136,10 +136,10 @@ class LayerNorm(_Norm):
 
 
 class PrecedingNorm(nn.Module):
-    """Mixin of modules that normalise their input with parameters of their own: layer_norm_weight [size] (absent where
-    `weight` is False) and layer_norm_bias [size] (with `bias`, None: for LayerNorm)."""
+    """Mixin of modules that normalise their input and hold the norm's parameters: layer_norm_weight [size] (absent
+    where `weight` is False) and layer_norm_bias [size] (with `bias`, None: for LayerNorm)."""
 
-    def add_norm(self, size: int, norm: PrecedingNormOptions, parameters: Parameters) -> None:
+    def add_norm(self, size: int, norm: PrecedingNormOptions, parameters: ParameterOptions) -> None:
         """Create the parameters, of the norm of `size` numbers."""
         self.normalization = norm.kind
         self.eps = norm.eps

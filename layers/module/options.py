@@ -10,7 +10,7 @@ from ..distributed.tensor_parallel import InitMethod
 
 
 @dataclass(frozen=True)
-class Parameters:
+class ParameterOptions:
     """dtype: of the parameters, None: torch's default; device: likewise; init_method: fills a weight in place, None:
     N(0, 0.023^2)."""
 
@@ -41,6 +41,6 @@ class PrecedingNormOptions:
     bias: bool | None = None
 
 
-DEFAULT_PARAMETERS = Parameters()
+DEFAULT_PARAMETERS = ParameterOptions()
 IN_BACKWARD = WeightGradients()
 DEFAULT_NORM = PrecedingNormOptions()

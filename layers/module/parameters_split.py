@@ -20,7 +20,7 @@ from ..quantizer.state import AnyQuantizer
 from ..recipe.base import HIGH_PRECISION
 from ..recipe.recipe_use import untracked_side_effect
 from .base import GemmModule
-from .options import Parameters
+from .options import ParameterOptions
 from .primary_weights import default_init_method, empty_parameter, materialising
 
 ParametersSplit = Mapping[str, int] | Sequence[str]
@@ -46,12 +46,12 @@ class SplitParameters(TensorParallelModule, GemmModule):
         in_features: int,
         out_features: int,
         bias: bool,
-        parameters: Parameters,
+        parameters: ParameterOptions,
     ) -> None:
         """Create the parameters. in_features: of this rank; out_features: of all ranks."""
         self.init_method = parameters.init_method or default_init_method
         new: dict[str, Any] = {"params_dtype": parameters.dtype, "device": parameters.device}
-        rows = {"": out_features} if parameters_split is None else rows_of(parameters_split, out_features)
+        rows = {"": out_features} if parameters_split is None else split_rows(parameters_split, out_features)
         if parameters_split is not None:
             self.parameters_split, self.weight_is_joined = tuple(rows), True
             for option, asked in (
@@ -118,7 +118,7 @@ class SplitParameters(TensorParallelModule, GemmModule):
     @materialising
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the parameters anew."""
+        """Initialise the parameters again."""
         for name in self._names("weight"):
             self.fill_part(getattr(self, name), self.init_method, self.split_dim())
         for name in self._names("bias"):
@@ -132,7 +132,7 @@ class SplitParameters(TensorParallelModule, GemmModule):
                 self.mark_part(getattr(self, name), self.split_dim(bias=kind == "bias"))
 
 
-def rows_of(parameters_split: ParametersSplit, out_features: int) -> dict[str, int]:
+def split_rows(parameters_split: ParametersSplit, out_features: int) -> dict[str, int]:
     """Return the rows of each parameter by its prefix, "query_" for "query"."""
     if isinstance(parameters_split, str) or not parameters_split:
         raise ValueError(f"parameters_split is {shown(parameters_split)}; allowed: names, or rows by name, or None")

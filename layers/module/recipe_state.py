@@ -13,8 +13,8 @@ G GEMMs; the 3 roles are input, weight and grad_output:
     fp8_rng_state [2] int64                           (seed, counter) of stochastic rounding
 
 It is tiny and always there, so that a compiled graph finds it in its first call. It never lives on the meta device.
-What backward passes read and write has tensors of its own: those may be written between the forward and the backward
-pass of another call, which the compiler supports for a tensor that no forward pass writes.
+Backward passes read and write separate tensors. They may be written between the forward and the backward pass of
+another call; the compiler supports that for a tensor that no forward pass writes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..quantizer.delayed import GENERATIONS, LOG, ROLES, STATISTICS, logged_amax
 from ..quantizer.state import STREAMS, default_seed
 from ..recipe.base import Recipe
 from ..recipe.context import state
-from ..recipe.recipe_use import RecipeUse, choose, live_modules, register_layer
+from ..recipe.recipe_use import RecipeUse, live_modules, recipe_for_layer, register_layer
 from ..recipe.recipes import DelayedRule, DelayedScaling
 from ..tensor.quantized_tensor import module_conversion
 from .extra_state import (
@@ -68,7 +68,7 @@ class RecipeStateModule(nn.Module):
     """Base of `QuantizedModule`: the live state, where it lies, and how it is saved. num_gemms: how many scales each
     role has; name: see `QuantizedModule`."""
 
-    STATISTICS_SLOTS: ClassVar[tuple[str, ...]] = ("",)  # GEMMs with statistics of their own, by suffix of the name
+    STATISTICS_SLOTS: ClassVar[tuple[str, ...]] = ("",)  # GEMMs with separate statistics, by suffix of the name
     recipe_use: RecipeUse
     kind: str  # as recipes know it; `fully_shard` makes another class of the module
     state_in_state_dict: bool  # False: `recipe_state(model)` alone gives it
@@ -126,7 +126,7 @@ class RecipeStateModule(nn.Module):
 
     @property
     def name(self) -> str:
-        """The qualified name, "" where there is none."""
+        """The qualified name, "" for a module without one."""
         return self._name
 
     @name.setter
@@ -163,13 +163,13 @@ class RecipeStateModule(nn.Module):
         return self.fp8_gradient[0]
 
     def recorded_gradient_amax(self) -> Tensor:
-        """Return the amax of gradients that eager backward passes and those of graphs have recorded, [G]."""
+        """Return the amax [G] of gradients that backward passes, eager or in graphs, have recorded."""
         if not (compiling() or self.gradients_logged):
             return self.fp8_gradient[0]
         return torch.maximum(self.fp8_gradient[0], logged_amax(self.fp8_gradient_log, self.fp8_gradient_seen))
 
     def move_scales_on(self, scale: Tensor, history: Tensor) -> None:
-        """Take the scales [3, G] and the history of an update, and begin to record anew."""
+        """Take the scales [3, G] and the history of an update, and begin to record again."""
         # a new scale, because a backward pass that is still to come needs the old one; the same tensor for gradients,
         # because that pass will read and write it
         self._fp8_scale, self._history, self._has_history = scale, history, True
@@ -192,9 +192,9 @@ class RecipeStateModule(nn.Module):
     def complete_state(self) -> None:
         """Finish the live state of a layer whose parameters are made; layers call it at the end of their construction.
 
-        It moves to where the parameters are. And where the construction drew nothing from torch's CPU generator (on
-        another device, or without random values), whose state then is also the next module's, the stream of random
-        bits becomes one of this module's own, which follows from how many modules were built before."""
+        It moves to where the parameters are. If the construction drew nothing from torch's CPU generator (on another
+        device, or without random values), the next module would find the generator in the same state. The stream of
+        random bits then follows from how many modules were built before, so that each module has another."""
         if default_seed() == self._seed:
             self.fp8_rng_state[0] += 1 + self._ordinal % (STREAMS - 1)
         self.place_state(next(self.parameters()).device)
@@ -258,7 +258,7 @@ class RecipeStateModule(nn.Module):
 
     def prepare_recipe_state(self, recipe: Recipe) -> None:
         """Have `recipe_state` give the state of this layer under `recipe`, before its first step, too."""
-        own, quantizers = choose(recipe, self)
+        own, quantizers = recipe_for_layer(recipe, self)
         if isinstance(own, DelayedScaling):
             held = 0 if self.fp8_history is None else len(self.fp8_history)  # perhaps another recipe's, and longer
             self.fp8_history = self.delayed_history(max(held, own.amax_history_len - 1))
@@ -287,7 +287,7 @@ class RecipeStateModule(nn.Module):
             self.outer_used |= name in _OUTER_NAMES
 
     def get_extra_state(self) -> Tensor:
-        """Return `recipe_state` as bytes, uint8 [n] on the CPU, [0] where there is none: for scripts that save it under
+        """Return `recipe_state` as bytes, uint8 [n] on the CPU, [0] without a state: for scripts that save it under
         `_extra_state`. A state dict of ours has its tensors by name, and no such key."""
         state_of_recipe = self.recipe_state()
         return tensors_as_bytes(state_of_recipe) if state_of_recipe else torch.empty(0, dtype=torch.uint8, device="cpu")

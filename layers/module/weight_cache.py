@@ -33,9 +33,9 @@ def _slot(gemm_index: int | None) -> str:
 def cached_weight(
     module: QuantizedModule, quantizer: Quantizer, weights: tuple[Tensor, ...], gemm_index: int | None
 ) -> QuantizedTensor:
-    """Return what is cached of `weights` for a GEMM (None: for all together), which `quantizer` must have made.
+    """Return what is cached of `weights` for a GEMM (None: for all together), if `quantizer` made it.
 
-    Where nothing is cached, the weights are quantized and cached now. RuntimeError in a compiled graph, which cannot.
+    Where nothing is cached, the weights are quantized and cached now. RuntimeError in a compiled graph: it cannot.
     """
     before = getattr(module, _slot(gemm_index), None)
     if before is None:

@@ -1,6 +1,6 @@
 """FusedAdamW: float32 masters, moments in few bits, primary weights requantized in the step.
 
-`te.optimizers`, as Transformer Engine's scripts call it, which is why it offers the optimizers of `..te`, too. The
+`te.optimizers`, as Transformer Engine's scripts call it; it therefore offers the optimizers of `..te`, too. The
 other files may import: `te_models.kernels`, `..quantizer`, `..tensor`.
 """
 

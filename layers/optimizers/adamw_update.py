@@ -23,7 +23,7 @@ _SCALES = "_scale_inv"
 
 
 @dataclass
-class Piece:
+class ParameterSlice:
     """A parameter, or a flat view of a part of it, from element `begin`. parameter, gradient, state: this rank's, views
     alike; "step" of the state is shared, and the piece that begins at 0 advances it. index: the parameter's place."""
 
@@ -34,12 +34,14 @@ class Piece:
     begin: int = 0
 
 
-def whole_piece(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], index: int) -> Piece:
+def whole_piece(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], index: int) -> ParameterSlice:
     """Return all of this rank's part of a parameter. index: the parameter's place among all, from 1."""
-    return Piece(local_part(parameter), local_part(gradient), {k: local_part(v) for k, v in state.items()}, index)
+    return ParameterSlice(
+        local_part(parameter), local_part(gradient), {k: local_part(v) for k, v in state.items()}, index
+    )
 
 
-def pieces(whole: Piece, limit: int) -> Iterator[Piece]:
+def parameter_slices(whole: ParameterSlice, limit: int) -> Iterator[ParameterSlice]:
     """Yield a parameter in pieces of at most `limit` elements, or whole where it cannot be split: quantized weights,
     moments in blocks that do not divide it, what is not contiguous, and inside a graph, where nothing would be gained.
     """
@@ -63,7 +65,7 @@ def pieces(whole: Piece, limit: int) -> Iterator[Piece]:
         return
     for begin in range(0, size, limit):
         cut = slice(begin, begin + limit)
-        yield Piece(
+        yield ParameterSlice(
             whole.parameter.view(-1)[cut],
             whole.gradient.view(-1)[cut],
             {"step": whole.state["step"]} | {k: part(k, v, begin) for k, v in parts.items()},
@@ -79,7 +81,7 @@ class Update:
     weight, gradient, first, second: of one dtype and the piece's shape.
     """
 
-    piece: Piece
+    piece: ParameterSlice
     weight: Tensor
     gradient: Tensor
     first: Tensor
@@ -98,7 +100,7 @@ def advance_steps_(work: list[Update], noop: Tensor | None) -> None:
             by_device.setdefault(update.weight.device, []).append(update.piece.state["step"])
     for device, steps in by_device.items():
         found_inf = _found_inf(noop, device)
-        # a tensor by itself would be taken for a number, which the host has to wait for
+        # a tensor by itself would be taken for a number, and the host would wait for it
         more = 1 if found_inf is None else [1 - found_inf] * len(steps)
         torch._foreach_add_(steps, more)  # type: ignore[attr-defined]
 

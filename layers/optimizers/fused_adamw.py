@@ -18,16 +18,16 @@ from te_models.kernels.quantize import cpu_moments
 from ..tensor.fsdp import local_part
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import one_pass
-from .adamw_update import Piece, Update, advance_steps_, compiled_by_shape, update_
+from .adamw_update import ParameterSlice, Update, advance_steps_, compiled_by_shape, update_
 from .master_weights import (
     MasterWeightOptimizer,
     check_hyperparameters,
+    copy_unless,
     gradient_of,
     loss_of,
     new_master,
     requantize,
     values,
-    write,
 )
 from .moments import MomentDtype, MomentStore, working_dtype
 
@@ -48,9 +48,9 @@ class FusedAdamW(MasterWeightOptimizer):
     `step` can be compiled whole, too (`torch.compile(optimizer.step, fullgraph=True)`, after `init_state`): update,
     rounding and requantization of a weight are then fused, and differ from the eager step by float32 roundings.
 
-    Gradients are read from `.grad`, or from `.main_grad` (see `gradient_of`), which need not have the parameter's
-    dtype. A loss may be scaled with `te_models.layers.GradScaler`; torch's own reads no `main_grad` and is refused
-    where there is one.
+    Gradients are read from `.grad`, or from `.main_grad` (see `gradient_of`); they need not have the parameter's dtype.
+    A loss may be scaled with `te_models.layers.GradScaler`; torch's own reads no `main_grad` and is refused where there
+    is one.
 
     State per parameter: "step", "master", "exp_avg", "exp_avg_sq" (for "float8" also "exp_avg_scale_inv" and
     "exp_avg_sq_scale_inv"), plain tensors all of them, in float32 unless said otherwise; a state dict resumes bitwise.
@@ -101,7 +101,7 @@ class FusedAdamW(MasterWeightOptimizer):
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        """Start the masters anew from the weights as they are now; moments and step counts stay. Megatron's name."""
+        """Start the masters again from the weights as they are now; moments and step counts stay. Megatron's name."""
         for parameter, state in self.state.items():
             if "master" in state:
                 local_part(state["master"]).copy_(values(local_part(parameter), torch.float32))
@@ -119,7 +119,7 @@ class FusedAdamW(MasterWeightOptimizer):
         self._update_parameters(noop)
         return loss
 
-    def _begin(self, piece: Piece) -> Update:
+    def _begin(self, piece: ParameterSlice) -> Update:
         local, state = piece.parameter, piece.state
         weight = state["master"] if "master" in state else values(local, working_dtype(local))
         first, second = self._moments.read(state, weight)
@@ -131,7 +131,7 @@ class FusedAdamW(MasterWeightOptimizer):
             gradient = torch.empty_like(first).copy_(gradient)
         return Update(piece, weight, gradient, first, second)
 
-    def _updated_at_once(self, whole: Piece, group: dict[str, Any], noop: Tensor | None) -> bool:
+    def _updated_at_once(self, whole: ParameterSlice, group: dict[str, Any], noop: Tensor | None) -> bool:
         parameter, state = whole.parameter, whole.state
         weight, moments = state.get("master", parameter), self._moments.stored(state)
         if weight.numel() % one_pass.VECTOR or not cpu_moments.updates(weight, whole.gradient, moments):
@@ -145,7 +145,7 @@ class FusedAdamW(MasterWeightOptimizer):
                 return True
         update = Update(whole, weight, whole.gradient, *moments[:2])
         advance_steps_([update], None)
-        for left in one_pass.run(whole, weight, moments, group, self._moments.seed):
+        for left in one_pass.run_one_pass(whole, weight, moments, group, self._moments.seed):
             self._update([self._begin(left)], group, None, self._definitions)
         if weight is not parameter:
             self._write_weight(update, None)
@@ -164,7 +164,7 @@ class FusedAdamW(MasterWeightOptimizer):
                 stored = update.piece.state[name]
                 if stored.shape != value.shape:  # the blocks of a shard, of which a small one has fewer
                     stored = stored.view(-1)[: value.numel()].view_as(value)
-                write(stored, value, noop)
+                copy_unless(stored, value, noop)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; a `.main_grad` is a persistent buffer and is zeroed."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..tensor.fsdp import local_part
 from ..tensor.high_precision_init import clear_initial_value, take_initial_value
 from ..tensor.quantized_tensor import QuantizedTensor, unless
-from .adamw_update import Piece, Update, pieces, whole_piece
+from .adamw_update import ParameterSlice, Update, parameter_slices, whole_piece
 
 _CHUNK = {"cpu": 1 << 19}  # elements whose working copies exist at one time, or one parameter that cannot be split
 _CHUNK_ELSEWHERE = 1 << 24
@@ -46,7 +46,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _state_of(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         raise NotImplementedError
 
-    def _begin(self, piece: Piece) -> Update:
+    def _begin(self, piece: ParameterSlice) -> Update:
         raise NotImplementedError
 
     def _finish(self, work: list[Update], group: dict[str, Any], noop: Tensor | None) -> None:
@@ -55,7 +55,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _check_state(self, parameter: Tensor, entries: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def _updated_at_once(self, whole: Piece, group: dict[str, Any], noop: Tensor | None) -> bool:
+    def _updated_at_once(self, whole: ParameterSlice, group: dict[str, Any], noop: Tensor | None) -> bool:
         """Update a parameter without working copies, if that can be done; whether it is done."""
         return False
 
@@ -82,7 +82,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 if self._updated_at_once(whole, group, noop):
                     continue
                 chunk = _CHUNK.get(parameter.device.type, _CHUNK_ELSEWHERE)
-                for piece in pieces(whole, chunk):
+                for piece in parameter_slices(whole, chunk):
                     if work and sum(update.weight.numel() for update in work) + piece.parameter.numel() > chunk:
                         self._finish(work, group, noop)
                         work = []
@@ -93,10 +93,10 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """Write the rounded or requantized weight to where it is stored."""
         parameter = update.piece.parameter
         if isinstance(parameter, QuantizedTensor):
-            # a collective, which shards of one matrix need, stays outside of graphs
+            # the collective that shards of one matrix need stays outside of graphs
             (self._requantize if parameter.amax_group is None else requantize)(parameter, update.weight, noop)
         elif update.weight is not parameter:
-            write(parameter, update.weight, noop)
+            copy_unless(parameter, update.weight, noop)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -169,7 +169,7 @@ def drops_gradients(set_grad_none: bool | None, set_to_none: bool | None) -> boo
     return True if drops is None else drops
 
 
-def check_tensors(entries: dict[str, Any]) -> None:
+def check_state_tensors(entries: dict[str, Any]) -> None:
     """Raise ValueError unless the state of a parameter is tensors."""
     for name, value in entries.items():
         if not isinstance(value, Tensor):
@@ -181,7 +181,7 @@ def check_entries(
 ) -> None:
     """Raise ValueError unless the state of a parameter has the `expected` entries, name -> (shape, dtype), in these
     shapes and dtypes: an update reads and writes them element by element, unchecked. optional: names it may lack."""
-    check_tensors(entries)
+    check_state_tensors(entries)
     unknown, missing = entries.keys() - expected.keys(), expected.keys() - entries.keys() - optional
     if unknown or missing:
         problem = f"holds {min(unknown, key=str)!r}" if unknown else f"lacks {min(missing)!r}"
@@ -210,7 +210,7 @@ def values(local: Tensor, dtype: torch.dtype) -> Tensor:
     return local.dequantize(dtype) if isinstance(local, QuantizedTensor) else local.to(dtype)
 
 
-def write(target: Tensor, value: Tensor, noop: Tensor | None) -> None:
+def copy_unless(target: Tensor, value: Tensor, noop: Tensor | None) -> None:
     """Copy value to target, unless `noop`, a scalar tensor, is nonzero."""
     target.copy_(value if noop is None else unless(noop, value.to(target.dtype), target))
 
@@ -234,7 +234,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` over the gradients that an optimizer reads: `gradient` of FusedAdam and FusedSGD, else
-    `gradient_of(parameter)`, which is `.grad`, or `.main_grad` with what arrived in `.grad`.
+    `gradient_of(parameter)`: `.grad`, or `.main_grad` with what arrived in `.grad`.
 
     Arguments, methods and state dicts are torch's. Where the gradients are all in `.grad` the two are the same.
     """
@@ -243,7 +243,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         read = optimizer.gradient if isinstance(optimizer, MasterWeightOptimizer) else gradient_of
-        # these stand in for the parameters: torch looks at `.grad`, which here is of any dtype
+        # these stand in for the parameters: torch looks at `.grad`, here of any dtype
         found: list[torch.Tensor] = []
         for group in optimizer.param_groups:
             for gradient in map(read, group["params"]):

@@ -4,7 +4,7 @@ A moment is a running average: a step moves it by less than the spacing of its f
 0.1 %, bfloat16's spacing is 0.4 %), and rounding to nearest would leave it where it is for ever. Both formats therefore
 round stochastically, with counter-based bits, so that the average is right and a run can be repeated and resumed.
 
-FP8 stores the second moment v as sqrt(v), which halves its range in powers of two. It is rounded up with the
+FP8 stores the second moment v as sqrt(v): that halves its range in powers of two. It is rounded up with the
 probability that keeps the mean of the *square*, v itself: an unbiased root would add its variance to v in every step
 and grow without bound. A positive value never rounds to zero, since the update divides by it.
 """
@@ -23,7 +23,7 @@ from te_models.suggestions import shown
 
 from ..tensor.fsdp import largest_part, local_part, rows_like
 from .adamw_update import Update, compiled_by_shape
-from .master_weights import check_entries, check_tensors
+from .master_weights import check_entries, check_state_tensors
 
 MomentDtype = Literal["float32", "bfloat16", "float8"]
 MOMENT_DTYPES = ("float32", "bfloat16", "float8")
@@ -36,7 +36,7 @@ def round_words(raw: Tensor, bits: Tensor) -> Tensor:
     """Round float32 numbers stochastically to ones that bfloat16 holds; both as their int32 words.
 
     bits: int32, the low 16 of which are used. Infinities and NaN stay. Words in and out, because Inductor's C++ backend
-    (torch 2.13) casts bits one element at a time, which takes several times as long as the rounding.
+    (torch 2.13) casts bits one element at a time, several times slower than the rounding.
     """
     finite = (raw & 0x7FFFFFFF) < 0x7F800000
     return torch.where(finite, (raw + (bits & 0xFFFF)) & -0x10000, raw)
@@ -148,7 +148,7 @@ class MomentStore:
         """Raise ValueError unless `state` is a state of a parameter as this optimizer stores it, complete and in the
         shapes and dtypes it has here: the update reads and writes it element by element, unchecked. A master may be
         missing."""
-        check_tensors(state)
+        check_state_tensors(state)
         saved: MomentDtype = "float32"
         if any(name.endswith("_scale_inv") for name in state):
             saved = "float8"
@@ -204,7 +204,7 @@ class MomentStore:
 
 def _blocks_of(parameter: Tensor) -> tuple[int, ...]:
     """Return the shape of the scales of this rank's FP8 moments. Shards that end within a block have a dimension more:
-    their blocks are other ones with each number of ranks, which a distributed checkpoint then tells by the shape."""
+    their blocks change with the number of ranks, and a distributed checkpoint then tells by the shape."""
     size = largest_part(parameter)
     blocks = -(-size // BLOCK)
     return (1, blocks) if size % BLOCK and size != parameter.numel() else (blocks,)

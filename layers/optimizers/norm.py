@@ -1,8 +1,8 @@
 """The 2-norm of a large tensor in float32, for clipping gradients.
 
-On a CPU torch's `vector_norm` of a bfloat16 tensor writes a float32 copy of the whole tensor, and adds up so many
-squares in one float32 sum that it is off by a part in a thousand for an embedding's 28 M elements. In pieces that stay
-in the cache both are gone: 80 ms become 9.
+On a CPU torch's `vector_norm` of a bfloat16 tensor writes a float32 copy of the whole tensor, and adds all squares up
+in one float32 sum, so that it is off by a part in a thousand for an embedding's 28 M elements. In pieces that stay in
+the cache both are gone: 80 ms become 9.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 PIECE, ROW = 1 << 18, 1 << 12
-"""Elements that are in float32 together (1 MiB), and elements in one sum, which is one thread's: the number of threads
+"""Elements that are in float32 together (1 MiB), and elements in the sum of one thread: the number of threads
 does not change the norm."""
 
 

@@ -1,7 +1,7 @@
 """A step of AdamW in one C++ pass over weight, gradient and moments, on CPU, where some of them are in few bits.
 
 The other way writes what is not float32 to working copies, runs torch's kernel on them and rounds them: three passes
-over several times the bytes. Both have the same bits, which the first step of a process sees to.
+over several times the bytes. Both have the same bits; the first step of a process checks that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from te_models.kernels.quantize import cpu_moments, hash_key
 
-from .adamw_update import Piece, Update, update_
+from .adamw_update import ParameterSlice, Update, update_
 from .moments import BLOCK
 
 VECTOR = 16
@@ -24,7 +24,9 @@ one, and adds in another order."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-def run(piece: Piece, weight: Tensor, moments: Sequence[Tensor], group: dict[str, Any], seed: int) -> Iterator[Piece]:
+def run_one_pass(
+    piece: ParameterSlice, weight: Tensor, moments: Sequence[Tensor], group: dict[str, Any], seed: int
+) -> Iterator[ParameterSlice]:
     """Update a weight and its moments in the step that the step count says; yield the parts that are as they were, for
     a NaN in their moments, each as a piece of the weight."""
     key, step = hash_key(seed, piece.index), piece.state["step"].to(torch.int32)
@@ -47,7 +49,9 @@ def run(piece: Piece, weight: Tensor, moments: Sequence[Tensor], group: dict[str
             for name in names:
                 stored = piece.state[name]
                 state[name] = stored[begin:end] if len(moments) == 4 else stored.view(-1)[numbers]
-            yield Piece(weight.view(-1)[numbers], piece.gradient.view(-1)[numbers], state, piece.index, begin * BLOCK)
+            yield ParameterSlice(
+                weight.view(-1)[numbers], piece.gradient.view(-1)[numbers], state, piece.index, begin * BLOCK
+            )
 
 
 @functools.cache
@@ -69,7 +73,7 @@ def _agree(beta1: float, dtype: torch.dtype) -> bool:
     read = cpu_moments.decode_moments(*stored, shape=(n,))
     assert read is not None, "these are as they were encoded"
     state = {"step": torch.tensor(7.0, dtype=torch.float32, device="cpu")}
-    update_([Update(Piece(weight, gradient, state, 2), copy, gradient.float(), *read)], group, None)
+    update_([Update(ParameterSlice(weight, gradient, state, 2), copy, gradient.float(), *read)], group, None)
     expected = copy.to(dtype), *(cpu_moments.encode_moments(*read, key, step, begin) or ())
     values = cpu_moments.Hyperparameters(1e-3, beta1, 0.99, 1e-8, 0.1, 7.0)
     cpu_moments.adamw_step(weight, gradient, stored, key, step, values)

@@ -43,7 +43,7 @@ class Quantizer(NumberFormat, TensorMaker, ValueObject):
     """Base of all quantizers. rowwise, columnwise: which copies `quantize` makes.
 
     key, in every method that takes one: int64 [2], (seed, counter), what stochastic rounding draws from; formats that
-    round to nearest ignore it. shape: the matrix's logical [..., rows, columns], which packed fields do not tell.
+    round to nearest ignore it. shape: the matrix's logical [..., rows, columns], because packed fields do not tell it.
     """
 
     PARTS: ClassVar[tuple[str, ...]] = ("data", "scale_inv")
@@ -126,7 +126,7 @@ class Quantizer(NumberFormat, TensorMaker, ValueObject):
 
     @derived
     def row_scaled(self) -> bool:
-        """Whether every row of the rowwise copy has an amax of its own, in place of the matrix's."""
+        """Whether the amax is taken per row of the rowwise copy and not over the matrix."""
         return False
 
     @derived
@@ -244,7 +244,7 @@ class Quantizer(NumberFormat, TensorMaker, ValueObject):
         block = self.SCHEMA.scale_block or self.block
         if block is not None and block[1] == WHOLE_ROW:
             block = (block[0], max(1, x.shape[-1]))
-        return q.quantization_statistics(x, values, self.scales(fields), block, self.largest, count)
+        return q.block_statistics(x, values, self.scales(fields), block, self.largest, count)
 
     def rows_statistics(self, x: Tensor, rows: GroupOffsets, key: Tensor | None = None) -> dict[str, Tensor]:
         """Return `statistics` of rows sorted by group, x: [T, C], every group quantized by itself."""
@@ -284,8 +284,7 @@ class Quantizer(NumberFormat, TensorMaker, ValueObject):
 
     def same_numbers(self, other: Quantizer) -> bool:
         """Whether what `other` has quantized has the numbers that this one makes: they differ in their copies at most.
-        In a graph, which cannot make new quantizers to compare, those that differ in that have to pass for
-        different."""
+        A graph cannot make new quantizers to compare, so there quantizers that differ in that count as different."""
         if equal_values(self, other):
             return True
         if compiling():
@@ -300,8 +299,8 @@ class Quantizer(NumberFormat, TensorMaker, ValueObject):
         return dataclasses.replace(self, rowwise=rowwise, columnwise=columnwise)
 
     def require_storable(self) -> None:
-        """Raise ValueError where `from_dict` could not read what `to_dict` writes: a user's class with fields, or a
-        format, of its own."""
+        """Raise ValueError where `from_dict` could not read what `to_dict` writes: a user's class with additional
+        fields or another format."""
         from . import QUANTIZERS
 
         known = {f.name for f in dataclasses.fields(QUANTIZERS[self.FORMAT])} if self.FORMAT in QUANTIZERS else set()

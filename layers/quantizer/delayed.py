@@ -8,15 +8,15 @@ since the last update. As a gradient scale is only read in a backward pass, and 
 equals an update after each backward pass whose forward pass has left its region, and it is the same eagerly and
 compiled.
 
-A new scale is a new tensor: a pass between forward and backward keeps those of its input and weight. What backward
+A new scale is a new tensor: a pass between forward and backward keeps the scales of its input and weight. What backward
 passes use, `fp8_gradient` [3, G] with the amaxes and, once more, the scales of gradients, is one tensor for good, so
 that those after the exit of their region read what that exit wrote, and write to what the next update reads.
 
-The backward pass of a graph writes to `fp8_gradient_log` [2, LOG, G] instead, which no forward pass writes: of a tensor
-that both passes of one graph write, some backends make no graph (torch 2.13's `aot_autograd` without further options),
-and others save the value of the forward pass, which loses what another backward pass recorded since. Each slot of the
-log holds an amax and the generation that it is of, a number that every exit counts up; an exit counts the slots that
-have changed since the one before.
+The backward pass of a graph writes to `fp8_gradient_log` [2, LOG, G] instead, a tensor that no forward pass writes: of
+a tensor that both passes of one graph write, some backends make no graph (torch 2.13's `aot_autograd` without further
+options), and others save the value of the forward pass and lose what another backward pass recorded since. Each slot of
+the log holds an amax and the generation that it is of, a number that every exit counts up; an exit counts the slots
+that have changed since the one before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .fp8 import OneScale
 from .group_offsets import GroupOffsets
 from .maker import TensorMaker
 from .tensor_types import TENSOR_TYPES, type_of
-from .value import torch_dtype, value_class
+from .value import dtype_of_enum, value_class
 
 ROLES = ("input", "weight", "grad_output")
 STATISTICS = ("amax", "scale_min", "scale_max", "underflow", "saturation")
@@ -70,7 +70,7 @@ class Float8Quantizer(OneScale, TensorMaker):
 
     scale: float32 [] or [1], or [G] for G groups of rows; amax: float32 of the same shape, or None to record nothing;
     both stay on the device. fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2, or `DType`'s. rowwise, columnwise: the
-    usages, which share one copy; `set_usage` changes them. Two quantizers are equal only if they are the same object.
+    usages; they share one copy; `set_usage` changes them. Two quantizers are equal only if they are the same object.
     The quantizer holds tensors, so it is never a constant of a compiled graph (TypeError): see `__fx_repr__`. Methods
     ignore `key`: nothing is stochastic. Raises ValueError for a scale that does not fit the groups of rows.
     """
@@ -91,7 +91,7 @@ class Float8Quantizer(OneScale, TensorMaker):
     ) -> None:
         self.scale = scale
         self.amax = amax
-        self.fp8_dtype = torch_dtype(fp8_dtype)
+        self.fp8_dtype = dtype_of_enum(fp8_dtype)
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
 
     @property
@@ -130,7 +130,7 @@ class Float8Quantizer(OneScale, TensorMaker):
         data = q.quantize_per_tensor(x, self.scale[..., None, None], self.fp8_dtype)
         scale_inv = torch.div(torch.ones_like(self.scale), self.scale)
         values = q.dequantize_per_tensor(data, scale_inv[..., None, None], torch.float32)
-        return q.quantization_statistics(x, values, scale_inv, None, q.FP8_MAX[self.fp8_dtype], count)
+        return q.block_statistics(x, values, scale_inv, None, q.FP8_MAX[self.fp8_dtype], count)
 
     def rows_statistics(self, x: Tensor, rows: GroupOffsets, key: Tensor | None = None) -> dict[str, Tensor]:
         """Return `statistics` of rows sorted by group, [T, C], every group with its own scale; scale is [G]."""
@@ -218,7 +218,7 @@ def log_amax_(log: Tensor, generation: Tensor, amax: Tensor, gemm_index: int | N
 
 
 def logged_amax(log: Tensor, seen: Tensor) -> Tensor:
-    """Return the largest amax [G] of the slots of a log that are not as they were `seen`; 0 where there is none."""
+    """Return the largest amax [G] of the slots of a log that are not as they were `seen`; 0 if none changed."""
     return torch.where((log != seen).any(0), log[0], 0.0).amax(0)
 
 

@@ -19,7 +19,7 @@ from te_models.suggestions import shown
 
 from .base import Quantizer
 from .encoding import Encoding, Fields, NumberFormat, RowsByGroup, Scale, Usage, Use, Uses
-from .value import derived, torch_dtype, value_class
+from .value import derived, dtype_of_enum, value_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class FP8Quantizer(Quantizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.fp8_dtype, enum.Enum):
-            object.__setattr__(self, "fp8_dtype", torch_dtype(self.fp8_dtype))
+            object.__setattr__(self, "fp8_dtype", dtype_of_enum(self.fp8_dtype))
         if self.fp8_dtype not in q.FP8_MAX:
             raise ValueError(f"fp8_dtype is {shown(self.fp8_dtype)}; allowed: {', '.join(map(str, q.FP8_MAX))}")
 
@@ -166,8 +166,8 @@ class OneScale(NumberFormat):
 class Float8CurrentScalingQuantizer(OneScale, FP8Quantizer):
     """One float32 scale per matrix, from its own amax. Fields: data [..., R, C], scale_inv [...].
 
-    Taken as in Transformer Engine: device, the second positional argument, which nothing depends on (there is no
-    buffer to place), with_amax_reduction and amax_reduction_group at their defaults.
+    Accepted as in Transformer Engine: device, the second positional argument, without effect (there is no buffer to
+    place); with_amax_reduction and amax_reduction_group at their defaults.
     """
 
     FORMAT: ClassVar[str] = "float8"

@@ -16,7 +16,7 @@ from te_models.kernels.asserted import asserted, host_reads
 from te_models.kernels.compiling import compiling
 
 
-def check_values(m_splits: Tensor, rows: int) -> None:
+def check_row_counts(m_splits: Tensor, rows: int) -> None:
     """Raise ValueError unless m_splits, [G] integer, are from 0 on and add up to at most `rows`.
 
     A graph raises RuntimeError when it runs. Eagerly on an accelerator, where looking makes the host wait, nothing is

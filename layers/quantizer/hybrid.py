@@ -1,4 +1,4 @@
-"""A format of its own for each usage, for example E4M3 in fprop and E5M2 where the tensor meets a gradient."""
+"""A different format for each usage, for example E4M3 in fprop and E5M2 where the tensor meets a gradient."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ _SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class IntQuantizer(Quantizer):
     """Base of quantizers to integers, of weights whose GEMMs take the dequantized values.
 
-    group_size: values of a row that share a scale, a power of two from 8; 0: all of the row. zero_points: whether a
-    group has a zero point of its own; else codes are symmetric around 2^(bits - 1). scale_dtype: of the scales,
-    torch.bfloat16, torch.float16 or torch.float32. ValueError for others.
+    group_size: values of a row that share a scale, a power of two from 8; 0: all of the row. zero_points: whether every
+    group has a zero point; else codes are symmetric around 2^(bits - 1). scale_dtype: of the scales, torch.bfloat16,
+    torch.float16 or torch.float32. ValueError for others.
 
     No recipe computes in integers: a layer whose weight is stored so runs without a recipe, forward and the gradient of
     its input, with the values that the one stored copy stands for.

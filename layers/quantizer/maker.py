@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .tensor_types import empty_tensor, quantized
+from .tensor_types import empty_tensor, quantize_with
 
 
 class TensorMaker:
@@ -64,7 +64,7 @@ class TensorMaker:
         """
         if out is not None:
             return self.update_quantized(tensor, out, key=key)
-        return quantized(self._asked(), tensor, key, dtype)
+        return quantize_with(self._asked(), tensor, key, dtype)
 
     def __call__(self, tensor: Tensor, key: Tensor | None = None) -> Any:
         """Return `quantize(tensor, key)`."""

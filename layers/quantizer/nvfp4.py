@@ -34,16 +34,15 @@ class NVFP4Quantizer(Quantizer):
     with_rht: the columnwise copy is quantized from the random Hadamard transform along the rows, of bfloat16 values;
     its rows are rounded up to a multiple of 16. The transform cancels against another such operand, and only there.
     with_random_sign_mask=False: the transform without its signs. stochastic_rounding: both copies are rounded with
-    random bits from `key`, which is then required. row_scaled_nvfp4: an amax for each row instead of each matrix, in
-    the rowwise copy, which is the only one then. nvfp4_use_4over6: two candidates per block, as
-    `kernels/quantize/nvfp4/four_over_six.py` says, with nvfp4_e4m3_max (448, 256) and nvfp4_4over6_err_mode ("MAE",
-    "MSE"). Names are Transformer Engine's. Raises ValueError for options that exclude each other, and for a missing or
-    malformed key.
+    random bits from `key`, required then. row_scaled_nvfp4: an amax for each row instead of each matrix, in the rowwise
+    copy, the only one then. nvfp4_use_4over6: two candidates per block, as `kernels/quantize/nvfp4/four_over_six.py`
+    says, with nvfp4_e4m3_max (448, 256) and nvfp4_4over6_err_mode ("MAE", "MSE"). Names are Transformer Engine's.
+    Raises ValueError for options that exclude each other, and for a missing or malformed key.
 
     Fields: rowwise data uint8 [..., R, ceil(C/2)], scale_inv float8_e4m3fn [..., R, ceil(C/16)], amax float32 [...]
     (row_scaled_nvfp4: [..., R, 1]); columnwise ones of the transpose, [..., C, ceil(R/2)], [..., C, ceil(R/16)], [...].
 
-    No GEMM and no kernel takes rows with scales of their own or 256 as the largest block scale: such operands are
+    No GEMM and no kernel takes one scale per row or 256 as the largest block scale: such operands are
     dequantized, to float32 where the rows have scales, and four over six is computed by operations of torch.
     """
 
@@ -158,8 +157,8 @@ class NVFP4Quantizer(Quantizer):
         return Operand(values, q.global_decode(amax))
 
     def checked_key(self, key: Tensor | None) -> Tensor | None:
-        """Return the key to draw from, None where rounding is to nearest. ValueError where one is needed and is not
-        there, or is none."""
+        """Return the key to draw from, None where rounding is to nearest. ValueError where a key is needed and is
+        missing, or is not a key."""
         if not self.stochastic_rounding:
             return None
         if key is None:

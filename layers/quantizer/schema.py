@@ -84,7 +84,7 @@ def field_layouts(quantizer: Quantizer) -> tuple[FieldLayout, ...]:
     return tuple(layouts)
 
 
-def alignment(quantizer: Quantizer, dim: int) -> int:
+def cut_multiple(quantizer: Quantizer, dim: int) -> int:
     """Return the multiple at which a matrix may be cut along `dim` (-2 or -1) without cutting a block or a byte.
 
     All blocks are powers of two, so the largest one decides.
@@ -101,6 +101,6 @@ def alignment(quantizer: Quantizer, dim: int) -> int:
 def empty_fields(
     quantizer: Quantizer, shape: torch.Size, device: torch.device | str, dtype: torch.dtype = torch.float32
 ) -> Fields:
-    """Return uninitialised fields for a matrix of `shape`: [..., rows, columns] and logical `dtype`, which is also that
-    of the fields in a format that keeps values as they are."""
+    """Return uninitialised fields for a matrix of `shape`: [..., rows, columns] and logical `dtype`; a format that
+    keeps values as they are stores its fields in that dtype."""
     return {layout.name: layout.empty(shape, dtype, device) for layout in field_layouts(quantizer)}

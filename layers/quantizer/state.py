@@ -25,7 +25,7 @@ AnyQuantizer = Quantizer | Float8Quantizer
 
 
 class QuantizerState(NamedTuple):
-    """A module's live tensors (G GEMMs, S GEMMs with statistics of their own); None where not needed.
+    """A module's live tensors (G GEMMs, S GEMMs with separate statistics); None where not needed.
 
     scale: [3, G] of input, weight and grad_output; amax: [2, G], what the forward roles record; gradient: [3, G], of
     gradients the recorded amax, the scale and its generation; statistics: [S, 2, 5] and grad_statistics: [S, 5], see
@@ -105,8 +105,8 @@ STREAMS = 2**20  # how many layers one seed serves
 def default_seed() -> int:
     """Return a number in [-SEEDS, 0) that follows from the state of torch's CPU generator alone.
 
-    Equal states give equal numbers: again after `torch.manual_seed` with the same seed. It is negative, which seeds
-    that are given never are.
+    Equal states give equal numbers: again after `torch.manual_seed` with the same seed. It is negative; seeds that a
+    caller gives never are.
     """
     global _last_seed
     state = torch.get_rng_state()

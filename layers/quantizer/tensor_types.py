@@ -18,10 +18,10 @@ def type_of(quantizer: Any) -> Any:
     return TENSOR_TYPES.get(quantizer.FORMAT) or TENSOR_TYPES[""]
 
 
-def quantized(quantizer: Any, x: Tensor, key: Tensor | None, dtype: torch.dtype | None) -> Any:
+def quantize_with(quantizer: Any, x: Tensor, key: Tensor | None, dtype: torch.dtype | None) -> Any:
     """Return `Quantizer.quantize` by a value or by the live quantizer of delayed scaling."""
     if dtype is not None and dtype != x.dtype:
-        return quantized(quantizer, x, key, None).to(dtype)
+        return quantize_with(quantizer, x, key, None).to(dtype)
     if x.requires_grad and torch.is_grad_enabled():
         return _Quantize.apply(x, quantizer, key)
     cls = type_of(quantizer)
@@ -40,12 +40,12 @@ def empty_tensor(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, devic
 
 
 class _Quantize(torch.autograd.Function):
-    """`quantized` with the gradient of the identity."""
+    """`quantize_with` with the gradient of the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantizer: Any, key: Tensor | None) -> Any:
         ctx.dtype = x.dtype
-        return quantized(quantizer, x.detach(), key, None)
+        return quantize_with(quantizer, x.detach(), key, None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

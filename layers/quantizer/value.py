@@ -27,7 +27,7 @@ C = TypeVar("C", bound="type[ValueObject]")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
-def torch_dtype(dtype: Any) -> Any:
+def dtype_of_enum(dtype: Any) -> Any:
     """Return a dtype as torch's, also where it is a name of an enum for one."""
     return dtype.value if isinstance(dtype, enum.Enum) else dtype
 
@@ -87,11 +87,11 @@ class ValueObject:
         TypeError where an attribute is not a plain value, such as a process group or a tensor: live state does not
         belong in a graph; pass it per call.
         """
-        names = {"_rebuild_value": rebuild, "torch": torch}
+        names = {"_rebuild_value": rebuild_value, "torch": torch}
         return _expression(self, names), names
 
 
-def rebuild(cls: type, **fields: Any) -> Any:
+def rebuild_value(cls: type, **fields: Any) -> Any:
     """Return an instance of a value class without running `__init__`, whose checks the original has passed."""
     self = object.__new__(cls)
     for name, value in fields.items():

@@ -1,8 +1,8 @@
 """Recipes: frozen values that say which format each operand of fprop, dgrad and wgrad gets, and the active one.
 
-May import: `te_models.kernels`, `..quantizer`, `..tensor`. Transformer Engine: `transformer_engine.common.recipe`. The
-function `recipe`, which a program finds as `te_models.layers.recipe`, has the names below as attributes, so that
-`from te_models.layers import recipe` gives `recipe.DelayedScaling`, too.
+May import: `te_models.kernels`, `..quantizer`, `..tensor`. Transformer Engine: `transformer_engine.common.recipe`. A
+program finds the function `recipe` as `te_models.layers.recipe`. It has the names below as attributes, so that `from
+te_models.layers import recipe` gives `recipe.DelayedScaling`, too.
 """
 
 from .base import RECIPES, Format, MMParams, QParams, Recipe, recipe

@@ -57,9 +57,9 @@ class Replay:
 
 class Recomputation(Region):
     """Restores what the first run noted, in the thread that the backward pass runs in. No amax is recorded once more,
-    and statistics go to a tensor that nobody reads: a layer that notes them takes its input another way, which shall be
-    the same way again. selective: whether saved results take the place of operations. These are found by counting, so
-    amaxes are computed again, too, for a tensor that nobody reads."""
+    and statistics go to a tensor that nobody reads: a layer that notes them takes another path, and must take the same
+    path again. selective: whether saved results take the place of operations. These are found by counting, so amaxes
+    are computed again, too, for a tensor that nobody reads."""
 
     def __init__(self, first: FirstRun, *, selective: bool = False) -> None:
         super().__init__(**first.values)
@@ -114,8 +114,8 @@ def recompute_contexts(save: Saved | None = None) -> tuple[Any, Any]:
 
     In a compiled function it may be given, too. save: operators, or a policy function, whose results are saved and not
     computed again, as torch's `create_selective_checkpoint_contexts` takes them:
-    `context_fn=functools.partial(recompute_contexts, [torch.ops.aten.mm.default])`. Among operators torch's products
-    mean those of graphs on a CPU that multiplies in float32, too; to a policy function these are
+    `context_fn=functools.partial(recompute_contexts, [torch.ops.aten.mm.default])`. Among operators, torch's products
+    also cover the float32 products of graphs on a CPU; to a policy function these are
     `torch.ops.te_models.gemm_float32.default`.
     """
     if save is not None and not callable(save) and _PRODUCTS.intersection(save):
@@ -148,7 +148,7 @@ def same_as_first_run(state_used: T) -> T:
     return state_used
 
 
-def once(make: Callable[[], T]) -> T:
+def once_per_checkpoint(make: Callable[[], T]) -> T:
     """Return `make()`, or in a recomputation, without calling it, what it returned in the first run.
 
     Selective checkpointing finds what it saved by counting operations, so it must not see the one call's operations.
@@ -168,7 +168,7 @@ def scratch_like(tensor: Tensor) -> Tensor:
 
 def refuse_around_a_graph() -> None:
     """Raise RuntimeError where a compiled layer with live state is called inside an activation checkpoint that is not
-    compiled: a graph notes nothing for the recomputation, which would read later scales or draw other bits."""
+    compiled: a graph notes nothing for the recomputation, so that would read later scales or draw other bits."""
     if state().runs:
         raise RuntimeError(
             "a layer compiled under delayed scaling or stochastic rounding was called inside an eager activation "

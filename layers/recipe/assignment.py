@@ -5,9 +5,9 @@
     r.fp4_quant_bwd_grad = QParams(stochastic_rounding=True)
 
 A recipe is a value: what is in force, and what graphs are guarded on, never changes. So each assignment makes another
-value, `Assigned.value`, which a region takes when it is entered, and the object shows that value's fields. An object
-that is in force itself takes no assignment. What several `QParams` say together has to be what one recipe can mean;
-until it is, nothing may ask the object for quantizers.
+value, `AssignedRecipe.value`, which a region takes when it is entered, and the object shows that value's fields. An
+object that is in force itself takes no assignment. What several `QParams` say together has to be what one recipe can
+mean; until it is, nothing may ask the object for quantizers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _USES = ("quantizers", "weight_quantizer", "for_module", "to_dict", "replace")
 """What a recipe whose parts contradict each other refuses."""
 
 
-class Assigned(NamedTuple):
+class AssignedRecipe(NamedTuple):
     """What was assigned to one object. value: the recipe that it means now; pending: QParams that no recipe can have
     together yet, by name; why: the sentence of what contradicts what."""
 
@@ -39,7 +39,7 @@ class Assigned(NamedTuple):
 def current_value(recipe: Recipe) -> Recipe:
     """Return what an object means now, a value that no assignment changes. ValueError where its parts contradict each
     other."""
-    assigned: Assigned | None = recipe.assigned
+    assigned: AssignedRecipe | None = recipe.assigned
     if assigned is None:
         return recipe
     if assigned.pending:
@@ -54,7 +54,7 @@ def assign(recipe: Recipe, name: str, value: Any) -> None:
         raise ValueError(
             f"{name} is assigned to a {type(recipe).__name__} that is in force; allowed: before the region is entered"
         )
-    before: Assigned = recipe.assigned or Assigned(dataclasses.replace(recipe))
+    before: AssignedRecipe = recipe.assigned or AssignedRecipe(dataclasses.replace(recipe))
     pending, why = before.pending, before.why
     if name in recipe.QPARAMS:
         if not isinstance(value, QParams):
@@ -71,7 +71,7 @@ def assign(recipe: Recipe, name: str, value: Any) -> None:
                 f"{did_you_mean(name, settable)}"
             )
         changes = {name: value}
-    now = Assigned(dataclasses.replace(before.value, **changes), pending, why)
+    now = AssignedRecipe(dataclasses.replace(before.value, **changes), pending, why)
     for use in _USES:
         vars(recipe).pop(use, None)
         if pending:
@@ -91,7 +91,7 @@ def _is_in_force(recipe: Recipe) -> bool:
 
 
 def _at_default(recipe: Recipe) -> list[str]:
-    """Return the arguments of a recipe that are no fields: those of Transformer Engine that are taken at defaults."""
+    """Return the arguments of a recipe that are not fields: Transformer Engine's, accepted at their defaults only."""
     declared = {f.name for f in dataclasses.fields(recipe)}
     arguments = inspect.signature(type(recipe).__init__).parameters
     return [name for name in arguments if name != "self" and name not in declared]

@@ -155,7 +155,7 @@ class GemmQuantizers:
 def refuse_two_dimensional(
     left: Quantizer, right: Quantizer, left_role: str, right_role: str, left_usage: Usage, right_usage: Usage
 ) -> None:
-    """Raise ValueError where both operands of a GEMM have 128x128 blocks, which no GEMM takes."""
+    """Raise ValueError where both operands of a GEMM have 128x128 blocks, because no GEMM takes that."""
     if left.square_blocks(left_usage) and right.square_blocks(right_usage):
         raise ValueError(
             f"{left_role} and {right_role} both have 128x128 blocks, and no GEMM multiplies those by each other; "

@@ -1,6 +1,6 @@
 """What is in force in this thread, and the regions that say so: `autocast` and the other context managers.
 
-Each thread has a state of its own; a new one starts with nothing in force, as under `torch.amp.autocast`. A graph reads
+Each thread has its separate state; a new one starts with nothing in force, as under `torch.amp.autocast`. A graph reads
 it as one attribute of a `threading.local`, the only one that any traced code reads: the compiler then guards on the
 fields of what is in force in the thread that calls (torch 2.11 to 2.15), so that one graph serves all threads and an
 equal recipe re-created for the next step costs nothing. It does not trace a ContextVar.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .activation_checkpoint import FirstRun, Replay
 
 
-class State:
+class RecipeContext:
     """What the regions of one thread say. compute, storage: None is high precision. chosen: whether the live modules
     know what `compute` means for them, see `recipe_use`. by_region: whether the region that says so was entered outside
     of compiled code. touched: in a region opened inside a compiled function, the
@@ -46,7 +46,7 @@ class State:
         self.statistics = False
         self.depth = 0
         self.touched: list[Any] | None = None
-        self.entered: list[Entry] = []
+        self.entered: list[RegionEntry] = []
         self.runs: list[FirstRun | Replay] = []
 
 
@@ -54,22 +54,22 @@ class _OfThread(threading.local):
     """now: the state of the thread that reads it."""
 
     def __init__(self) -> None:
-        self.now = State()
+        self.now = RecipeContext()
 
 
 THREAD = _OfThread()
 """`THREAD.now` is `state()` without the call."""
 
 
-def state() -> State:
+def state() -> RecipeContext:
     """Return what is in force now in this thread; only the regions write to it."""
     return THREAD.now
 
 
-class Entry:
+class RegionEntry:
     """One entry of a region: whose state it changed, and what was in force there before, by attribute."""
 
-    def __init__(self, of: State, before: dict[str, Any]) -> None:
+    def __init__(self, of: RecipeContext, before: dict[str, Any]) -> None:
         self.of, self.before, self.listed = of, before, False
 
 
@@ -82,7 +82,7 @@ class Region:
 
     def __init__(self, **values: Any) -> None:
         self._values = values
-        self._entries: list[Entry] = []  # one for each time that it is entered and not yet left
+        self._entries: list[RegionEntry] = []  # one for each time that it is entered and not yet left
 
     def __enter__(self) -> Self:
         self._enter(self._values)
@@ -93,7 +93,7 @@ class Region:
 
     def _enter(self, values: dict[str, Any]) -> None:
         s = state()
-        entry = Entry(s, {name: getattr(s, name) for name in values})
+        entry = RegionEntry(s, {name: getattr(s, name) for name in values})
         for name, value in values.items():
             setattr(s, name, value)
         if not (
@@ -103,7 +103,7 @@ class Region:
             s.entered.append(entry)
         self._entries.append(entry)
 
-    def _last_entry(self) -> Entry:
+    def _last_entry(self) -> RegionEntry:
         """Return this thread's last entry, or the last of any where this thread has none, and forget it."""
         if not (torch.compiler.is_compiling() and compiling()):
             for entry in reversed(self._entries.copy()):  # other threads enter and leave meanwhile: no index holds
@@ -112,7 +112,7 @@ class Region:
                     return entry
         return self._entries.pop()
 
-    def _undo(self, entry: Entry) -> None:
+    def _undo(self, entry: RegionEntry) -> None:
         """Give back what the state was before an entry."""
         entered = entry.of.entered if entry.listed else []
         later = entered[entered.index(entry) + 1 :] if entry.listed else []

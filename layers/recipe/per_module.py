@@ -22,7 +22,7 @@ _warned: set[str] = set()  # patterns that match nothing, each said once
 
 
 @constant_when_traced
-def matches(pattern: str, name: str) -> bool:
+def matches_pattern(pattern: str, name: str) -> bool:
     """Whether `name` is `pattern`, in which * stands for any characters, dots included, ? for one, [...] for one of
     those inside, and [!...] for one of the others."""
     return fnmatch.fnmatchcase(name, pattern)
@@ -32,10 +32,11 @@ def matches(pattern: str, name: str) -> bool:
 class PerModuleRecipe(Recipe):
     """`default`, except where a rule says otherwise: the first pattern that matches a module's name decides.
 
-    rules: (pattern, recipe or "bf16") pairs, in order; see `matches`. "bf16" leaves the module in high precision. Names
-    are those of `model.named_modules()`, which `GPTModel` gives its layers; elsewhere call `name_modules(model)`: a
-    layer without a name raises ValueError where there are rules. A pattern that matches no layer warns once, when an
-    `autocast` region is left in which the recipe was in force, or when `store_weights` has used it.
+    rules: (pattern, recipe or "bf16") pairs, in order; see `matches_pattern`. "bf16" leaves the module in high
+    precision. Names are those of `model.named_modules()`, which `GPTModel` gives its layers; elsewhere call
+    `name_modules(model)`: a layer without a name raises ValueError where there are rules. A pattern that matches no
+    layer warns once, when an `autocast` region is left in which the recipe was in force, or when `store_weights` has
+    used it.
 
     Example:
         PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("*.linear_proj", "bf16"),))
@@ -75,7 +76,7 @@ class PerModuleRecipe(Recipe):
                 "built, or call name_modules(model)"
             )
         for pattern, choice in self.rules:
-            if matches(pattern, name):
+            if matches_pattern(pattern, name):
                 return choice if isinstance(choice, Recipe) else None
         return self.default
 
@@ -87,7 +88,7 @@ class PerModuleRecipe(Recipe):
             return
         object.__setattr__(self, "_names_checked", True)
         for pattern, _ in self.rules:
-            if pattern not in _warned and not any(matches(pattern, name) for name in named):
+            if pattern not in _warned and not any(matches_pattern(pattern, name) for name in named):
                 _warned.add(pattern)
                 warnings.warn(
                     f"the rule for {pattern!r} of a PerModuleRecipe matches none of the {len(named)} named layers, "

@@ -3,7 +3,7 @@
 A layer looks up what such a recipe means for it when it first runs under it. A name must not get into a compiled
 graph, though: it would be guarded on, and a block that layers share would be compiled once for each of them. So while
 a graph is traced, every layer that exists looks it up, outside of the graph, and from then on whenever a region is
-entered outside of compiled code; graphs are guarded on what was found, which is the same for many layers.
+entered outside of compiled code; graphs are guarded on what was found, and that is the same for many layers.
 
 What a layer writes down while it runs goes through `untracked_side_effect`, also inside an activation checkpoint that
 is compiled. The compiler refuses such writing there, since the recomputation would not repeat it. It need not: it would
@@ -28,7 +28,7 @@ from .context import state
 
 
 def untracked_side_effect(write: Callable[..., None], *arguments: Any) -> None:
-    """Call `write(*arguments)`, which sets attributes; in a graph, once for each call of it and not again in the
+    """Call `write(*arguments)` to set attributes; in a graph, once for each call of it and not again in the
     backward pass."""
     if compiling():
         from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as let_through
@@ -87,7 +87,7 @@ class RecipeUse:
     """What recipes a module ran under: the names of its last forward pass in any thread, for `recipe_report` (the one
     asked for and the one that ran), and what concerns this thread.
 
-    An object of its own because every call writes it, and setting an attribute of a module costs a microsecond.
+    A separate object because every call writes it, and setting an attribute of a module costs a microsecond.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class RecipeUse:
         return [use for use in uses if use is not None]
 
     def forget_choices(self) -> None:
-        """Have every thread look up anew what its recipe means for the module."""
+        """Have every thread look up again what its recipe means for the module."""
         for use in self.all_threads():
             use.chosen = use.chosen_for = None
 
@@ -132,20 +132,20 @@ class RecipeUse:
             )
 
 
-def choose(recipe: Recipe, module: Layer) -> Choice:
+def recipe_for_layer(recipe: Recipe, module: Layer) -> Choice:
     """Return what a recipe that goes by names means for a layer."""
     own = recipe.for_module(module.name)
     return own, None if own is None else own.quantizers(module.kind, module.name)
 
 
 def choose_once(recipe: Recipe, module: Layer) -> Choice:
-    """Return `choose`, which is called when the layer first runs under this recipe."""
+    """Return `recipe_for_layer`, which is called when the layer first runs under this recipe."""
     use = module.recipe_use.in_thread.now
     if compiling():
         _choose_before_tracing()
-        return (use.chosen if state().chosen else None) or choose(recipe, module)
+        return (use.chosen if state().chosen else None) or recipe_for_layer(recipe, module)
     if use.chosen_for is not recipe or use.chosen is None:
-        use.chosen, use.chosen_for = choose(recipe, module), recipe
+        use.chosen, use.chosen_for = recipe_for_layer(recipe, module), recipe
     return use.chosen
 
 
@@ -200,7 +200,7 @@ def _choose_for_all(recipe: Recipe | None) -> bool:
         if use.chosen_for is not recipe:
             use.chosen_for = recipe
             try:
-                use.chosen = choose(recipe, layer)
+                use.chosen = recipe_for_layer(recipe, layer)
             except Exception:  # raised again where the layer runs, if it does: it may be another model's
                 use.chosen = None
     return True

@@ -256,7 +256,7 @@ Scope = Literal["none", "weights", "activations", "all"]
 class NVFP4BlockScaling(Recipe):
     """Four-bit E2M1 with an E4M3 scale per 16 values and a float32 one per tensor (arXiv 2509.25149).
 
-    Weights use 16x16 blocks; the columnwise copies of x and dy get a random Hadamard transform, which cancels in wgrad;
+    Weights use 16x16 blocks; the columnwise copies of x and dy get a random Hadamard transform that cancels in wgrad;
     dy is rounded stochastically. Each of the three can be switched off.
 
     row_scaled_activation: x has a float32 scale per row in fprop. nvfp4_4over6: quantize "weights", "activations" (x)
@@ -423,7 +423,7 @@ class CustomRecipe(Recipe):
         raise TypeError("a CustomRecipe has no JSON form: its qfactory is a function")
 
 
-# said here and not as the fields' defaults, which would be objects that the compiler meets where it traces __init__
+# said here and not as the fields' defaults: the compiler would meet those as objects where it traces __init__
 for _cls, _fprop in ((Float8CurrentScaling, MMParams(False)), (Float8BlockScaling, MMParams(True))):
     for _name, _params in (("fprop", _fprop), ("dgrad", MMParams(True)), ("wgrad", MMParams(True))):
         setattr(_cls, f"fp8_gemm_{_name}", _params)

@@ -1,6 +1,6 @@
 """Transformer Engine's cross entropy, of logits of the whole vocabulary or of a rank's part of it.
 
-Our own models use `te_models.kernels.cross_entropy`, which needs no logits in memory.
+Our own models use `te_models.kernels.cross_entropy`, without logits in memory.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def bgrad_group_quantize(
     key: Tensor | None = None,
 ) -> tuple[GroupedTensorStorage | MixedShapesStorage, Tensor]:
     """Return `group_quantize` and the gradient of each member's bias: the sums over its rows, [G, columns], added in
-    float32, in the tensor's dtype. ValueError with last_dims, which leave no common columns."""
+    float32, in the tensor's dtype. ValueError with last_dims, because they leave no common columns."""
     if last_dims is not None:
         raise ValueError("last_dims are given, so the members' biases have no common size; allowed: None")
     grouped = group_quantize(tensor, quantizer, num_tensors, first_dims, key=key)

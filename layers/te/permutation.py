@@ -1,7 +1,7 @@
 """Transformer Engine's functions that bring tokens to their experts and back.
 
-Our own models use `te_models.kernels.permute`, which quantizes on the way; these are a few operations of torch. Rows
-that come quantized, each with scales of its own or all with one, are moved as they are, data and scales alike, and
+Our own models use `te_models.kernels.permute`, and quantize on the way; these are a few operations of torch. Rows
+that come quantized, each row with its scales or all with one, are moved as they are, data and scales alike, and
 only their rowwise copy is; their gradient is one of values.
 
 T tokens, E experts, K experts per token, R rows sorted by expert, H hidden.
@@ -116,7 +116,7 @@ def moe_unpermute(
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
     """Return chunks of the rows of inp [R, H] in another order. split_sizes: [C] rows of each chunk; sorted_index: [C],
-    which chunk is first, second, ... Both stay on the device, where their values are checked. ValueError for other
+    the chunk that is first, second, ... Both stay on the device, where their values are checked. ValueError for other
     shapes, RuntimeError for sizes that do not add up to R and for a sorted_index that is no order."""
     return take_rows(inp, _source_rows(inp, split_sizes, sorted_index))
 

@@ -61,7 +61,7 @@ def replace_linears(
     layer (`model.get_output_embeddings()`, or a layer called lm_head), since its rounding errors go straight into the
     logits, as other libraries leave it; whatever is given stands in its place, so `exclude=()` replaces that layer,
     too. Layers with hooks, of a subclass, without floating-point weights, or already sharded are left, with the reason.
-    Raises ValueError for a model that is itself an `nn.Linear`, which has nothing around it, and for a pattern that
+    Raises ValueError for a model that is itself an `nn.Linear`, because nothing is around it, and for a pattern that
     matches none of them.
     """
     if isinstance(model, nn.Linear):

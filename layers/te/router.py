@@ -1,7 +1,7 @@
 """Transformer Engine's router functions (`transformer_engine.pytorch.router`): dense maps [..., E] of which experts
 each token uses, and how much.
 
-Our own models use `te_models.kernels.router`, which has indices [T, K] and a kernel; these are a few operations of
+Our own models use `te_models.kernels.router` with indices [T, K] and a kernel; these are a few operations of
 torch in float32. Of equal scores the lower expert wins. T tokens, E experts, K experts per token (topk).
 """
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_models.kernels.router.reference import choose, within_groups
+from te_models.kernels.router.reference import top_k, within_groups
 from te_models.suggestions import shown
 
 from .arguments import takes_at_default
@@ -52,7 +52,7 @@ def fused_topk_with_score_function(
         choice = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
         if group_topk:
             choice = _in_best_groups(choice, topk, num_groups, group_topk)
-        indices = choose(choice, topk)
+        indices = top_k(choice, topk)
     weights = scores.gather(-1, indices)
     if after:
         weights = weights.softmax(-1)
@@ -74,7 +74,7 @@ def fused_compute_score_for_moe_aux_loss(logits: Tensor, topk: int, score_functi
     if score_function != "softmax" and topk > 1:
         scores = scores / (scores.sum(-1, keepdim=True) + _EPS)
     with torch.no_grad():
-        indices = choose(scores, topk)
+        indices = top_k(scores, topk)
     return _map(logits, indices), scores
 
 

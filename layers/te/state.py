@@ -5,7 +5,7 @@ weight, 2: output) of GEMM g, in the backward pass 2 g + (0: grad_output, 1: gra
 fp8_output and fp8_grad alone; elsewhere it has the scale 1 and the history 0. Row 0 of a history [length, slots] is the
 amax recorded since the last update, and the last row is the newest of the earlier ones.
 
-What is read is a copy in that order, which cannot be written to in place; assigning `scale` or `amax_history` of a
+What is read is a copy in that order, and cannot be written to in place; assigning `scale` or `amax_history` of a
 state writes the layer's own.
 """
 
@@ -42,7 +42,7 @@ KEYS: dict[str, Mode] = {"scaling_fwd": "forward", "scaling_bwd": "backward"}
 
 
 class StateCopy(Tensor):
-    """A copy of a layer's state, which refuses writes in place: nobody would see them."""
+    """A copy of a layer's state that refuses writes in place: nobody would see them."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -85,7 +85,7 @@ class RecipeState:
         device: torch.device | str | None = None,
         roles: Sequence[QuantizerRole | None] | None = None,
     ) -> RecipeState:
-        """Return the state of a recipe: a `DelayedScalingRecipeState` with tensors of its own, or one without any."""
+        """Return the state of a recipe: a `DelayedScalingRecipeState` with new tensors, or a state without tensors."""
         cls = DelayedScalingRecipeState if recipe.delayed() else RecipeState
         return cls(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
 
@@ -149,7 +149,8 @@ class DelayedScalingRecipeState(RecipeState):
 
     @property
     def scale_inv(self) -> Tensor:
-        """What slots are multiplied with after the cast, 1 / scale, which follows from it and takes no assignment."""
+        """What slots are multiplied with after the cast: 1 / scale. It follows from the scale and takes no
+        assignment."""
         inverse = torch.div(1.0, self.scale)
         return inverse.as_subclass(StateCopy)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .fsdp import packed, unpacked
+from .fsdp import pack_fields, unpack_fields
 from .quantized_tensor import QuantizedTensor
 
 _NAMESPACES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
@@ -53,7 +53,7 @@ _RETURNS_VALUES = {
     "broadcast",
     "shard_dim_alltoall",
 }
-_HEADER = 16  # bytes; `packed` aligns fields to as many
+_HEADER = 16  # bytes; `pack_fields` aligns fields to as many
 
 
 def is_collective(func: Any) -> bool:
@@ -125,7 +125,7 @@ def _move_fields(func: Any, args: tuple, kwargs: dict[str, Any], outputs: Any, w
         if not isinstance(x, QuantizedTensor):
             return x
         if id(x) not in buffers:
-            buffers[id(x)] = torch.cat([header, packed(x.inner_tensors())])
+            buffers[id(x)] = torch.cat([header, pack_fields(x.inner_tensors())])
         return buffers[id(x)]
 
     sent, options = tree_map(as_bytes, (args, kwargs))
@@ -138,7 +138,7 @@ def _move_fields(func: Any, args: tuple, kwargs: dict[str, Any], outputs: Any, w
             "has to pass tensors of one class, quantizer and shape"
         )
     for x in filled:
-        x.overwrite(unpacked(x.inner_tensors(), buffers[id(x)][_HEADER:]))
+        x.overwrite(unpack_fields(x.inner_tensors(), buffers[id(x)][_HEADER:]))
     return (outputs, work) if isinstance(result, tuple) else work
 
 

@@ -26,7 +26,7 @@ def dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run one operation that has a quantized tensor among its arguments."""
     if func in _KEEPS_QUANTIZED and isinstance(args[0], QuantizedTensor):
         if torch.is_inference_mode_enabled() and not args[0].is_inference() and _is_view_of(func):
-            with torch.inference_mode(False):  # a view is counted with its base, which an inference tensor cannot be
+            with torch.inference_mode(False):  # a view is counted with its base; an inference tensor cannot be one
                 return _KEEPS_QUANTIZED[func](*args, **kwargs)
         return _KEEPS_QUANTIZED[func](*args, **kwargs)
     if func is aten._foreach_copy_.default:
@@ -217,10 +217,10 @@ _KEEPS_QUANTIZED: dict[Any, Callable[..., Any]] = {
     aten.expand.default: views.expand,
     aten.t.default: lambda x: views.transpose(x, -2, -1),
     aten.transpose.int: views.transpose,
-    aten.permute.default: views.permute,
+    aten.permute.default: views.transpose_dims,
     aten.slice.Tensor: views.slice_,
     aten.select.int: views.select,
     aten.unbind.int: views.unbind,
-    aten.split.Tensor: views.split,
+    aten.split.Tensor: views.split_dim,
     aten.split_with_sizes.default: views.split_with_sizes,
 }

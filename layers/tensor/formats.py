@@ -84,7 +84,7 @@ def rebuild_quantized(
     requires_grad, is_parameter = flags
     rebuilt: Any = nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
     for mark, value in (marks or {}).items():
-        vars(rebuilt).setdefault(mark, value)  # never one of its own fields
+        vars(rebuilt).setdefault(mark, value)  # never one of the tensor's fields
     return rebuilt
 
 

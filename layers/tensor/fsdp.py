@@ -1,6 +1,6 @@
 """Sharding with FSDP2 (`torch.distributed.fsdp.fully_shard`): shards are gathered in quantized form.
 
-`fully_shard` cuts a parameter along dimension 0 into shards, each a quantized tensor of its own, and gathers the
+`fully_shard` cuts a parameter along dimension 0 into shards, each a separate quantized tensor, and gathers the
 fields' bytes: one byte a value instead of two or four. By itself it cuts equal shards, between blocks (a weight with
 128x128 blocks over 4 ranks has a multiple of 512 rows); anything else is an error. Inside `shards_of_blocks` any number
 of rows is cut: each rank has as many whole blocks as the others, the last ranks fewer, and gathers and reductions are
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..collectives import resolve_group
 from ..quantizer import Quantizer, Usage
-from ..quantizer.schema import FieldLayout, alignment
+from ..quantizer.schema import FieldLayout, cut_multiple
 from .high_precision_init import hand_to_shards, part_of_shard
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def largest_part(tensor: Tensor) -> int:
 
 
 def largest_shard(tensor: Tensor, size: int, ranks: int) -> int:
-    """Return how many of `size` indices the largest shard of a sharded tensor has, which every rank has in turn until
-    none are left: whole blocks where it is quantized."""
+    """Return how many of `size` indices the largest shard of a sharded tensor has; every rank gets this many in turn
+    until none are left: whole blocks where it is quantized."""
     local: Any = local_part(tensor)
     return _largest_of_blocks(local, size, ranks) if hasattr(local, "quantizer") else -(-size // ranks)
 
@@ -70,7 +70,7 @@ def _largest_of_blocks(x: QuantizedTensor, size: int, ranks: int) -> int:
 
 def block_rows(x: QuantizedTensor) -> int:
     """Return the multiple of dimension 0 at which shards may begin."""
-    return alignment(x.quantizer, -2) if is_one_matrix(x) else 1
+    return cut_multiple(x.quantizer, -2) if is_one_matrix(x) else 1
 
 
 def rows_like(tensor: Tensor, rows: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def _shards(tensor: Any) -> Iterator[tuple[int, int]]:
 def shared_amaxes(quantizer: Quantizer, x: Tensor, group: Any) -> dict[Usage, Tensor]:
     """Return the amaxes that quantizing x needs, reduced over a process group, by usage. group: it, or its name."""
     # an empty shard takes part, too
-    amaxes = quantizer.amaxes(x if x.numel() else x.new_zeros((alignment(quantizer, -2), x.shape[-1])))
+    amaxes = quantizer.amaxes(x if x.numel() else x.new_zeros((cut_multiple(quantizer, -2), x.shape[-1])))
     if isinstance(group, str):
         group = resolve_group(group)
     for amax in amaxes.values():
@@ -119,7 +119,7 @@ def share_scales(module: nn.Module) -> None:
     """Let the shards of every quantized weight with one scale per matrix share that scale from now on.
 
     Call it after `fully_shard` and before values are written into shards (loading, initialising, `init_state` of an
-    optimizer) ahead of the first forward pass, which would do it by itself. Shards of weights that were built with
+    optimizer) ahead of the first forward pass. That would do it by itself. Shards of weights that were built with
     `preserve_high_precision_init_val` get their rows of that value, too. Collective: none here, one per such write.
     """
     from torch.distributed.tensor import DTensor
@@ -200,7 +200,7 @@ def _pad_reductions(shard: Any) -> None:
             f"torch {torch.__version__} shards quantized weights equally; allowed: a number of rows that is a multiple "
             f"of {ranks * block_rows(local)}, and here it is {rows}"
         )
-    new: Any = local.clone()  # of its own memory, and with a scale of its own
+    new: Any = local.clone()  # with separate memory and a separate scale
     new = new.keep_attributes(local)
     new.unequal_shards = True
     shard.sharded_param._local_tensor, shard._sharded_param_data = new, new.view(-1)
@@ -226,7 +226,7 @@ class GathersQuantized:
         hand_to_shards(module, largest_shard)
         ranks = mesh.size()
         if ranks == 1 or _are_copies(outer_size, module):  # nothing is gathered, and torch reads one tensor
-            return (packed(x.fields),), None
+            return (pack_fields(x.fields),), None
         if x.shape[1:] != outer_size[1:]:
             raise ValueError(
                 f"a {type(x).__name__} of shape {tuple(outer_size)} has shards of shape {tuple(x.shape)}; "
@@ -238,7 +238,7 @@ class GathersQuantized:
                 f"dimension must be a multiple of {ranks}, because torch pads no gathered shards"
             )
         if x.amax_group is None and is_one_matrix(x) and one_per_matrix(x):
-            check_shared(x, mesh.get_group())
+            check_scales_are_shared(x, mesh.get_group())
             for shard in (x, *_kept_elsewhere(x, outer_size, module)):
                 shard.amax_group = mesh.get_group().group_name
         if not x.unequal_shards:
@@ -257,7 +257,7 @@ class GathersQuantized:
         """Return the whole parameter in `dtype` and the tensors it owns, or refill `out`."""
         x: QuantizedTensor = self
         if gathered_from is None:  # the fields of `out` are views of what was filled just now
-            return None if out is not None else (x.wrap(unpacked(x.fields, outputs[0]), dtype=dtype), ())
+            return None if out is not None else (x.wrap(unpack_fields(x.fields, outputs[0]), dtype=dtype), ())
         rows, ranks = gathered_from
         fields, owned = {}, []
         for layout, gathered in zip(x.layouts, outputs, strict=True):
@@ -286,7 +286,7 @@ class GathersQuantized:
 
 
 def entries_of_rows(x: QuantizedTensor, layout: FieldLayout, rows: int) -> tuple[int | None, int]:
-    """Return (dimension of a field along which the rows of x are, number of its entries for so many of them). The
+    """Return (dimension of a field along which the rows of x are, number of its entries for this number of rows). The
     dimension is None where the field has one entry per matrix."""
     if not is_one_matrix(x):
         return 0, rows
@@ -332,7 +332,7 @@ def _own(shape: torch.Size, module: nn.Module | None) -> list[Tensor]:
 _ALIGN = 16  # bytes, as GEMMs of eight-bit numbers ask for
 
 
-def packed(fields: Mapping[str, Tensor]) -> Tensor:
+def pack_fields(fields: Mapping[str, Tensor]) -> Tensor:
     """Return the bytes of all fields one behind the other, as one tensor."""
     parts: list[Tensor] = []
     for field in fields.values():
@@ -341,8 +341,8 @@ def packed(fields: Mapping[str, Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def unpacked(like: Mapping[str, Tensor], data: Tensor) -> dict[str, Tensor]:
-    """Undo `packed`: return the fields as views of its bytes. like: fields of these names, shapes and dtypes."""
+def unpack_fields(like: Mapping[str, Tensor], data: Tensor) -> dict[str, Tensor]:
+    """Undo `pack_fields`: return the fields as views of its bytes. like: fields of these names, shapes and dtypes."""
     fields, begin = {}, 0
     for name, field in like.items():
         size = field.numel() * field.itemsize
@@ -351,7 +351,7 @@ def unpacked(like: Mapping[str, Tensor], data: Tensor) -> dict[str, Tensor]:
     return fields
 
 
-def check_shared(x: QuantizedTensor, group: dist.ProcessGroup) -> None:
+def check_scales_are_shared(x: QuantizedTensor, group: dist.ProcessGroup) -> None:
     """Raise ValueError on every rank of the group where shards of one matrix were given scales of their own."""
     for name in one_per_matrix(x):
         scale = getattr(x, name).detach().clone()

@@ -1,11 +1,11 @@
 """The bare fields of a grouped tensor: members of one shape, or of as many rows as splits on the device say.
 
-Rows sorted by group are quantized group by group. Nothing here reads the splits, but for `member_of_rows`, which is
-told them. T rows, P padded rows, G groups. The format's fields lie in the layout that `schema` declares,
-with two differences. A copy whose blocks span several rows (every columnwise copy, except in a format with one scale
-per matrix) is in padded rows: a group begins at a multiple of the block's rows and is followed by zeros up to the next
-one, so that no block spans two groups; P is a function of the shapes. What a matrix has once, every group has once,
-[G]. So a member's fields are slices, with the very bits that quantizing its rows by themselves gives.
+Rows sorted by group are quantized group by group. Nothing here reads the splits; `member_of_rows` is told them. T rows,
+P padded rows, G groups. The format's fields lie in the layout that `schema` declares, with two differences. A copy
+whose blocks span several rows (every columnwise copy, except in a format with one scale per matrix) is in padded rows:
+a group begins at a multiple of the block's rows and is followed by zeros up to the next one, so that no block spans two
+groups; P is a function of the shapes. What a matrix has once, every group has once, [G]. So a member's fields are
+slices, with the very bits that quantizing its rows by themselves gives.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ class GroupedTensorStorage(QuantizedStorage):
 
     @property
     def amax(self) -> Tensor | None:
-        """The amaxes that the scales of the rowwise copies come from, [G], as columnwise_amax those of the others; None
-        where they are not stored."""
+        """The amaxes that the scales of the rowwise copies come from, [G]; columnwise_amax has the amaxes of the
+        columnwise copies; None where they are not stored."""
         return self.fields.get("rowwise_amax", self._amaxes.get("rowwise"))
 
     def split_into_quantized_tensors(self, splits: Sequence[int] | None = None) -> list[Any]:
-        """Return the members as tensors that share these fields. splits: the values of m_splits, which may be left out
+        """Return the members as tensors that share these fields. splits: the values of m_splits; they may be left out
         on the CPU only."""
         if self.m_splits is None:
             stacked: Any = CLASSES["GroupedTensor"]

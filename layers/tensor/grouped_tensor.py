@@ -15,7 +15,7 @@ from te_models.suggestions import shown
 
 from ..quantizer import Fields, Quantizer, Usage
 from ..quantizer.delayed import Float8Quantizer
-from ..quantizer.group_offsets import GroupOffsets, check_values
+from ..quantizer.group_offsets import GroupOffsets, check_row_counts
 from ..quantizer.state import value_of
 from ..quantizer.tensor_types import TENSOR_TYPES
 from .formats import CLASSES, TENSOR_CLASSES
@@ -126,7 +126,7 @@ class GroupedRows(QuantizedTensor):
     def quantize_(
         self, x: Tensor, *, noop: Tensor | None = None, key: Tensor | None = None, m_splits: Tensor | None = None
     ) -> Self:
-        """Overwrite with x quantized anew (or, for rows quantized alike, with their very fields and splits).
+        """Overwrite with x, quantized again (or, for rows quantized alike, with their very fields and splits).
 
         x: of this tensor's shape. m_splits: new splits (None: the present ones, or x's own where it has some). noop: a
         scalar tensor; where it is nonzero nothing changes, decided on the device. key: for stochastic rounding.
@@ -153,7 +153,7 @@ class GroupedRows(QuantizedTensor):
     def members(self, splits: Sequence[int] | None = None) -> list[QuantizedTensor]:
         """Return the groups as per-GEMM tensors that share this tensor's storage: their rows quantized by themselves.
 
-        splits: the values of `m_splits`, which may be left out on the CPU only, where reading them makes nobody wait.
+        splits: the values of `m_splits`; they may be left out on the CPU only, where reading them makes nobody wait.
         """
         if splits is None:
             if self.device.type != "cpu":
@@ -175,7 +175,7 @@ class GroupedRows(QuantizedTensor):
         return self.quantizer.operand_of_fields(self.fields, usage, dtype, (rows, self.shape[1]))
 
     def operand_groups(self, usage: Usage) -> GroupOffsets:
-        """Return where the groups lie in the copy for `usage`, which is in padded rows where its blocks span rows."""
+        """Return where the groups lie in the copy for `usage`: in padded rows if its blocks span rows."""
         rows, align = GroupOffsets.of(self.m_splits, self.shape[0]), self.quantizer.row_block(usage)
         return rows if align == 1 else rows.padded(align).groups()
 
@@ -227,7 +227,7 @@ def _check_splits(m_splits: Tensor, rows: int) -> None:
         kind = f"{m_splits.dtype} of shape {tuple(m_splits.shape)}"
         raise ValueError(f"m_splits is {kind}; allowed: a one-dimensional integer tensor, one entry per group")
     if not compiling():  # a graph's layers look at what they are given
-        check_values(m_splits, rows)
+        check_row_counts(m_splits, rows)
 
 
 TENSOR_TYPES["grouped"] = GroupedTensor

@@ -21,7 +21,7 @@ _HELD = "high_precision_init_vals"
 
 
 class InitialValue:
-    """A value on the CPU, until it is freed. A class, and not a closure, so that a deep copy has a value of its own."""
+    """A value on the CPU, until it is freed. A class, and not a closure, so that a deep copy has a separate value."""
 
     def __init__(self, value: Tensor) -> None:
         self.value: Tensor | None = value
@@ -37,7 +37,7 @@ class InitialValue:
 
 def preserve(module: nn.Module, name: str, parameter: nn.Parameter, value: Tensor) -> None:
     """Preserve what the weight `name` of a layer was before it was quantized into `parameter`; nothing on the meta
-    device, which has no values."""
+    device, where values do not exist."""
     if value.is_meta:
         return
     initial = InitialValue(value.to("cpu", copy=True))
@@ -47,7 +47,7 @@ def preserve(module: nn.Module, name: str, parameter: nn.Parameter, value: Tenso
 
 def hand_to_shards(module: nn.Module, largest_shard: Callable[[Tensor, int, int], int]) -> None:
     """Give each parameter that `fully_shard` has made of this layer's weights its part of the value, and free the rest.
-    largest_shard: see `fsdp`, which calls this.
+    largest_shard: see the caller, `fsdp`.
 
     Nothing happens where that was done, or where no values were preserved.
     """

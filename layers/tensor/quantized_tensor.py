@@ -123,7 +123,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
 
     @torch.no_grad()
     def quantize_(self, x: Tensor, *, noop: Tensor | None = None, key: Tensor | None = None) -> Self:
-        """Overwrite with x quantized anew (or, for a tensor quantized alike, with its very fields).
+        """Overwrite with x, quantized again (or, for a tensor quantized alike, with its very fields).
 
         x: of this tensor's shape, any floating dtype. noop: a scalar tensor; where it is nonzero nothing changes,
         decided on the device. key: int64 [2], for stochastic rounding. ValueError for another shape, and for a slice
@@ -171,7 +171,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        # torch's own setter exchanges the memory of a wrapper, which has none, so the fields would stay as they are
+        # torch's own setter exchanges the memory of a wrapper. It has none, so the fields would stay as they are
         if values._is_view() and not isinstance(values, QuantizedTensor):
             raise ValueError(
                 f"the data of a {type(self).__name__} cannot become a view of other memory (a bucket of an optimizer, "
@@ -262,7 +262,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         return values.pop("cls", type(self))(fields, **values)
 
     def view_of(self, fields: Fields, **changes: Any) -> Any:
-        """Return `wrap` of views of the fields, which shares its scale with others where this tensor does."""
+        """Return `wrap` of views of the fields; it shares its scale with others where this tensor does."""
         new = self.wrap(fields, **changes)
         new.shares_scale = self.shares_scale
         return new
@@ -274,7 +274,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
         return new
 
     def require_equal_shards(self, what: str) -> None:
-        """Raise ValueError where this is one of unequal shards, which torch supposes to have as many rows each."""
+        """Raise ValueError where this is one of unequal shards, because torch supposes that all have as many rows."""
         if self.unequal_shards:
             raise ValueError(
                 f"{what} supposes shards of as many rows, and this {type(self).__name__} of shape {tuple(self.shape)} "
@@ -392,7 +392,7 @@ def unless(noop: Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 
 def _as_bytes(field: Tensor) -> Tensor:
-    """Return an eight-bit float as its bytes, which every version of the pickle protocol can hold."""
+    """Return an eight-bit float as its bytes, because every version of the pickle protocol can hold these."""
     return field.view(torch.uint8) if field.dtype.itemsize == 1 else field
 
 

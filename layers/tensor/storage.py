@@ -1,5 +1,5 @@
 """Quantized storages: the bare fields of a quantized tensor with a logical shape and dtype, and what storages share
-with the tensors of `quantized_tensor`, which wrap the same fields as `torch.Tensor` subclasses."""
+with the tensors of `quantized_tensor`, the `torch.Tensor` subclasses that wrap the same fields."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class QuantizedFields:
     def update_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Self:
         """Drop or create the copies for the two GEMM usages, in place; None leaves a usage as it is.
 
-        This tensor gets another quantizer value; the one it was made with, which others may share, does not change.
+        This tensor gets another quantizer value; the one it was made with does not change, because others may share it.
         ValueError where a copy is asked for that the stored numbers do not determine.
         """
         quantizer = self.quantizer.with_usage(

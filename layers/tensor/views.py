@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import infer_size
 
-from ..quantizer.schema import alignment, field_layouts
+from ..quantizer.schema import cut_multiple, field_layouts
 from .formats import TENSOR_CLASSES
 from .fsdp import block_rows
 from .quantized_tensor import QuantizedTensor
@@ -76,7 +76,7 @@ def transpose(x: QuantizedTensor, dim0: int, dim1: int) -> QuantizedTensor:
 _OTHER = {"rowwise": "columnwise", "columnwise": "rowwise"}
 
 
-def permute(x: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
+def transpose_dims(x: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
     """Return a transpose; other orders are refused."""
     order = [d % x.dim() for d in dims]
     moved = [i for i, d in enumerate(order) if i != d]
@@ -94,10 +94,10 @@ def narrow(x: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTens
         return alias(x)
     x.require_cuttable("be sliced")
     shape = torch.Size((*x.shape[:dim], stop - start, *x.shape[dim + 1 :]))
-    if dim < x.dim() - 2:  # a batch dimension, which every field has
+    if dim < x.dim() - 2:  # a batch dimension; every field has it
         return x.view_of({n: f.narrow(dim, start, stop - start) for n, f in x.fields.items()}, shape=shape)
     matrix_dim = dim - x.dim()  # -2 or -1
-    align = alignment(x.quantizer, matrix_dim)
+    align = cut_multiple(x.quantizer, matrix_dim)
     for cut in (start, stop):
         if cut % align and cut != size and not (cut == stop and x.unequal_shards):  # a shard ends with the whole
             name = "rows" if matrix_dim == -2 else "columns"
@@ -113,7 +113,7 @@ def narrow(x: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTens
         else:
             fields[layout.name] = field.narrow(layout.axis(matrix_dim), *layout.entries(start, stop, matrix_dim))
     new = x.view_of(fields, shape=shape)
-    new.shares_scale |= shared and not x.unequal_shards  # a shard gets a scale of its own, or its group
+    new.shares_scale |= shared and not x.unequal_shards  # a shard gets a separate scale, or its group
     return new
 
 
@@ -143,7 +143,7 @@ def unbind(x: QuantizedTensor, dim: int = 0) -> list[Any]:
     return [select(x, dim, i) for i in range(x.shape[dim])]
 
 
-def split(x: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
+def split_dim(x: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
     """Return pieces of `size` entries, the last one perhaps smaller; where `fully_shard` cuts, of whole blocks."""
     length = x.shape[dim]
     if x.unequal_shards and dim % x.dim() == 0:

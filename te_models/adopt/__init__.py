@@ -11,10 +11,10 @@ adopting   the whole chain
 May import everything but the command line. transformers is imported inside functions.
 """
 
-from .adopting import Adopted, adopt, write
+from .adopting import Adopted, adopt, write_adopted
 from .fields import outcome
 from .probe import AdoptError
-from .report import Report
+from .report import AdoptReport
 from .wrapped import known_type
 
-__all__ = ["AdoptError", "Adopted", "Report", "adopt", "known_type", "outcome", "write"]
+__all__ = ["AdoptError", "AdoptReport", "Adopted", "adopt", "known_type", "outcome", "write_adopted"]

@@ -21,15 +21,15 @@ from te_models.checkpoints.io.hub import local_folder
 from te_models.checkpoints.io.strict_json import read_object
 
 from ..extras import require
-from .declare import source_of, test_source
-from .fields import SAME, WRONG, Declaration, declare, outcome, reads_alike, without_fields
-from .moves import Move, moved, moves
+from .declare import family_source, test_source
+from .fields import SAME, WRONG, FamilyDraft, declare, outcome, reads_alike, without_fields
+from .moves import Move, changed_model, moves
 from .naming import solve, unexplained
 from .near import Near, nearest
 from .pool import Pool, pool_of
 from .probe import AdoptError, Built, KnownType, Values
-from .report import Report, markdown, meanings_of, sort_moves
-from .solve import TOLERANCE, State, search, structure
+from .report import AdoptReport, markdown, meanings_of, sort_moves
+from .solve import TOLERANCE, SolverState, search, structure
 from .wrapped import WrappedType, known_texts, known_type, wrapped_family
 
 
@@ -38,7 +38,7 @@ class Adopted:
     """What was found, and the family; None where no declaration has transformers' logits. sizes: what the small models
     are made with; cases: the fields that are moved, by what is said of them."""
 
-    report: Report
+    report: AdoptReport
     family: Family | None = None
     sizes: Values = field(default_factory=dict)
     cases: dict[str, Values] = field(default_factory=dict)
@@ -77,7 +77,7 @@ def adopt(source: str | os.PathLike[str], *, hidden: Collection[str] = ()) -> Ad
     pool = pool_of({model_type, *hidden})
     values = values.get("text_config", values) if wrapped else values
     arguments, base = known.working({k: v for k, v in values.items() if k in known.defaults})
-    report = Report(model_type, known.architecture, require("transformers", "hf", feature="adopt").__version__)
+    report = AdoptReport(model_type, known.architecture, require("transformers", "hf", feature="adopt").__version__)
     found = moves(known, arguments, base)
     sort_moves(report, found)
     for name, declared in _declarations(known, pool, base, found, report):
@@ -103,13 +103,13 @@ def adopt(source: str | os.PathLike[str], *, hidden: Collection[str] = ()) -> Ad
 
 
 def _declarations(
-    known: KnownType, pool: Pool, base: Built, found: list[Move], report: Report
-) -> Iterator[tuple[str, Declaration]]:
+    known: KnownType, pool: Pool, base: Built, found: list[Move], report: AdoptReport
+) -> Iterator[tuple[str, FamilyDraft]]:
     """Yield what may be a declaration, the nearest first, with the name of the family that it begins with."""
     if isinstance(known, WrappedType):
         for family in known_texts(known, base, pool):
             report.near = [(family.model_type, 1.0)]
-            yield family.model_type, Declaration(family)
+            yield family.model_type, FamilyDraft(family)
     beginnings = nearest(pool, base, known, 4)
     report.near = [(near.name, near.explained) for near in beginnings]
     for near in beginnings:
@@ -123,8 +123,8 @@ def _is_same(family: Family, move: Move) -> bool:
 
 
 def _solved(
-    near: Near, known: KnownType, pool: Pool, base: Built, found_moves: list[Move], report: Report
-) -> State | None:
+    near: Near, known: KnownType, pool: Pool, base: Built, found_moves: list[Move], report: AdoptReport
+) -> SolverState | None:
     """Return the model that has transformers' tensors and logits, from a near family; None where there is none."""
     shapes = {name: tuple(tensor.shape) for name, tensor in base.published.items()}
     values = {name: value for name, value in base.values.items() if name in known.defaults}
@@ -146,7 +146,7 @@ def _solved(
     return state
 
 
-def _with_output(state: State, base: Built, found: list[Move]) -> State:
+def _with_output(state: SolverState, base: Built, found: list[Move]) -> SolverState:
     """Return the state with the name of an output layer that repeats the embedding, and that files leave out: what
     files have beside the others where it repeats none, or what transformers calls it in memory."""
     untied = next((m.built for m in found if m.name == TIED and m.built is not None), None)
@@ -188,7 +188,7 @@ def _with_forms(family: Family, base: Built, pool: Pool) -> Family:
 
 
 def _proofs(
-    family: Family, declared: Declaration, known: KnownType, arguments: Values, base: Built, found: list[Move]
+    family: Family, declared: FamilyDraft, known: KnownType, arguments: Values, base: Built, found: list[Move]
 ) -> tuple[list[tuple[str, str, str]], str]:
     """Return what a family makes of all moves, of other weights and of fields moved together; and what it gets wrong,
     "" for nothing. Only a refusal by name is allowed beside the same logits."""
@@ -203,7 +203,7 @@ def _proofs(
         changed: Values = {}
         for move in chosen:
             changed |= move.values
-        together = moved(known, arguments, changed or {"use_cache": True}, base, seed=number + 1)
+        together = changed_model(known, arguments, changed or {"use_cache": True}, base, seed=number + 1)
         if together.built is not None:
             rows.append((f"seed {number + 1}: {together.label}", *outcome(family, together.built, seed=number + 1)))
     for move in found:
@@ -232,7 +232,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _SIZES = (*_LAYERS, "hidden_size", "num_attention_heads")
 
 
-def write(adopted: Adopted, folder: Path, *, overwrite: bool = False) -> list[str]:
+def write_adopted(adopted: Adopted, folder: Path, *, overwrite: bool = False) -> list[str]:
     """Write the report, and the family with its test where there is one; return the files' names. Nothing is there
     until all of it is."""
     report, family = adopted.report, adopted.family
@@ -240,7 +240,7 @@ def write(adopted: Adopted, folder: Path, *, overwrite: bool = False) -> list[st
     texts = {"report.json": json.dumps(report.to_dict(), indent=2) + "\n", "report.md": markdown(report)}
     if family is not None:
         note = f"adopted from transformers {report.transformers}, near {report.begun_with}."
-        texts[f"{stem}.py"] = source_of(family, report.begun_with or "", note)
+        texts[f"{stem}.py"] = family_source(family, report.begun_with or "", note)
         texts[f"test_{stem}.py"] = test_source(family, adopted.sizes, adopted.cases, f"{stem}.py")
     with new_folder(folder, overwrite=overwrite) as content:
         for name, text in texts.items():

@@ -1,4 +1,4 @@
-"""A family as the text of a file of its own: what a person would have written, from the values of the declaration."""
+"""A family as the text of one file: what a person would have written, from the values of the declaration."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def usual_decoder(entries: tuple[Entry, ...]) -> tuple[dict[str, Any], dict[str,
     return arguments, others, [e for e, inner in zip(entries, plain.values()) if inner in usual]
 
 
-def source_of(family: Family, near: str, note: str) -> str:
+def family_source(family: Family, near: str, note: str) -> str:
     """Return the text of a family's file."""
     part = text_part(family)
     if part is not None:
@@ -222,7 +222,7 @@ def _source_around(family: Family, part: TextPart, near: str, note: str) -> str:
     if FAMILIES.get(text.model_type) is text:
         writer.use(inner, f"{base.rpartition('.')[0]}.{FAMILIES.file_of(text.model_type)}")
     else:
-        before = source_of(text, near, note).partition("from __future__ import annotations\n\n")[2]
+        before = family_source(text, near, note).partition("from __future__ import annotations\n\n")[2]
     arguments = [f"({inner},)", writer.value(dict(part.defaults), 8), f"tied_outside={part.tied_outside}"]
     arguments += [] if part.kind is None else [f"kind={writer.value(part.kind)}"]
     body = [f'    model_type="{family.model_type}",', f'    architecture="{family.architecture}",']
@@ -262,7 +262,7 @@ def formatted(text: str) -> str:
 
 
 def _broken(line: str) -> list[str]:
-    """Return a call on one line, which is too long, with each argument on a line of its own."""
+    """Return a call that is too long for one line with each argument on a separate line."""
     indent = len(line) - len(line.lstrip())
     opened = line.find("(")
     depth, quoted, parts, part = 0, False, [], ""

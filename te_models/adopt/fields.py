@@ -17,14 +17,14 @@ from .moves import OF_TRAINING, Move, outside_of
 from .near import Near, agrees, with_defaults
 from .pool import Pool
 from .probe import Built, KnownType, Values, small_size
-from .solve import TOLERANCE, Paths, State, difference, our_logits, search, weights_of
+from .solve import TOLERANCE, Paths, SolverState, difference, our_logits, search, solved_weights
 from .toggles import usual_paths
 
 SAME, REFUSED, WRONG = "same", "refused", "wrong"
 
 
 @dataclass
-class Declaration:
+class FamilyDraft:
     """A family under way."""
 
     family: Family
@@ -50,7 +50,7 @@ def outcome(family: Family, built: Built, *, memory: bool = False, seed: int = 0
             form, _ = family.best_form(config, tensors)
             names = family.forms[form]
         unused = [name for name in tensors if family.unused.holds(name, values)]
-        weights = weights_of(config, names, tensors, unused)
+        weights = solved_weights(config, names, tensors, unused)
         error_size = difference(our_logits(config, weights, built.logits, seed), built.logits)
     except (CheckpointError, ConfigError, ValueError, RuntimeError, AssertionError, TypeError, KeyError) as error:
         return WRONG, f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
@@ -59,7 +59,7 @@ def outcome(family: Family, built: Built, *, memory: bool = False, seed: int = 0
     return WRONG, f"logits differ by {error_size:.1e} of the largest"
 
 
-def entries_for(near: Near, state: State, base: Built) -> tuple[Entry, ...]:
+def entries_for(near: Near, state: SolverState, base: Built) -> tuple[Entry, ...]:
     """Return a near family's entries, those that say otherwise than what was found replaced by what was."""
     entries: list[Entry] = []
     settled: dict[str, Any] = {}
@@ -97,7 +97,9 @@ def neutral(family: Family, base: Built) -> Family:
     return family
 
 
-def declare(near: Near, state: State, known: KnownType, pool: Pool, base: Built, found: list[Move]) -> Declaration:
+def declare(
+    near: Near, state: SolverState, known: KnownType, pool: Pool, base: Built, found: list[Move]
+) -> FamilyDraft:
     """Return the family of what was found, with each field's entry proven by the moves of it as far as can be."""
     family = Family(
         model_type=known.model_type,
@@ -108,7 +110,7 @@ def declare(near: Near, state: State, known: KnownType, pool: Pool, base: Built,
         unused=near.family.unused,
         keeps_dtype=near.family.keeps_dtype,
     )
-    result = Declaration(neutral(family, base))
+    result = FamilyDraft(neutral(family, base))
     if outcome(result.family, base)[0] != SAME:
         result.lacking[""] = outcome(result.family, base)[1]
         return result
@@ -218,7 +220,7 @@ def _new(move: Move, known: KnownType, pool: Pool, base: Built, family: Family) 
     except CheckpointError:
         return
     values = {k: v for k, v in move.built.values.items() if k in known.defaults}
-    state, error = search(State(paths, family.names), move.built, pool, values, budget=160)
+    state, error = search(SolverState(paths, family.names), move.built, pool, values, budget=160)
     if error > TOLERANCE:
         return
     changed = {p: v for p, v in state.paths.items() if paths.get(p) != v}

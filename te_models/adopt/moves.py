@@ -63,7 +63,7 @@ def moves(known: KnownType, arguments: Values, base: Built, *, seed: int = 0) ->
         last = ""
         for value in other_values(known, name, base.values.get(name)):
             changed = {name: value}
-            move = moved(known, arguments, changed, base, seed=seed)
+            move = changed_model(known, arguments, changed, base, seed=seed)
             if move.built is None:
                 last = move.refused
                 continue
@@ -82,7 +82,7 @@ def _together(known: KnownType, arguments: Values, base: Built, found: list[Move
     for flag in flags:
         for other in silent:
             if other.name != flag.name and other.name not in [f.name for f in flags]:
-                move = moved(known, arguments, {**other.values, **flag.values}, base, seed=seed)
+                move = changed_model(known, arguments, {**other.values, **flag.values}, base, seed=seed)
                 if move.built is not None and not move.inert:
                     yield move
     sizes = {n: _OTHER_SIZES[v] for n, v in arguments.items() if small_size(n) == v and v in _OTHER_SIZES}
@@ -93,12 +93,12 @@ def _together(known: KnownType, arguments: Values, base: Built, found: list[Move
     sizes |= {n: 3 for n in arguments if n in ("num_hidden_layers", "n_layer", "n_layers", "num_layers")}
     sizes = {n: v for n, v in sizes.items() if "lora" not in n and "qk_" not in n and n != "v_head_dim"}
     layered = {n: v for n, v in arguments.items() if not isinstance(v, list)}
-    move = moved(known, layered, sizes, base, seed=seed)
+    move = changed_model(known, layered, sizes, base, seed=seed)
     if move.built is not None:
         yield Move("sizes", move.values, move.built)
 
 
-def moved(known: KnownType, arguments: Values, changed: Values, base: Built, *, seed: int = 0) -> Move:
+def changed_model(known: KnownType, arguments: Values, changed: Values, base: Built, *, seed: int = 0) -> Move:
     """Return the model with some fields changed."""
     name = next(iter(changed))
     try:

@@ -51,7 +51,7 @@ def layer_prefix(shapes: Iterable[str]) -> str:
     return f"{best}.{{i}}" if best else ""
 
 
-def split(shapes: Shapes, layer: str) -> tuple[dict[str, Module], dict[str, Module]]:
+def split_names(shapes: Shapes, layer: str) -> tuple[dict[str, Module], dict[str, Module]]:
     """Return the modules outside of layers, and those of layers, by name; numbers in a name are `{n}`."""
     outside: dict[str, Module] = defaultdict(dict)
     inside: dict[str, Module] = defaultdict(dict)
@@ -132,8 +132,8 @@ def fit(marked: Names, config: ModelConfig, shapes: Shapes, pool: Pool, near: Na
     except (CheckpointError, ValueError, IndexError):
         return None
     layer = layer_prefix(shapes)
-    ours = split({name: s.shape for name, s in stored.items()}, f"{_MARK}layer.{{i}}")
-    theirs = split(shapes, layer)
+    ours = split_names({name: s.shape for name, s in stored.items()}, f"{_MARK}layer.{{i}}")
+    theirs = split_names(shapes, layer)
     chosen: dict[str, str] = {}
     missing = left = 0
     for mine, present in zip(ours, theirs):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -15,10 +15,10 @@ from te_models.checkpoints.families.base.rope import Rope, RopePerLayerType
 from te_models.checkpoints.families.base.text_part import text_part
 
 from ..config import ConfigError, ModelConfig
-from .naming import layer_prefix, split
+from .naming import layer_prefix, split_names
 from .pool import Pool, from_paths, read_leniently
 from .probe import Built, KnownType
-from .solve import Paths, State
+from .solve import Paths, SolverState
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Near:
     explained: float
     """The part of the tensors that it explains by name and shape as it is."""
     entries: tuple[Entry, ...]
-    state: State
+    state: SolverState
 
 
 def nearest(pool: Pool, built: Built, known: KnownType, most: int = 4) -> list[Near]:
@@ -201,21 +201,25 @@ def _with_other_defaults(entry: Any, defaults: Mapping[str, Any]) -> Iterator[En
         return
     if not is_dataclass(entry) or isinstance(entry, type):
         return
-    values: list[Any] = [*(defaults[name] for name in entry.names if name in defaults), None, True, False]
-    for name in entry.names:
+    names: Sequence[str] = getattr(entry, "names", ())
+    values: list[Any] = [*(defaults[name] for name in names if name in defaults), None, True, False]
+    for name in names:
         inner = defaults.get(name)
         if isinstance(inner, dict):
             values += [v for v in inner.values() if not isinstance(v, dict)]
             values += [v for d in inner.values() if isinstance(d, dict) for v in d.values()]
     values = list({repr(v): v for v in values if not isinstance(v, list | dict)}.values())
     for f in fields(entry):
-        if f.name in ("hf", "path", "kind", "names", "paths", "values", "name", "size"):
+        its = getattr(entry, f.name)
+        several = isinstance(its, tuple | Mapping) or callable(its)
+        if several or f.name in ("hf", "path", "kind", "names", "paths", "values", "name", "size"):
             continue
         for value in values:
             try:
-                yield replace(entry, **{f.name: value})
+                changed: Any = replace(entry, **{f.name: value})
             except Exception:  # an entry checks what it is made with, each in its own way
                 continue
+            yield changed
 
 
 def agrees(entry: Entry, known: KnownType, *, surely: bool = False) -> bool:
@@ -247,10 +251,10 @@ def _with_heads(said: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
     return {k: v for k, v in said.items() if k != "attention.num_query_groups" or v not in heads}
 
 
-def begin(family: Family, entries: tuple[Entry, ...], values: Mapping[str, Any]) -> State | None:
+def begin(family: Family, entries: tuple[Entry, ...], values: Mapping[str, Any]) -> SolverState | None:
     """Return the state that a family's entries give; None where they give no model at all."""
     read, _ = read_leniently(replace(family, fields=entries), values)
-    state = State(read, family.names, keeps_dtype=family.keeps_dtype)
+    state = SolverState(read, family.names, keeps_dtype=family.keeps_dtype)
     if family.mixers is not None:
         try:
             nested = from_paths_nested(read)
@@ -281,7 +285,7 @@ def from_paths_nested(paths: Paths) -> dict[str, Any]:
     return nested
 
 
-def _explained(state: State, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> tuple[float, float]:
+def _explained(state: SolverState, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> tuple[float, float]:
     """Return the parts of all tensors that a family has by name and shape, and that it has the like of in a layer."""
     try:
         config: ModelConfig = state.config()
@@ -292,7 +296,7 @@ def _explained(state: State, family: Family, shapes: Mapping[str, tuple[int, ...
     exact = same / max(len(stored), len(shapes))
     modules = []
     for each in (stored, shapes):
-        _, inside = split(each, layer_prefix(each))
+        _, inside = split_names(each, layer_prefix(each))
         modules.append({name.rpartition(".")[2] for name in inside})
     alike = len(modules[0] & modules[1]) / max(len(modules[0] | modules[1]), 1)
     return exact, alike

@@ -22,7 +22,7 @@ SEVERAL = ("norms", "qkv", "qk_norms", "fc1", "shared_fc1")
 
 @dataclass(frozen=True)
 class Pool:
-    """What `families` say, which are all but those that are hidden."""
+    """What `families` say: all families but the hidden ones."""
 
     families: Mapping[str, Family]
     entries: dict[str, list[tuple[str, Entry]]] = field(default_factory=lambda: defaultdict(list))
@@ -73,7 +73,7 @@ def pool_of(hidden: Collection[str] = ()) -> Pool:
                 pool.synonyms[path].update(entry.names)
         for names in (family.names, *family.other_names):
             if names.form != "without-prefix":
-                for part, name in parts_of(names):
+                for part, name in weight_map_parts(names):
                     pool.parts[part][name] += 1
     return pool
 
@@ -90,7 +90,7 @@ def _paths(entry: Any) -> tuple[str, ...]:
     return () if path is None else (path,)
 
 
-def parts_of(names: Names) -> Iterator[tuple[str, str]]:
+def weight_map_parts(names: Names) -> Iterator[tuple[str, str]]:
     """Yield each part of a weight map with what it is called; norms with the pattern of those that there are."""
     for part in (*GLOBAL, *SINGLE):
         if getattr(names, part) is not None:
@@ -126,7 +126,7 @@ def read_leniently(family: Family, values: Mapping[str, Any]) -> tuple[Values, l
 
 def from_paths(paths: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> ModelConfig:
     """Return the configuration of these paths; ConfigError where there is none. base: nested values before them."""
-    nested: dict[str, Any] = copied(base or {})
+    nested: dict[str, Any] = copied_tables(base or {})
     for path, value in paths.items():
         *parents, leaf = path.split(".")
         at = nested
@@ -141,6 +141,6 @@ def from_paths(paths: Mapping[str, Any], base: Mapping[str, Any] | None = None) 
         raise ConfigError(str(error)) from None
 
 
-def copied(values: Any) -> Any:
+def copied_tables(values: Any) -> Any:
     """Return nested dictionaries copied."""
-    return {k: copied(v) for k, v in values.items()} if isinstance(values, Mapping) else values
+    return {k: copied_tables(v) for k, v in values.items()} if isinstance(values, Mapping) else values

@@ -326,7 +326,7 @@ def small_size(name: str) -> int | None:
 
 
 def tokens(length: int, vocabulary: int, seed: int = 0) -> Tensor:
-    """Return two rows of random tokens, [2, length], without the first ones, which may be special."""
+    """Return two rows of random tokens, [2, length], without the first ids, because these may be special."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
     return torch.randint(3, vocabulary, (2, length), generator=generator, device="cpu")
 

@@ -15,7 +15,7 @@ from .moves import Move
 
 
 @dataclass
-class Report:
+class AdoptReport:
     """What adopt found.
 
     Arguments:
@@ -28,7 +28,7 @@ class Report:
         lacking: field, or "", -> what cannot be expressed: other values of it are refused.
         unmoved: fields that have one value only to transformers, and its reason.
         proofs: models that were compared, and the difference of their logits.
-        missing: family -> why a declaration that begins with it is none: parts that no tensor is, tensors that no part
+        missing: family -> why no declaration can begin with it: parts that no tensor is, tensors that no part
             is, or a model with other logits.
     """
 
@@ -76,7 +76,7 @@ def meanings_of(family: Family, defaults: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def sort_moves(report: Report, found: list[Move]) -> None:
+def sort_moves(report: AdoptReport, found: list[Move]) -> None:
     """Fill in which fields are inert, and which transformers does not let move."""
     by_name: dict[str, list[Move]] = {}
     for move in found:
@@ -90,12 +90,12 @@ def sort_moves(report: Report, found: list[Move]) -> None:
             (report.of_training if is_of_training(name) else report.inert).append(name)
 
 
-def markdown(report: Report) -> str:
+def markdown(report: AdoptReport) -> str:
     """Return the report for people."""
     return "\n".join(_lines(report)) + "\n"
 
 
-def _lines(r: Report) -> Iterator[str]:
+def _lines(r: AdoptReport) -> Iterator[str]:
     yield f"# {r.model_type}"
     yield ""
     same = sum(got == SAME for _, got, _ in r.proofs)

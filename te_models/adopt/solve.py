@@ -25,7 +25,7 @@ from ..model import GPTModel
 from .naming import Found, key_of, solve
 from .pool import Pool, from_paths
 from .probe import Built, tokens
-from .toggles import numbers_of, options
+from .toggles import derived_numbers, options
 
 TOLERANCE = 1e-5
 Paths = dict[str, Any]
@@ -41,7 +41,7 @@ STAGES: tuple[tuple[str, tuple[int, ...], tuple[str, ...]], ...] = (
 
 
 @dataclass(frozen=True)
-class State:
+class SolverState:
     """A model under way: paths of ModelConfig with their values, and the weight map."""
 
     paths: Paths
@@ -55,11 +55,11 @@ class State:
     def config(self) -> ModelConfig:
         return from_paths({**self.paths, **self.extra})
 
-    def with_paths(self, changes: Mapping[str, Any]) -> State:
+    def with_paths(self, changes: Mapping[str, Any]) -> SolverState:
         return replace(self, paths={**self.paths, **changes})
 
 
-def weights_of(config: ModelConfig, names: Names, tensors: Mapping[str, Tensor], unused: Iterable[str] = ()) -> Any:
+def solved_weights(config: ModelConfig, names: Names, tensors: Mapping[str, Tensor], unused: Iterable[str] = ()) -> Any:
     """Return our tensors of files' ones; CheckpointError where they are not exactly the model's."""
     namespace = Family("candidate", "", (), names=names).namespace(config)
     store = MemoryStore(dict(tensors))
@@ -101,20 +101,24 @@ def difference(got: Mapping[int, Tensor], expected: Mapping[int, Tensor]) -> flo
 
 
 def error_of(
-    state: State, tensors: Mapping[str, Tensor], expected: Mapping[int, Tensor], lengths: Iterable[int], seed: int = 0
+    state: SolverState,
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[int, Tensor],
+    lengths: Iterable[int],
+    seed: int = 0,
 ) -> float:
     """Return how far the logits of a candidate are from transformers'; inf where it does not fit."""
     try:
         config = state.config()
-        weights = weights_of(config, state.names, tensors)
+        weights = solved_weights(config, state.names, tensors)
         return difference(our_logits(config, weights, lengths, seed), expected)
     except (CheckpointError, ConfigError, ValueError, RuntimeError, AssertionError, TypeError, KeyError, IndexError):
         return math.inf
 
 
 def structure(
-    state: State, shapes: Mapping[str, tuple[int, ...]], pool: Pool, near: Names, values: Mapping[str, Any]
-) -> tuple[State, Found] | None:
+    state: SolverState, shapes: Mapping[str, tuple[int, ...]], pool: Pool, near: Names, values: Mapping[str, Any]
+) -> tuple[SolverState, Found] | None:
     """Return the state with elements turned on or off until its tensors are those of the files as nearly as can be."""
     try:
         config = state.config()
@@ -125,8 +129,8 @@ def structure(
         return None
     best, keys = solved[0][0], {key for _, key in solved[:3]}
     while best.cost:
-        improved: tuple[int, State, Found] | None = None
-        for changes in _changes(state, numbers_of(values)):
+        improved: tuple[int, SolverState, Found] | None = None
+        for changes in _changes(state, derived_numbers(values)):
             tried = state.with_paths(changes)
             try:
                 other = tried.config()
@@ -155,7 +159,7 @@ _TOGETHER: tuple[Paths, ...] = (
 """Elements that are valid, or usual, only together."""
 
 
-def _changes(state: State, numbers: Mapping[str, float], prefixes: tuple[str, ...] = ("",)) -> Iterator[Paths]:
+def _changes(state: SolverState, numbers: Mapping[str, float], prefixes: tuple[str, ...] = ("",)) -> Iterator[Paths]:
     """Yield every change of one element, and of some that belong together."""
     try:
         current = state.config().to_dict()
@@ -207,12 +211,12 @@ def _other_names(names: Names) -> Iterator[Names]:
 
 
 def _alternatives(
-    state: State,
+    state: SolverState,
     shapes: Mapping[str, tuple[int, ...]],
     pool: Pool,
     prefixes: tuple[str, ...],
     numbers: Mapping[str, float],
-) -> Iterator[State]:
+) -> Iterator[SolverState]:
     """Yield states that differ in one element, or in the order of what tensors hold."""
     for names in _other_names(state.names):
         yield replace(state, names=names)
@@ -234,8 +238,8 @@ def _alternatives(
 
 
 def search(
-    state: State, built: Built, pool: Pool, values: Mapping[str, Any], *, budget: int = 240
-) -> tuple[State, float]:
+    state: SolverState, built: Built, pool: Pool, values: Mapping[str, Any], *, budget: int = 240
+) -> tuple[SolverState, float]:
     """Return the state whose logits are transformers', or the nearest that was found, with its error."""
     shapes = {name: tuple(tensor.shape) for name, tensor in built.published.items()}
     error = error_of(state, built.published, built.logits, built.logits)
@@ -245,7 +249,7 @@ def search(
         return state, math.inf
     if error <= TOLERANCE:
         return state, error
-    numbers = numbers_of(values)
+    numbers = derived_numbers(values)
     tried = 0
     for what, lengths, prefixes in STAGES:
         if what and what not in built.without:

@@ -52,7 +52,7 @@ _OF_TRAINING = (
 
 def options(numbers: Mapping[str, float]) -> Iterator[tuple[str, list[Any]]]:
     """Yield path -> the values that it can have: of flags and words all; of numbers those that follow from `numbers`,
-    which are those of config.json."""
+    the numbers of config.json."""
     for prefix, part in PARTS.items():
         hints = typing.get_type_hints(part)
         for f in fields(part):
@@ -108,7 +108,7 @@ CONVERSIONS: dict[str, Any] = {
 """What a number of ours may be of a number of theirs."""
 
 
-def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
+def derived_numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return what numbers of a configuration, and what follows from them, may mean: how it follows -> number."""
     found: dict[str, float] = {}
     flat = dict(values)

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .entries import CatalogueError, Entry, entry, names, near_names
-    from .listing import Listed, listed, matching
+    from .entries import CatalogueEntry, CatalogueError, entry, names, near_names
+    from .listing import Listed, matching, model_listing
     from .toy import random_toy, toy_config
 
 __all__ = [
+    "CatalogueEntry",
     "CatalogueError",
-    "Entry",
     "Listed",
     "entry",
-    "listed",
     "matching",
+    "model_listing",
     "names",
     "near_names",
     "random_toy",
@@ -27,8 +27,8 @@ __all__ = [
 ]
 
 _HOME = {
-    "entries": ("CatalogueError", "Entry", "entry", "names", "near_names"),
-    "listing": ("Listed", "listed", "matching"),
+    "entries": ("CatalogueError", "CatalogueEntry", "entry", "names", "near_names"),
+    "listing": ("Listed", "model_listing", "matching"),
     "toy": ("random_toy", "toy_config"),
 }
 __getattr__, __dir__ = lazy_names(__name__, {name: module for module, names in _HOME.items() for name in names})

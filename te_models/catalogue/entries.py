@@ -27,7 +27,7 @@ class CatalogueError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class CatalogueEntry:
     """A published model.
 
     Attributes:
@@ -66,7 +66,7 @@ class Entry:
         return family_of(self.hf["model_type"])
 
     def read_config(self) -> ModelConfig:
-        """Return the configuration of the model; each call reads it anew."""
+        """Return the configuration of the model; each call reads it again."""
         return self.family.read_config(self.hf)
 
     def agrees(self, counted: int) -> bool:
@@ -86,9 +86,9 @@ def _agrees(published: int | str, counted: int) -> bool:
 
 
 @functools.cache
-def _all() -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
-    known = {field.name for field in fields(Entry)} - {"name"}
+def _all() -> dict[str, CatalogueEntry]:
+    found: dict[str, CatalogueEntry] = {}
+    known = {field.name for field in fields(CatalogueEntry)} - {"name"}
     for file in sorted(DATA.glob("*.json")):
         for name, values in json.loads(file.read_text(encoding="utf-8")).items():
             values |= {"hf": values.pop("config"), "assumed": tuple(values.get("assumed", ()))}
@@ -96,7 +96,7 @@ def _all() -> dict[str, Entry]:
                 raise CatalogueError(f"{file.name}: {name} has {sorted(strange)}; allowed: {', '.join(sorted(known))}")
             if name in found:
                 raise CatalogueError(f"{file.name}: {name} is in another file, too")
-            found[name] = Entry(name=name, **values)
+            found[name] = CatalogueEntry(name=name, **values)
     return found
 
 
@@ -112,7 +112,7 @@ def near_names(word: str) -> str:
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def entry(name: str) -> Entry:
+def entry(name: str) -> CatalogueEntry:
     """Return the entry of a name; CatalogueError names the nearest ones where there is none. Letters of both cases are
     the same."""
     found = _all().get(name.lower())

@@ -10,7 +10,7 @@ from typing import Any
 from te_models.checkpoints.tools.statistics import count_parameters
 
 from ..certify.estimates import cache_bytes, memory, serving
-from .entries import CatalogueError, Entry, entry, names, near_names
+from .entries import CatalogueEntry, CatalogueError, entry, names, near_names
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Listed:
         formats: the forms in which files of the family are read and written, and the quantized one of the hub's.
     """
 
-    entry: Entry
+    entry: CatalogueEntry
     parameters: int
     active_parameters: int
     serve: dict[str, int]
@@ -45,7 +45,7 @@ class Listed:
         return {"name": facts.pop("name"), "family": model_type, **facts, **counted, **more}
 
 
-def listed(found: Entry) -> Listed:
+def model_listing(found: CatalogueEntry) -> Listed:
     """Return what a model takes; nothing of it is downloaded."""
     config = found.read_config()
     parameters, active = count_parameters(config)
@@ -58,7 +58,7 @@ def listed(found: Entry) -> Listed:
     return Listed(found, parameters, active, weights, tuned, train, cache_bytes(config), forms)
 
 
-def matching(pattern: str | None) -> list[Entry]:
+def matching(pattern: str | None) -> list[CatalogueEntry]:
     """Return the models whose name, hub id or family holds a word, or fits a pattern with * and ?; None: all.
 
     Raises CatalogueError where none does.

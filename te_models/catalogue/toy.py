@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from te_models.checkpoints import CheckpointError, Plan, export_hf
+from te_models.checkpoints import CheckpointError, ConversionPlan, export_hf
 from te_models.checkpoints.families import Family
 from te_models.checkpoints.families.base.text_part import text_family
 from te_models.checkpoints.tools.toy import choose_layers, small_config
@@ -32,12 +32,12 @@ _DIVIDED = {
     *("num_heads", "num_groups", "num_key_heads", "num_value_heads", "n_heads", "channels"),
 }
 _ROUTER = "router"
-"""Its groups are of experts, which are as many as before."""
+"""Its groups of experts are as many as before."""
 
 
 def random_toy(
     name: str, dst: str | os.PathLike[str], *, layers: int | None = None, experts: int | None = None, **options: Any
-) -> Plan:
+) -> ConversionPlan:
     """Write the Hugging Face folder `dst` with a small model like one of the catalogue, of random weights in bfloat16.
 
     layers, experts: as `te_models.checkpoints.toy` takes them; None: as many layers as the family can say, from 2 on.
@@ -66,7 +66,7 @@ def toy_config(name: str, *, layers: int | None = None, experts: int | None = No
 def _few_layers(
     family: Family, whole: ModelConfig, layers: int | None, experts: int | None
 ) -> tuple[ModelConfig, Family]:
-    """Return a part of a model, and the family of its text model: some say layers by a pattern, which a few do not
+    """Return a part of a model, and the family of its text model: some say layers by a pattern that few layers do not
     fill."""
     for number in range(2, whole.num_layers) if layers is None else ():
         few = small_config(whole, choose_layers(whole, number), experts)
@@ -79,7 +79,7 @@ def _few_layers(
 
 
 def _narrow(config: ModelConfig, family: Family, divisor: int) -> ModelConfig | None:
-    """Return a model with widths divided, and few words; None where there is none, or the family cannot say it."""
+    """Return a model with widths divided, and few words; None if no such model exists, or the family cannot say it."""
     values = _divided(config.to_dict(), divisor)
     values["vocab_size"] = min(_WORDS, config.vocab_size)
     embedding = values["embedding"] = values["embedding"] | {"padding_idx": None}

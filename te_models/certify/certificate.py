@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from te_models.checkpoints import Checkpoint, CheckpointError, Plan
+from te_models.checkpoints import Checkpoint, CheckpointError, ConversionPlan
 from te_models.checkpoints.io.header import without_collections
 from te_models.checkpoints.io.strict_json import read_object
 from te_models.checkpoints.mapping.report import moved_report
@@ -20,7 +20,7 @@ from ..config import ConfigError
 from ..sizes import plural
 from .estimates import cache_bytes, copy_speed, memory
 from .headers import HeaderStore, digest_of, read_headers, small_files
-from .source import Source, source_of
+from .source import CheckpointFiles, checkpoint_files
 
 Verdict = Literal["exact", "convertible with loss", "not convertible"]
 EXIT_CODES: dict[Verdict, int] = {"exact": 0, "convertible with loss": 3, "not convertible": 2}
@@ -107,7 +107,7 @@ def certify(
     Raises CheckpointError where the checkpoint cannot be read at all; what can be read and cannot be converted is the
     certificate's verdict.
     """
-    source = source_of(where)
+    source = checkpoint_files(where)
     with without_collections(), tempfile.TemporaryDirectory(prefix="te-models-certify-") as scratch:
         folder = Path(scratch)
         small_files(source, folder)
@@ -118,7 +118,7 @@ def certify(
     return found
 
 
-def _certificate(source: Source, folder: Path, store: HeaderStore, scales: bool) -> Certificate:
+def _certificate(source: CheckpointFiles, folder: Path, store: HeaderStore, scales: bool) -> Certificate:
     config = read_object(folder / "config.json", f"config.json of {source.name}")
     found = Certificate(
         source.name,
@@ -155,7 +155,7 @@ def _certificate(source: Source, folder: Path, store: HeaderStore, scales: bool)
     return found
 
 
-def _exact_plan(folder: Path, store: HeaderStore, found: Certificate) -> tuple[Plan, Checkpoint]:
+def _exact_plan(folder: Path, store: HeaderStore, found: Certificate) -> tuple[ConversionPlan, Checkpoint]:
     """Return the plan of an import that takes over every number; CheckpointError where there is none."""
     ckpt = Checkpoint(folder, files=store, verify=False)
     if ckpt.kind != "hf":
@@ -168,7 +168,7 @@ def _exact_plan(folder: Path, store: HeaderStore, found: Certificate) -> tuple[P
     return plan_import(ckpt), ckpt
 
 
-def _plan_of_values(folder: Path, store: HeaderStore) -> tuple[Plan, Checkpoint]:
+def _plan_of_values(folder: Path, store: HeaderStore) -> tuple[ConversionPlan, Checkpoint]:
     """Return the plan of an import with --dequantize."""
     ckpt = Checkpoint(folder, "values", files=store, verify=False)
     if ckpt.quantized is None:
@@ -176,6 +176,6 @@ def _plan_of_values(folder: Path, store: HeaderStore) -> tuple[Plan, Checkpoint]
     return plan_import(ckpt, dequantize=True), ckpt
 
 
-def _said(error: Exception, source: Source, folder: Path) -> str:
+def _said(error: Exception, source: CheckpointFiles, folder: Path) -> str:
     """Return what an error says, with the source's name in place of the scratch folder's."""
     return " ".join(str(error).replace(str(folder), source.name).split())

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from te_models.checkpoints import expected_tensors
-from te_models.checkpoints.io.boxes import count, full
+from te_models.checkpoints.io.boxes import element_count, full
 from te_models.checkpoints.mapping.param_shapes import is_linear_weight
 from te_models.checkpoints.tools.statistics import count_parameters
 
@@ -29,7 +29,7 @@ def memory(config: ModelConfig, stored_bytes: int) -> dict[str, int]:
     and the key-value cache come on top; `te-models plan` counts the former."""
     shapes = expected_tensors(config)
     parameters, _ = count_parameters(config)
-    linear = sum(count(full(shape)) for name, shape in shapes.items() if is_linear_weight(name))
+    linear = sum(element_count(full(shape)) for name, shape in shapes.items() if is_linear_weight(name))
     found = {"inference": stored_bytes, f"LoRA, rank {LORA_RANK}": stored_bytes + _TRAINED * _adapters(config)}
     for recipe, copies in _COPIES.items():
         found[f"training, {recipe}" if recipe != "none" else "training, bf16"] = round(
@@ -41,7 +41,9 @@ def memory(config: ModelConfig, stored_bytes: int) -> dict[str, int]:
 def serving(config: ModelConfig) -> dict[str, int]:
     """Return the bytes of the weights by format: all in bfloat16, or linear weights as a recipe stores them."""
     parameters, _ = count_parameters(config)
-    linear = sum(count(full(shape)) for name, shape in expected_tensors(config).items() if is_linear_weight(name))
+    linear = sum(
+        element_count(full(shape)) for name, shape in expected_tensors(config).items() if is_linear_weight(name)
+    )
     stored = {recipe: copies / 2 for recipe, copies in _COPIES.items() if copies}  # rows without columns
     return {"bf16": 2 * parameters} | {
         recipe: round(2 * (parameters - linear) + size * linear) for recipe, size in stored.items()
@@ -50,7 +52,7 @@ def serving(config: ModelConfig) -> dict[str, int]:
 
 def cache_bytes(config: ModelConfig) -> int:
     """Return the bytes that decoding carries of one sequence of `KEYS` positions: keys and values in bfloat16, windows
-    aside, and the states of other mixers, which do not grow."""
+    aside, and the states of other mixers (these do not grow)."""
     total = 0
     for layer in range(config.num_layers):
         attention, mixer = config.attention_of(layer), config.mixer_of(layer)
@@ -58,7 +60,7 @@ def cache_bytes(config: ModelConfig) -> int:
             groups, channels = attention.cached_sizes()
             total += 2 * KEYS * groups * sum(channels)
         for state in () if mixer is None else mixer.states():
-            total += count(full(state.shape)) * (4 if state.dtype == "float32" else 2)
+            total += element_count(full(state.shape)) * (4 if state.dtype == "float32" else 2)
     return total
 
 
@@ -85,5 +87,5 @@ def _adapters(config: ModelConfig) -> int:
     for name, shape in expected_tensors(config).items():
         if is_linear_weight(name):
             *lead, rows, columns = shape
-            total += count(full(lead)) * LORA_RANK * (rows + columns)
+            total += element_count(full(lead)) * LORA_RANK * (rows + columns)
     return total

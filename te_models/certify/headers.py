@@ -14,7 +14,7 @@ from te_models.checkpoints.io.header import MAX_HEADER_BYTES, Header, parse_head
 from te_models.checkpoints.io.store import FileStore
 from te_models.checkpoints.io.weight_files import INDEX, SINGLE, check_index, check_numbers, is_file_name, read_index
 
-from .source import Source
+from .source import CheckpointFiles
 
 SMALL_FILES = ("config.json", "hf_quant_config.json", INDEX)
 """What is read whole."""
@@ -64,7 +64,7 @@ class HeaderStore(FileStore):
         return None if groups == sorted(groups) else name
 
 
-def small_files(source: Source, folder: Path) -> None:
+def small_files(source: CheckpointFiles, folder: Path) -> None:
     """Copy the configuration and the index of a checkpoint into a folder."""
     for name in SMALL_FILES:
         size = source.size(name)
@@ -77,7 +77,7 @@ def small_files(source: Source, folder: Path) -> None:
 
 
 def read_headers(
-    source: Source, folder: Path, *, scales: bool, progress: Callable[[int, int], None] | None = None
+    source: CheckpointFiles, folder: Path, *, scales: bool, progress: Callable[[int, int], None] | None = None
 ) -> HeaderStore:
     """Return the tensors of a checkpoint whose small files are in `folder`.
 
@@ -119,7 +119,7 @@ def digest_of(folder: Path, store: FileStore) -> str:
     return digest.hexdigest()
 
 
-def _files(source: Source) -> list[str]:
+def _files(source: CheckpointFiles) -> list[str]:
     """Return the names of the weight files of a checkpoint without an index."""
     if source.size(SINGLE) is not None:
         return [SINGLE]
@@ -130,7 +130,7 @@ def _files(source: Source) -> list[str]:
     return files
 
 
-def _fetch(source: Source, file: str) -> tuple[bytes, int]:
+def _fetch(source: CheckpointFiles, file: str) -> tuple[bytes, int]:
     """Return the first bytes of a file, up to the end of its header, and the bytes of the whole file."""
     size = source.size(file)
     if size is None:

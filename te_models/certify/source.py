@@ -26,7 +26,7 @@ DEADLINE_S = 120.0
 """Of a server that sends little by little, for one part of a file."""
 
 
-class Source(Protocol):
+class CheckpointFiles(Protocol):
     """The files of one checkpoint.
 
     name: as messages and certificates call it. revision: the commit of the hub that is read, "" elsewhere.
@@ -165,7 +165,7 @@ class HubSource:
         return sorted(name.rpartition("/")[2] for name in names)
 
 
-def source_of(where: str | os.PathLike[str]) -> Source:
+def checkpoint_files(where: str | os.PathLike[str]) -> CheckpointFiles:
     """Return the source that a folder, a URL or a hub id (`org/name`, `org/name@revision`) means."""
     text = os.fspath(where)
     scheme = urllib.parse.urlsplit(text).scheme
@@ -189,7 +189,7 @@ def source_of(where: str | os.PathLike[str]) -> Source:
         return cached
 
 
-def _cached(name: str, repo: str) -> Source | None:
+def _cached(name: str, repo: str) -> CheckpointFiles | None:
     """Return the copy of a hub id that the hub's client keeps on this machine, whole or not; None: there is none."""
     try:
         folder = local_folder(name, local_files_only=True)

@@ -1,4 +1,4 @@
-"""Adapters for the verbs that run models (`--adapter`), and `te-models merge`, which adds one to the weights."""
+"""Adapters for the verbs that run models (`--adapter`), and `te-models merge`, to add one to the weights."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_export(args: argparse.Namespace) -> int:
+def run_adapter_export(args: argparse.Namespace) -> int:
     """Write the adapter of `export --adapter` with the names of transformers' model."""
     from te_models.checkpoints.io.hub import local_folder
     from te_models.checkpoints.io.strict_json import read_object
@@ -89,14 +89,14 @@ def run_export(args: argparse.Namespace) -> int:
     from ..lora import export_adapter
 
     out, begun, folder = Path(args.out), time.perf_counter(), local_folder(args.source)
-    check_model(folder, args.source)
+    check_is_model(folder, args.source)
     args.adapter = adapter_folder(args.adapter)
-    if out.exists() and not args.force:
+    if out.exists() and not args.overwrite:
         raise ValueError(f"{out} exists; --force replaces it")
     if out.exists() and not (out / ADAPTER).is_file():
         raise ValueError(f"{out} is no adapter, so --force does not replace it")
     say_while_waiting(f"loading {args.source}")
-    model = load_model(folder, args.adapter, verify=not args.no_verify)
+    model = load_model(folder, args.adapter, verify=args.verify)
     base = args.base_model or args.source
     export_adapter(model, out, base_model=base, family=args.family)
     seconds = round(time.perf_counter() - begun, 3)
@@ -135,9 +135,9 @@ def adapter_folder(adapter: str | None) -> str | None:
     raise ValueError(f"{adapter} has no {ADAPTER}; {there}")
 
 
-def check_model(folder: Path, named: str) -> None:
+def check_is_model(folder: Path, named: str) -> None:
     """Raise ValueError for what is no folder of a model, `named` as the user named it; the sentence for an adapter
-    names --adapter, which the verb has."""
+    names the verb's --adapter."""
     from te_models.checkpoints.io.model_folder import base_of_adapter, is_adapter
 
     if is_adapter(folder):

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..sizes import plural
-from ..terminal import Table, say_while_waiting
+from ..terminal import TextTable, say_while_waiting
 from .parser import Verbs, emit, verb
 
 DESCRIPTION = """\
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Adopt, write, and print what was found."""
     from te_models.checkpoints.io.destination import check_destination
 
-    from ..adopt import adopt, write
+    from ..adopt import adopt, write_adopted
     from ..adopt.adopting import is_known, model_type_of
 
     model_type, _ = model_type_of(args.source)
@@ -47,11 +47,11 @@ def run(args: argparse.Namespace) -> int:
     check_destination(Path(args.out), overwrite=args.overwrite)
     say_while_waiting("comparing small models with transformers")
     found = adopt(args.source)
-    files = write(found, Path(args.out), overwrite=args.overwrite)
+    files = write_adopted(found, Path(args.out), overwrite=args.overwrite)
     report = found.report
     rows = [("type", report.model_type), ("verdict", report.verdict)]
     rows += [("near", ", ".join(name for name, _ in report.near))]
     rows += [(f"cannot express{f' {name}' if name else ''}", why) for name, why in report.lacking.items()]
     said = f"wrote {plural(len(files), 'file')} to {args.out}: {', '.join(files)}"
-    emit(args, report.to_dict() | {"files": files}, Table(rows), said)
+    emit(args, report.to_dict() | {"files": files}, TextTable(rows), said)
     return report.exit_code

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..sizes import format_size
-from ..terminal import Table, say_while_waiting
-from .parser import Verbs, count, emit, verb
+from ..terminal import TextTable, say_while_waiting
+from .parser import Verbs, emit, positive_count, verb
 
 if TYPE_CHECKING:
     from ..certify import Certificate
@@ -33,12 +33,12 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("source", metavar="SOURCE", nargs="?", help="a folder, a URL, or a hub id")
     parser.add_argument("--scales", action="store_true", help="read the scales of quantized weights, too")
-    parser.add_argument("--ranks", type=count, metavar="N", help="try the layouts of N ranks for training")
+    parser.add_argument("--ranks", type=positive_count, metavar="N", help="try the layouts of N ranks for training")
     parser.add_argument("--card", metavar="FILE", help="write the certificate as Markdown")
     parser.add_argument("--check", metavar="FILE", help="certify again what a card is of, and compare; 1: it differs")
 
 
-def layouts(found: Certificate, ranks: int) -> tuple[list[dict[str, Any]], Table]:
+def layouts(found: Certificate, ranks: int) -> tuple[list[dict[str, Any]], TextTable]:
     """Return the plans of training a certified model in bfloat16 in the layouts that ranks allow."""
     from ..plan import Hardware, Refused, plan_layouts
     from .training.plan import layouts_table, usual_run
@@ -65,17 +65,19 @@ def run(args: argparse.Namespace) -> int:
     say_while_waiting("reading the headers of the weight files")
     found = certify(args.source, scales=args.scales)
     result = found.to_dict()
-    parts: list[str | Table] = ["\n".join(text(found))]
+    parts: list[str | TextTable] = ["\n".join(text(found))]
     if found.classes:
         rows = [("tensors", "count", "source", "target", "numbers")]
         rows += [tuple(str(row[k]) for k in ("tensors", "count", "source", "target", "kind")) for row in found.classes]
-        parts.append(Table(rows, "numbers", heading=True))
+        parts.append(TextTable(rows, "numbers", heading=True))
     if args.ranks is not None and found.config:
         plans, table = layouts(found, args.ranks)
         result["layouts"] = plans
         parts.append(table)
     if found.memory:
-        parts.append(Table([(use, format_size(n)) for use, n in found.memory.items()], "memory, without activations"))
+        parts.append(
+            TextTable([(use, format_size(n)) for use, n in found.memory.items()], "memory, without activations")
+        )
     parts += [f"note: {note}" for note in found.notes]
     if args.card is not None:
         write_card(found, Path(args.card))

@@ -14,8 +14,8 @@ _END_OF_BYTES = 256
 
 @dataclass(frozen=True)
 class Codec:
-    """encode: ids of a text, without tokens beside it; whole: with them. eos: the token that ends a text; None: there
-    is none. folder: of the tokenizer; None: bytes. tokenizer: what reads it; None: bytes."""
+    """encode: ids of a text, without tokens beside it; whole: with them. eos: the token that ends a text; None: the
+    tokenizer has none. folder: of the tokenizer; None: bytes. tokenizer: what reads it; None: bytes."""
 
     encode: Callable[[str], list[int]]
     whole: Callable[[str], list[int]]

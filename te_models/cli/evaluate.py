@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..terminal import Table, say_while_waiting
-from .adapters import adapter_folder, check_model, load_model
+from ..terminal import TextTable, say_while_waiting
+from .adapters import adapter_folder, check_is_model, load_model
 from .codec import Codec, check_device, open_codec
-from .parser import Verbs, count, dtype, emit, integer, verb
+from .parser import Verbs, dtype, emit, integer, positive_count, verb
 
 DESCRIPTION = """\
 Measure a model folder (ours or Hugging Face's). --text: perplexity, nats per token and bits per
@@ -33,13 +33,17 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("model", metavar="DIR", help="the model folder")
     parser.add_argument("--text", metavar="FILE", nargs="+", default=[], help="files or glob patterns")
     parser.add_argument("--text-field", default="text", help="field or column with the text of a document (text)")
-    parser.add_argument("--seq-length", type=count, metavar="N", help="tokens of a window (the model's, up to 1024)")
-    parser.add_argument("--stride", type=count, metavar="N", help="tokens between windows (half a window)")
-    parser.add_argument("--batch-size", type=count, default=1, metavar="N", help="windows or questions at a time (1)")
+    parser.add_argument(
+        "--seq-length", type=positive_count, metavar="N", help="tokens of a window (the model's, up to 1024)"
+    )
+    parser.add_argument("--stride", type=positive_count, metavar="N", help="tokens between windows (half a window)")
+    parser.add_argument(
+        "--batch-size", type=positive_count, default=1, metavar="N", help="windows or questions at a time (1)"
+    )
     parser.add_argument("--task", metavar="NAME", nargs="+", default=[], help="tasks of lm-evaluation-harness")
     parser.add_argument("--task-folder", metavar="DIR", help="folder of YAML files with further tasks")
     parser.add_argument("--num-fewshot", type=integer, metavar="N", help="examples before a question (the task's)")
-    parser.add_argument("--limit", type=count, metavar="N", help="documents of each task (all)")
+    parser.add_argument("--limit", type=positive_count, metavar="N", help="documents of each task (all)")
     parser.add_argument(
         "--dtype", type=dtype, choices=("bfloat16", "float32"), default="bfloat16", help="weights and compute"
     )
@@ -57,16 +61,16 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("eval needs --text or --task")
     check_device(args.device)
     result: dict[str, Any] = {}
-    parts: list[str | Table] = []
+    parts: list[str | TextTable] = []
     folder = local_folder(args.model)
-    check_model(folder, args.model)
+    check_is_model(folder, args.model)
     args.adapter = adapter_folder(args.adapter)
     if args.text:
         result["text"] = _score_text(args, folder)
         rows = [("", "nats per token", "perplexity", "bits per byte", "tokens")]
         rows += [_row(name, numbers) for name, numbers in result["text"]["files"].items()]
         rows += [_row("all", result["text"]["all"])] if len(rows) > 2 else []
-        parts.append(Table(rows, heading=True))
+        parts.append(TextTable(rows, heading=True))
     if args.task:
         from ..evaluation.harness import run_tasks
 
@@ -84,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         rows = [
             (task, name, f"{value:.4f}") for task, numbers in result["tasks"].items() for name, value in numbers.items()
         ]
-        parts.append(Table([("task", "metric", "value"), *rows], heading=True))
+        parts.append(TextTable([("task", "metric", "value"), *rows], heading=True))
     emit(args, result, *parts)
     return 0
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..sizes import plural
-from ..terminal import Table, say_while_waiting
-from .parser import Verbs, count, dtype, emit, number, read_text, verb
+from ..terminal import TextTable, say_while_waiting
+from .parser import Verbs, dtype, emit, number, positive_count, read_text, verb
 from .progress import byte_progress, loading_bars
 
 
@@ -47,7 +47,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("a", metavar="A", help="a model folder")
     parser.add_argument("b", metavar="B", nargs="?", help="a model folder (default: check A against its manifest)")
     parser.add_argument("--logits", action="store_true", help="compare what the models compute")
-    parser.add_argument("--tokens", type=count, metavar="N", help="with --logits: how many tokens (256)")
+    parser.add_argument("--tokens", type=positive_count, metavar="N", help="with --logits: how many tokens (256)")
     parser.add_argument("--text", metavar="FILE", help="with --logits: a UTF-8 file to read (random tokens)")
     parser.add_argument(
         "--dtype", type=dtype, choices=("float32", "bfloat16"), help="with --logits: to compute in (float32)"
@@ -82,10 +82,10 @@ def run_inspect(args: argparse.Namespace) -> int:
     from te_models.checkpoints.tools.statistics import scale_statistics
 
     found = inspect(args.folder, verify=not args.no_verify)
-    parts: list[str | Table] = [str(found)]
+    parts: list[str | TextTable] = [str(found)]
     if args.tensors:
         rows = [("  " + name, dtype, str(list(shape))) for name, (dtype, shape) in found.tensors.items()]
-        parts.append(Table(rows))
+        parts.append(TextTable(rows))
     result = found.to_dict(tensors=args.tensors)
     if args.scales:
         statistics = scale_statistics(args.folder, verify=not args.no_verify)
@@ -127,13 +127,13 @@ def run_diff(args: argparse.Namespace) -> int:
 
     with byte_progress("diff") as progress:
         report = diff(args.a, args.b, progress=progress)
-    lines: list[str | Table] = [f"config: {path}: {a} and {b}" for path, (a, b) in report.config.items()]
+    lines: list[str | TextTable] = [f"config: {path}: {a} and {b}" for path, (a, b) in report.config.items()]
     lines += report.notes
     shown = report.tensors if args.all else report.tensors[:20]
     if shown:
         rows = [("parameter", "differing", "largest", "relative")]
         rows += [(t.name, f"{t.differing} of {t.elements}", f"{t.largest:.3g}", f"{t.relative:.3g}") for t in shown]
-        lines.append(Table(rows, heading=True))
+        lines.append(TextTable(rows, heading=True))
     hidden = len(report.tensors) - len(shown)
     lines += [f"... and {plural(hidden, 'more parameter')} (--all shows them)"] if hidden else []
     lines.append(f"{plural(report.equal_tensors, 'parameter')} equal, {len(report.tensors)} different")

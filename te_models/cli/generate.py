@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..sizes import plural
 from ..terminal import is_terminal, say, say_while_waiting
 from ..tokenizer import ends_of
-from .adapters import adapter_folder, check_model, load_model
+from .adapters import adapter_folder, check_is_model, load_model
 from .codec import Codec, check_device, open_codec
 from .parser import Verbs, dtype, emit, integer, number, read_text, verb
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     from te_models.checkpoints.io.hub import local_folder
 
     folder = local_folder(args.model)
-    check_model(folder, args.model)
+    check_is_model(folder, args.model)
     args.adapter = adapter_folder(args.adapter)
     with ThreadPoolExecutor(1) as beside:  # another process reads the tokenizer while this one imports torch
         opened = beside.submit(open_codec, folder, args.tokenizer, "generate")

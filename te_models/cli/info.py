@@ -10,7 +10,7 @@ from typing import Any
 
 from ..extras import EXTRAS, installed
 from ..sizes import plural
-from ..terminal import Table, say_while_waiting
+from ..terminal import TextTable, say_while_waiting
 from .parser import Verbs, emit, help_width, verb
 
 PACKAGES = (
@@ -95,12 +95,12 @@ def run(args: argparse.Namespace) -> int:
     emit(
         args,
         result,
-        Table([("python", result["python"]), *((n, v or "-") for n, v in result["versions"].items())], "versions"),
-        Table([row for d in result["devices"] for row in _device_rows(d)], "devices"),
-        Table(list(result["recipes"].items()), "recipes"),
+        TextTable([("python", result["python"]), *((n, v or "-") for n, v in result["versions"].items())], "versions"),
+        TextTable([row for d in result["devices"] for row in _device_rows(d)], "devices"),
+        TextTable(list(result["recipes"].items()), "recipes"),
         "Hugging Face families",
         textwrap.fill(", ".join(result["families"]), help_width(), initial_indent="  ", subsequent_indent="  "),
-        Table(extras, "extras"),
+        TextTable(extras, "extras"),
     )
     return 0
 
@@ -134,7 +134,7 @@ def _compile_report(args: argparse.Namespace) -> int:
     make_recipe = partial(recipe, args.recipe) if args.recipe else None
     report = compile_report(model, make_recipe, mode=args.mode or "whole", dynamic=DYNAMIC[args.dynamic or "auto"])
     calls = [(call["call"], str(call["shape"]), str(call["graphs"])) for call in report["calls"]]
-    lines: list[str | Table] = [Table([("call", "shape", "graphs"), *calls], heading=True)]
+    lines: list[str | TextTable] = [TextTable([("call", "shape", "graphs"), *calls], heading=True)]
     lines += [f"{_program(p)} of: {call['call']}" for call in report["calls"] for p in call["programs"]]
     lines += [f"compiled again, {call['call']}: {why}" for call in report["calls"] for why in call["reasons"]]
     lines += [f"break, {plural(count, 'time')}: {why}" for why, count in report["breaks"].items()]

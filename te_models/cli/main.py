@@ -39,7 +39,7 @@ from . import (
     quickstart,
     tokenize,
 )
-from .parser import Formatter, Parser, unknown
+from .parser import Formatter, Parser, Verbs, unknown
 from .training import init, launch, plan, rehearse, report, train
 
 GROUPS: dict[str, tuple[Any, ...]] = {
@@ -67,8 +67,9 @@ TAKE_KEYS = {"train": train, "launch": launch}
 """The verbs whose options are the keys of a run, too."""
 
 
-def build_parser(keys: train.Keys = "none", verb: str = "train") -> Parser:
-    """Return the parser of all verbs. keys: whether `verb` has the options of a run's keys, and in its help."""
+def build_parser(keys: train.Keys = "none", verb: str = "train", asked: str | None = None) -> Parser:
+    """Return the parser of all verbs. keys: whether `verb` has the options of a run's keys, and in its help. asked: the
+    verb that is parsed, so that others need not have all options; None: any."""
     parser = Parser(
         prog="te-models",
         usage="te-models [-h] [--version] VERB ...",
@@ -78,23 +79,25 @@ def build_parser(keys: train.Keys = "none", verb: str = "train") -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"te-models {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, help=argparse.SUPPRESS, prog="te-models")
-    listing = []
+    verbs: Verbs = parser.add_subparsers(
+        dest="verb", metavar="VERB", required=True, help=argparse.SUPPRESS, prog="te-models"
+    )
+    verbs.asked, verbs.summaries, listing = asked, {}, []
+    parser.verbs = verbs
     for heading, modules in GROUPS.items():
-        before = len(verbs._choices_actions)
+        before = len(verbs.summaries)
         for module in modules:
             own = {"keys": keys if module is TAKE_KEYS[verb] else "none"} if module in TAKE_KEYS.values() else {}
             module.add(verbs, **own)
-        rows = [(choice.dest, choice.help or "") for choice in verbs._choices_actions[before:]]
+        rows = list(verbs.summaries.items())[before:]
         listing.append(f"{heading}:\n" + "\n".join(f"  {name:<14}{summary}" for name, summary in rows))
     parser.description = "\n\n".join([parser.description or "", *listing])
     return parser
 
 
-def verbs_of(parser: argparse.ArgumentParser) -> argparse._SubParsersAction:
+def verbs_of(parser: Parser) -> Verbs:
     """Return the action of `build_parser`'s parser that holds the verbs: `choices` has the parser of each."""
-    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    return verbs
+    return parser.verbs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,13 +152,14 @@ def _is_panic(error: BaseException) -> bool:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     words = sys.argv[1:] if argv is None else argv
-    parser = build_parser("hidden", words[0]) if words and words[0] in TAKE_KEYS else build_parser()
+    asked = words[0] if words else ""
+    parser = build_parser("hidden", asked, asked) if asked in TAKE_KEYS else build_parser(asked=asked)
     verbs = verbs_of(parser).choices
     if words and words[0].startswith("-") and words[0] not in parser._option_string_actions:
         parser.error(unknown(words[:1], "te-models", parser))
     if words and not words[0].startswith("-") and words[0] not in verbs:
         parser.error(f"{words[0]!r} is not a verb; allowed: {', '.join(verbs)}{did_you_mean(words[0], verbs)}")
-    if words and words[0] in verbs:  # before what is missing, which is often what was misspelt
+    if words and words[0] in verbs:  # before what is missing: often that was misspelt
         known, options = verbs[words[0]]._option_string_actions, itertools.takewhile(lambda w: w != "--", words[1:])
         strange = [w for w in options if w.startswith("--") and w.partition("=")[0] not in known]
         if strange:

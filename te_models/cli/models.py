@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ..sizes import format_size, plural
-from ..terminal import Table
+from ..terminal import TextTable
 from .parser import Verbs, emit, verb
 
 if TYPE_CHECKING:
@@ -34,14 +34,14 @@ def add(verbs: Verbs) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the models."""
-    from ..catalogue import listed, matching
+    from ..catalogue import matching, model_listing
 
-    found = [listed(entry) for entry in matching(args.pattern)]
+    found = [model_listing(entry) for entry in matching(args.pattern)]
     emit(args, {"models": [one.to_dict() for one in found]}, *_parts(found))
     return 0
 
 
-def _parts(found: list[Listed]) -> list[str | Table]:
+def _parts(found: list[Listed]) -> list[str | TextTable]:
     if len(found) == 1:
         return _details(found[0])
     rows: list[tuple[str, ...]] = [
@@ -53,10 +53,10 @@ def _parts(found: list[Listed]) -> list[str | Table]:
         context = "" if one.entry.context is None else f"{one.entry.context:,}"
         words = (one.entry.name, one.entry.hf["model_type"], _count(one.parameters), active, context)
         rows.append((*words, *map(format_size, sizes)))
-    return [Table(rows, heading=True), plural(len(found), "model")]
+    return [TextTable(rows, heading=True), plural(len(found), "model")]
 
 
-def _details(one: Listed) -> list[str | Table]:
+def _details(one: Listed) -> list[str | TextTable]:
     entry = one.entry
     published = _published(entry.parameters)
     facts = [
@@ -73,7 +73,7 @@ def _details(one: Listed) -> list[str | Table]:
     for name in one.serve:
         rows.append((name, *(format_size(uses[name]) for uses in (one.serve, one.fine_tune, one.train))))
     cache = f"keys, values and states of 1,024 positions: {format_size(one.cache_bytes)}"
-    return [Table(facts, entry.name), Table(rows, "memory", heading=True), cache]
+    return [TextTable(facts, entry.name), TextTable(rows, "memory", heading=True), cache]
 
 
 def _published(number: int | str) -> str:

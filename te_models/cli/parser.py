@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..suggestions import did_you_mean
-from ..terminal import Table, complain, show
+from ..terminal import TextTable, complain, show
 
-Verbs = Any  # argparse's subparsers action, which has no public name
+Verbs = Any  # argparse's subparsers action (it has no public name)
 
 _SHORTER = {
     "expected one argument": "needs a value",
@@ -26,12 +26,17 @@ _SHORTER = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that says what is wrong in one sentence, and ends with exit code 2."""
+    """An argparse parser that says what is wrong in one sentence, and ends with exit code 2. verbs: what has those."""
+
+    verbs: Verbs
 
     def error(self, message: str) -> NoReturn:
         of_option = re.fullmatch(r"argument ([^:]+): (.*)", message, re.DOTALL)
         if of_option:
             name, what = of_option[1].rpartition("/")[2], of_option[2]
+            if choice := re.fullmatch(r"invalid choice: (.+) \(choose from (.+)\)", what, re.DOTALL):
+                value, allowed = choice[1], choice[2].replace("'", "")
+                what = f"is {value}; allowed: {allowed}{did_you_mean(value.strip(chr(39)), allowed.split(', '))}"
             for theirs, ours in _SHORTER.items():
                 what = what.replace(theirs, ours)
             joint = " " if what.startswith(("is ", *_SHORTER.values())) else ": "
@@ -41,12 +46,6 @@ class Parser(argparse.ArgumentParser):
         message = message.replace("one of the arguments", "one of").replace(" is required", " is needed")
         complain(f"{' '.join(message.split())}; see: {self.prog} --help")
         self.exit(2)
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            name, allowed = "/".join(action.option_strings) or action.dest, list(map(str, action.choices))
-            what = f"{name} is {value!r}; allowed: {', '.join(allowed)}{did_you_mean(value, allowed)}"
-            raise argparse.ArgumentError(None, what)
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -73,6 +72,7 @@ def verb(
         formatter_class=Formatter,
         allow_abbrev=False,
     )
+    verbs.summaries[name] = summary
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=run)
@@ -87,7 +87,7 @@ def integer(text: str) -> int:
         raise argparse.ArgumentTypeError(f"is {text!r}; allowed: an integer") from None
 
 
-def count(text: str) -> int:
+def positive_count(text: str) -> int:
     """The value of an option that counts something there must be one of."""
     found = integer(text)
     if found < 1:
@@ -125,7 +125,7 @@ def unknown(words: Sequence[str], verb: str, parser: argparse.ArgumentParser) ->
     return f"{verb} does not take {words[0]!r}{switches}"
 
 
-def emit(args: argparse.Namespace, result: dict[str, Any], *parts: str | Table) -> None:
+def emit(args: argparse.Namespace, result: dict[str, Any], *parts: str | TextTable) -> None:
     """Print `result` as JSON or the texts and tables, whichever the user asked for. Notes, which standard error has
     had, are a part of the JSON, behind those of the result."""
     noted = getattr(args, "noted", [])

@@ -6,13 +6,15 @@ import argparse
 import contextlib
 import importlib.util
 import shutil
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from ..sizes import format_size, plural
 from ..terminal import show
+from .options import fields_of, flag_of
 from .parser import emit
 from .progress import byte_progress
 
@@ -27,42 +29,35 @@ def run_import(args: argparse.Namespace) -> int:
     foreign = is_foreign(Path(args.source))
     if Path(args.source).is_file() and not foreign:
         return _import_file(args)
-    if foreign or args.config is not None:
-        if args.config is None:
-            raise CheckpointError(f"{args.source} is no model folder; --config says which model it is of")
-        asked = {"--storage": args.storage, "--allow-requantize": args.allow_requantize, "--mtp": args.mtp}
-        _refuse(asked | {"--dequantize": args.dequantize}, f"is of Hugging Face folders, and {args.source} is none")
-        if args.run_file is not None:
-            return _import_run(args)
-        options = {"config": args.config, "system": args.system, "dtype": args.dtype, "layout": args.layout}
-        options["qkv_weight_interleaved"] = not args.qkv_not_interleaved
-        return _convert(args, import_checkpoint, **options)
-    if any(value is not None for value in (args.system, args.run_file, args.step, args.qkv_not_interleaved or None)):
-        raise CheckpointError(
-            "--from, --run, --step and --qkv-not-interleaved are of training systems' checkpoints; --config says of "
-            "which model"
-        )
-    options = {"storage": args.storage, "allow_requantize": args.allow_requantize, "dequantize": args.dequantize}
-    options["mtp"] = args.mtp
-    return _convert(args, import_hf, dtype=args.dtype, layout=args.layout, **options)
+    if not foreign and args.config is None:
+        why = "is of training systems' checkpoints; --config says of which model"
+        _refuse(args, ("system", "run_file", "step", "qkv_weight_interleaved"), why)
+        return _convert(args, import_hf, "dtype", "layout", "storage", "allow_requantize", "dequantize", "mtp")
+    if args.config is None:
+        raise CheckpointError(f"{args.source} is no model folder; --config says which model it is of")
+    why = f"is of Hugging Face folders, and {args.source} is none"
+    _refuse(args, ("storage", "allow_requantize", "mtp", "dequantize"), why)
+    if args.run_file is not None:
+        return _import_run(args)
+    return _convert(args, import_checkpoint, "config", "system", "dtype", "layout", "qkv_weight_interleaved")
 
 
 def _import_file(args: argparse.Namespace) -> int:
     """A GGUF file to our folder."""
     from ..gguf import import_gguf
 
-    asked = {"--storage": args.storage, "--allow-requantize": args.allow_requantize, "--mtp": args.mtp}
-    _refuse(asked, "is of Hugging Face folders; a GGUF file is read as values")
-    asked = {"--config": args.config, "--from": args.system, "--run": args.run_file, "--step": args.step}
-    _refuse(asked, f"is of distributed checkpoints, and {args.source} is a file")
-    return _convert(args, import_gguf, dtype=args.dtype, layout=args.layout)
+    why = "is of Hugging Face folders; a GGUF file is read as values"
+    _refuse(args, ("storage", "allow_requantize", "mtp"), why)
+    why = f"is of distributed checkpoints, and {args.source} is a file"
+    _refuse(args, ("config", "system", "run_file", "step"), why)
+    return _convert(args, import_gguf, "dtype", "layout")
 
 
-def _refuse(asked: dict[str, object], why: str) -> None:
-    """Raise ValueError for the first option with a value."""
-    unfit = [name for name, value in asked.items() if value not in (None, False)]
-    if unfit:
-        raise ValueError(f"{unfit[0]} {why}")
+def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Raise ValueError for the first option of these fields that has another value than its default."""
+    for name in names:
+        if getattr(args, name) != fields_of(args.part)[name].default:
+            raise ValueError(f"{flag_of(args.part, name)} {why}")
 
 
 def _import_run(args: argparse.Namespace) -> int:
@@ -77,49 +72,36 @@ def _import_run(args: argparse.Namespace) -> int:
     return 0
 
 
-RANKS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "make_vocab_size_divisible_by",
-)
-"""What says how files of Megatron's ranks are split."""
-
-
 def run_export(args: argparse.Namespace) -> int:
     """Our folder to a Hugging Face one, a GGUF file, or a training system's checkpoint."""
     if args.adapter is not None:
-        asked = {"--to": args.to if args.to != "hf" else None, "--type": args.type, "--form": args.form}
-        asked |= {"--format": args.format, "--dequantize": args.dequantize, "--dtype": args.dtype}
-        _refuse(asked | {"--dry-run": args.dry_run}, "is of models; allowed with --adapter: --base-model, --family")
-        from .adapters import run_export
+        names = ("to", "type", "form", "format", "dequantize", "dtype", "dry_run")
+        _refuse(args, names, "is of models; allowed with --adapter: --base-model, --family")
+        from .adapters import run_adapter_export
 
-        return run_export(args)
-    _refuse({"--base-model": args.base_model}, "is of adapters: --adapter")
-    of_ranks = {f"--{name.replace('_', '-')}": getattr(args, name) for name in RANKS}
-    _refuse({} if args.to == "megatron" else of_ranks | {"--local-modules": args.local}, "is of --to megatron")
-    _refuse({} if args.to == "transformer_engine" else {"--layout": args.layout}, "is of --to transformer_engine")
-    _refuse(
-        {} if args.to == "gguf" else {"--type": args.type},
-        "is of GGUF files: --to gguf; allowed for folders: --dtype, --format",
-    )
+        return run_adapter_export(args)
+    from te_models.checkpoints.tools.options import RanksOptions
+
+    _refuse(args, ("base_model",), "is of adapters: --adapter")
+    if args.to != "megatron":
+        _refuse(args, fields_of(RanksOptions), "is of --to megatron")
+    if args.to != "transformer_engine":
+        _refuse(args, ("layout",), "is of --to transformer_engine")
+    if args.to != "gguf":
+        _refuse(args, ("type",), "is of GGUF files: --to gguf; allowed for folders: --dtype, --format")
     is_run = (Path(args.source) / "training.json").is_file()
     if args.to in ("hf", "gguf"):
         write = _export_file if args.to == "gguf" else _export
         return _export_run(args, write) if is_run else write(args)
     from te_models.checkpoints import export_checkpoint
 
-    asked = {"--family": args.family, "--form": args.form, "--format": args.format, "--dequantize": args.dequantize}
-    asked["--allow-requantize"] = args.allow_requantize
-    _refuse(asked, f"is of Hugging Face folders, and --to {args.to} writes none")
+    names = ("family", "form", "format", "dequantize", "allow_requantize")
+    _refuse(args, names, f"is of Hugging Face folders, and --to {args.to} writes none")
     if not is_run:
-        ranks = {name: getattr(args, name) for name in RANKS if getattr(args, name) is not None}
-        return _convert(
-            args, export_checkpoint, to=args.to, dtype=args.dtype, layout=args.layout, local_modules=args.local, **ranks
-        )
+        return _convert(args, export_checkpoint, "to", "dtype", "layout", *fields_of(RanksOptions))
     from ..training.exchange import export_run
 
-    export_run(Path(args.source), Path(args.out), to=args.to, overwrite=args.force)
+    export_run(Path(args.source), Path(args.out), to=args.to, overwrite=args.overwrite)
     emit(args, {"verb": args.verb, "source": args.source, "out": args.out}, f"wrote {args.out}, model and moments")
     return 0
 
@@ -132,9 +114,9 @@ def _export_run(args: argparse.Namespace, write: Callable[[argparse.Namespace], 
 
     out = Path(args.out)
     if write is _export:
-        check_replaceable(out, force=args.force)
-        check_destination(out, overwrite=args.force)
-    elif out.exists() and not args.force:
+        check_replaceable(out, force=args.overwrite)
+        check_destination(out, overwrite=args.overwrite)
+    elif out.exists() and not args.overwrite:
         raise ValueError(f"{out} exists; --force replaces it")
     between = out.with_name(f".{out.name}.from-checkpoint")
     try:
@@ -148,9 +130,8 @@ def _export_run(args: argparse.Namespace, write: Callable[[argparse.Namespace], 
 def _export(args: argparse.Namespace) -> int:
     from te_models.checkpoints import export_hf
 
-    options = {"family": args.family, "form": args.form, "format": args.format}
-    options |= {"allow_requantize": args.allow_requantize, "dequantize": args.dequantize}
-    code = _convert(args, export_hf, dtype=args.dtype, **options)
+    names = ("family", "form", "format", "allow_requantize", "dequantize", "dtype")
+    code = _convert(args, export_hf, *names)
     if not args.json and not args.dry_run:
         show(*_missing_reader(Path(args.out)))
     return code
@@ -160,12 +141,11 @@ def _export_file(args: argparse.Namespace) -> int:
     """Our folder to a GGUF file."""
     from ..gguf import export_gguf
 
-    asked = {"--format": args.format, "--form": args.form, "--dtype": args.dtype, "--dry-run": args.dry_run}
-    asked["--allow-requantize"] = args.allow_requantize
-    _refuse(asked, "is of Hugging Face folders; allowed with --to gguf: --type, --family, --force")
+    names = ("format", "form", "dtype", "dry_run", "allow_requantize")
+    _refuse(args, names, "is of Hugging Face folders; allowed with --to gguf: --type, --family, --force")
     start = time.perf_counter()
     with byte_progress(args.verb) as progress:
-        options = {"type": args.type or "f16", "family": args.family, "overwrite": args.force}
+        options = {"type": args.type or "f16", "family": args.family, "overwrite": args.overwrite}
         notes = export_gguf(_model_of(args), args.out, progress=progress, **options)
     size, seconds = Path(args.out).stat().st_size, round(time.perf_counter() - start, 3)
     result = {"verb": args.verb, "source": args.source, "out": args.out, "seconds": seconds, "bytes": size}
@@ -192,40 +172,13 @@ def _missing_reader(out: Path) -> list[str]:
     return [f"note: to read it, transformers needs the package {name!r}: pip install 'te_models[quantized]'"]
 
 
-def run_relayout(args: argparse.Namespace) -> int:
-    """Experts grouped or one by one."""
-    from te_models.checkpoints import relayout
+def run_named(args: argparse.Namespace) -> int:
+    """The conversion of the verb's name, with its options as arguments."""
+    from te_models import checkpoints
+    from te_models.checkpoints.tools.options import ShardedOptions
 
-    return _convert(args, relayout, layout=args.layout)
-
-
-def run_reshard(args: argparse.Namespace) -> int:
-    """The same tensors in other files."""
-    from te_models.checkpoints import reshard
-
-    return _convert(args, reshard)
-
-
-def run_quantize(args: argparse.Namespace) -> int:
-    """Linear weights stored as a recipe quantizes them."""
-    from te_models.checkpoints import quantize
-
-    return _convert(args, quantize, recipe=args.recipe)
-
-
-def run_dequantize(args: argparse.Namespace) -> int:
-    """Quantized weights as plain ones."""
-    from te_models.checkpoints import dequantize
-
-    return _convert(args, dequantize, dtype=args.dtype)
-
-
-def run_upcycle(args: argparse.Namespace) -> int:
-    """A dense model as a mixture of experts."""
-    from te_models.checkpoints import upcycle
-
-    options = {"layers": args.layers, "noise_std": args.noise_std, "seed": args.seed, "layout": args.layout}
-    return _convert(args, upcycle, num_experts=args.experts, topk=args.topk, **options)
+    name = "reshard" if args.verb == "merge-shards" else args.verb
+    return _convert(args, getattr(checkpoints, name), *(fields_of(args.part).keys() - fields_of(ShardedOptions).keys()))
 
 
 def run_toy(args: argparse.Namespace) -> int:
@@ -236,8 +189,9 @@ def run_toy(args: argparse.Namespace) -> int:
 
     if "/" not in args.source and not Path(args.source).exists():
         catalogue.entry(args.source)  # before torch is imported, which takes long
-        return _convert(args, catalogue.random_toy, layers=args.layers, experts=args.experts)
-    return _convert(args, toy, layers=args.layers or 2, experts=args.experts)
+        return _convert(args, catalogue.random_toy, "layers", "experts")
+    args.layers = args.layers or 2
+    return _convert(args, toy, "layers", "experts")
 
 
 def _model_of(args: argparse.Namespace) -> str:
@@ -245,13 +199,15 @@ def _model_of(args: argparse.Namespace) -> str:
     return str(getattr(args, "model", args.source))
 
 
-def _convert(args: argparse.Namespace, function: Callable[..., Any], **options: Any) -> int:
-    """Run one conversion with progress and print what it did."""
+def _convert(args: argparse.Namespace, function: Callable[..., Any], *names: str) -> int:
+    """Run one conversion with progress, with these options and those of every conversion, and print what it did."""
+    from te_models.checkpoints.tools.options import ConversionOptions
+
     out, start = Path(args.out), time.perf_counter()
-    check_replaceable(out, force=args.force)
+    check_replaceable(out, force=args.overwrite)
+    options = {name: getattr(args, name) for name in (*fields_of(ConversionOptions), *names)}
+    options["max_shard_bytes"] = getattr(args, "max_shard_bytes", sys.maxsize)
     with byte_progress(args.verb) as progress:
-        options |= {"overwrite": args.force, "dry_run": args.dry_run, "max_shard_bytes": args.max_shard_size}
-        options |= {"verify": not args.no_verify, "file_digests": args.file_digests}
         plan = function(_model_of(args), out, progress=progress, **options)
     result = {
         "verb": args.verb,
@@ -288,7 +244,7 @@ def check_replaceable(out: Path, *, force: bool) -> None:
 
 
 def _is_model_folder(folder: Path) -> bool:
-    """Whether a folder's config.json, which other programs have too, describes a model, or weights lie beside it."""
+    """Whether a folder's config.json describes a model (other programs have one, too), or weights lie beside it."""
     from te_models.checkpoints import CheckpointError
     from te_models.checkpoints.io.strict_json import read_object
 

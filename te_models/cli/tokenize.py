@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
+from typing import Any
 
 from ..sizes import plural
-from ..training.data.formats import FORMATS
-from .parser import Verbs, count, emit, integer, verb
+from .parser import Verbs, emit, integer, positive_count, verb
 from .progress import byte_progress
 
 DESCRIPTION = """\
@@ -33,57 +34,26 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("inputs", metavar="INPUT", nargs="+", help="files, folders or glob patterns")
     parser.add_argument("--tokenizer", required=True, help='folder with a tokenizer.json, or "bytes"')
     parser.add_argument("--output", required=True, help="the folder to write")
-    parser.add_argument("--text-field", default="text", help="field or column with the text of a document (text)")
-    parser.add_argument(
-        "--messages-field", help="field with a list of chat messages: the loss counts the assistant's alone"
-    )
-    parser.add_argument(
-        "--format", choices=tuple(FORMATS), help="what a row is (text, or messages with --messages-field)"
-    )
-    parser.add_argument(
-        "--field", metavar="NAME=FIELD", action="append", default=[], help="what files call a field (repeatable)"
-    )
-    parser.add_argument(
-        "--role", metavar="NAME=ROLE", action="append", default=[], help="what files call who speaks (repeatable)"
-    )
-    parser.add_argument("--join-parts", action="store_true", help="join content in parts of text into one text")
-    parser.add_argument(
-        "--rewritten-chats",
-        choices=("rows", "final"),
-        default="rows",
-        help="templates that rewrite earlier answers: a row for each answer, or the chat as it ends (rows)",
-    )
-    for name, token in (("bos", "begins"), ("eos", "ends")):
-        one = parser.add_mutually_exclusive_group()
-        one.add_argument(f"--add-{name}-token", action="store_true", help=f"always add the token that {token} a text")
-        one.add_argument(f"--no-{name}-token", action="store_true", help=f"add no token that {token} a text")
-    parser.add_argument("--eos-token", metavar="TOKEN", help="the token that ends documents and answers (the folder's)")
-    parser.add_argument(
-        "--skip-bad-rows", action="store_true", help="pass over rows that cannot be used, and count them"
-    )
-    parser.add_argument("--workers", type=count, default=1, help="tokenizer processes (1)")
+    if verbs.asked in (None, "tokenize"):  # the keys of [data] take a part of a second to import
+        from ..training.config import DataConfig
+        from ..training.data.options import DocumentOptions
+        from .options import add_options
+
+        names = ("text_field", "messages_field", *(f.name for f in fields(DocumentOptions)))
+        add_options(parser, DataConfig, names, {"fields": "--field", "roles": "--role"})
+    parser.add_argument("--workers", type=positive_count, default=1, help="tokenizer processes (1)")
     parser.add_argument("--seed", type=integer, default=0, help="decides the order of the files (0)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Tokenize, and say what was written."""
-    if args.workers < 1:
-        raise ValueError(f"--workers is {args.workers}; allowed: a positive integer")
     from ..training.data.dataset import read_meta
     from ..training.data.options import DocumentOptions
     from ..training.data.tokenize import build_dataset
 
-    options = DocumentOptions(
-        format=args.format,
-        fields=tuple(args.field),
-        roles=tuple(args.role),
-        join_parts=args.join_parts,
-        rewritten_chats=args.rewritten_chats,
-        add_bos_token=True if args.add_bos_token else False if args.no_bos_token else "auto",
-        add_eos_token=True if args.add_eos_token else False if args.no_eos_token else "auto",
-        eos_token=args.eos_token,
-        skip_bad_rows=args.skip_bad_rows,
-    )
+    values: dict[str, Any] = {f.name: getattr(args, f.name) for f in fields(DocumentOptions)}
+    values |= {"fields": tuple(args.fields), "roles": tuple(args.roles)}
+    options = DocumentOptions(**values)
     with byte_progress("tokenize") as report:
         dataset = build_dataset(
             args.output,

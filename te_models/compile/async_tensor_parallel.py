@@ -132,7 +132,7 @@ def overlap(graph: fx.Graph) -> None:
     if not _collectives(graph):
         return
     separate_biases(graph)
-    # as torch's option `_micro_pipeline_tp` does, which has no place for what comes before
+    # as torch's option `_micro_pipeline_tp` does; that has no place for what comes before
     micro_pipeline_tp_pass(graph)
     fused = (torch.ops.symm_mem.fused_all_gather_matmul.default, torch.ops.symm_mem.fused_matmul_reduce_scatter.default)
     found = counters["inductor"]
@@ -151,7 +151,7 @@ def _collectives(graph: fx.Graph) -> list[fx.Node]:
 
 
 def separate_biases(graph: fx.Graph) -> None:
-    """Turn `addmm(bias, x, w)` of gathered rows x into a product, which torch's pass knows, and a sum.
+    """Turn `addmm(bias, x, w)` of gathered rows x into a product that torch's pass knows, and a sum.
 
     In 16 bits the product is then rounded once more, before the bias is added."""
     aten = torch.ops.aten

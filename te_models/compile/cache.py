@@ -1,7 +1,7 @@
 """What torch's cache on disk keeps of a compiled model for later processes.
 
 Unless told to, torch keeps no graph with a `torch.autograd.Function` in it, as every quantized GEMM is, and each
-process traces and partitions the backward pass anew: 4 s of 11 for two layers in MXFP8.
+process traces and partitions the backward pass again: 4 s of 11 for two layers in MXFP8.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def keeps_whole_graphs(module: torch.nn.Module) -> bool:
 
 
 def backend_for(module: torch.nn.Module) -> str | Callable[..., Any]:
-    """Return torch.compile's backend for functions of a module: Inductor, which keeps whole graphs where it may."""
+    """Return torch.compile's backend for functions of a module: Inductor, so that it keeps whole graphs where it
+    may."""
     return inductor if keeps_whole_graphs(module) else "inductor"
 
 

@@ -16,7 +16,7 @@ from te_models.kernels.compiling import compiling
 from te_models.layers.collectives import check_member
 
 from ..model import GPTModel
-from ..model.moe import DeepEP, MoELayer
+from ..model.moe import DeepEPDispatcher, MoELayer
 from .async_tensor_parallel import overlapping_backend_for, share_memory_of_ranks
 from .cache import backend_for
 
@@ -79,7 +79,7 @@ def compile_model(
         used = overlapping_backend_for(module) if async_tensor_parallel else backend
         compile_part(module, dynamic=dynamic, backend=used)
     if dynamic is not False and _several_ranks(process_group):
-        from .ranks import synchronized  # imports the compiler, which start-up need not
+        from .ranks import synchronized  # imports the compiler, and start-up need not
 
         together = synchronized(timeout_s, process_group)
         for module in modules:
@@ -108,7 +108,7 @@ def compiled_parts(model: torch.nn.Module, mode: Mode) -> list[torch.nn.Module]:
 def check_traceable(model: torch.nn.Module) -> None:
     """Raise ValueError for a model that torch cannot trace as one graph."""
     layers = (module for module in model.modules() if isinstance(module, MoELayer))
-    if any(isinstance(layer.dispatcher, DeepEP) for layer in layers):
+    if any(isinstance(layer.dispatcher, DeepEPDispatcher) for layer in layers):
         from te_models.layers.distributed.deepep import UNTRACEABLE
 
         raise ValueError(UNTRACEABLE)
@@ -117,7 +117,7 @@ def check_traceable(model: torch.nn.Module) -> None:
 def compile_part(
     module: torch.nn.Module, *, dynamic: bool | None, backend: str | Callable[..., Any], fullgraph: bool = True
 ) -> None:
-    """Compile a module in place. Where sizes may change, each is one of its own: two that are equal in the call that
+    """Compile a module in place. Where sizes may change, each is a separate symbol: two that are equal in the call that
     compiles are one size to torch otherwise, so that a number of tokens that equals a layer's width, a constant, or a
     batch as large as its length, had one more graph for other calls."""
     call: Callable[..., Any] = module._call_impl

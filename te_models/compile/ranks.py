@@ -7,8 +7,8 @@ the compiler offers prevent that, and are switched on for the calls of a synchro
     guard collectives     before a call, ranks tell each other whether they have a graph; if one has none, all compile
     compiler collectives  while compiling, ranks compare the shapes they see; one that differs is dynamic on all
 
-Both run over a gloo group of their own, also beside NCCL: the first costs one small all-reduce per call. The compiler
-expects an accelerator's device interface there, which the CPU's lacks; it is lent one meanwhile.
+Both run over a separate gloo group, also beside NCCL: the first costs one small all-reduce per call. The compiler
+expects an accelerator's device interface there, but the CPU's lacks it; it is lent one meanwhile.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def synchronized(
             try:
                 with _together(group, found):
                     result = function(*args, **kwargs)
-            except Exception:  # the compiler raises something of its own for what is raised inside it
+            except Exception:  # the compiler replaces what is raised inside it by another exception
                 if not found:
                     raise
             if found:

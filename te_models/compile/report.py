@@ -41,7 +41,7 @@ def compile_report(
 ) -> dict[str, Any]:
     """Call a compiled model in the ways that a run does and say what each made the compiler do.
 
-    recipe: makes the recipe anew for each call, as programs do; None: high precision. mode, dynamic: as for
+    recipe: makes a new recipe for each call, as programs do; None: high precision. mode, dynamic: as for
     `compile_model`, except that a break ends a graph and is reported. Returns JSON values: "calls" in order, each with
     the number of graphs it compiled, the reasons for compiling again, and "programs": of each forward and backward pass
     compiled the number of operations, and how often each one occurs that is not torch's own; "graphs" in all; "breaks"

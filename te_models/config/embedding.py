@@ -61,7 +61,7 @@ class EmbeddingConfig(ConfigPart):
     none."""
 
     layernorm: bool = False
-    """Whether a norm as those of the layers, with weights of its own, norms the embeddings."""
+    """Whether the embeddings are normalised, by a norm of the layers' kind with separate weights."""
 
     _LATER: ClassVar[frozenset[str]] = frozenset({"embedding_dropout", "padding_idx", "position_offset", "layernorm"})
 

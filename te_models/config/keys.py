@@ -54,7 +54,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Table:
+class KeyTable:
     """One table with its own keys, the tables in it left out. `name` is "" for the outermost; of one that a file may
     repeat, as [[name]], `repeated` is true."""
 
@@ -69,7 +69,7 @@ class Table:
         return f"[[{self.name}]]" if self.repeated else f"[{self.name}]"
 
 
-def tables_of(part: type[ConfigPart], name: str = "", sentence: str = "", repeated: bool = False) -> Iterator[Table]:
+def tables_of(part: type[ConfigPart], name: str = "", sentence: str = "", repeated: bool = False) -> Iterator[KeyTable]:
     """Yield the table of a part of a configuration, then those inside it, in the order of the fields.
 
     sentence: what it says of itself (default: the first sentence of the class).
@@ -87,7 +87,7 @@ def tables_of(part: type[ConfigPart], name: str = "", sentence: str = "", repeat
             inner.append((listed, path, docs.get(f.name, ""), True))
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         keys.append(Key(path, hint, required, None if required else f.default, docs.get(f.name, "")))
-    yield Table(name, sentence or _first_sentence(part), tuple(keys), repeated)
+    yield KeyTable(name, sentence or _first_sentence(part), tuple(keys), repeated)
     for table in inner:
         yield from tables_of(*table)
 

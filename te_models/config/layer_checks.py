@@ -64,10 +64,10 @@ def _check_source(config: ModelConfig, layer: int, source: int) -> None:
         return
     own = 0 <= source < layer and sources[source] == source
     check(own, where, source, f"{layer}, or an earlier layer with its own keys")
-    its, reads = config.attention_of(source), config.attention_of(layer)
-    alike = its is not None and reads is not None and its.key_value_sizes == reads.key_value_sizes
-    alike = alike and its is not None and reads is not None and its.mla is None and reads.mla is None
-    alike = alike and its is not None and reads is not None and its.indexer is None and reads.indexer is None
+    its, own = config.attention_of(source), config.attention_of(layer)
+    alike = its is not None and own is not None and its.key_value_sizes == own.key_value_sizes
+    alike = alike and its is not None and own is not None and its.mla is None and own.mla is None
+    alike = alike and its is not None and own is not None and its.indexer is None and own.indexer is None
     for seen in (config.window_size, config.chunk_size):
         alike = alike and seen(source) == seen(layer)
     check(alike, where, source, "a layer whose attention has the same key heads, channels and window")

@@ -26,12 +26,12 @@ LayerType = Literal["full", "sliding", "chunked", "nope", "sliding_nope", "chunk
 MAX_MTP_LAYERS = 16
 """More than any model has; published ones have 1 or 3."""
 MAX_LAYERS = 2_000
-"""Far more than any model has: the kinds of all layers are a tuple, and a checkpoint has tensors of every layer, which
-are counted before anything else looks at them."""
+"""Far more than any model has: the kinds of all layers are a tuple, and a checkpoint has tensors of every layer,
+counted before anything else looks at them."""
 
 
 _NO_ATTENTION = AttentionConfig(num_attention_heads=1, kv_channels=1 << 40)
-"""Stands where no layer has `attention`: no model has so many channels."""
+"""Stands where no layer has `attention`: no model has that many channels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class ModelConfig(ConfigPart):
     layer_types: tuple[LayerType, ...] | None = None
     """What the queries of each layer see; unset means all full, or all sliding where attention.window_size is set."""
     mixers: Mapping[str, MixerConfig] | None = None
-    """Further token mixers by name: other attentions, and other kinds, which `kind` tells."""
+    """Further token mixers by name: other attentions, and other kinds, as `kind` tells."""
     layer_mixers: tuple[str, ...] | None = None
     """The mixer of each layer: "attention", a name in `mixers`, two side by side ("attention+NAME"), or "none"; unset
     means attention."""
@@ -345,7 +345,7 @@ class ModelConfig(ConfigPart):
         return {self.block_of(layer) for layer in range(self.num_layers)}
 
     def norms_before(self, layer: int) -> bool:
-        """Whether the sublayers of layer number `layer` have norms of their own before them."""
+        """Whether the sublayers of layer number `layer` each have a norm before them."""
         return self.block_of(layer) not in ("post", "parallel_shared_norm")
 
     def norms_after(self, layer: int) -> bool:
@@ -353,7 +353,7 @@ class ModelConfig(ConfigPart):
         return self.block_of(layer) in ("post", "sandwich")
 
     def has_input_layernorm(self, layer: int) -> bool:
-        """Whether the norm before the mixers of layer number `layer` is a module of its own, because more than one
+        """Whether the norm before the mixers of layer number `layer` is a separate module, because more than one
         projection reads what it gives."""
         attention = self.attention_of(layer)
         a = attention

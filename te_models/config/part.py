@@ -39,7 +39,7 @@ class ConfigPart:
     """Base of all configuration parts: exact dictionary round trip, and type checks on construction."""
 
     _derived: ClassVar[frozenset[str]] = frozenset()
-    """The fields that were left at None and filled in; instances with such fields have a set of their own."""
+    """The fields that were left at None and filled in; instances with such fields have a separate set."""
     _LATER: ClassVar[frozenset[str]] = frozenset()
     """Fields that are left out of dictionaries while they have their default: a folder that does not use them has the
     bytes that it had before they existed."""
@@ -66,7 +66,7 @@ class ConfigPart:
     def _fill(self, *, read: bool = False) -> None:
         """Give the fields of `_derivations` that are None, or were derived before, their values, and remember which.
 
-        read: the fields come from a file, which has every field filled in: one with the derived value counts as such.
+        read: the fields come from a file with every field filled in: one with the derived value counts as such.
         """
         for path, value in self._derivations().items():
             outer, _, name = path.rpartition(".")
@@ -133,7 +133,7 @@ class NamedParts(dict[str, Any]):
 
 @functools.cache
 def _hints(cls: type[ConfigPart]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)  # compiles each annotation anew: half of the time of making a configuration
+    return typing.get_type_hints(cls)  # compiles each annotation again: half of the time of making a configuration
 
 
 def _check_names(cls: type[ConfigPart], values: Iterable[Any]) -> None:

@@ -15,7 +15,7 @@ class SharedBlocksConfig(ConfigPart):
     other mixer; their attention is the block's."""
 
     num_blocks: int = 1
-    """Number of blocks, which the layers use in turn."""
+    """Number of blocks; the layers use them in turn."""
     layers: tuple[int, ...]
     """Increasing indices of the layers that use a block, from 0."""
     lora_rank: int = 128

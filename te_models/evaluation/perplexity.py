@@ -20,7 +20,7 @@ from ..eval_mode import in_eval_mode
 from ..model import GPTModel
 
 LOSS_CHUNK = 1024
-"""Logits exist for so many tokens at a time."""
+"""Logits exist for this many tokens at a time."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TextScore:
         }
 
 
-def windows_of(tokens: int, seq_length: int, stride: int) -> Iterator[tuple[int, int, int]]:
+def sliding_windows(tokens: int, seq_length: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """Yield (begin, end, scored) of the windows over a document: tokens begin..end are read, scored..end predicted."""
     scored = 1  # nothing predicts the first one
     for begin in range(0, max(1, tokens), stride):
@@ -99,7 +99,7 @@ def score_documents(
                 if ids and max(ids) >= model.config.vocab_size:
                     most = model.config.vocab_size
                     raise ValueError(f"a token is {max(ids)}; allowed: below {most}, the model's number")
-                for begin, end, scored in windows_of(len(ids), seq_length, stride):
+                for begin, end, scored in sliding_windows(len(ids), seq_length, stride):
                     waiting.append((ids[begin:end], end - scored))
                     if len(waiting) == batch_size:
                         counted += _score(model, waiting, device)

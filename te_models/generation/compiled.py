@@ -21,7 +21,7 @@ MULTIPLE = 64
 
 
 def static_length(tokens: int) -> int:
-    """Return the slots for so many tokens: a multiple, so that texts of about the same length share a graph."""
+    """Return the slots for this many tokens: a multiple, so that texts of about the same length share a graph."""
     return -(-tokens // MULTIPLE) * MULTIPLE
 
 

@@ -141,7 +141,7 @@ def _steps(
     padded = not bool(mask.all())
     position_ids = positions_of(mask)
     running = torch.ones(batch, dtype=torch.bool, device=ids.device)
-    # where the rotary frequencies depend on the length, the cache is filled anew when they change
+    # where the rotary frequencies depend on the length, the cache is filled again when they change
     by_length, written = model.decoder.by_length, ids
     longest = int(mask.sum(dim=1).max()) if by_length else 0
     stage = model.decoder.rotary_stage(longest)
@@ -214,9 +214,9 @@ def generate(
     takes the best token; above 0 samples from softmax(logits / temperature), restricted by top_k and top_p, with a
     generator seeded with `seed` (None: torch's global generator). If ranks share split layers, the first rank draws.
     eos_token_id ends a row; the rest of the row is filled with pad_token_id (None: the first eos). compile: decode with
-    a `StaticKVCache`, all tokens in one graph, which later calls for as many rows and about as many tokens use again;
+    a `StaticKVCache`, all tokens in one graph; later calls for as many rows and about as many tokens use it again;
     not for models that ranks share. draft_model: a smaller model of the same vocabulary, or a `Draft`, that proposes
-    num_draft_tokens tokens at a time, which the model checks in one call: the same text for temperature 0, the same
+    num_draft_tokens tokens at a time for the model to check in one call: the same text for temperature 0, the same
     distribution above; for one prompt. Raises ValueError for an argument out of range, and for options that do not go
     together.
 

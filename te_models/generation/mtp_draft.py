@@ -29,11 +29,11 @@ class _Depth:
 
 
 class MTPDraft(Draft):
-    """The layers of multi-token prediction of a model as the draft of its own text.
+    """The layers of multi-token prediction of a model as the draft of its text.
 
-    A model of D depths proposes up to D tokens at a time. That of a single depth, as published models are, proposes any
-    number: the layer goes on from its own result, as from the model's hidden state, which it was not trained on, so
-    that each further token is less often the model's.
+    A model of D depths proposes up to D tokens at a time. A draft of a single depth, as in published models, proposes
+    any number of tokens: the layer goes on from its own result as if it were the model's hidden state. It was not
+    trained on that, so each further token is less often the model's.
 
     Example:
         model = GPTModel.from_pretrained(folder, mtp=True).eval()

@@ -16,16 +16,16 @@ _largest: weakref.WeakKeyDictionary[GPTModel, int] = weakref.WeakKeyDictionary()
 
 
 def short_steps(model: GPTModel, rows: int) -> AbstractContextManager[None]:
-    """Return what a step that reads so many tokens runs in, of all rows together.
+    """Return what a step that reads this many tokens runs in, of all rows together.
 
-    A second thread would mostly be waited for, which takes milliseconds where another process uses its processor.
+    A second thread would mostly be waited for: milliseconds where another process uses its processor.
     Products by large weights, as the output layer's, go through functions that choose their threads themselves.
     """
     return on_one_thread() if one_thread_suffices(model, rows) else contextlib.nullcontext()
 
 
 def one_thread_suffices(model: GPTModel, rows: int) -> bool:
-    """Whether each operation of a step within the layers of a model is short for so many rows."""
+    """Whether each operation of a step within the layers of a model is short for this many rows."""
     if rows > FEW:
         return False
     if model not in _largest:

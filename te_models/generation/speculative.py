@@ -147,7 +147,7 @@ def _steps(
 ) -> Iterator[Tensor]:
     dtype = compute_dtype(model.embedding.word_embeddings.weight)
     room = ids.shape[1] + max_new_tokens
-    # a recurrent model goes back to the states before a call, which the next call begins with
+    # a recurrent model goes back to the states before a call, and the next call begins with them
     recurrent = model.config.is_recurrent
     rollback = 2 * num_draft_tokens + 1 if recurrent else num_draft_tokens
     cache = KVCache(model.config, 1, room, dtype=dtype, device=ids.device, rollback=rollback)

@@ -108,7 +108,7 @@ _BIASES = {
 """Family -> field of config.json that a bias in the first layer decides."""
 
 
-def hf_config(fields: Mapping[str, Any], tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+def gguf_hf_config(fields: Mapping[str, Any], tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return config.json of a file with these key-value pairs and tensors; CheckpointError for what is not known."""
     arch = fields.get("general.architecture")
     if arch not in _FAMILIES:
@@ -214,7 +214,7 @@ def key_values(config: Mapping[str, Any], family: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a tensor of a family's files is in a GGUF file.
 
     name: of the tensor; expert: its number in a stack, None: it is the whole; heads: of rows that llama.cpp orders by
@@ -230,11 +230,11 @@ class Place:
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
-def places(names: Any, arch: str, config: Mapping[str, Any], package: Any) -> dict[str, Place]:
+def places(names: Any, arch: str, config: Mapping[str, Any], package: Any) -> dict[str, TensorPlace]:
     """Return the place of each tensor of a family's files; CheckpointError for one that llama.cpp has no name for."""
     enum = next(number for number, name in package.MODEL_ARCH_NAMES.items() if name == arch)
     table = package.get_tensor_name_map(enum, config["num_hidden_layers"])
-    found: dict[str, Place] = {}
+    found: dict[str, TensorPlace] = {}
     for name in names:
         match = _EXPERT.fullmatch(name)
         whole = name if match is None else f"{match[1]}.{match[3]}"
@@ -245,7 +245,7 @@ def places(names: Any, arch: str, config: Mapping[str, Any], package: Any) -> di
         if arch in _PERMUTED and re.search(r"\.(q|k)_proj\.", name):
             heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         plus_one = arch in NORM_PLUS_ONE and name.endswith("norm.weight")
-        found[name] = Place(known, None if match is None else int(match[2]), heads, plus_one)
+        found[name] = TensorPlace(known, None if match is None else int(match[2]), heads, plus_one)
     shared: dict[tuple[str, int | None], str] = {}
     for name, place in found.items():
         other = shared.setdefault((place.name, place.expert), name)

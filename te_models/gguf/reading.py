@@ -15,7 +15,7 @@ from typing import Any, Unpack
 import torch
 
 from te_models.checkpoints.families import FAMILIES
-from te_models.checkpoints.folder.provenance import source_of
+from te_models.checkpoints.folder.provenance import provenance_source
 from te_models.checkpoints.folder.te_plan import plan_te_folder
 from te_models.checkpoints.io.boxes import Box, Range, Shape, slices
 from te_models.checkpoints.io.dtypes import as_torch_dtype
@@ -23,12 +23,12 @@ from te_models.checkpoints.io.errors import CheckpointError
 from te_models.checkpoints.io.header import TensorInfo, byte_count
 from te_models.checkpoints.io.store import FileStore
 from te_models.checkpoints.mapping.param_shapes import ExpertLayout, check_layout
-from te_models.checkpoints.mapping.plan import Plan
+from te_models.checkpoints.mapping.plan import ConversionPlan
 from te_models.checkpoints.mapping.report import moved_report
-from te_models.checkpoints.tools.conversion import Conversion, Options, PathLike
+from te_models.checkpoints.tools.conversion import Conversion, ConversionKeywords, PathLike
 
 from ..extras import require
-from .architectures import Place, hf_config, places
+from .architectures import TensorPlace, gguf_hf_config, places
 from .tokenizer import add_space, split_as_named
 
 _PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F64": "F64"}
@@ -59,7 +59,7 @@ class GGUFStore(FileStore):
             raise CheckpointError(
                 f"{path} is one of {self.fields['split.count']} parts; merge them with llama-gguf-split"
             )
-        self.config = hf_config(self.fields, entries, str(path))
+        self.config = gguf_hf_config(self.fields, entries, str(path))
         size = path.stat().st_size
         for entry in entries.values():
             if entry.data_offset + entry.n_bytes > size:
@@ -75,7 +75,7 @@ class GGUFStore(FileStore):
         self.metadata, self.header_digests = {path.name: {}}, {path.name: hashlib.sha256(header).hexdigest()}
         self.kinds: dict[str, str] = {}
         self.tensors, self.file_of = {}, {}
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, TensorPlace] = {}
         self._name_tensors(str(path))
 
     def _name_tensors(self, where: str) -> None:
@@ -201,8 +201,8 @@ def import_gguf(
     *,
     dtype: torch.dtype | str | None = None,
     layout: ExpertLayout = "grouped",
-    **options: Unpack[Options],
-) -> Plan:
+    **options: Unpack[ConversionKeywords],
+) -> ConversionPlan:
     """Convert a GGUF file to a te_models folder: values, in float32 where blocks are dequantized, and the tokenizer.
 
     Arguments:
@@ -228,11 +228,11 @@ def import_gguf(
             report = moved_report(plan, ckpt.tensors, values=store.kinds)
             notes = plan.notes if note is None else (*plan.notes, note)
             plan = replace(plan, report=report, notes=notes)
-            return conversion.write_te_folder(plan, layout, source_of(ckpt))
+            return conversion.write_te_folder(plan, layout, provenance_source(ckpt))
 
 
 def save_tokenizer(path: Path, folder: Path, fields: Mapping[str, Any]) -> str | None:
-    """Write the files of a GGUF file's tokenizer, which transformers converts; return why it is left out, if it is, or
+    """Write the files of a GGUF file's tokenizer, as transformers converts it; return why it is left out, if it is, or
     what may be wrong about it. fields: the file's key-value pairs."""
     try:
         transformers = require("transformers", "hf", feature="the tokenizer")

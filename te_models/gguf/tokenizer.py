@@ -2,7 +2,7 @@
 
 Byte-level BPE ("gpt2") has its vocabulary and merges; BPE over pieces with bytes to fall back on, as sentencepiece
 makes it ("llama"), has scores instead, by which llama.cpp merges: the merge of rank n gets -n. How text is split before
-that is a name (`tokenizer.ggml.pre`), which is looked up by the pattern that tokenizer.json has.
+that is a name (`tokenizer.ggml.pre`), looked up by the pattern that tokenizer.json has.
 """
 
 from __future__ import annotations

@@ -20,14 +20,14 @@ from te_models.checkpoints.io.atomic import replaced_file
 from te_models.checkpoints.io.errors import CheckpointError
 from te_models.checkpoints.io.store import Store
 from te_models.checkpoints.io.threads import Progress
-from te_models.checkpoints.mapping.plan import Output, make_plan
+from te_models.checkpoints.mapping.plan import OutputTensor, make_plan
 from te_models.checkpoints.mapping.stream import read_bands
 from te_models.checkpoints.mapping.te_namespace import te_namespace
 from te_models.checkpoints.tools.conversion import PathLike
 
 from ..extras import require
 from ..suggestions import did_you_mean
-from .architectures import ARCHITECTURES, Place, hf_config, key_values, places
+from .architectures import ARCHITECTURES, TensorPlace, gguf_hf_config, key_values, places
 from .reading import llama3_factors
 from .tokenizer import tokenizer_values
 
@@ -102,7 +102,7 @@ def _head_dim(config: Mapping[str, Any]) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def _outputs(ckpt: Checkpoint, namespace: Any) -> tuple[Store, list[Output]]:
+def _outputs(ckpt: Checkpoint, namespace: Any) -> tuple[Store, list[OutputTensor]]:
     """Return the tensors of a family's files in float32, and what they are read from."""
     store: Store = ckpt.store
     if ckpt.formats:
@@ -120,12 +120,14 @@ def _outputs(ckpt: Checkpoint, namespace: Any) -> tuple[Store, list[Output]]:
     return store, list(plan.outputs)
 
 
-Tensors = Mapping[str, list[tuple[Output, Place]]]
+Tensors = Mapping[str, list[tuple[OutputTensor, TensorPlace]]]
 """A file's tensor -> the tensors of the family's files that it consists of, experts in order."""
 
 
-def _by_tensor(outputs: list[Output], found: Mapping[str, Place]) -> dict[str, list[tuple[Output, Place]]]:
-    tensors: dict[str, list[tuple[Output, Place]]] = {}
+def _by_tensor(
+    outputs: list[OutputTensor], found: Mapping[str, TensorPlace]
+) -> dict[str, list[tuple[OutputTensor, TensorPlace]]]:
+    tensors: dict[str, list[tuple[OutputTensor, TensorPlace]]] = {}
     for output in sorted(outputs, key=lambda o: found[o.name].expert or 0):
         tensors.setdefault(found[output.name].name, []).append((output, found[output.name]))
     return tensors
@@ -133,7 +135,7 @@ def _by_tensor(outputs: list[Output], found: Mapping[str, Place]) -> dict[str, l
 
 def _check(ckpt: Checkpoint, values: Mapping[str, Any], tensors: Tensors, rope: Mapping[str, Any]) -> None:
     """Raise CheckpointError where the keys do not give the model's configuration."""
-    again = hf_config(values, dict.fromkeys(tensors, True), "the GGUF file")
+    again = gguf_hf_config(values, dict.fromkeys(tensors, True), "the GGUF file")
     if rope.get("rope_type") == "llama3":
         again["rope_parameters"] = dict(rope)
     read = FAMILIES[again["model_type"]].read_config(again)
@@ -195,7 +197,7 @@ class _Writer:
         self._writer.write_ti_data_to_file()
         self._writer.close()
 
-    def shape(self, parts: list[tuple[Output, Place]]) -> tuple[int, ...]:
+    def shape(self, parts: list[tuple[OutputTensor, TensorPlace]]) -> tuple[int, ...]:
         """Return the shape of a file's tensor: a stack, a matrix, or a vector, which a family may store as a row."""
         shape = parts[0][0].shape
         if parts[0][1].expert is not None:
@@ -251,7 +253,7 @@ class _Writer:
         return self._gguf.quantize(band.float().numpy(), kind).tobytes()
 
 
-def _bands(store: Store, output: Output, place: Place) -> Iterator[torch.Tensor]:
+def _bands(store: Store, output: OutputTensor, place: TensorPlace) -> Iterator[torch.Tensor]:
     """Yield a tensor of a family's files as the file has it, a band of rows at a time, of whole heads."""
     rows = output.shape[0] // place.heads if place.heads else 1
     for _, band in read_bands(store, output, _BAND, multiple=rows):

@@ -2,7 +2,7 @@
 
 Importing this package registers it: then `AutoConfig`, `AutoModelForCausalLM` and `pipeline` take folders of ours, and
 peft, where it is installed, adapts our layers (`lora`).
-May import: transformers, which the extra `hf` brings, and in `lora` peft; nothing else in te_models imports this
+May import: transformers (extra `hf`) and in `lora` peft; nothing else in te_models imports this
 package when it is imported itself.
 """
 

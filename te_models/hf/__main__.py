@@ -1,4 +1,4 @@
-"""`python -m te_models.hf serve FOLDER`, or `chat`: transformers' command line, which knows folders of te_models, too.
+"""`python -m te_models.hf serve FOLDER`, or `chat`: transformers' command line, extended to folders of te_models.
 
 transformers' own command does not import this package, and so does not know the class that such a folder asks for. The
 server is transformers': it speaks the protocol of OpenAI's clients.

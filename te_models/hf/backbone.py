@@ -27,7 +27,7 @@ class Backbone:
 
     _tp_plan: dict[str, str] | None = None
     _pp_plan: dict[str, Any] | None = None
-    """transformers asks its base models for plans of its own parallelism."""
+    """transformers asks its base models for plans of transformers' parallelism."""
 
     def __init__(self, owner: TEModelForCausalLM) -> None:
         self._owner = owner
@@ -48,7 +48,7 @@ class Backbone:
             )
         owner = self._owner
         only = {"labels": None, "logits_to_keep": 1, "output_hidden_states": True, "return_dict": True}
-        # of the class: a trainer may have put its own forward, which calls this, in the place of the instance's
+        # of the class: a trainer may have put its own forward in the place of the instance's, and calls this one
         output: Any = type(owner).forward(owner, *args, **kwargs, **only)
         found = {"last_hidden_state": output.hidden_states[-1], CACHE: getattr(output, CACHE)}
         return modeling_outputs.BaseModelOutputWithPast(**found)
@@ -66,8 +66,8 @@ class Backbone:
 
 def output_embeddings(output_layer: nn.Module, embedding: nn.Module, *, shared: bool) -> nn.Module:
     """Return a module with the `weight` [V, H] and the `bias` of the output layer: the layer itself, or, where it
-    shares the embedding's weight, the embedding, which is a module of the model as peft's "all-linear" wants it, and
-    has no bias; only where the output layer has one, a linear layer of both."""
+    shares the embedding's weight, the embedding: a module of the model, as peft's "all-linear" wants it, without a
+    bias; only where the output layer has one, a linear layer of both."""
     if not shared:
         return output_layer
     if output_layer.bias is None:

@@ -63,7 +63,7 @@ class TransformersLayer:
 class TransformersCache:
     """A transformers cache for one call of a `GPTModel`.
 
-    Raises ValueError for a cache of fixed size: its unused positions would have to be hidden by masks of its own.
+    Raises ValueError for a cache of fixed size: its unused positions would have to be hidden by its masks.
     """
 
     def __init__(self, past: transformers.Cache, config: ModelConfig) -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from te_models.checkpoints import Checkpoint
 from te_models.checkpoints.families import family_of
-from te_models.checkpoints.folder.provenance import source_of
-from te_models.checkpoints.folder.te_folder import MODEL_TYPE, Source, TEFolder
+from te_models.checkpoints.folder.provenance import provenance_source
+from te_models.checkpoints.folder.te_folder import MODEL_TYPE, HFSource, TEFolder
 from te_models.checkpoints.formats import without_quantization
 
 from ..config import ModelConfig
@@ -70,12 +70,12 @@ class TEConfig(transformers.PreTrainedConfig):
         passed_on = {name: values.pop(name) for name in ("_commit_hash",) if name in values}
         passed_on |= {name: values[name] for name in ("dtype", "torch_dtype") if name in values}
         model = family.read_config(without_quantization(values))
-        return TEFolder("grouped", model, Source(family.model_type, values, None)).to_dict() | passed_on, options
+        return TEFolder("grouped", model, HFSource(family.model_type, values, None)).to_dict() | passed_on, options
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> TEConfig:
         """Return the configuration of an open folder, ours or Hugging Face's."""
-        folder = TEFolder(checkpoint.layout or "grouped", checkpoint.config, source_of(checkpoint))
+        folder = TEFolder(checkpoint.layout or "grouped", checkpoint.config, provenance_source(checkpoint))
         return cls(**folder.to_dict())
 
     @property

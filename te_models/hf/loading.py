@@ -30,8 +30,8 @@ else:
     transformers = require("transformers", "hf", feature="te_models.hf")
 
 _WITHOUT_MEANING = {
-    # What transformers' own callers pass along, and its defaults, with the values that ask for nothing. That code of a
-    # folder may be run is a permission, which is not needed.
+    # What transformers' own callers pass along, and its defaults, with the values that ask for nothing. Permission to
+    # run code of a folder is not needed.
     "ignore_mismatched_sizes": (None, False),
     "output_loading_info": (None, False),
     "subfolder": (None, ""),
@@ -44,7 +44,7 @@ _WITHOUT_MEANING = {
     "_from_pipeline": (None, "text-generation"),
 }
 _FIELDS = ("bos_token_id", "eos_token_id", "output_hidden_states", "pad_token_id", "return_dict", "use_cache")
-"""Of the configuration, which the call may give instead, as in transformers."""
+"""Of the configuration, unless the call gives it, as in transformers."""
 _ADAPTER_CONFIG = "adapter_config.json"
 _OF_ADAPTERS = ("adapter_kwargs", "adapter_name")
 _SHOWN = ("tqdm_class",)

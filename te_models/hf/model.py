@@ -39,13 +39,13 @@ else:
 
 
 class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin):
-    """A te_models model that works where transformers expects a model of its own.
+    """A te_models model that works where transformers expects one of its models.
 
     gpt: the `GPTModel`. Its submodules are this module's submodules, so parameters have the same names in both, and in
     files. recipe: the active recipe of `forward`; None leaves the recipe of the surrounding `autocast` active.
 
-    The loss is the mean over the labels of one call, router losses included. With `num_items_in_batch`, which `Trainer`
-    passes, its weight is the call's share of the labels of all micro-batches of the step.
+    The loss is the mean over the labels of one call, router losses included. With `num_items_in_batch` (passed by
+    `Trainer`) its weight is the call's share of the labels of all micro-batches of the step.
 
     Example:
         model = TEModelForCausalLM.from_pretrained("SmolLM2-135M")
@@ -63,7 +63,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
     gpt: GPTModel
 
     def __init__(self, config: TEConfig, *, gpt: GPTModel | None = None) -> None:
-        """config: what to build, from random values; gpt: a model to use instead, which must be the configured one."""
+        """config: what to build, from random values; gpt: a model to use instead; it must be the configured one."""
         super().__init__(config)
         if gpt is not None and gpt.config != config.model_config:
             raise ValueError("gpt is not the model of config; allowed: TEConfig(config=gpt.config.to_dict())")
@@ -91,7 +91,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
         return copied
 
     def train(self, mode: bool = True) -> Self:
-        """As in torch; `gpt`, which is no submodule, follows."""
+        """As in torch; `gpt` follows, although it is not a submodule."""
         self.gpt.training = mode
         return super().train(mode)
 
@@ -116,7 +116,7 @@ class TEModelForCausalLM(transformers.PreTrainedModel, transformers.GenerationMi
 
         input_ids: [B, S]. attention_mask: [B, L], 0 where a token is padding. position_ids: [B or 1, S]; a position
         that is not its predecessor plus one begins another text, and texts do not see each other, a text in the cache
-        included. cache, which transformers before 5.24 calls past_key_values: extended by this call; with use_cache and
+        included. cache (past_key_values for transformers before 5.24): extended by this call; with use_cache and
         without one, a new one. inputs_embeds: [B, S, hidden], in place of input_ids, as `get_input_embeddings()`
         returns them. labels: [B, S], usually input_ids; position s is scored on labels[s + 1], and -100 does not count.
         num_items_in_batch: how many labels the micro-batches of a step have together; the loss is then the sum over

@@ -15,12 +15,12 @@ def same_text(position_ids: Tensor, batch: int, attention_mask: Tensor | None = 
     """Return [B, S, L] bool, true where a query and a key of its row belong to the same text; None where each row is
     one text, as far as its positions say.
 
-    position_ids: [B or 1, S]. attention_mask: [B, L], 0 where a token is padding, which the result hides, too. cached:
+    position_ids: [B or 1, S]. attention_mask: [B, L], 0 where a token is padding; the result hides it, too. cached:
     the tokens before these in a cache, L - S. A text ends where the next position is not one more, and has as many
     cached tokens as its first position here says: position 0 sees none of the cache.
 
-    The positions are looked at on the host, but for compiled code, which always gets the mask. Positions and masks of
-    other shapes are left to the model, which refuses them.
+    The positions are looked at on the host, but for compiled code: that always gets the mask. Positions and masks of
+    other shapes are left to the model: it refuses them.
     """
     length = position_ids.shape[-1]
     if position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch):

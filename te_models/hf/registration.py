@@ -26,4 +26,4 @@ def register() -> None:
     if transformers.utils.is_peft_available():  # pyright: ignore[reportPrivateImportUsage]
         from . import lora  # which registers its adapters
 
-        lora.register()
+        lora.register_with_peft()

@@ -116,7 +116,7 @@ def _save_adapter(model: TEModelForCausalLM, folder: Path, state_dict: Mapping[s
 def _move_in(written: Path, folder: Path) -> None:
     """Move a model's files to where an older one may be, so that the weights in `folder` belong to one of them if
     the process is killed: no file goes before others are complete that are read without it (`open_weights`). Only
-    between two models in as many shards, which have the same names, there is a time when both are mixed."""
+    between two models in equally many shards, whose names are then the same, there is a time when both are mixed."""
     # the old digests fit none of the new files: without them, what lies there midway is read unchecked, not refused
     (folder / MANIFEST).unlink(missing_ok=True)
     new = {str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()}

@@ -1,5 +1,5 @@
-"""What a first configuration is made for: the model, of which only its configuration is read, the machine, and the
-text, which is read as far as it decides sizes."""
+"""What a first configuration is made for: the model (only its configuration is read), the machine, and the text (read
+as far as it decides sizes)."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ from ..config import ModelConfig
 from ..sizes import plural
 from ..training.build import resolve_device
 from ..training.config import DataConfig
-from ..training.data.dataset import TokenDataset
+from ..training.data.dataset import TokenDataset, check_ids
 from ..training.data.documents import documents_of, matching_files, spans_of
 from ..training.data.encoder import load_encoder
 from ..training.data.errors import DataError
 from ..training.data.formats import Fields, RowError
 from ..training.data.pairs import FORMAT, has_pairs
 from ..training.data.streamed import is_stream
-from ..training.data.tokenize import check_ids
-from ..training.data.windows import rows_of
+from ..training.data.windows import pack_documents
 from ..training.preflight import host_memory
 
 _SHARE = {"cpu": 0.75, "cuda": 0.9}
@@ -139,7 +138,9 @@ class Amount:
         if self.pairs:
             counts = torch.diff(torch.tensor((0, *self.ends), device="cpu"))
             return int((counts[: len(counts) // 2 * 2].view(-1, 2).amax(-1) <= length).sum())
-        return len(rows_of(torch.tensor(self.ends, device="cpu"), length)) if self.packed else self.tokens // length
+        return (
+            len(pack_documents(torch.tensor(self.ends, device="cpu"), length)) if self.packed else self.tokens // length
+        )
 
     def length(self, wanted: int) -> int:
         """Return the longest window, halved from the wanted one, of which the text has one."""
@@ -165,7 +166,7 @@ class Amount:
         return part if int(windows * part) >= size else part + 0.01
 
 
-def format_of(data: Sequence[str]) -> str:
+def data_format(data: Sequence[str]) -> str:
     """Return the format of the first row of the first JSON lines among files, "text" where there are none."""
     for file in (file for file in matching_files(data) if file.suffix in (".jsonl", ".ndjson")):
         try:
@@ -185,7 +186,7 @@ def format_of(data: Sequence[str]) -> str:
 
 
 def amount_of(data: DataConfig, enough: int, vocab_size: int) -> Amount | None:
-    """Read text until it has enough tokens, and return how much there is; None: of a stream, which is not read.
+    """Read text until it has enough tokens, and return how much there is; None: of a stream, because that is not read.
 
     Raises DataError, TokenizerError and CheckpointError as a run does that builds a data set of it.
     """

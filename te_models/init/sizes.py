@@ -1,6 +1,6 @@
 """Which sizes of a run fit into a machine's memory: a few plans say how memory grows, and one more says what is taken.
 
-Memory is what stays (parameters, moments, gradients) and what a micro-batch adds, which grows with its tokens. Plans of
+Memory is what stays (parameters, moments, gradients) and what a micro-batch adds in proportion to its tokens. Plans of
 one window, of two, and of one with checkpointing tell the parts; what fits by them is planned itself before it is
 written.
 """
@@ -28,7 +28,7 @@ _BYTES = {"float32": 8.0, "bfloat16": 4.0, "float8": 2.07}
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RunSizes:
     """What is decided by memory. memory: bytes that the plan says."""
 
     sequence_length: int
@@ -68,21 +68,21 @@ class Growth:
         steady = one.parameters + one.optimizer - _BYTES["float32"] * trained + fixed
         return cls(steady, trained, {False: window, True: max(again.activations - fixed, 0)}, length)
 
-    def memory(self, sizes: Sizes) -> float:
+    def memory(self, sizes: RunSizes) -> float:
         """Return the bytes that sizes take."""
         windows = sizes.micro_batch_size * sizes.sequence_length / self.length
         return self.steady + _BYTES[sizes.moments] * self.moments + windows * self.window[sizes.checkpointing]
 
 
-def fitting(
-    config_of: Callable[[Sizes], TrainConfig],
+def first_fitting_sizes(
+    config_of: Callable[[RunSizes], TrainConfig],
     length: int,
     trained: int,
     device: str,
     budget: int,
     *,
     largest: int = WINDOWS,
-) -> Sizes:
+) -> RunSizes:
     """Return the first sizes that fit, of those that cost least first.
 
     Args:
@@ -95,7 +95,7 @@ def fitting(
     Raises ConfigError where none fit.
     """
     hardware = Hardware(memory_gib=budget / 2**30)
-    first = Sizes(length)
+    first = RunSizes(length)
     points = [first, replace(first, micro_batch_size=2), replace(first, checkpointing=True)]
     plans = plan_each([config_of(point) for point in points], 1, hardware)
     planned: list[Plan] = []
@@ -121,7 +121,7 @@ def fitting(
     )
 
 
-def _cheapest_first(length: int, most_tokens: int, largest: int, moments: bool) -> Iterator[Sizes]:
+def _cheapest_first(length: int, most_tokens: int, largest: int, moments: bool) -> Iterator[RunSizes]:
     """Yield sizes: float32 moments before shorter ones, all activations before fewer, long windows before short ones,
     and of each the largest micro-batch first."""
     while length >= min(SHORTEST, length):
@@ -131,7 +131,7 @@ def _cheapest_first(length: int, most_tokens: int, largest: int, moments: bool) 
             size = largest
             while size >= 1:
                 if size == 1 or size * length <= most_tokens:
-                    yield Sizes(length, size, checkpointing, kind if moments else "float32")
+                    yield RunSizes(length, size, checkpointing, kind if moments else "float32")
                 size //= 2
         if length // 2 < SHORTEST:
             return

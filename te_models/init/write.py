@@ -16,8 +16,8 @@ from ..training.build import read_model_config
 from ..training.config import TrainConfig
 from ..training.config.file import read_config
 from ..training.preflight import check_data, check_model, check_output
-from .base import HELD_OUT, Amount, Base, Machine, amount_of, format_of
-from .sizes import MOST_TOKENS, WINDOWS, Sizes, fitting
+from .base import HELD_OUT, Amount, Base, Machine, amount_of, data_format
+from .sizes import MOST_TOKENS, WINDOWS, RunSizes, first_fitting_sizes
 from .tables import Tables, changed_keys
 
 Task = Literal["pretrain", "sft", "lora", "qlora", "dpo"]
@@ -44,7 +44,7 @@ def write_config(
     tokenizer: str | None = None,
     machine: Machine | None = None,
     force: bool = False,
-) -> tuple[TrainConfig, Sizes]:
+) -> tuple[TrainConfig, RunSizes]:
     """Write the first configuration of a task, checked as a run checks it; return it and its sizes.
 
     Arguments as `first_config` has them. Raises FileExistsError for a file that is there, without `force`.
@@ -75,7 +75,7 @@ def first_config(
     tokenizer: str | None,
     machine: Machine,
     output: Path,
-) -> tuple[str, Sizes, Base]:
+) -> tuple[str, RunSizes, Base]:
     """Return the text of the first configuration of a task, what memory decided, and the model.
 
     Args:
@@ -114,7 +114,7 @@ def first_config(
     tables.add("schedule", "warmup_steps", _WARMUP)
     _add_precision(tables, task, recipe, base, machine)
 
-    def planned(sizes: Sizes) -> TrainConfig:
+    def planned(sizes: RunSizes) -> TrainConfig:
         values = tables.merged(sizes.values())
         values["model"] = {k: v for k, v in values["model"].items() if k not in ("path", "name", "config")}
         values["model"]["config"] = base.config.to_dict()
@@ -124,13 +124,13 @@ def first_config(
     amount = None
     if data and (base.path is not None or tokenizer is not None):
         enough = int(MOST_TOKENS[machine.device] / HELD_OUT)
-        amount = amount_of(planned(Sizes(length)).data, enough, base.config.vocab_size)
+        amount = amount_of(planned(RunSizes(length)).data, enough, base.config.vocab_size)
     longest = length if amount is None else amount.length(length)
     trained = 0
     if task in ("pretrain", "sft"):
         trained, _ = count_parameters(base.config)
     largest = WINDOWS if amount is None else amount.micro_batch(longest, WINDOWS)
-    sizes = fitting(planned, longest, trained, machine.device, machine.memory, largest=largest)
+    sizes = first_fitting_sizes(planned, longest, trained, machine.device, machine.memory, largest=largest)
     why = f"the text has {plural(amount.tokens, 'token')}" if amount is not None and longest < length else ""
     _add_sizes(tables, sizes, longest, base, machine, bool(trained), 2 if task == "dpo" else 1, why)
     _add_validation(tables, sizes, amount)
@@ -157,7 +157,7 @@ def _add_data(tables: Tables, task: Task, data: Sequence[str], tokenizer: str, b
         if task == "dpo":
             tables.add("data", "skip_bad_rows", True, _SKIPPED)
         return
-    format = format_of(data) if data else "text"
+    format = data_format(data) if data else "text"
     if task == "sft" and format == "text":
         format = "messages"
     if task == "dpo":
@@ -198,7 +198,7 @@ def _add_precision(tables: Tables, task: Task, recipe: str, base: Base, machine:
 
 
 def _add_sizes(
-    tables: Tables, sizes: Sizes, length: int, base: Base, machine: Machine, moments: bool, rows: int, shorter: str
+    tables: Tables, sizes: RunSizes, length: int, base: Base, machine: Machine, moments: bool, rows: int, shorter: str
 ) -> None:
     """Add what memory decided. rows: of a window. shorter: why windows are no longer than `length`, where it is for
     another reason."""
@@ -223,7 +223,7 @@ def _add_sizes(
         tables.add("optimizer", "moment_dtype", sizes.moments, why)
 
 
-def _add_validation(tables: Tables, sizes: Sizes, amount: Amount | None) -> None:
+def _add_validation(tables: Tables, sizes: RunSizes, amount: Amount | None) -> None:
     """Add what is held out and how often it is measured: nothing of text that is too short."""
     part = None if amount is None else amount.held_out(sizes.sequence_length, sizes.micro_batch_size)
     if amount is not None and part is not None:

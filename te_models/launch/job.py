@@ -62,7 +62,11 @@ class Job:
             check(bool(VARIABLE.fullmatch(name)), "--env", name, "a variable's name, as in NAME=VALUE")
         texts = [("CONFIG.toml", self.config), ("--folder", self.folder), ("--interface", self.interface or "")]
         texts += [("--python", self.python), *(("--env", value) for value in self.environment.values())]
-        for what, text in [*texts, *(("a key's value", word) for word in self.keys)]:
+        option = ""
+        for word in self.keys:
+            option = word.partition("=")[0] if word.startswith("--") else option
+            texts.append((option, word.removeprefix(f"{option}=")))
+        for what, text in texts:
             check(str(text).isprintable(), what, str(text), "text without line breaks and control characters")
 
     @property

@@ -74,7 +74,7 @@ def manifest(
 
 
 def _yaml(value: Any, indent: str = "") -> str:
-    """Return dictionaries, lists and scalars as YAML, a line each; texts in the quotes of JSON, which YAML reads."""
+    """Return dictionaries, lists and scalars as YAML, a line each; texts in the quotes of JSON, as YAML reads them."""
     if isinstance(value, dict):
         return "".join(f"{indent}{_scalar(key)}:{_below(each, indent)}" for key, each in value.items())
     items = [_yaml(v, indent + "  ") if isinstance(v, (dict, list)) else _below(v, indent)[1:] for v in value]

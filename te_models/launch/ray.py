@@ -1,4 +1,4 @@
-"""Ray: a script for `ray job submit`, which starts torchrun on each of several nodes."""
+"""Ray: a script for `ray job submit` that starts torchrun on each of several nodes."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ if __name__ == "__main__":
 
 
 def ray_script(job: Job) -> str:
-    """Return the script, which needs `ray` on the cluster alone."""
+    """Return the script; it needs `ray` on the cluster alone."""
     resources = {"CPU": job.nproc_per_node} | ({"GPU": job.nproc_per_node} if job.gpus else {})
     return _SCRIPT.format(nodes=job.nodes, resources=repr(resources), script=ascii(job.node_script()))

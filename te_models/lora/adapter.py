@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685) and DoRA (arXiv 2402.09353) of a layer: one adapter, which needs nothing but torch.
+"""LoRA (arXiv 2106.09685) and DoRA (arXiv 2402.09353) of a layer: one adapter that needs nothing but torch.
 
 LoRA adds `s B A` to a weight W [out, in], with A [r, in], B [out, r] and s = alpha / r, without forming the product:
 y = W x + s B (A x). DoRA also trains the length m [out] of each row: y = m / |W + s B A| (W x + s B A x), where the
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from te_models import layers
 from te_models.layers import LayerNormMLP, QuantizedTensor
 from te_models.layers.collectives import all_reduce
-from te_models.layers.distributed.tensor_parallel import part_of
+from te_models.layers.distributed.tensor_parallel import rank_part
 from te_models.layers.gemm.grouped import add_bias_rows
 from te_models.layers.module.grouped_linear import GroupedLinear
 from te_models.layers.module.layernorm_linear import LayerNormLinear
@@ -96,7 +96,7 @@ class Adapter(AdaptedLayer):
         drawn = torch.empty(shape, dtype=a.dtype, device="cpu").uniform_(-bound, bound)
         if experts is not None:
             drawn = drawn.narrow(0, experts[0], a.shape[0])
-        a.copy_(part_of(drawn, -1, rank, ranks))
+        a.copy_(rank_part(drawn, -1, rank, ranks))
 
     def _mode(self, pair: tuple[str, str]) -> str | None:
         return self.modes()[self.PAIRS.index(pair)]

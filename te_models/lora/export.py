@@ -17,11 +17,20 @@ from te_models.layers import QuantizedTensor
 from ..extras import require
 from ..model import GPTModel
 from .adapter import Adapter, magnitude_name
-from .factors import Factors, Rows, columns_of, is_transposed, joined, links_by_stored, moved, rows_of
+from .factors import (
+    Factors,
+    WeightRows,
+    filled_columns,
+    filled_tensors,
+    is_transposed,
+    links_by_stored,
+    moved_adapter,
+    rows_of_link,
+)
 from .files import adapter_config, write_adapter
 from .layers import FIRST
 from .model import adapters_of, base_state_dict
-from .peft_folders import numbers_of
+from .peft_folders import rank_fields
 
 if TYPE_CHECKING:
     from te_models.checkpoints.mapping.tensor_map import Namespace
@@ -52,16 +61,16 @@ def export_adapter(model: GPTModel, folder: str | Path, *, base_model: str = "",
     _, namespace = chosen.best_form(model.config, theirs.state_dict())
     modules = dict(theirs.named_modules())
     sources = {f"{name}.weight": _factors_of(adapter) for name, adapter in adapters_of(model)}
-    shared = columns_of(sources)
+    shared = filled_columns(sources)
     found: dict[str, Factors] = {}
     for stored, links in links_by_stored(namespace).items():
         own = [link for link in links if link.name in sources]
         if own and stored.rpartition(".")[0] in modules:  # transformers' model may leave out a layer
-            moves: list[Rows] = [rows_of(link, namespace, to_stored=True) for link in own]
+            moves: list[WeightRows] = [rows_of_link(link, namespace, to_stored=True) for link in own]
             shape = namespace.stored[stored].shape
             if is_transposed(own[0]):
                 shape = (*shape[:-2], shape[-1], shape[-2])
-            factors = moved(moves, sources, shape, shared)
+            factors = moved_adapter(moves, sources, shape, shared)
             if factors is not None:
                 found[stored] = factors
                 config["fan_in_fan_out"] |= is_transposed(own[0]) and len(shape) == 2
@@ -126,7 +135,7 @@ def _of_peft(
     for stored, its in found.items():
         module = stored.rpartition(".")[0]
         ranks[module if _is_module(modules[module]) else stored] = its.rank, its.alpha
-    config |= numbers_of(ranks)
+    config |= rank_fields(ranks)
     return tensors, targets
 
 
@@ -147,4 +156,4 @@ def _replaced(model: GPTModel, namespace: Namespace, adapted: list[str]) -> dict
     plain = {name: v.dequantize() if isinstance(v, QuantizedTensor) else v for name, v in values.items()}
     pieces = compose(identity_namespace(namespace.canonical), namespace)
     shapes = {stored: namespace.stored[stored].shape for stored in whole}
-    return joined(plain, {stored: pieces[stored] for stored in whole}, shapes)
+    return filled_tensors(plain, {stored: pieces[stored] for stored in whole}, shapes)

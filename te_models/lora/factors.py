@@ -1,7 +1,7 @@
 """Adapters of weights that are divided in other ways: from ours to those of files, and back.
 
 A weight of ours that is several in a file, such as q, k and v, has rows of each. An adapter of it becomes one for each
-part, which share A and divide the rows of B. The adapters of the parts become one of ours whose rank is the sum of
+part; they share A and divide the rows of B. The adapters of the parts become one of ours whose rank is the sum of
 theirs: A is theirs one below the other, and B has a block for each. Parts with the same A share its rows, and
 a part leaves out the columns in which B has numbers for other parts only: so both ways undo each other.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from te_models.checkpoints.io.boxes import slices
 from te_models.checkpoints.io.store import MemoryStore
-from te_models.checkpoints.mapping.plan import Output, Plan
+from te_models.checkpoints.mapping.plan import ConversionPlan, OutputTensor
 from te_models.checkpoints.mapping.stream import carry_out
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class Rows:
+class WeightRows:
     """Some rows of one weight in two places. source, target: of which weight; the slices say which experts, if it is a
     stack, and which rows."""
 
@@ -65,7 +65,7 @@ class Rows:
     target_rows: slice
 
 
-def rows_of(link: Link, namespace: Namespace, *, to_stored: bool) -> Rows:
+def rows_of_link(link: Link, namespace: Namespace, *, to_stored: bool) -> WeightRows:
     """Return the rows of a link, from our weight to the stored one or back. Raises ValueError for a link that does not
     have all input features."""
     own, theirs = slices(link.box), slices(link.stored_box)
@@ -75,7 +75,7 @@ def rows_of(link: Link, namespace: Namespace, *, to_stored: bool) -> Rows:
         raise ValueError(f"{link.stored} has some input features of a layer; allowed: weights with all of them")
     canonical = link.name, own[: len(lead)], own[rows]
     stored = link.stored, theirs[: len(shape) - 2], theirs[link.axes.index(rows)]
-    return Rows(*canonical, *stored) if to_stored else Rows(*stored, *canonical)
+    return WeightRows(*canonical, *stored) if to_stored else WeightRows(*stored, *canonical)
 
 
 def links_by_stored(namespace: Namespace) -> dict[str, list[Link]]:
@@ -86,13 +86,13 @@ def links_by_stored(namespace: Namespace) -> dict[str, list[Link]]:
     return found
 
 
-def joined(
+def filled_tensors(
     values: Mapping[str, Tensor], pieces: Mapping[str, Sequence[Piece]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     """Return the tensors that pieces of `values` fill, by name: views of one, or new ones of the dtype of the first."""
     store = MemoryStore(values)
-    outputs = (Output(n, store.tensors[own[0].source].dtype, shapes[n], tuple(own)) for n, own in pieces.items())
-    return carry_out(Plan(tuple(outputs)), store)
+    outputs = (OutputTensor(n, store.tensors[own[0].source].dtype, shapes[n], tuple(own)) for n, own in pieces.items())
+    return carry_out(ConversionPlan(tuple(outputs)), store)
 
 
 def is_transposed(link: Link) -> bool:
@@ -100,14 +100,14 @@ def is_transposed(link: Link) -> bool:
     return link.axes.index(len(link.box) - 2) == len(link.axes) - 1
 
 
-def moved(
-    moves: Sequence[Rows], sources: Mapping[str, Factors], shape: tuple[int, ...], shared: Callable[[str], Tensor]
+def moved_adapter(
+    moves: Sequence[WeightRows], sources: Mapping[str, Factors], shape: tuple[int, ...], shared: Callable[[str], Tensor]
 ) -> Factors | None:
     """Return the adapter of a target weight, whose shape is [..., out, in], from those of the weights that its rows are
     in; None where it has none. shared: which columns of a source's B have numbers at all."""
     *experts, rows, columns = shape
     used = torch.zeros(tuple(experts), dtype=torch.int64, device="cpu")
-    placed: list[tuple[Rows, int, Tensor, Tensor]] = []
+    placed: list[tuple[WeightRows, int, Tensor, Tensor]] = []
     scalings = {sources[move.source].scaling for move in moves}
     scaling = scalings.pop() if len(scalings) == 1 else 1.0
     for move in moves:
@@ -137,7 +137,7 @@ def moved(
     return Factors(found_a, found_b, scaling, _lengths(moves, sources, (*experts, rows)))
 
 
-def _lengths(moves: Iterable[Rows], sources: Mapping[str, Factors], shape: tuple[int, ...]) -> Tensor | None:
+def _lengths(moves: Iterable[WeightRows], sources: Mapping[str, Factors], shape: tuple[int, ...]) -> Tensor | None:
     found: Tensor | None = None
     for move in moves:
         lengths = sources[move.source].lengths
@@ -148,7 +148,7 @@ def _lengths(moves: Iterable[Rows], sources: Mapping[str, Factors], shape: tuple
     return found
 
 
-def _same(one: Rows, other: Rows) -> bool:
+def _same(one: WeightRows, other: WeightRows) -> bool:
     return one.target_experts == other.target_experts
 
 
@@ -157,7 +157,7 @@ def _columns(b: Tensor) -> Tensor:
     return (b != 0).flatten(0, -2).any(0)
 
 
-def columns_of(sources: Mapping[str, Factors]) -> Callable[[str], Tensor]:
+def filled_columns(sources: Mapping[str, Factors]) -> Callable[[str], Tensor]:
     """Return what says which columns of a source's B have numbers, looked at once."""
     found: dict[str, Tensor] = {}
 

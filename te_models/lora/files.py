@@ -18,18 +18,18 @@ from torch import Tensor
 
 from te_models.checkpoints import CheckpointError, expected_tensors
 from te_models.checkpoints.io.atomic import new_folder
-from te_models.checkpoints.mapping.rank_shards import part_of, parts
+from te_models.checkpoints.mapping.rank_shards import cut_part, parts
 from te_models.checkpoints.write.writer import write_tensors
 from te_models.layers import QuantizedTensor
 
 from ..model import GPTModel
-from ..model.parallel import place_of
+from ..model.parallel import shard_place
 from .adapter import magnitude_name
 from .factors import Factors
 from .layers import FIRST
-from .model import adaptable, adapters_of, base_state_dict, lora_state_dict, put_adapters
+from .model import adaptable, adapters_of, base_state_dict, check_without_adapters, lora_state_dict, put_adapters
 from .parts import adapter_parameters, adapter_parts
-from .peft_folders import CONFIG, PREFIX, WEIGHTS, PeftFolder, numbers_of
+from .peft_folders import CONFIG, PREFIX, WEIGHTS, PeftFolder, rank_fields
 from .plain_weights import PLAIN_ADAPTERS
 from .reading import in_names_of_transformers
 
@@ -46,7 +46,7 @@ def save_adapter(model: GPTModel, folder: str | Path, *, base_model: str = "") -
     base = base_state_dict(model)
     tensors = {**lora_state_dict(model), **{name: base[name] for name in sorted(model.replaced_parameters)}}
     ranks = {name: (adapter.rank, adapter.alpha) for name, adapter in adapters_of(model)}
-    config |= numbers_of(ranks) | {"target_modules": list(ranks)}
+    config |= rank_fields(ranks) | {"target_modules": list(ranks)}
     if model.replaced_parameters:
         config["modules_to_save"] = sorted({name.rpartition(".")[0] for name in model.replaced_parameters})
     write_adapter(Path(folder), tensors, config)
@@ -62,15 +62,14 @@ def load_adapter(model: GPTModel, folder: str | Path) -> None:
     CheckpointError for a folder of another model's adapters, or with what no layer here can do, ValueError for a model
     that cannot have adapters.
     """
-    if any(True for _ in adapters_of(model)):
-        raise ValueError("the model has adapters already; allowed: merge_lora first")
+    check_without_adapters(model)
     found, layers = PeftFolder.read(Path(folder)), adaptable(model)
     if any(name in layers for name, _ in found.modules):
         factors, values = {name: found.own_factors(name) for name, _ in found.modules}, found.values
     else:
         factors, values = in_names_of_transformers(model, found)
     shapes = expected_tensors(model.config, model.expert_layout)
-    place = parts(model.config, shapes, place_of(model))
+    place = parts(model.config, shapes, shard_place(model))
     alone = {name: factors.pop(name) for name in list(factors) if name not in layers and name in shapes}
     _check_fits(found.path / WEIGHTS, factors, layers, values, shapes)
     split = next((n for n in factors if isinstance(layers[n], tuple(PLAIN_ADAPTERS)) and model.tp_size > 1), None)
@@ -88,11 +87,11 @@ def load_adapter(model: GPTModel, folder: str | Path) -> None:
                 f"{found.path / WEIGHTS} does not hold adapters of this model: {name} is {list(saved[name].shape)} and "
                 f"not {list(wholes[name].shape)}"
             )
-        own = part_of(saved[name], owned[name].cuts())
+        own = cut_part(saved[name], owned[name].cuts())
         # rows without adapter keep the length that they have
         tensor.copy_(torch.where(own.isnan(), tensor, own) if name.endswith(_LENGTHS) else own)
-    _replace_values(model, {name: part_of(value, place[name].cuts()) for name, value in values.items()})
-    _add_to_values(model, {name: part_of(its.product(), place[name].cuts()) for name, its in alone.items()})
+    _replace_values(model, {name: cut_part(value, place[name].cuts()) for name, value in values.items()})
+    _add_to_values(model, {name: cut_part(its.product(), place[name].cuts()) for name, its in alone.items()})
 
 
 def _parts(factors: Factors) -> dict[str, Tensor]:

@@ -46,7 +46,7 @@ def check_undivided(layer: nn.Module, name: str) -> None:
         )
 
 
-def check_model(model: nn.Module) -> None:
+def check_experts_are_local(model: nn.Module) -> None:
     """Raise ValueError for a model whose experts are distributed over ranks."""
     for module in model.modules():
         if isinstance(module, MoELayer) and module.expert_model_parallel_size > 1:

@@ -31,13 +31,13 @@ TRANSFORMERS_NAMES = {
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "c_fc", "w1", "w3"), "linear_fc1"),
     **dict.fromkeys(("down_proj", "w2"), "linear_fc2"),
 }
-"""The last word of a layer's name in transformers' models, as LoRA targets name it -> that of our layer, which may hold
-more: q, k and v are one layer here, and share A."""
+"""The last word of a layer's name in transformers' models, as LoRA targets name it -> the last word of our layer's
+name. Our layer may hold more: q, k and v are one layer here, and share A."""
 _BASE = ".base_layer."
 _ADAPTERS = ADAPTERS | PLAIN_ADAPTERS
 
 
-def matches(name: str, target: str) -> bool:
+def is_targeted(name: str, target: str) -> bool:
     """Whether a target means the layer of this name: a glob of the name or of its last words."""
     return fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")
 
@@ -55,9 +55,9 @@ def add_lora(
 
     rank: r of A [r, in] and B [out, r]; alpha: alpha / rank multiplies what adapters add; dropout: the part of their
     input that is dropped in training; use_dora: train the length of each row of a weight, too. targets: globs of layer
-    names, or of their last words ("linear_qkv", "decoder.layers.0.*"), or transformers' words for them ("q_proj", which
-    means linear_qkv); "all-linear" means every GEMM layer, experts included, and neither routers, embedding nor output
-    layer. A are drawn from torch's generator, B begin as zero.
+    names, or of their last words ("linear_qkv", "decoder.layers.0.*"), or transformers' words for them ("q_proj" means
+    linear_qkv); "all-linear" means every GEMM layer, experts included, and neither routers, embedding nor output layer.
+    A are drawn from torch's generator, B begin as zero.
 
     Where ranks share the model, each gets its part of the adapters that one rank would have, and calls this with the
     same arguments and the same state of the generator. A target may mean layers of another pipeline stage alone.
@@ -72,13 +72,12 @@ def add_lora(
     if not alpha > 0 or not 0 <= dropout < 1:
         name, value = ("alpha", alpha) if not alpha > 0 else ("dropout", dropout)
         raise ValueError(f"{name} is {value}; allowed: alpha > 0, 0 <= dropout < 1")
-    if any(True for _ in adapters_of(model)):
-        raise ValueError("the model has adapters already; allowed: merge_lora first")
+    check_without_adapters(model)
     whole = getattr(model, "whole", None) or model
     # an indexer that no loss trains would have adapters that stay as they are
     still = tuple(f"{n}." for n, m in whole.named_modules() if isinstance(m, Indexer) and not m.config.loss_coeff)
     layers = {n: m for n, m in whole.named_modules() if isinstance(m, LAYERS) and not n.startswith(still)}
-    chosen = targeted(layers, targets)
+    chosen = targeted_layers(layers, targets)
     for name in chosen:
         check_layer(layers[name], name)
     put_adapters(model, {name: (rank, alpha) for name in layers if name in chosen}, dropout, use_dora)
@@ -110,14 +109,14 @@ def put_adapters(model: nn.Module, ranks: Mapping[str, tuple[int, float]], dropo
             part.reshard()
 
 
-def targeted(layers: Iterable[str], targets: Iterable[str]) -> set[str]:
+def targeted_layers(layers: Iterable[str], targets: Iterable[str]) -> set[str]:
     """Return the names of the layers that targets mean, of the names of all GEMM layers. Raises ValueError for a target
     that means none."""
     names, chosen = list(layers), set()
     for target in targets:
-        found = {name for name in names if target == ALL_LINEAR or matches(name, target)}
+        found = {name for name in names if target == ALL_LINEAR or is_targeted(name, target)}
         if not found and target in TRANSFORMERS_NAMES:
-            found = {name for name in names if matches(name, TRANSFORMERS_NAMES[target])}
+            found = {name for name in names if is_targeted(name, TRANSFORMERS_NAMES[target])}
         if not found:
             last = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise ValueError(
@@ -145,6 +144,12 @@ def _sharded_part(model: nn.Module, name: str) -> Any:
         module = module.get_submodule(word)
         found = module if hasattr(module, "unshard") else found
     return found
+
+
+def check_without_adapters(model: nn.Module) -> None:
+    """Raise ValueError for a model that has adapters."""
+    if any(True for _ in adapters_of(model)):
+        raise ValueError("the model has adapters already; allowed: merge_lora first")
 
 
 def adapters_of(model: nn.Module) -> Iterator[tuple[str, Adapter]]:

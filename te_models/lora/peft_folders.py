@@ -43,7 +43,7 @@ _UNEXPRESSED = (
 )
 """Fields whose values, if there are any, change what an adapter computes in a way that no layer here does."""
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of kinds of initial values that are taken out of the base weights, which must have changed with them."""
+"""Beginnings of kinds of initial values that are taken out of the base weights; these must have changed with them."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _check(config: Mapping[str, Any], path: Path) -> None:
             raise CheckpointError(f"{path} has {field} {config[field]!r}; allowed: a positive number")
 
 
-def numbers_of(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
+def rank_fields(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
     """Return the fields of adapter_config.json that say each module's rank and alpha, by its name."""
     (r, alpha), _ = Counter(ranks.values()).most_common(1)[0]
     config: dict[str, Any] = {"r": r, "lora_alpha": _plain(alpha)}

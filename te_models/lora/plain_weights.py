@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from te_models.kernels.without_autocast import compute_dtype
 
-from ..model.embedding import Table
-from ..model.mixers.convolved import Columns, Rows
+from ..model.embedding import EmbeddingTable
+from ..model.mixers.convolved import HighPrecisionLinear, HighPrecisionRowParallel
 from ..model.mixers.output_gate import HeadGate
 from ..model.mixers.sparse_attention import HeadWeights
 from ..model.moe import Router
@@ -61,7 +61,8 @@ class AdaptedTable(PlainAdapter):
 
 
 class AdaptedOutputLayer(PlainAdapter):
-    """Logits of [W B] and [x, scaling * A x]: the loss is of one GEMM as without an adapter, which copies W."""
+    """Logits of [W B] and [x, scaling * A x]: the loss is of one GEMM as without an adapter, at the cost of a copy of
+    W."""
 
     @property
     def loss_chunk_tokens(self) -> int | None:
@@ -98,10 +99,10 @@ class AdaptedWeight(PlainAdapter):
 
 
 PLAIN_ADAPTERS: dict[type[nn.Module], type[Adapter]] = {
-    Table: AdaptedTable,
+    EmbeddingTable: AdaptedTable,
     OutputLayer: AdaptedOutputLayer,
-    Rows: AdaptedRows,
-    Columns: AdaptedRows,
+    HighPrecisionLinear: AdaptedRows,
+    HighPrecisionRowParallel: AdaptedRows,
     Router: AdaptedWeight,
     HeadGate: AdaptedWeight,
     HeadWeights: AdaptedWeight,

@@ -14,7 +14,16 @@ from te_models.checkpoints.io.errors import shorten
 from te_models.checkpoints.mapping.tensor_map import compose, identity_namespace
 
 from ..model import GPTModel
-from .factors import Factors, Rows, columns_of, is_transposed, joined, links_by_stored, moved, rows_of
+from .factors import (
+    Factors,
+    WeightRows,
+    filled_columns,
+    filled_tensors,
+    is_transposed,
+    links_by_stored,
+    moved_adapter,
+    rows_of_link,
+)
 from .peft_folders import WEIGHTS, PeftFolder
 
 if TYPE_CHECKING:
@@ -30,14 +39,14 @@ def in_names_of_transformers(model: GPTModel, folder: PeftFolder) -> tuple[dict[
         stored: folder.factors(stored, key, namespace.stored[stored].shape, transposed=is_transposed(links[stored][0]))
         for stored, key in weights.items()
     }
-    moves: dict[str, list[Rows]] = defaultdict(list)
+    moves: dict[str, list[WeightRows]] = defaultdict(list)
     for stored in sources:
         for link in links[stored]:
-            moves[link.name].append(rows_of(link, namespace, to_stored=False))
-    shared = columns_of(sources)
+            moves[link.name].append(rows_of_link(link, namespace, to_stored=False))
+    shared = filled_columns(sources)
     found: dict[str, Factors] = {}
     for name, own in moves.items():
-        factors = moved(own, sources, namespace.canonical[name], shared)
+        factors = moved_adapter(own, sources, namespace.canonical[name], shared)
         if factors is not None:
             found[name.removesuffix(".weight")] = factors
     return found, _values(folder, namespace)
@@ -85,4 +94,4 @@ def _values(folder: PeftFolder, namespace: Namespace) -> dict[str, Tensor]:
             f"{folder.path / WEIGHTS} replaces some of what {shorten(sorted(partly))} joins; allowed: all parts of a "
             "parameter"
         )
-    return found | joined(folder.values, whole, namespace.canonical)
+    return found | filled_tensors(folder.values, whole, namespace.canonical)

@@ -16,7 +16,7 @@ May import: everything but the command line.
 from .build import Build
 from .cache import KVCache, StaticKVCache
 from .gpt import GPTModel
-from .layer import TransformerLayer
+from .layer import DecoderLayer
 from .logprobs import logprobs
 from .moe import ExpertLoad, MoELayer, RouterOutput, RouterRecord, take_expert_load, update_expert_bias
 from .output import ModelOutput
@@ -24,6 +24,7 @@ from .pretrained.refit import ModelRefit
 
 __all__ = [
     "Build",
+    "DecoderLayer",
     "ExpertLoad",
     "GPTModel",
     "KVCache",
@@ -33,7 +34,6 @@ __all__ = [
     "RouterOutput",
     "RouterRecord",
     "StaticKVCache",
-    "TransformerLayer",
     "logprobs",
     "take_expert_load",
     "update_expert_bias",

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,20 +17,17 @@ from torch import Tensor, nn
 
 from te_models.layers.attention.dot_product_attention import DotProductAttention
 from te_models.layers.distributed.sequence_parallel import SequenceShard
-from te_models.layers.distributed.tensor_parallel import InitMethod, ParallelMode, Split
+from te_models.layers.distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelSplit
 from te_models.layers.distributed.vocab_parallel import VocabShard, vocab_range
 from te_models.layers.module.layernorm_linear import LayerNormLinear
 from te_models.layers.module.linear import Linear
 from te_models.layers.module.norm import LayerNorm, RMSNorm
-from te_models.layers.module.options import Parameters, PrecedingNormOptions
+from te_models.layers.module.options import ParameterOptions, PrecedingNormOptions
 from te_models.layers.module.recipe_state import real_default_device
 
 from ..config import AttentionConfig, ConfigError, ModelConfig, NormConfig
+from ..layouts import ExpertDispatch, ExpertLayout, Facts, check_layout_rules
 from ..memory import ask_for_large_pages
-
-ExpertLayout = Literal["grouped", "per-gemm"]
-ExpertDispatch = Literal["all_to_all", "all_to_all_quantized", "all_gather", "deepep"]
-
 
 _draws_nothing: ContextVar[bool] = ContextVar("_draws_nothing", default=False)
 
@@ -129,10 +126,7 @@ class Build:
     expert_dispatch: ExpertDispatch = "all_to_all"
 
     def __post_init__(self) -> None:
-        for name, choices in {"expert_layout": ExpertLayout, "expert_dispatch": ExpertDispatch}.items():
-            if getattr(self, name) not in get_args(choices):
-                allowed = ", ".join(map(repr, get_args(choices)))
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
+        check_layout_rules(Facts(expert_layout=self.expert_layout, expert_dispatch=self.expert_dispatch))
 
     @property
     def new(self) -> dict[str, Any]:
@@ -156,7 +150,7 @@ class Build:
 
     @property
     def of_experts(self) -> Build:
-        """The same for the experts, which `etp_group` may split."""
+        """The same for the experts, perhaps split by `etp_group`."""
         return self if self.etp_group is None else replace(self, tp_group=self.etp_group, sequence_parallel=False)
 
     def vocab_shard(self, words: int) -> VocabShard | None:
@@ -184,17 +178,18 @@ class Build:
 
     def gemm(self, start: InitMethod | None, parallel_mode: ParallelMode | None = None) -> dict[str, Any]:
         """Keyword arguments of a layer with GEMMs, which is split in this way, or whole. start: fills its weight."""
-        split = Split()
+        split = TensorParallelSplit()
         if parallel_mode is not None and self.tp_size > 1:
-            split = Split(parallel_mode, self.tp_group, sequence_parallel=self.sequence_parallel)
-        return {"parameters": Parameters(self.params_dtype, self.device, start), "split": split}
+            split = TensorParallelSplit(parallel_mode, self.tp_group, sequence_parallel=self.sequence_parallel)
+        return {"parameters": ParameterOptions(self.params_dtype, self.device, start), "split": split}
 
     def starting(self, start: Callable[[Tensor], Tensor], blocks: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
         """Return what fills a weight whose rows are these blocks, of which each rank has a share."""
         return start if self.tp_size == 1 or len(blocks) == 1 else RankMajor(start, blocks, self.tp_size)
 
     def starting_rows(self, start: Callable[[Tensor], Tensor], rows: int) -> Callable[[Tensor], Tensor]:
-        """Return what fills a rank's share of a weight of so many rows with what `start` gives it in the whole one."""
+        """Return what fills a rank's share of a weight of `rows` rows with the values that `start` gives these rows in
+        the whole weight."""
         return start if self.tp_group is None else WordsOfRank(start, self.vocab_shard(rows))
 
     def own_words(self, words: int) -> int:
@@ -274,7 +269,7 @@ def make_core_attention(
         softmax_scale=a.softmax_scale,
         softcap=a.softcap,
         softmax_type="learnable" if a.sinks else "vanilla",
-        parameters=Parameters(build.params_dtype, build.device),
+        parameters=ParameterOptions(build.params_dtype, build.device),
     )
     if a.softmax_scale_by_layer:
         attention.softmax_scale /= layer + 1  # assigned, it is data: layers share a graph
@@ -282,7 +277,7 @@ def make_core_attention(
 
 
 def make_output_linear(config: ModelConfig, in_features: int, bias: bool, build: Build) -> Linear:
-    """Return the last projection of a sublayer, which writes to the residual stream."""
+    """Return the last projection of a sublayer: it writes to the residual stream."""
     start = output_init_method(config)
     return Linear(in_features, config.hidden_size, bias, **build.gemm(start, "row"))
 

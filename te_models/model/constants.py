@@ -1,6 +1,6 @@
 """Float32 tensors that a module computes from its configuration rather than learns.
 
-A plain buffer would be rounded by `model.to(torch.bfloat16)`, which ruins rotary frequencies, and would be garbage
+A plain buffer would be rounded by `model.to(torch.bfloat16)`, ruinous for rotary frequencies, and would be garbage
 after `to_empty` on a model built on the meta device. These are recomputed on the module's device, not converted.
 """
 
@@ -26,8 +26,8 @@ class ConstantModule(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
 
     def _on(self, device: torch.device) -> dict[str, Tensor]:
-        """Return `constants`; without values on the meta device, where torch's arithmetic would import its compiler,
-        which takes longer than reading a small model."""
+        """Return `constants`; without values on the meta device, where torch's arithmetic would import its compiler:
+        longer than reading a small model takes."""
         if device.type != "meta":
             return self.constants(device)
         here = self.constants(torch.device("cpu"))

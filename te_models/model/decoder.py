@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.kernels.asserted import asserted
-from te_models.kernels.packed_attention import sees_own_document
+from te_models.kernels.packed_attention import document_runs, sees_own_document
 from te_models.layers.distributed.context_parallel import ContextShard, own_positions
 from te_models.layers.distributed.sequence_parallel import norm_own_tokens
 
@@ -20,7 +20,7 @@ from ..config import ModelConfig, RopeConfig, TemperatureConfig, has_compressed_
 from .build import Build, make_norm
 from .cache import Memory
 from .hyper_connection import HyperConnection
-from .layer import TransformerLayer
+from .layer import DecoderLayer
 from .mixers import KeysValues, Selection, TokenInputs
 from .moe import MoELayer, RouterOutput
 from .residual import LaneProjections
@@ -31,10 +31,10 @@ from .shared_block import SharedBlock
 class LayerInputs(NamedTuple):
     """What all layers read beside the hidden states. tables: of each rotary embedding; query_scale: of the layers whose
     temperature is tuned; hidden_keys: bool, True where a query does not see a key; token_mask: [B, S] bool, False for
-    padding; cache: what layers keep; batch_size: see `Decoder.forward`; documents: int64 [B, S], which layers that
-    attend within documents without a mask get in place of `hidden_keys`, None where all are such layers; texts: the
-    same numbers for recurrent mixers, also where a mask says them; shared: the keys and values that later layers read,
-    by the number of the layer that has them, as layers run; tokens: what some layers read of the tokens."""
+    padding; cache: what layers keep; batch_size: see `Decoder.forward`; documents: int64 [B, S], for layers that attend
+    within documents without a mask, in place of `hidden_keys`; None where all are such layers; texts: the same numbers
+    for recurrent mixers, also where a mask says them; shared: the keys and values that later layers read, by the number
+    of the layer that has them, as layers run; tokens: what some layers read of the tokens."""
 
     tables: list[Rotary]
     query_scale: Tensor | None
@@ -59,7 +59,7 @@ class Decoder(nn.Module):
         self.activation_checkpointing = False
         self.sequence_shard = build.sequence_shard
         self.context_shard: ContextShard | None = None
-        self.layers = nn.ModuleList(TransformerLayer(config, i, build) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, i, build) for i in range(config.num_layers))
         shared = config.shared_blocks
         firsts = () if shared is None else shared.layers[: shared.num_blocks]
         self.shared_blocks = nn.ModuleList(SharedBlock(config, i, build) for i in firsts) if firsts else None
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
     @property
     def by_length(self) -> bool:
         """Whether rotary frequencies depend on the length of the sequence: what a cache holds may have to be computed
-        anew when it grows (`rotary_stage`)."""
+        again when it grows (`rotary_stage`)."""
         return any(rotary.by_length for rotary in self._rotaries())
 
     def rotary_stage(self, length: int) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ class Decoder(nn.Module):
     def _all_pack(self, device: torch.device) -> bool:
         """Whether every layer attends within documents without a mask."""
         blocks = (*self.layers, *(self.shared_blocks or ()))
-        attentions = (cast(TransformerLayer, block).self_attention for block in blocks)
+        attentions = (cast(DecoderLayer, block).self_attention for block in blocks)
         return all(attention.packs(device) for attention in attentions if attention is not None)
 
     def _output(self, x: Tensor) -> Tensor:
@@ -178,14 +178,14 @@ class Decoder(nn.Module):
             token_mask, documents = own >= 0, document_ids
             texts = document_ids if self.recurrent else None
             if not self._all_pack(x.device):
-                seeing = own_positions(document_ids, rows)
-                hidden_keys = ~sees_own_document(document_ids, seeing)[:, None]
+                runs = document_runs(document_ids)
+                hidden_keys = ~sees_own_document(runs, own_positions(runs, rows))[:, None]
         shared: dict[int, KeysValues] = {}
         return LayerInputs(tables, query_scale, hidden_keys, token_mask, cache, batch_size, documents, texts, shared)
 
     def run_layer(
         self,
-        layer: TransformerLayer,
+        layer: DecoderLayer,
         number: int,
         x: Tensor,
         inputs: LayerInputs,
@@ -194,7 +194,7 @@ class Decoder(nn.Module):
         choice: Tensor | None = None,
         embedded: Tensor | None = None,
     ) -> tuple[Tensor, RouterOutput | None] | tuple[Tensor, RouterOutput | None, Selection]:
-        """Call a layer as number `number` of this decoder is called, which may be another one than that. choice: of
+        """Call a layer as number `number` of this decoder is called; it may be another layer than that. choice: of
         the last sparse attention before it. embedded: the embeddings, where layers share blocks."""
         table, documents = self.rotary_of_layer[number], inputs.documents
         attention, used = layer.self_attention, None
@@ -249,8 +249,8 @@ class Decoder(nn.Module):
         result of each layer but the last, and what is returned, all [B, S, H]. batch_size: B, where x and the result
         are this rank's part of the tokens, [B S / ranks, H]. Where ranks share sequences, position_ids and
         attention_mask are of all positions, and x is of this rank's. index_losses: a list that gets the weighted loss
-        of each indexer that is trained. embedded: the tokens [B, S] and their embeddings [B, S, H], which the
-        embeddings of layers are made of.
+        of each indexer that is trained. embedded: the tokens [B, S] and their embeddings [B, S, H], the source of the
+        layers' embeddings.
         """
         inputs = self.layer_inputs(x, position_ids, attention_mask, cache, batch_size, document_ids)
         if self.reads_tokens:
@@ -263,7 +263,7 @@ class Decoder(nn.Module):
         first = None if self.shared_blocks is None else x
         if self.gets_embeddings:
             x, first = x.chunk(2, -1)
-        for i, layer in enumerate(cast(list[TransformerLayer], self.layers)):
+        for i, layer in enumerate(cast(list[DecoderLayer], self.layers)):
             if states is not None:
                 states.append(x)
             x, decided, *selections = self.run_layer(

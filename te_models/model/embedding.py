@@ -72,7 +72,7 @@ def of_tokens(config: ModelConfig, input_ids: Tensor | None, x: Tensor) -> tuple
     return input_ids, x
 
 
-class Table(TensorParallelModule):
+class EmbeddingTable(TensorParallelModule):
     """A lookup table: weight [rows, H], of which the ranks that split layers have consecutive rows each.
     padding_idx: a row that gets no gradient. fuse_wgrad_accumulation: see `te_models.layers.Linear`; set it later."""
 
@@ -93,7 +93,7 @@ class Table(TensorParallelModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the rows anew."""
+        """Initialise the rows again."""
         self.init_method(self.weight)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -114,11 +114,11 @@ class Embedding(nn.Module):
         self.config = config.embedding
         self.embedding_dropout = config.embedding_dropout
         self.sequence_shard = build.sequence_shard
-        self.word_embeddings = Table(config.vocab_size, config, build, config.embedding.padding_idx)
+        self.word_embeddings = EmbeddingTable(config.vocab_size, config, build, config.embedding.padding_idx)
         self.position_embeddings = None
         if config.embedding.position_embedding_type == "learned_absolute":
             rows = config.max_position_embeddings + config.embedding.position_offset
-            self.position_embeddings = Table(rows, config, build.whole)
+            self.position_embeddings = EmbeddingTable(rows, config, build.whole)
         self.layernorm = make_norm(config.norm, config.hidden_size, build) if config.embedding.layernorm else None
 
     def forward(self, input_ids: Tensor | None, position_ids: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
@@ -203,7 +203,7 @@ def _check_words(words: int, new_num_tokens: int | None, pad_to_multiple_of: int
     return asked + -asked % multiple
 
 
-def _config_of_words(config: ModelConfig, table: Table, words: int) -> ModelConfig:
+def _config_of_words(config: ModelConfig, table: EmbeddingTable, words: int) -> ModelConfig:
     """Return the configuration with a vocabulary of so many words, which `table` has now. A padding token that it has
     no more is none, in both."""
     embedding, pad = config.embedding, config.embedding.padding_idx
@@ -214,7 +214,7 @@ def _config_of_words(config: ModelConfig, table: Table, words: int) -> ModelConf
 
 @torch.no_grad()
 def _resize_rows(table: nn.Module, rows: int, mean_resizing: bool) -> None:
-    """Give a table, or an output layer, so many rows. New ones are the mean of all, taken in float32, or, without
+    """Give a table, or an output layer, `rows` rows. New ones are the mean of all, taken in float32, or, without
     mean_resizing, initial values: random weights, a bias of zero. Other attributes of parameters stay."""
     for name in ("weight", "bias"):
         old = getattr(table, name, None)

@@ -24,7 +24,7 @@ _NO_GEMM = (
 def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """Return the FLOPs of one forward pass, divided by its tokens; a training step takes three times as many.
 
-    sequence_length: of the texts, which begin without a cache.
+    sequence_length: of the texts; they begin without a cache.
     """
     return 2.0 * _active_weights(config) + _mixer_flops(config, sequence_length)
 
@@ -38,6 +38,8 @@ def weight_flops_per_token(config: ModelConfig, counted: Callable[[str], bool]) 
     """Return the FLOPs of a forward pass per token of the products with weights that are `counted`, by name in the
     grouped layout."""
     return 2.0 * _active_weights(config, counted)
+
+
 def shared_expert_share(config: ModelConfig, sequence_length: int) -> float:
     """Return the part of a pass's FLOPs that shared experts have."""
     shapes = expected_tensors(config, "grouped").items()

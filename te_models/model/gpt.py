@@ -36,7 +36,15 @@ from .mlp import store_inputs_in_fp8, stores_inputs_in_fp8
 from .moe import Experts, RouterRecord, load_balancing_losses, record_call
 from .mtp import MultiTokenPrediction
 from .output import ModelOutput, OutputLayer, RouterLossWeights
-from .parallel import SharedModel, check_split, check_tokens, check_tokens_shared, groups_of, place_of, reset_model
+from .parallel import (
+    SharedModel,
+    check_split,
+    check_tokens,
+    check_tokens_shared,
+    process_groups,
+    reset_model,
+    shard_place,
+)
 from .pretrained.in_memory import converter_of, fill_from_hf, to_hf
 from .pretrained.keep_in_fp32 import keep_dtypes
 from .pretrained.split_saving import save_split
@@ -46,7 +54,7 @@ if TYPE_CHECKING:
     import transformers
     from torch.distributed.device_mesh import DeviceMesh
 
-    from te_models.checkpoints.folder.te_folder import Source
+    from te_models.checkpoints.folder.te_folder import HFSource
 
     from ..parallel.mesh import ParallelMesh
 
@@ -61,12 +69,13 @@ class GPTModel(SharedModel):
     tp_group: split attention, MLPs, embedding and output layer over these ranks; all of them call the model with the
     same tokens and get the same result, and every rank holds norms and routers in full. sequence_parallel: between
     split layers each of these ranks has its part of the tokens only, for training: such a model takes no cache.
-    ep_group: give each of these ranks an equal share of the experts; all of them call the model, with tokens of their
-    own, and every rank holds everything else in full. etp_group: split each expert over these ranks in place of those
-    of tp_group; all of them call the model, with tokens of their own, or, where tp_group splits the other layers, with
-    a part of its tokens. expert_dispatch: "all_to_all" sends tokens to the ranks of their experts, "deepep" does by the
-    library deep_ep, "all_gather", for equally many tokens on all ranks, sends them to all. Random initial values come
-    from torch's global generator; with the same seed on all ranks, a split model starts from the whole one's values.
+    ep_group: give each of these ranks an equal share of the experts; all of them call the model, each with different
+    tokens, and every rank holds everything else in full. etp_group: split each expert over these ranks in place of
+    those of tp_group; all of them call the model, each with different tokens, or, where tp_group splits the other
+    layers, with a part of its tokens. expert_dispatch: "all_to_all" sends tokens to the ranks of their experts,
+    "deepep" does by the library deep_ep, "all_gather", for equally many tokens on all ranks, sends them to all. Random
+    initial values come from torch's global generator; with the same seed on all ranks, a split model starts from the
+    whole one's values.
 
     Example:
         model = GPTModel(config)
@@ -123,7 +132,7 @@ class GPTModel(SharedModel):
         self.set_groups(tp_group, ep_group, etp_group)
         self.config = config
         self.pretrained_folder: Path | None = None
-        self.origin: Source | None = None
+        self.origin: HFSource | None = None
         self.replaced_parameters: frozenset[str] = frozenset()  # whose values an adapter brought
         self.expert_layout: ExpertLayout = expert_layout
         storage = storage_recipe()
@@ -329,10 +338,10 @@ class GPTModel(SharedModel):
         meta device only the stages that a rank has need data. Call a later stage with `inputs_embeds`, the
         `hidden_states[-1]` [B, S, H] of the stage before it (a rank's part of the tokens, and position_ids, where ranks
         share them); an earlier stage than the last returns no logits and no
-        loss, and `aux_loss` is of its own layers. Where embedding and output layer share their weight, the last stage
-        has the embedding, too: add up the gradients that both leave. So it has where layers predict further tokens,
-        which are the last stage's; its loss in training needs the `input_ids`, too. Raises ConfigError for layers that
-        the model does not have.
+        loss, and `aux_loss` covers its layers only. Where embedding and output layer share their weight, the last stage
+        has the embedding, too: add up the gradients that both leave. So it has where layers of the last stage predict
+        further tokens; its loss in training needs the `input_ids`, too. Raises ConfigError for layers that the model
+        does not have.
 
         Example:
             begin, end = (GPTModel(config, device="meta").stage(*layers) for layers in ((0, 2), (2, 4)))
@@ -397,7 +406,7 @@ class GPTModel(SharedModel):
         not implemented, ValueError for other mesh dimensions, the meta device, `recipe` with `dequantize`.
         """
         from te_models.checkpoints import open_checkpoint
-        from te_models.checkpoints.folder.provenance import source_of
+        from te_models.checkpoints.folder.provenance import provenance_source
         from te_models.checkpoints.io.dtypes import as_torch_dtype
         from te_models.checkpoints.io.header import without_collections
 
@@ -409,14 +418,14 @@ class GPTModel(SharedModel):
             if mtp and not checkpoint.config.mtp_num_layers:
                 raise ValueError(f"mtp is True, and {folder} has no layers that predict further tokens as parameters")
             target = real_device(device)
-            split: dict[str, Any] = {**groups_of(device_mesh), "sequence_parallel": sequence_parallel}
+            split: dict[str, Any] = {**process_groups(device_mesh), "sequence_parallel": sequence_parallel}
             split |= {"expert_layout": expert_layout, "expert_dispatch": expert_dispatch}
             if recipe is None:
                 model = cls(checkpoint.config, dtype=dtype, device="meta", **split)
                 model.check_dispatch_device(target)
                 keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
                 give_memory(model, target)
-                quantized = checkpoint.empty_quantized(expert_layout, target, place_of(model))
+                quantized = checkpoint.empty_quantized(expert_layout, target, shard_place(model))
                 for name, value in () if dequantize else quantized:
                     owner, _, key = name.rpartition(".")
                     parameter: Any = nn.Parameter(value)  # still quantized
@@ -425,8 +434,8 @@ class GPTModel(SharedModel):
                 with quantized_model_init(recipe=recipe), without_draws():
                     model = cls(checkpoint.config, dtype=dtype, device=target, **split)
                 keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
-            checkpoint.load_into(dict(model.stored_tensors()), place=place_of(model))
-            model.origin = source_of(checkpoint, () if dequantize else None)
+            checkpoint.load_into(dict(model.stored_tensors()), place=shard_place(model))
+            model.origin = provenance_source(checkpoint, () if dequantize else None)
         model.pretrained_folder = checkpoint.path
         return model
 

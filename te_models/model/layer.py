@@ -32,8 +32,8 @@ Passed = Selection | KeysValues
 LayerResult = tuple[Tensor, RouterOutput | None] | tuple[Tensor, RouterOutput | None, Passed]
 
 
-class TransformerLayer(nn.Module):
-    """Layer number `layer` (from 0) of the configured model. Megatron-Core: `TransformerLayer`.
+class DecoderLayer(nn.Module):
+    """Layer number `layer` (from 0) of the configured model. Megatron-Core: `DecoderLayer`.
 
     The five block kinds, with n1, n2 norms before and m1, m2 norms after a sublayer:
     pre                   x = x + attention(n1(x));      x = x + mlp(n2(x))
@@ -52,7 +52,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         if not isinstance(config, ModelConfig):
             raise TypeError(
-                f"config is {config!r}; allowed: a ModelConfig (Transformer Engine's layer of this name is "
+                f"config is {config!r}; allowed: a ModelConfig (Transformer Engine's TransformerLayer is "
                 "te_models.layers.TransformerLayer)"
             )
         check_supported(config)
@@ -183,7 +183,7 @@ class TransformerLayer(nn.Module):
             attended, passed = self._mixed(normed, inputs, cache)
             normed = x if self.block == "parallel" else normed
             y, routed = self._mlp(normed, token_mask, batch_size, tokens)
-            if self.hidden_dropout > 0 and self.training:  # each sublayer's output has a mask of its own
+            if self.hidden_dropout > 0 and self.training:  # each sublayer's output has a separate mask
                 attended, y = (F.dropout(part, self.hidden_dropout) for part in (attended, y))
             return _result(self._scaled_sum(x, attended + y), routed, passed)
         if self.residual_factors is not None:

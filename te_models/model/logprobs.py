@@ -31,7 +31,7 @@ def logprobs(
     [B, S] int64. labels: [B, S] int64, -100 where a token does not count (None: the tokens). attention_mask: [B, S],
     0 where a row is padded, on either side; document_ids: [B, S] int64 in its place, of packed rows: neighbours with
     the same number are a document, negative numbers padding. Padding counts nothing, nor does the first token of a row
-    or document, which nothing predicts. position_ids: [B or 1, S] (None: counting on in each row or document).
+    or document, because nothing predicts it. position_ids: [B or 1, S] (None: counting on in each row or document).
     inputs_embeds: [B, S, H], what the stage before a last stage returned.
 
     Logits exist of `loss_chunk_tokens` tokens of the output layer (None: 1024) and 32,768 words at a time, in both

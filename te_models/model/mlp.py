@@ -1,4 +1,4 @@
-"""The dense feed-forward sublayer, and the shared experts of a mixture, which are one with an optional gate.
+"""The dense feed-forward sublayer, and the shared experts of a mixture: one MLP with an optional gate.
 
 H hidden, F feed-forward width.
 """
@@ -103,8 +103,8 @@ class MLP(nn.Module):
 
 def sparse_gates(hidden: Tensor, deviations: float) -> Tensor:
     """hidden: [..., 2 F], gates and then the up projection -> the same with each gate reduced by a bound, the mean of
-    the token's gates and so many standard deviations, and 0 below it: of normal gates the fraction that is zero is the
-    same for every token. Computed in float32."""
+    the token's gates plus a multiple of their standard deviation, and 0 below it. If gates are normally distributed,
+    the fraction of zeros is the same for every token. Computed in float32."""
     gate, up = hidden.chunk(2, -1)
     wide = gate.float()
     bound = wide.mean(-1, keepdim=True) + deviations * wide.std(-1, keepdim=True, unbiased=False)
@@ -114,6 +114,9 @@ def sparse_gates(hidden: Tensor, deviations: float) -> Tensor:
 class SharedExperts(nn.Module):
     """The experts every token uses, as one MLP, with the biases of a dense one; with `gate_weight` [1, H] times
     `sigmoid(x gate_weight^T)`."""
+
+    draws_first = True
+    """Whether a new module draws its own parameters before those of its projections."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -129,7 +132,7 @@ class SharedExperts(nn.Module):
         self._activation = activation_of(config.mlp)
 
     def reset_parameters(self) -> None:
-        """Initialise the gate anew; the projections have their own."""
+        """Initialise the gate again; the projections have their own."""
         if self.gate_weight is not None:
             self.init_method(self.gate_weight)
 

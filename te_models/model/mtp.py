@@ -4,8 +4,8 @@ section 2.2), for training, and as drafts of speculative decoding.
 Depth k (from 1) reads at position i the hidden state of depth k - 1, that of depth 0 being what the model gives to its
 output layer, and the embedding of token i + k; it predicts token i + k + 1 through the model's own output layer.
 
-Where ranks share tokens, a rank has the hidden states of its own, [B, S / ranks, H] or [T / ranks, H], and gathers the
-embeddings of all, because those of the tokens ahead may be on other ranks.
+Where ranks share tokens, a rank has the hidden states of its tokens, [B, S / ranks, H] or [T / ranks, H], and gathers
+the embeddings of all tokens, because the tokens ahead may be on other ranks.
 
 B batch, S sequence, T tokens, H hidden, V vocabulary.
 """
@@ -28,7 +28,7 @@ from te_models.layers.distributed.tensor_parallel import with_summed_gradient
 from ..config import ModelConfig
 from .build import Build, init_method, make_norm
 from .decoder import Decoder, LayerInputs
-from .layer import TransformerLayer
+from .layer import DecoderLayer
 from .moe import MoELayer, RouterOutput
 from .output import OutputLayer
 
@@ -46,7 +46,7 @@ class Projection(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the projection anew."""
+        """Initialise the projection again."""
         self.init_method(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class MultiTokenPredictionLayer(nn.Module):
         self.enorm = make_norm(config.norm, config.hidden_size, build)
         self.hnorm = make_norm(config.norm, config.hidden_size, build)
         self.eh_proj = Projection(config, build)
-        self.transformer_layer = TransformerLayer(config, config.num_layers - 1, build)
+        self.transformer_layer = DecoderLayer(config, config.num_layers - 1, build)
         self.final_layernorm = make_norm(config.norm, config.hidden_size, build)
 
     def forward(
@@ -77,7 +77,7 @@ class MultiTokenPredictionLayer(nn.Module):
     ) -> tuple[Tensor, RouterOutput | None, Tensor | None]:
         """hidden: [B, S, H], of the depth before; embedded: [B, S, H], of the tokens that follow it -> [B, S, H], what
         the router decided, and the loss of an indexer that is trained."""
-        # published weights expect the embedding first, which the paper writes second
+        # published weights expect the embedding first, although the paper writes it second
         x = self.eh_proj(torch.cat([self._normed(self.enorm, embedded), self._normed(self.hnorm, hidden)], dim=-1))
         x, decided, *selections = decoder.run_layer(self.transformer_layer, -1, x, inputs, recompute=recompute)
         loss = selections[0].loss if selections else None

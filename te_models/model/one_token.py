@@ -12,14 +12,14 @@ query heads, G key/value heads, D head channels.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from te_models.kernels.activation import Activation
 from te_models.kernels.cpu_rows import rms_norm
-from te_models.kernels.decode_attention import attend_one, serves
+from te_models.kernels.decode_attention import attend_one, uses_decode_attention
 from te_models.kernels.gemm import gemv
 from te_models.kernels.rope import apply_rope
 from te_models.layers.attention.dot_product_attention import DotProductAttention
@@ -53,7 +53,7 @@ def attention(a: nn.Module | None, x: Tensor, rotary: Rotary | None, cache: Laye
     """Return what an attention sublayer returns of x: [B, 1, H], which `is_one_token`, without a mask; or None."""
     if type(a) is not SelfAttention or not a.is_plain or _watched(a) or cache.hidden_slots() is not None:
         return None
-    modules, batch = a._modules, x.shape[0]
+    modules, batch = cast("dict[str, Any]", a._modules), x.shape[0]
     core = modules["core_attention"]
     if type(core) is not DotProductAttention or _watched(core):
         return None
@@ -68,7 +68,7 @@ def attention(a: nn.Module | None, x: Tensor, rotary: Rotary | None, cache: Laye
         q, k = _rotated(q, rotary, a.rope_style), _rotated(k, rotary, a.rope_style)
     k, v = cache.update(k, qkv[..., end:].view(batch, 1, a.num_groups, -1))
     query, key, value = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if _sees_all(core, k.shape[1]) and serves(query, key, value, None, 1):
+    if _sees_all(core, k.shape[1]) and uses_decode_attention(query, key, value, None, 1):
         y = attend_one(query, key, value, None, core.softmax_scale).view(batch, 1, -1)
     else:
         y = a.attended(q, k, v, None, cache)
@@ -126,7 +126,7 @@ def _product(module: Any, x: Tensor) -> Tensor | None:
     weight, bias = parameters["weight"], parameters["bias"]
     if isinstance(weight, QuantizedTensor):
         return stored_linear(x, weight, bias)
-    if not gemv.serves(x, weight, bias):
+    if not gemv.uses_gemv(x, weight, bias):
         return None
     return gemv.multiply(x.view(x.shape[0], -1), weight, bias).view(x.shape[0], 1, -1)
 

@@ -98,11 +98,11 @@ class OutputLayer(TensorParallelModule):
 
     Not a `te_models.layers.Linear`: it stays in high precision under every recipe, and its GEMM belongs to the loss.
 
-    loss_chunk_tokens: set it to compute a loss without logits from the logits of so many tokens at a time. Memory then
-    no longer grows with tokens x vocabulary: 8192 tokens, H 576, V 49152 in bfloat16 on CPU by 512 take 223 MB instead
-    of 844, and about a fifth more time. None: all tokens at once, as good up to some 2000 tokens.
+    loss_chunk_tokens: set it to compute a loss without logits from the logits of this many tokens at a time. Memory
+    then no longer grows with tokens x vocabulary: 8192 tokens, H 576, V 49152 in bfloat16 on CPU by 512 take 223 MB
+    instead of 844, and about a fifth more time. None: all tokens at once, as good up to some 2000 tokens.
 
-    logits_z_loss_coeff: set it to add so many times the mean of logsumexp(logits)^2 to the loss of training (z-loss,
+    logits_z_loss_coeff: set it to add this multiple of the mean of logsumexp(logits)^2 to the loss of training (z-loss,
     PaLM, arXiv 2204.02311, section 5); 0: none.
 
     fuse_wgrad_accumulation: set it to add the weight's gradient to `weight.main_grad`, as in `te_models.layers.Linear`.

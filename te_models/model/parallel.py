@@ -16,13 +16,14 @@ from te_models.layers.distributed.context_parallel import CpCommType, context_sh
 from te_models.layers.distributed.expert_parallel import check_same_tokens
 from te_models.layers.tensor.fsdp import unsharded
 
-from ..config import AttentionConfig, ConfigError, Mamba2Config, ModelConfig
-from .build import Build, ExpertDispatch
+from ..config import ModelConfig
+from ..layouts import ExpertDispatch, Facts, check_layout_rules
+from .build import Build
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from te_models.checkpoints.mapping.rank_shards import Place
+    from te_models.checkpoints.mapping.rank_shards import ShardPlace
 
     from ..parallel.mesh import ParallelMesh
     from .gpt import GPTModel
@@ -77,7 +78,8 @@ class SharedModel(nn.Module):
         """
         shard = context_shard(cp_group, cp_comm_type)
         if shard is not None:
-            check_shared_sequences(self.config, shard.ranks, cp_comm_type, self.tp_size)
+            facts = Facts(model=self.config, tp=self.tp_size, cp=shard.ranks, cp_comm_type=cp_comm_type)
+            check_layout_rules(facts)
         for module in self.modules():
             if hasattr(module, "context_shard"):
                 module.context_shard = shard  # type: ignore[assignment]
@@ -113,59 +115,21 @@ def check_split(config: ModelConfig, build: Build) -> None:
     for name, group in {"tp_group": build.tp_group, "ep_group": build.ep_group, "etp_group": build.etp_group}.items():
         if group is not None:
             check_member(name, group)
-    if build.ep_group is not None:
-        check_distribution(config, build.expert_model_parallel_size, build.expert_layout)
-    if build.etp_group is not None:
-        check_split_experts(config, build.expert_tensor_parallel_size, build.expert_layout)
+    check_layout_rules(
+        Facts(
+            model=config,
+            tp=build.tp_size,
+            ep=build.expert_model_parallel_size,
+            etp=build.expert_tensor_parallel_size,
+            distributed=build.ep_group is not None,
+            apart=build.etp_group is not None,
+            sequence_parallel=build.sequence_parallel,
+            expert_layout=build.expert_layout,
+            expert_dispatch=build.expert_dispatch,
+        )
+    )
     if build.expert_dispatch == "deepep":
-        split = 1 if build.etp_group is None else build.expert_tensor_parallel_size
-        check_deepep(config, build.expert_model_parallel_size, split)
         check_deepep_device(build.expert_model_parallel_size, build.device)
-    check_layers(config, build.tp_size, build.expert_tensor_parallel_size)
-    if build.sequence_shard is not None:
-        check_sequence(config)
-
-
-def check_sequence(config: ModelConfig) -> None:
-    """Raise ConfigError naming the field because of which the tokens between split layers cannot be shared."""
-    if config.hyper_connections is not None:
-        raise ConfigError("hyper_connections: a model with them cannot have sequence_parallel; allowed: without it")
-    for name in ("alternating_updates", "laurel_rank", "per_layer_embedding", "shared_blocks"):
-        if getattr(config, name) is not None:
-            raise ConfigError(f"{name}: a model with it cannot have sequence_parallel; allowed: without it")
-    for name, p in {
-        "hidden_dropout": config.hidden_dropout,
-        "embedding.embedding_dropout": config.embedding_dropout,
-    }.items():
-        if p > 0:
-            raise ConfigError(
-                f"{name} is {p}; allowed with sequence_parallel: 0, because ranks that split layers draw the same "
-                "numbers"
-            )
-
-
-def check_shared_sequences(config: ModelConfig, ranks: int, cp_comm_type: str, tp_size: int = 1) -> None:
-    """Raise ConfigError naming the field because of which ranks that share sequences cannot reach each other's keys in
-    this way. tp_size: how many ranks share the heads of each layer."""
-    if ranks == 1 or cp_comm_type == "all_gather":
-        return
-    for name, mixer in config.named_mixers().items():
-        if not isinstance(mixer, AttentionConfig):
-            continue
-        allowed = f"allowed with cp_comm_type {cp_comm_type!r}"
-        if mixer.indexer is not None:
-            raise ConfigError(
-                f"{name}.indexer: an indexer scores all keys for a query; {allowed}: attention without one"
-            )
-        if cp_comm_type == "p2p" and mixer.attention_dropout > 0:
-            raise ConfigError(f"{name}.attention_dropout is {mixer.attention_dropout}; {allowed}: 0")
-        heads = mixer.num_attention_heads // tp_size
-        if cp_comm_type == "a2a" and heads % ranks:
-            split = "" if tp_size == 1 else f", {heads} on each of {tp_size} ranks that split layers"
-            raise ConfigError(
-                f"{name}.num_attention_heads is {mixer.num_attention_heads}{split}; {allowed}: a multiple of the "
-                f"{ranks} ranks"
-            )
 
 
 def check_tokens_shared(asked: Mapping[str, object]) -> None:
@@ -184,113 +148,15 @@ def check_tokens(tokens: int, ranks: int) -> None:
         raise ValueError(f"there are {tokens} tokens, which {ranks} ranks with sequence_parallel cannot share equally")
 
 
-def check_distribution(config: ModelConfig, ranks: int, expert_layout: str) -> None:
-    """Raise ConfigError where the experts cannot be distributed over so many ranks."""
-    if config.moe is None:
-        raise ConfigError("moe is None: a model without experts has none to distribute over ep_group")
-    experts = config.moe.num_moe_experts
-    if experts % ranks:
-        raise ConfigError(f"moe.num_moe_experts is {experts}, which {ranks} ranks cannot share equally")
-    if expert_layout != "grouped" and ranks > 1:
-        raise ConfigError(f"expert_layout is {expert_layout!r}; allowed where experts are distributed: 'grouped'")
-
-
-def check_split_experts(config: ModelConfig, ranks: int, expert_layout: str) -> None:
-    """Raise ConfigError where each expert cannot be split over so many ranks, others than the other layers."""
-    moe, where = config.moe, "expert_tensor_parallel_size"
-    if moe is None:
-        raise ConfigError(f"moe is None: a model without experts has none to split; allowed: no {where}")
-    if moe.moe_ffn_hidden_size % ranks:
-        raise ConfigError(
-            f"moe.moe_ffn_hidden_size is {moe.moe_ffn_hidden_size}, which {ranks} ranks cannot share equally"
-        )
-    if expert_layout != "grouped":
-        raise ConfigError(f"expert_layout is {expert_layout!r}; allowed with {where}: 'grouped'")
-    if moe.moe_pad_expert_input_to_capacity:
-        raise ConfigError(f"moe.moe_pad_expert_input_to_capacity is True; allowed with {where}: False")
-
-
-def check_deepep(config: ModelConfig, ranks: int, split: int) -> None:
-    """Raise ConfigError where tokens cannot travel by deep_ep to experts over so many ranks. split: over how many ranks
-    each expert is, where these are others than those of the other layers."""
-    allowed, moe = "allowed with expert_dispatch 'deepep'", config.moe
-    if split > 1:
-        raise ConfigError(f"expert_tensor_parallel_size is {split}; {allowed}: 1 or tensor_model_parallel_size")
-    if moe is None or ranks == 1:
-        return
-    if moe.moe_pad_expert_input_to_capacity:
-        raise ConfigError(f"moe.moe_pad_expert_input_to_capacity is True; {allowed}: False")
-    if config.hidden_size % 8:
-        raise ConfigError(f"hidden_size is {config.hidden_size}; {allowed}: a multiple of 8")
-
-
 def check_deepep_device(ranks: int, device: torch.device | str | None) -> None:
     """Raise a sentence where deep_ep does not work on this device, or is not installed."""
     if ranks > 1:
-        from te_models.layers.distributed.deepep import check_available  # imports the compiler, which start-up need not
+        from te_models.layers.distributed.deepep import check_available  # imports the compiler, and start-up need not
 
         check_available(ranks, torch.empty((), device=device).device)
 
 
-def check_layers(config: ModelConfig, ranks: int, expert_ranks: int) -> None:
-    """Raise ConfigError naming the first field because of which layers cannot be split over so many ranks.
-    expert_ranks: those that split each expert."""
-    if ranks == 1:
-        return
-    if config.vocab_size < ranks:
-        raise ConfigError(f"vocab_size is {config.vocab_size}; allowed: a word or more for each of {ranks} ranks")
-    if any(config.activation_sparsity or ()):
-        raise ConfigError(
-            f"activation_sparsity: a model with it, whose bounds are of all gates, cannot be split over {ranks} ranks"
-        )
-    moe = config.moe
-    sizes: dict[str, int] = {}
-    for name, mixer in config.named_mixers().items():
-        full = isinstance(mixer, AttentionConfig) and mixer.qk_layernorm == "full"
-        if full and config.norm.normalization != "RMSNorm":
-            what = "a LayerNorm over all heads"
-            raise ConfigError(f"{name}.qk_layernorm: a model with {what} cannot be split over {ranks} ranks")
-        if isinstance(mixer, AttentionConfig) and mixer.compressed is not None:
-            raise ConfigError(
-                f"{name}.compressed: a model with it, of one key head, cannot be split over {ranks} ranks"
-            )
-        shared = mixer.shared_sizes()
-        if isinstance(mixer, AttentionConfig) and shares_groups(mixer, name, ranks):
-            del shared["num_query_groups"]
-        if isinstance(mixer, Mamba2Config) and _divides_groups(mixer.num_groups, ranks, mixer.state_size):
-            del shared["num_groups"]
-        sizes |= {f"{name}.{field}": size for field, size in shared.items()}
-    sizes |= {
-        "mlp.ffn_hidden_size": config.mlp.ffn_hidden_size if config.has_dense_layers else 0,
-        "moe.moe_ffn_hidden_size": moe.moe_ffn_hidden_size if moe is not None and expert_ranks == ranks else 0,
-        "moe.shared_expert_intermediate_size": (moe.shared_expert_intermediate_size or 0) if moe is not None else 0,
-    }
-    sizes |= {f"ffn_hidden_sizes[{i}]": size for i, size in enumerate(config.ffn_hidden_sizes or ())}
-    for name, size in sizes.items():
-        if size % ranks:
-            raise ConfigError(f"{name} is {size}, which {ranks} ranks cannot share equally")
-
-
-def shares_groups(a: AttentionConfig, name: str, ranks: int) -> bool:
-    """Return whether several of the ranks that split an attention share each head of its keys and values, of which each
-    has a part of the rows. Raises ConfigError for norms over the rows of several heads, or of a part of one."""
-    groups, *channels = a.key_value_sizes
-    if a.mla is not None or not _divides_groups(groups, ranks, *channels):
-        return False
-    if a.qk_layernorm in ("each_head", "full"):
-        raise ConfigError(
-            f"{name}.qk_layernorm is {a.qk_layernorm!r}; allowed where {ranks} ranks share {groups} num_query_groups: "
-            "'none', 'head' or 'l2'"
-        )
-    return True
-
-
-def _divides_groups(groups: int, ranks: int, *channels: int) -> bool:
-    """Whether more ranks than groups have equally many rows of each group of so many channels."""
-    return ranks > groups and ranks % groups == 0 and all(groups * size % ranks == 0 for size in channels)
-
-
-def groups_of(mesh: DeviceMesh | ParallelMesh | None) -> dict[str, dist.ProcessGroup]:
+def process_groups(mesh: DeviceMesh | ParallelMesh | None) -> dict[str, dist.ProcessGroup]:
     """Return the groups of a mesh as arguments of a model: of its dimensions "tp", "ep" and "etp", or all that a
     ParallelMesh has.
 
@@ -333,21 +199,21 @@ _ELSEWHERE = {
 """Names that are usual for what does not happen here, or not yet."""
 
 
-def place_of(model: GPTModel) -> Place:
+def shard_place(model: GPTModel) -> ShardPlace:
     """Return this rank's place among those that share the model."""
-    from te_models.checkpoints.mapping.rank_shards import Place
+    from te_models.checkpoints.mapping.rank_shards import ShardPlace
 
     groups = {"tp": model.tp_group, "ep": model.ep_group, "etp": model.etp_group}
     place: dict[str, int] = {}
     for name, group in groups.items():
         if group is not None:
             place |= {f"{name}_rank": group.rank(), f"{name}_size": group.size()}
-    return Place(**place)
+    return ShardPlace(**place)
 
 
 def reset_model(model: GPTModel) -> None:
     """Do as `GPTModel.reset_parameters` says. Other pipeline stages stay as they are."""
-    reshard(model)
+    free_gathered_parameters(model)
     own, device = set(model.modules()), next(model.parameters()).device
     for part in (model.whole or model).children():
         reset_parameters(part, own, device)
@@ -356,7 +222,7 @@ def reset_model(model: GPTModel) -> None:
 def reset_parameters(
     part: nn.Module, own: Collection[nn.Module] | None = None, device: torch.device | None = None
 ) -> None:
-    """Initialise a part of a model anew, in the order of construction: draws what the part of a new model draws. A
+    """Initialise a part of a model again, in the order of construction, with the draws of a new model. A
     shard gets its part of what the whole parameter would get, one module after the other.
 
     own: the modules that this rank has, None for all; for others random numbers are drawn on `device` and forgotten.
@@ -369,12 +235,17 @@ def reset_parameters(
 
 
 def _as_built(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield each module behind those that it has: a constructor draws for its own parameters at its end."""
+    """Yield each module behind those that it has: a constructor draws for its own parameters at its end, or before it
+    builds others, which the module says as `draws_first`."""
     if module not in seen:
         seen.add(module)
+        first = getattr(module, "draws_first", False)
+        if first:
+            yield module
         for child in module.children():
             yield from _as_built(child, seen)
-        yield module
+        if not first:
+            yield module
 
 
 @contextlib.contextmanager
@@ -394,7 +265,7 @@ def _elsewhere(module: nn.Module, device: torch.device | None) -> Iterator[None]
         module._parameters, module._buffers = held
 
 
-def reshard(model: GPTModel) -> None:
+def free_gathered_parameters(model: GPTModel) -> None:
     """Free the gathered parameters that FSDP2 keeps after a forward pass, so that a model's parameters are its shards
     again."""
     if not dist.is_available():

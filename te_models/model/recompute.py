@@ -88,8 +88,8 @@ OFFLOADED, LEAST = ("cuda",), 2**20
 
 
 def offloading() -> Any:
-    """Return a context in which large tensors that are saved for a backward pass wait in pinned main memory, but for
-    parameters, which stay where they are anyway."""
+    """Return a context in which large tensors that are saved for a backward pass wait in pinned main memory, except
+    parameters: these stay where they are anyway."""
 
     def pack(tensor: Tensor) -> Any:
         stays = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or type(tensor) is not Tensor
@@ -105,9 +105,9 @@ def offloading() -> Any:
 
 
 def _layers(model: nn.Module) -> Iterator[Any]:
-    from .layer import TransformerLayer
+    from .layer import DecoderLayer
 
-    yield from (module for module in model.modules() if isinstance(module, TransformerLayer))
+    yield from (module for module in model.modules() if isinstance(module, DecoderLayer))
 
 
 def _recomputed(module: nn.Module, forward: Callable[..., Any], save: list[Any] | None) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Blocks whose weights several layers share, and what each layer has of its own to use one (Zamba2, arXiv 2411.15242).
+"""Blocks whose weights several layers share, and what each layer adds to use one (Zamba2, arXiv 2411.15242).
 
 B batch, S sequence, H hidden, R rank of adapters, F width of the MLP.
 """
@@ -15,7 +15,7 @@ from .build import Build, make_norm, output_init_method
 from .cache import LayerMemory
 from .mixers import MixerInputs, attention_class
 from .mixers.attention import SelfAttention
-from .mixers.convolved import Rows
+from .mixers.convolved import HighPrecisionLinear
 from .mlp import MLP
 
 
@@ -35,7 +35,7 @@ class SharedBlock(nn.Module):
 
 
 class SharedUse(nn.Module):
-    """What a layer has of its own to use a block: adapters, and the projection of the result."""
+    """What a layer adds to use a shared block: adapters, and the projection of the result."""
 
     def __init__(self, config: ModelConfig, shared: SharedBlocksConfig, layer: int, build: Build) -> None:
         super().__init__()
@@ -43,11 +43,11 @@ class SharedUse(nn.Module):
         assert attention is not None, "checked by the configuration"
         self.rank = rank
         own = attention.qkv_rows() if shared.attention_lora else ()
-        self.qkv_down = Rows(config, 3 * rank, 2 * hidden, build, whole=True) if own else None
-        self.qkv_up = nn.ModuleList(Rows(config, rows, rank, build) for rows in own)
+        self.qkv_down = HighPrecisionLinear(config, 3 * rank, 2 * hidden, build, whole=True) if own else None
+        self.qkv_up = nn.ModuleList(HighPrecisionLinear(config, rows, rank, build) for rows in own)
         joins = 2 if config.mlp.gated else 1
-        self.fc1_down = Rows(config, rank, hidden, build, whole=True)
-        self.fc1_up = Rows(config, config.mlp.ffn_hidden_size * joins, rank, build, joins=joins)
+        self.fc1_down = HighPrecisionLinear(config, rank, hidden, build, whole=True)
+        self.fc1_up = HighPrecisionLinear(config, config.mlp.ffn_hidden_size * joins, rank, build, joins=joins)
         self.linear_out = Linear(hidden, hidden, False, **build.gemm(output_init_method(config)))
 
     def forward(

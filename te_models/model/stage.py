@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from te_models.layers.distributed.context_parallel import own_positions
 
 from ..config import ConfigError, ModelConfig
+from ..layouts import Facts, check_layout_rules
 
 if TYPE_CHECKING:
     from .gpt import GPTModel
@@ -39,25 +40,13 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
             f"a stage is asked for with layers {list(layers)}; allowed: one or more, in ascending order, of "
             f"{sorted(own)}"
         )
-    moe = model.config.moe
-    joint = moe is not None and moe.aux_loss_coeff > 0 and moe.moe_router_load_balancing_type == "joint_aux_loss"
-    if joint and len(layers) < whole:
-        raise ConfigError(
-            "moe.moe_router_load_balancing_type is 'joint_aux_loss', which compares experts over all layers; allowed "
-            "in a stage: 'aux_loss', 'seq_aux_loss', 'global_aux_loss', or moe.aux_loss_coeff = 0"
-        )
-    _check_choices(model.config, layers)
-    if moe is not None and moe.hash_layers and len(layers) < whole:
-        raise ConfigError("moe.hash_layers: a model with layers that read the tokens cannot be cut into stages")
-    for name in ("alternating_updates", "per_layer_embedding"):
-        if getattr(model.config, name) is not None and len(layers) < whole:
-            raise ConfigError(f"{name}: a model with it, both of whose ends read it, cannot be cut into stages")
+    check_layout_rules(Facts(model=model.config, layers=layers))
     first, last = layers[0] == 0, layers[-1] == whole - 1
     needed = {"embedding"} if first or (last and embeds_twice(model.config)) else set()
     needed |= {"output_layer", "mtp"} if last else set()
     stage = _copy_without(model, {"embedding", "output_layer", "mtp"} - needed)
     if not first and stage.embedding is not None:
-        # positions are added by the first stage, which updates theirs alone, as is the norm
+        # positions are added, and the norm applied, by the first stage, and it alone updates them
         ends = {"position_embeddings", "layernorm"}
         there = {name for name in ends if getattr(stage.embedding, name) is not None}
         stage.embedding = _copy_without(stage.embedding, there) if there else stage.embedding
@@ -71,12 +60,6 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
     decoder.layers = some
     decoder.rotary_of_layer = [model.decoder.rotary_of_layer[place] for place in places]
     sources = [model.decoder.kv_sources[place] for place in places]
-    missing = [source for source in sources if source is not None and source not in places]
-    if missing:
-        raise ConfigError(
-            f"kv_source_layers has {missing[0]}, which is in another stage than a layer that reads its keys; allowed: "
-            "stages with both"
-        )
     decoder.kv_sources = [None if source is None else places.index(source) for source in sources]
     decoder.shared_of_layer = [model.decoder.shared_of_layer[place] for place in places]
     if decoder.shared_blocks is not None:
@@ -131,21 +114,6 @@ def size_of_parts(model: GPTModel, x: Tensor, position_ids: Tensor | None) -> tu
             "part of what the stage before returned"
         )
     return batch, length
-
-
-def _check_choices(config: ModelConfig, layers: Sequence[int]) -> None:
-    """Raise ConfigError where a layer shares the choice of keys of one in another stage."""
-    chooses: int | None = None
-    for layer in range(config.num_layers):
-        attention = config.attention_of(layer)
-        indexer = None if attention is None else attention.indexer
-        if indexer is not None and not indexer.shared:
-            chooses = layer
-        elif indexer is not None and layer in layers and chooses not in layers:
-            raise ConfigError(
-                f"a stage is asked for with layer {layer}, which shares the choice of keys of layer {chooses}; allowed "
-                "in a stage: with that one"
-            )
 
 
 def _layers(model: GPTModel) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 dims       the sizes, checked and completed            mesh         the DeviceMesh and its views
 sharding   FSDP2 and HSDP of a model (`parallelize`)   parts        which part of each tensor a rank has, and reads
-pipeline   pipeline stages and their schedules
+pipeline   pipeline stages and their schedules         stage_layout   which layers each stage has
 
 `GPTModel` imports none of it. May import: everything but training and the command line. Names are imported on first
 use: sizes can be checked without torch.
@@ -17,11 +17,11 @@ from ..lazy import lazy_names
 if TYPE_CHECKING:
     from .dims import ParallelDims
     from .mesh import ParallelMesh
-    from .pipeline import StageLayout
     from .sharding import parallelize
+    from .stage_layout import StageLayout
 
 _MODULE_OF = {"ParallelDims": "dims", "ParallelMesh": "mesh", "parallelize": "sharding"}
-_MODULE_OF |= {"StageLayout": "pipeline"}
+_MODULE_OF |= {"StageLayout": "stage_layout"}
 
 __all__ = ["ParallelDims", "ParallelMesh", "StageLayout", "parallelize"]
 

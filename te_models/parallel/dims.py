@@ -13,25 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from ..config import ConfigError
+from ..layouts import REST, Facts, check_layout_rules
 
 if TYPE_CHECKING:
     from .mesh import ParallelMesh
-
-REST = -1
-"""A size that is what the other sizes leave of the ranks."""
-
-
-def check_sizes(sizes: Mapping[str, int | None], prefix: str = "") -> None:
-    """Raise ConfigError naming the first size that no number of ranks could make right. prefix: of the names."""
-    for name, size in sizes.items():
-        where = prefix + name
-        rest = name == "data_parallel_shard_size"
-        if size is None:
-            continue
-        if size < 1 and not (rest and size == REST):
-            also = f", or {REST} for all ranks that are left" if rest else ""
-            raise ConfigError(f"{where} is {size}; allowed: a positive integer{also}", where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,53 +48,18 @@ class ParallelDims:
     expert_tensor_parallel_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_sizes(self.sizes())
-        if self.ranks < 1:
-            raise ConfigError(f"ranks is {self.ranks}; allowed: a positive integer", "ranks")
-        left = self._left("pipeline_model_parallel_size", self.pipeline_model_parallel_size, self.ranks)
-        left = self._left("tensor_model_parallel_size", self.tensor_model_parallel_size, left)
-        left = self._left("context_parallel_size", self.context_parallel_size, left)
+        check_layout_rules(Facts(dims=self))
+        left = self.ranks // self.pipeline_model_parallel_size // self.tensor_model_parallel_size
+        left //= self.context_parallel_size
         shard, replicate = self.data_parallel_shard_size, self.data_parallel_replicate_size
         if shard == REST:
-            replicate = 1 if replicate is None else replicate
-            shard = self._left("data_parallel_replicate_size", replicate, left)
-        else:
-            over = self._left("data_parallel_shard_size", shard, left)
-            replicate = over if replicate is None else replicate
-            if replicate != over:
-                raise ConfigError(
-                    f"data_parallel_replicate_size is {replicate}; allowed: {over}, which the other sizes leave of "
-                    f"{self.ranks} ranks",
-                    "data_parallel_replicate_size",
-                )
-        filled = {"data_parallel_shard_size": shard, "data_parallel_replicate_size": replicate}
-        if self.expert_tensor_parallel_size is None:
-            filled["expert_tensor_parallel_size"] = self.tensor_model_parallel_size
+            replicate = replicate or 1
+            shard = left // replicate
+        filled = {"data_parallel_shard_size": shard, "data_parallel_replicate_size": replicate or left // shard}
+        filled["expert_tensor_parallel_size"] = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
         for name, value in filled.items():
             object.__setattr__(self, name, value)
-        self._check_experts()
-
-    def _check_experts(self) -> None:
-        ep, etp, over = self.expert_model_parallel_size, self.expert_tensor_parallel_size, self.expert_ranks
-        assert etp is not None, "filled in"
-        what = "data_parallel_shard_size" if self.data_parallel_shard_size > 1 else "data_parallel_replicate_size"
-        what += " x context_parallel_size" if self.context_parallel_size > 1 else ""
-        apart = self.splits_experts_apart
-        what += " x tensor_model_parallel_size" if apart and self.tensor_model_parallel_size > 1 else ""
-        if apart and over % etp:
-            where = "expert_tensor_parallel_size"
-            raise ConfigError(f"{where} is {etp}; allowed: a divisor of {what}, {over}", where)
-        left = over // etp if apart else over
-        if left % ep:
-            what += f" / expert_tensor_parallel_size, {left}" if left != over else f", {over}"
-            where = "expert_model_parallel_size"
-            raise ConfigError(f"{where} is {ep}; allowed: a divisor of {what}", where)
-
-    def _left(self, name: str, size: int, ranks: int) -> int:
-        """Return how many ranks are left when each group of `size` counts as one."""
-        if ranks % size:
-            raise ConfigError(f"{name} is {size}; allowed: a divisor of the number of ranks, {ranks}", name)
-        return ranks // size
+        check_layout_rules(Facts(dims=self))
 
     @classmethod
     def of(cls, sizes: Mapping[str, Any], ranks: int) -> Self:
@@ -126,8 +76,13 @@ class ParallelDims:
         return {name: getattr(self, name) for name in self.names()}
 
     @property
+    def is_complete(self) -> bool:
+        """Whether the sizes that were left open are filled in."""
+        return None not in self.sizes().values() and self.data_parallel_shard_size != REST
+
+    @property
     def data_ranks(self) -> int:
-        """How many ranks have windows of their own: the others read those of one of them."""
+        """How many ranks read different windows: the others read the windows of one of these."""
         assert self.data_parallel_replicate_size is not None, "filled in"
         return self.data_parallel_replicate_size * self.data_parallel_shard_size
 

@@ -17,8 +17,8 @@ class ParallelMesh:
     layers: dimensions pp, dp_replicate, dp_shard, cp, tp. experts: pp, dp_replicate, fsdp, ep, tp, where ep are the
     ranks that share the experts of a copy, fsdp those over which each of their parts is sharded, and tp those that
     split each expert, called etp where other ranks split the other layers; None where each rank has all experts. data:
-    pp, dp, tp, where dp are the ranks over which gradients are averaged, those with data of their own and those that
-    share sequences with them; None where these are a dimension of `layers`. shards: pp, dp_replicate, dp_shard_cp, tp,
+    pp, dp, tp, where dp are the ranks over which gradients are averaged, ranks with different data, and ranks that
+    share their sequences; None where these are a dimension of `layers`. shards: pp, dp_replicate, dp_shard_cp, tp,
     where dp_shard_cp are the ranks over which FSDP2 shards what is no expert; None where these are dp_shard.
     layer_ranks: pp, stage, where stage are the ranks that have the same layers; None where all have. expert_copies: pp,
     same, ep, tp or etp, where same are the ranks that have the same experts, or shards of them; None where these are
@@ -93,7 +93,8 @@ class ParallelMesh:
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks over which gradients are averaged: with data of their own, or with a part of their sequences."""
+        """The ranks over which gradients are averaged: ranks with different data, or with parts of the same
+        sequences."""
         if self.data is not None:
             return self.data.get_group("dp")
         if self.dims.data_ranks == 1:
@@ -124,7 +125,7 @@ def build_mesh(dims: ParallelDims, device_type: str) -> ParallelMesh:
 
 
 _made: list[tuple[object, dict[tuple[ParallelDims, str], ParallelMesh]]] = []
-"""The default process group, and the meshes made of it. Each has process groups, with threads and connections, which
+"""The default process group, and the meshes made of it. Each has process groups, with threads and connections that
 cannot end before the default group does: torch keeps meshes that it has seen, and takes an equal one for the same."""
 
 

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.folder.checkpoint import Checkpoint
-from te_models.checkpoints.folder.load import layout_of
+from te_models.checkpoints.folder.load import layout_of_names
 from te_models.checkpoints.mapping.param_shapes import is_expert_stack
-from te_models.checkpoints.mapping.parameters import Parameters
-from te_models.checkpoints.mapping.quantized_format import SUFFIXES, describe, empty, quantizer_of
-from te_models.checkpoints.mapping.rank_shards import Cuts, Ranges, RankPart, cut_shape, part_of, parts
+from te_models.checkpoints.mapping.parameters import StoredParameters
+from te_models.checkpoints.mapping.quantized_format import SUFFIXES, empty, quantized_metadata, quantizer_from_metadata
+from te_models.checkpoints.mapping.rank_shards import Cuts, Ranges, RankPart, cut_part, cut_shape, parts
 from te_models.layers import QuantizedTensor
 from te_models.layers.tensor.fsdp import entries_of_rows, is_one_matrix, largest_shard, local_part
 
@@ -32,13 +32,13 @@ from ..config import ConfigError
 from ..lora.model import base_name, base_state_dict, lora_state_dict
 from ..lora.parts import adapter_parameters, adapter_parts
 from ..model import GPTModel
-from ..model.parallel import place_of
+from ..model.parallel import shard_place
 
 Shape = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """Indices from `begin` on of a whole tensor, which are those from `offset` on of a rank's part; `shape` of both."""
+    """Indices of a whole tensor from `begin` on, at `offset` and following of a rank's part; `shape` of both."""
 
     begin: Shape
     shape: Shape
@@ -85,10 +85,10 @@ class LocalPart:
 
     def of_whole(self, whole: Tensor) -> Tensor:
         """Return this part of a whole tensor."""
-        return part_of(whole, self.cuts)
+        return cut_part(whole, self.cuts)
 
 
-class ShardPlace(NamedTuple):
+class ShardOfParameter(NamedTuple):
     """Which of `ranks` shards along a dimension a rank has: all have `each` indices in turn until none are left. A part
     of a parameter that is no DTensor says so as its attribute `shard_place`."""
 
@@ -136,15 +136,15 @@ class ModelParts:
 
     @cached_property
     def _by_tp(self) -> list[Mapping[str, RankPart]]:
-        ranks = range(place_of(self.model).tp_size)
+        ranks = range(shard_place(self.model).tp_size)
         return [self._at(tp_rank=rank) for rank in ranks]
 
     @cached_property
     def _by_etp(self) -> list[Mapping[str, RankPart]]:
-        return [self._at(etp_rank=rank) for rank in range(place_of(self.model).expert_split[1])]
+        return [self._at(etp_rank=rank) for rank in range(shard_place(self.model).expert_split[1])]
 
     def _at(self, **changes: int) -> Mapping[str, RankPart]:
-        owned = parts(self.model.config, self._weights, dataclasses.replace(place_of(self.model), **changes))
+        owned = parts(self.model.config, self._weights, dataclasses.replace(shard_place(self.model), **changes))
         return owned | adapter_parts(self._adapters, self._weights, owned)
 
     def names(self) -> set[str]:
@@ -175,10 +175,12 @@ class ModelParts:
     def like(self, name: str, parameter: Tensor, tensor: Tensor) -> LocalPart:
         """Return the part of a tensor that is divided among the ranks as a parameter is. tensor: this rank's."""
         whole, cuts = self._shapes[name], dict(self._owned[name].cuts())
-        place: ShardPlace | None = getattr(parameter, "shard_place", None)
+        place: ShardOfParameter | None = getattr(parameter, "shard_place", None)
         if local_part(parameter) is not parameter:
             rank, ranks, dim = _place_of_shard(parameter)
-            place = ShardPlace(rank, ranks, dim, largest_shard(parameter, self._owned[name].shape(whole)[dim], ranks))
+            place = ShardOfParameter(
+                rank, ranks, dim, largest_shard(parameter, self._owned[name].shape(whole)[dim], ranks)
+            )
         if place is not None:
             size = self._owned[name].shape(whole)[place.dim]
             begin = min(place.rank * place.each, size)
@@ -191,7 +193,7 @@ class ModelParts:
         for name, tensor in base_state_dict(self.model.whole or self.model).items():
             local = local_part(tensor)
             if isinstance(local, QuantizedTensor):
-                found[name] = empty(name, self._shapes[name], describe(local.quantizer, local.dtype), "meta")
+                found[name] = empty(name, self._shapes[name], quantized_metadata(local.quantizer, local.dtype), "meta")
             else:
                 found[name] = torch.empty(self._shapes[name], dtype=tensor.dtype, device="meta")
         return found
@@ -199,7 +201,7 @@ class ModelParts:
     def fields(self, name: str, parameter: Tensor, local: QuantizedTensor) -> Iterator[tuple[str, LocalPart]]:
         """Yield this rank's part of each stored field of a quantized parameter, by its name in files, eight-bit numbers
         as bytes. local: its tensor here."""
-        whole = empty(name, self._shapes[name], describe(local.quantizer, local.dtype), "meta").fields
+        whole = empty(name, self._shapes[name], quantized_metadata(local.quantizer, local.dtype), "meta").fields
         by_field = self._owned[name].field_cuts(name, self._shapes[name], local.quantizer)
         for layout in local.layouts:
             field, cuts = getattr(local, layout.name), dict(by_field[layout.name])
@@ -263,10 +265,10 @@ def load_own_parts(model: GPTModel, checkpoint: Checkpoint) -> None:
     checkpoint.check_elements()
     tensors = dict(model.stored_tensors())
     whole = model.whole or model
-    layout = layout_of(dict(whole.stored_tensors()), model.config, "the names of the parameters to load")
-    stored = Parameters(checkpoint.store, checkpoint.namespace, model.config, checkpoint.formats, layout)
+    layout = layout_of_names(dict(whole.stored_tensors()), model.config, "the names of the parameters to load")
+    stored = StoredParameters(checkpoint.store, checkpoint.namespace, model.config, checkpoint.formats, layout)
     per_gemm = cache(
-        lambda: Parameters(checkpoint.store, checkpoint.namespace, model.config, checkpoint.formats, "per-gemm")
+        lambda: StoredParameters(checkpoint.store, checkpoint.namespace, model.config, checkpoint.formats, "per-gemm")
     )
     shapes, own = expected_tensors(model.config, layout), ModelParts(model)
     for name, tensor in tensors.items():
@@ -291,7 +293,7 @@ def load_own_parts(model: GPTModel, checkpoint: Checkpoint) -> None:
 
 
 def _check_format(checkpoint: Checkpoint, name: str, local: Tensor, stored: Mapping[str, Any]) -> None:
-    quantizer, _ = quantizer_of(name, stored)
+    quantizer, _ = quantizer_from_metadata(name, stored)
     if isinstance(local, QuantizedTensor) and local.quantizer == quantizer:
         return
     raise ConfigError(

@@ -12,9 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,120 +26,7 @@ from te_models.layers.tensor.fsdp import local_part
 from ..config import ConfigError
 from ..model import GPTModel
 from ..model.stage import embeds_twice, shape_of_part
-
-ABSTRACT = ("PipelineScheduleSingle", "PipelineScheduleMulti")
-V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-"""Schedules in which the first rank has the first and the last stage."""
-LATER = ("ScheduleInterleavedZeroBubble", *V_SHAPED)
-"""Schedules that compute weight gradients apart from the gradients of activations."""
-WHERE, SPLIT = "parallel.pipeline_schedule", "parallel.pipeline_split"
-
-
-def schedule_class(name: str) -> Any:
-    """Return torch's class of a schedule. Raises ConfigError for a name that torch does not know."""
-    from torch.distributed.pipelining.schedules import get_schedule_class
-
-    try:
-        found = None if name in ABSTRACT else get_schedule_class(name)
-    except ValueError:
-        found = None
-    if found is None or found.__name__ in ABSTRACT:
-        known = "1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV"
-        raise ConfigError(f"{WHERE} is {name!r}; allowed: a schedule that torch has, such as {known}", WHERE)
-    return found
-
-
-@dataclass(frozen=True)
-class StageLayout:
-    """Which stages each of `ranks` ranks has under a schedule. stages_per_rank: None means one, or two under schedules
-    of several stages a rank. split: how many layers each stage has, in their order; (): as many each. Raises
-    ConfigError for a schedule that torch does not know, and for a number of stages that it does not have."""
-
-    ranks: int
-    schedule: str = "1F1B"
-    stages_per_rank: int | None = None
-    split: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-
-        found, asked = schedule_class(self.schedule), self.stages_per_rank
-        single = issubclass(found, PipelineScheduleSingle)
-        allowed = "1" if single else "2" if found.__name__ in V_SHAPED else "2 or more"
-        per_rank = (1 if single else 2) if asked is None else asked
-        if (single and per_rank != 1) or (found.__name__ in V_SHAPED and per_rank != 2) or not (single or per_rank > 1):
-            where = "parallel.virtual_pipeline_model_parallel_size"
-            raise ConfigError(f"{where} is {asked} with {WHERE} = {self.schedule!r}; allowed: {allowed}", where)
-        object.__setattr__(self, "stages_per_rank", per_rank)
-        if self.split and (len(self.split) != self.stages or min(self.split) < 1):
-            raise ConfigError(
-                f"{SPLIT} is {list(self.split)}; allowed: a number of layers, 1 or more, for each of "
-                f"{self.stages} stages",
-                SPLIT,
-            )
-
-    @property
-    def stages(self) -> int:
-        """How many stages there are."""
-        return self.ranks * (self.stages_per_rank or 1)
-
-    @property
-    def is_v_shaped(self) -> bool:
-        """Whether the first rank has the first and the last stage."""
-        return schedule_class(self.schedule).__name__ in V_SHAPED
-
-    @property
-    def is_later(self) -> bool:
-        """Whether weight gradients are computed apart from those of activations."""
-        return schedule_class(self.schedule).__name__ in LATER
-
-    def of_rank(self, rank: int) -> tuple[int, ...]:
-        """Return the numbers of a rank's stages, in ascending order."""
-        if self.is_v_shaped:
-            return rank, self.stages - 1 - rank
-        return tuple(range(rank, self.stages, self.ranks))
-
-    def layers(self, num_layers: int) -> list[range]:
-        """Return the layers of each stage: those of `split`, or as many each, at most one more where they do not
-        divide. Raises ConfigError where there are fewer layers than stages, or the split is of another number."""
-        if num_layers < self.stages:
-            where = "parallel.pipeline_model_parallel_size"
-            raise ConfigError(
-                f"{where} is {self.ranks} with {self.stages_per_rank} stages each, and the model has {num_layers} "
-                "layers; allowed: at most as many stages as layers",
-                where,
-            )
-        edges = [num_layers * stage // self.stages for stage in range(self.stages + 1)]
-        if self.split:
-            edges = [sum(self.split[:stage]) for stage in range(self.stages + 1)]
-            if edges[-1] != num_layers:
-                raise ConfigError(
-                    f"{SPLIT} is {list(self.split)}, {edges[-1]} layers, and the model has {num_layers}", SPLIT
-                )
-        return [range(begin, end) for begin, end in pairwise(edges)]
-
-
-def balanced_split(layers: Sequence[float], stages: int, last: float) -> tuple[int, ...]:
-    """Return how many consecutive layers each stage has so that the stage which takes longest takes as little as it
-    can. layers: what each takes; last: what the last stage takes beside its layers."""
-    total = [0.0]
-    for cost in layers:
-        total.append(total[-1] + cost)
-    # best[s][n]: of the first n layers in s stages, the longest stage and where the last of them begins
-    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
-    for stage in range(1, stages + 1):
-        more = last if stage == stages else 0.0
-        found = {}
-        for end in range(stage, len(layers) - (stages - stage) + 1):
-            choices = ((max(best[-1][b][0], total[end] - total[b] + more), -b) for b in best[-1] if b < end)
-            longest, begin = min(choices)
-            found[end] = longest, -begin
-        best.append(found)
-    edges = [len(layers)]
-    for stage in range(stages, 0, -1):
-        edges.append(best[stage][edges[-1]][1])
-    return tuple(end - begin for begin, end in pairwise(reversed(edges)))
-
+from .stage_layout import StageLayout
 
 Fields = Mapping[str, Tensor]
 """A micro-batch: `input_ids` [B, S], and where it has them `labels` and what else `Stage` takes, all with B rows."""
@@ -172,10 +57,9 @@ class Stage(nn.Module):
         input_ids: Tensor | None = None,
     ) -> Any:
         """x: [B, S] int64 of the first stage, else [B, S, H]; aux_loss: float32 scalar; labels, position_ids and
-        document_ids: [B, S], as of GPTModel. weight: [B], one number, which everything but the router losses is
-        multiplied by; None: 1. input_ids: [B, S], which the last stage reads where layers predict further tokens. Adds
-        (cross entropy, router losses, loss of further tokens, z-loss of the logits) of a micro-batch to `losses`, on
-        the last stage."""
+        document_ids: [B, S], as of GPTModel. weight: [B], one number, the factor of everything but the router losses;
+        None: 1. input_ids: [B, S], for the last stage where layers predict further tokens. Adds (cross entropy, router
+        losses, loss of further tokens, z-loss of the logits) of a micro-batch to `losses`, on the last stage."""
         model = self.model
         what: dict[str, Any] = {"input_ids": x} if model.pre_process else {"inputs_embeds": x}
         if position_ids is None and not model.pre_process:  # of a part of the tokens, they say how many there are
@@ -252,24 +136,25 @@ class Pipeline:
         self._schedules = {count: self._schedule(count, stages) for count in sorted({micro_batches, *fewer})}
 
     def _schedule(self, count: int, stages: Sequence[tuple[Stage, dict[str, Any]]]) -> Any:
-        """Return torch's schedule of so many micro-batches, with stages of its own. stages: this rank's modules, and
+        """Return torch's schedule of this many micro-batches, with new stages. stages: this rank's modules, and
         options of torch's stages."""
         layout = self.layout
         own = [
             _stage_class()(stage, stage.number, layout.stages, self.device, group=self.group, **options)
             for stage, options in stages
         ]
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
         options: dict[str, Any] = {"loss_fn": lambda loss, _: loss / count, "scale_grads": False}
         try:
             single = layout.stages_per_rank == 1
-            return schedule_class(layout.schedule)(own[0] if single else own, count, **options)
+            return get_schedule_class(layout.schedule)(own[0] if single else own, count, **options)
         except ValueError as error:
             what = f"data.gradient_accumulation is {count}"
             if count != self.micro_batches:
                 what = f"data.rampup_batch_size has steps of {count} micro-batches"
-            raise ConfigError(
-                f"{what}, with which {WHERE} = {layout.schedule!r} cannot be on {layout.ranks} ranks: {error}"
-            ) from None
+            schedule = f"parallel.pipeline_schedule = {layout.schedule!r}"
+            raise ConfigError(f"{what}, with which {schedule} cannot be on {layout.ranks} ranks: {error}") from None
 
     def forward_backward(self, micro_batches: Sequence[Fields]) -> Tensor:
         """Run micro-batches forward and backward; return [cross entropy, router losses, loss of further tokens, z-loss
@@ -324,7 +209,8 @@ class Pipeline:
     def sum_embedding_gradients(self) -> None:
         """Add up the gradients of weights that several ranks have: of the embedding in the first and the last stage,
         and of blocks that layers share in all."""
-        for parameter in self.model.decoder.shared_blocks.parameters() if self._shares_blocks else ():
+        shared = self.model.decoder.shared_blocks
+        for parameter in shared.parameters() if shared is not None and self._shares_blocks else ():
             if parameter.requires_grad:
                 gradient = gradient_of(parameter)
                 if gradient is None:  # no layer of this rank uses the block
@@ -348,7 +234,8 @@ class Pipeline:
 
 @cache
 def _stage_class() -> Any:
-    """Return torch's stage, which under V-shaped schedules hands gradients on also where an evaluation has none."""
+    """Return torch's stage, extended to hand gradients on under V-shaped schedules also where an evaluation has
+    none."""
     from torch.distributed.pipelining import PipelineStage
 
     class EvaluatedStage(PipelineStage):

@@ -19,13 +19,15 @@ from te_models.layers.module.primary_weights import store_weights_as_asked
 from te_models.layers.tensor.fsdp import shards_of_blocks
 
 from ..config import ConfigError
+from ..layouts import Facts, check_layout_rules
 from ..model import GPTModel
 from ..model.build import real_device
 from ..model.moe import Router
 from ..model.parallel import reset_parameters
-from ..model.stage import embeds_twice, with_layers
+from ..model.stage import with_layers
 from .mesh import ParallelMesh
-from .pipeline import Stage, StageLayout
+from .pipeline import Stage
+from .stage_layout import StageLayout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,13 +57,13 @@ def parallelize(
 
     mesh: None where there is one rank. model: built over `mesh.model`, with or without data; on the meta device its
     parts are created on `device` one by one. fill: called with each part that was created, embedding, layers and output
-    layer in the order of a GPTModel; None: its `reset_parameters`, which draw what the whole model draws from the same
+    layer in the order of a GPTModel; None: its `reset_parameters`, with the draws of the whole model from the same
     seed. weights: the recipe in whose format the linear layers then store their weights. reshard_after_forward: free
-    gathered parameters between the passes, "default" of the layers, "always" of all; a number: keep shards over so many
-    ranks, a divisor of the ranks that share the parameters (not of quantized weights). reduce_dtype: in which gradients
-    of the ranks are added up; the result has the parameter's dtype. cpu_offload: keep sharded parameters and their
-    gradients in main memory, so that an optimizer works there; the passes copy what they need to `device`. stages: the
-    pipeline stages, where `mesh` has any; None: one a rank.
+    gathered parameters between the passes, "default" of the layers, "always" of all; a number: keep shards over this
+    many ranks, a divisor of the ranks that share the parameters (not of quantized weights). reduce_dtype: in which
+    gradients of the ranks are added up; the result has the parameter's dtype. cpu_offload: keep sharded parameters and
+    their gradients in main memory, so that an optimizer works there; the passes copy what they need to `device`.
+    stages: the pipeline stages, where `mesh` has any; None: one a rank.
 
     Parameters of another dtype than most of their part (routers in float32) are not sharded: average their gradients,
     and divide sharded experts' gradients, with `te_models.training.ranks.data_parallel.average_gradients`. Compile
@@ -70,7 +72,7 @@ def parallelize(
     Ranks that share sequences are told to the model. cp_comm_type: how attention reaches their keys, see
     `GPTModel.set_context_parallel_group`.
 
-    Raises ConfigError where experts are distributed and torch cannot shard them over a mesh of their own, TypeError for
+    Raises ConfigError where experts are distributed and torch cannot shard them over a separate mesh, TypeError for
     another kind of mesh, ValueError for a model that was built over other ranks, for `cpu_offload` without shards, and
     for stored weights whose blocks the ranks cannot share equally where torch shards no other way.
     """
@@ -99,10 +101,10 @@ def parallelize(
     whole, roots = model, (model,)
     if mesh is not None and mesh.stages is not None:
         stages = stages or StageLayout(mesh.dims.pipeline_model_parallel_size)
-        model = _own_stages(model, mesh, stages, sharded=over is not None)
+        model = _own_stages(model, mesh, stages)
         roots = model.pipeline_stages
-    own = {id(part) for part in parts_of(model)} | {id(p) for p in model.parameters()}
-    for part in parts_of(whole):
+    own = {id(part) for part in sharded_parts(model)} | {id(p) for p in model.parameters()}
+    for part in sharded_parts(whole):
         if id(part) not in own and not any(id(p) in own for p in part.parameters()):
             if any(p.is_meta for p in part.parameters()) and (fill is None or weights is not None):
                 part.to_empty(device=target)
@@ -129,7 +131,8 @@ def parallelize(
 
 
 def _check_mesh(model: GPTModel, mesh: ParallelMesh | None) -> None:
-    """Raise where a mesh is none of ours, whose dimensions say what they share, or the model was built over another."""
+    """Raise unless a mesh is a ParallelMesh, whose dimensions say what they share, or the model was built over
+    another."""
     if mesh is None:
         return
     if not isinstance(mesh, ParallelMesh):
@@ -138,36 +141,17 @@ def _check_mesh(model: GPTModel, mesh: ParallelMesh | None) -> None:
         raise TypeError(
             f"mesh is a {what}; allowed: a ParallelMesh, as ParallelDims(ranks=...).build_mesh(...) returns"
         )
-    sizes = {
-        "tensor_model_parallel_size": (model.tp_size, mesh.dims.tensor_model_parallel_size),
-        "expert_model_parallel_size": (model.expert_model_parallel_size, mesh.dims.expert_model_parallel_size),
-        "expert_tensor_parallel_size": (model.expert_tensor_parallel_size, mesh.dims.expert_tensor_parallel_size),
-    }
-    for name, (built, size) in sizes.items():
-        if built != size:
-            raise ValueError(
-                f"{name} of the mesh is {size}, and the model was built over {built}; allowed: the groups of "
-                "mesh.model_groups"
-            )
+    names = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+    sizes = model.tp_size, model.expert_model_parallel_size, model.expert_tensor_parallel_size
+    check_layout_rules(Facts(dims=mesh.dims, built=dict(zip(names, sizes, strict=True))))
 
 
-def _own_stages(model: GPTModel, mesh: ParallelMesh, stages: StageLayout, *, sharded: bool) -> GPTModel:
+def _own_stages(model: GPTModel, mesh: ParallelMesh, stages: StageLayout) -> GPTModel:
     """Return the layers of this rank's stages as one model, cut into `pipeline_stages`.
 
     Raises ConfigError where the stages cannot have this model."""
     assert mesh.stages is not None
-    if embeds_twice(model.config) and sharded and stages.is_v_shaped:
-        raise ConfigError(
-            f"parallel.pipeline_schedule is {stages.schedule!r}, in which two stages of a rank share the weight of "
-            "the embedding; allowed with data_parallel_shard_size: 1F1B, GPipe and interleaved schedules, "
-            "or a model that shares none"
-        )
-    if model.config.shared_blocks is not None and stages.stages_per_rank != 1 and (sharded or stages.is_later):
-        raise ConfigError(
-            f"shared_blocks: {stages.stages_per_rank} stages of a rank share blocks; allowed with "
-            f"parallel.pipeline_schedule = {stages.schedule!r}{' and data_parallel_shard_size' if sharded else ''}: a "
-            "model that shares none, or 1F1B and GPipe"
-        )
+    check_layout_rules(Facts(model=model.config, dims=mesh.dims, stages=stages))
     spans, numbers = stages.layers(model.config.num_layers), stages.of_rank(mesh.stages.rank())
     own = with_layers(model, [layer for number in numbers for layer in spans[number]])
     own.pipeline_stages = tuple(Stage(with_layers(own, spans[number]), number) for number in numbers)
@@ -182,7 +166,7 @@ def _reshard_of(asked: ReshardAfterForward) -> bool | int | None:
     return {"default": None, "always": True, "never": False}[asked] if isinstance(asked, str) else asked
 
 
-def parts_of(model: GPTModel) -> Iterator[nn.Module]:
+def sharded_parts(model: GPTModel) -> Iterator[nn.Module]:
     """Yield the parts of a model that are sharded one by one, in the order in which they are created."""
     decoder = model.decoder
     ends = decoder.final_layernorm, decoder.final_hyper_connection, decoder.lane_projections
@@ -238,7 +222,7 @@ def _experts_of(part: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def shards_experts_apart() -> bool:
-    """Whether `fully_shard` of this torch can shard some parameters of a layer over a mesh of their own."""
+    """Whether `fully_shard` of this torch can shard some parameters of a layer over a separate mesh."""
     from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
 
     return hasattr(_fsdp_common, "ShardPlacementResult") and hasattr(_fsdp_init, "_get_mesh_info")
@@ -260,7 +244,7 @@ def _own_mesh(mesh: DeviceMesh) -> Callable[[Shard], Any]:
 
 def _placement(parameter: nn.Parameter, shards: int) -> Shard:
     """Return the dimension along which the experts' parameter is sharded: the first one that the ranks can share
-    equally. FSDP2 pads the first dimension, which for few experts on many ranks is most of what it holds and sends."""
+    equally. FSDP2 pads the first dimension; for few experts on many ranks that is most of what it holds and sends."""
     from torch.distributed.tensor import Shard
 
     dims = range(1 if isinstance(parameter, QuantizedTensor) else parameter.dim())
@@ -268,7 +252,7 @@ def _placement(parameter: nn.Parameter, shards: int) -> Shard:
 
 
 def _unlike(part: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of another dtype than most of a part has, which FSDP2 cannot reduce together with it."""
+    """Return the parameters of another dtype than most of a part has: FSDP2 cannot reduce these together with it."""
     from torch.distributed.tensor import DTensor
 
     unsharded = [p for p in part.parameters() if not isinstance(p, DTensor)]

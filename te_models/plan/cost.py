@@ -18,7 +18,7 @@ from ..training.config import TrainConfig
 from .result import Hardware, Moved, Traffic
 
 if TYPE_CHECKING:
-    from ..training.ranks.layout import Layout
+    from ..training.ranks.layout import RankLayout
     from .micro_batch import Recorded
 
 BEYOND = "gradients and sharded parameters, beyond compute"
@@ -26,7 +26,7 @@ BEYOND = "gradients and sharded parameters, beyond compute"
 
 
 def waits_of(
-    config: TrainConfig, model: ModelConfig, layout: Layout, found: Recorded, flops: float, hardware: Hardware
+    config: TrainConfig, model: ModelConfig, layout: RankLayout, found: Recorded, flops: float, hardware: Hardware
 ) -> dict[str, float]:
     """Return the seconds of a step by what a rank waits for. flops: of a rank's step.
 
@@ -65,7 +65,7 @@ FILLS, COPIES = "pipeline fills and empties", "copies from and to main memory, b
 
 
 def communication_seconds(
-    config: TrainConfig, model: ModelConfig, layout: Layout, found: Recorded, hardware: Hardware
+    config: TrainConfig, model: ModelConfig, layout: RankLayout, found: Recorded, hardware: Hardware
 ) -> float:
     """Return the seconds that all collectives of a step take, one after the other."""
     links = _Links(config, model, layout, hardware)
@@ -118,7 +118,7 @@ def _overlaps(kind: str, dimension: str, config: TrainConfig) -> bool:
 class _Links:
     """Seconds of collectives over the dimensions of a layout."""
 
-    def __init__(self, config: TrainConfig, model: ModelConfig, layout: Layout, hardware: Hardware) -> None:
+    def __init__(self, config: TrainConfig, model: ModelConfig, layout: RankLayout, hardware: Hardware) -> None:
         self.config, self.model, self.dims, self.hardware = config, model, layout.dims, hardware
 
     def seconds(self, kind: str, dimension: str, moved: Traffic) -> float:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from ..config import ConfigError
 from ..training.config import TrainConfig
 from ..training.data.batch_size import with_global_batch
-from ..training.preflight import check_layout
+from ..training.preflight import check_run_layout
 from ..training.ranks.data_parallel import Ranks
-from ..training.ranks.layout import balanced, layout_of
-from ..training.trained import check_names, step_flops_per_token
+from ..training.ranks.layout import balanced, rank_layout
+from ..training.trained import check_globs, step_flops_per_token
 from .cost import FILLS, communication_seconds, traffic_of, waits_of
-from .micro_batch import record
+from .micro_batch import record_step
 from .process import model_of
 from .result import Hardware, Plan
 from .simulation import fake_ranks, fake_tensors
@@ -24,8 +24,8 @@ OPTIONS = (
 
 
 def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank: int = 0) -> Plan:
-    """Return the plan of a run on so many ranks, in a process that belongs to no process group and plans no other run:
-    torch keeps meshes of equal shape, with the groups that they had.
+    """Return the plan of a run on this many ranks, in a process that belongs to no process group and plans no other
+    run: torch keeps meshes of equal shape, with the groups that they had.
 
     One micro-batch and the end of a step, of a pipeline all that its schedule does, run on tensors without values, as a
     rank of the layout would run them on CPU: the first of those that have the stages of `pipeline_rank`. Layers of a
@@ -36,13 +36,13 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
     model, pipeline = model_of(config), config.parallel.pipeline_model_parallel_size
     rank = pipeline_rank * (ranks // pipeline)
     with fake_ranks(ranks, rank):
-        layout = layout_of(config.parallel, Ranks(rank, ranks), "cpu")
+        layout = rank_layout(config.parallel, Ranks(rank, ranks), "cpu")
         config = with_global_batch(config, layout.data.world_size)
-        check_layout(config, model, layout.dims)
-        check_names(config, model)
+        check_run_layout(config, model, layout.dims)
+        check_globs(config, model)
         layout = balanced(layout, config, model)
         with fake_tensors():
-            found = (record if layout.stages is None else record_stages)(config, model, layout)
+            found = (record_step if layout.stages is None else record_stages)(config, model, layout)
         dims, micro_batches = layout.dims, config.data.gradient_accumulation
     tokens = config.micro_batch_tokens * micro_batches
     flops = step_flops_per_token(config, model) * tokens

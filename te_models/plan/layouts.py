@@ -12,7 +12,7 @@ from typing import Any, get_args
 from te_models.layers.distributed.context_parallel import CpCommType
 
 from ..config import ConfigError, ModelConfig
-from ..model.parallel import check_shared_sequences
+from ..layouts import Facts, check_layout_rules
 from ..training.config import TrainConfig
 from .process import model_of, plan_each
 from .result import Hardware, Plan
@@ -152,9 +152,12 @@ def layouts_of(
 def _ways(model: ModelConfig, ranks: int, tp: int) -> Iterator[str]:
     """Yield how attention can reach the keys of so many ranks that share sequences."""
     attends = any(model.attention_of(layer) is not None for layer in range(model.num_layers))
-    for way in get_args(CpCommType) if ranks > 1 and attends else ("all_gather",):
+    yield "all_gather"  # whatever else a layout is refused for
+    for way in get_args(CpCommType) if ranks > 1 and attends else ():
+        if way == "all_gather":
+            continue
         try:
-            check_shared_sequences(model, ranks, way, tp)
+            check_layout_rules(Facts(model=model, tp=tp, cp=ranks, cp_comm_type=way))
         except ConfigError:
             continue
         yield way

@@ -29,12 +29,12 @@ from ..parallel.sharding import parallelize
 from ..training.build import build_optimizer, random_model
 from ..training.config import TrainConfig
 from ..training.lora import Adapters
-from ..training.ranks.layout import Layout
+from ..training.ranks.layout import RankLayout
 from ..training.ranks.reduction import Reduction
 from ..training.setup import set_recomputation
 from ..training.step import make_loss_function
 from ..training.trained import trained_by_layer, with_layers_alone
-from .result import Moved, joined
+from .result import Moved, added_traffic
 from .simulation import Recorder, without_values
 
 
@@ -59,14 +59,14 @@ class Recorded:
             self.parameters + factor * other.parameters,
             self.optimizer + factor * other.optimizer,
             self.peak + factor * other.peak,
-            joined(self.each, other.each, factor),
-            joined(self.once, other.once, factor),
+            added_traffic(self.each, other.each, factor),
+            added_traffic(self.once, other.once, factor),
             self.host + factor * other.host,
             self.copied + factor * other.copied,
         )
 
 
-def record(config: TrainConfig, model: ModelConfig, layout: Layout) -> Recorded:
+def record_step(config: TrainConfig, model: ModelConfig, layout: RankLayout) -> Recorded:
     """Return what rank 0 takes for a step of the model, from steps of models of a few of its layers.
 
     Called inside `fake_ranks`.
@@ -82,7 +82,7 @@ def record(config: TrainConfig, model: ModelConfig, layout: Layout) -> Recorded:
     return total
 
 
-def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layers: list[int]) -> Recorded:
+def record_layers(config: TrainConfig, model: ModelConfig, layout: RankLayout, layers: list[int]) -> Recorded:
     """Run a micro-batch and the end of a step with these layers of the model alone, and return what was recorded."""
     recorder = recorder_of(layout)
     config = with_layers_alone(config, model, layers)
@@ -122,7 +122,7 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: Layout, layer
         found.each, recorder.traffic = passes[0], {}
         reduction.finish()
         optimizer.gather_parameters()
-        found.once = joined(recorder.traffic, joined(passes[-1], passes[0], -1.0))
+        found.once = added_traffic(recorder.traffic, added_traffic(passes[-1], passes[0], -1.0))
         found.peak = recorder.peak
     if config.parallel.cpu_offload:
         offload(found, gpt)
@@ -202,12 +202,12 @@ def as_few_operations() -> Iterator[None]:
         chunked._ROWS, rows._STEP_ELEMENTS, libraries.supposed, launch.as_accelerator = before
 
 
-def recorder_of(layout: Layout) -> Recorder:
+def recorder_of(layout: RankLayout) -> Recorder:
     """Return what records a step of this layout."""
     return Recorder(_dimensions(layout))
 
 
-def divided(gpt: GPTModel, config: TrainConfig, layout: Layout) -> GPTModel:
+def divided(gpt: GPTModel, config: TrainConfig, layout: RankLayout) -> GPTModel:
     """Return a whole model sharded, or cut into this rank's stages, as a run does it."""
     return parallelize(
         gpt,
@@ -234,7 +234,7 @@ def layer_kind(model: ModelConfig, layer: int) -> tuple[object, ...]:
     return model.mixer_names(layer), model.has_mlp(layer), model.is_moe_layer(layer), model.layer_type(layer)
 
 
-def _dimensions(layout: Layout) -> dict[str, str]:
+def _dimensions(layout: RankLayout) -> dict[str, str]:
     """Return the name of the mesh's dimension by the name of its process group."""
     if layout.mesh is None:
         return {"0": "dp"}

@@ -1,4 +1,4 @@
-"""Plans in processes of their own: `main` reads what to plan from standard input, and prints it, as JSON.
+"""Plans in separate processes: `main` reads what to plan from standard input, and prints it, as JSON.
 
 torch keeps the meshes of a plan, so that each needs a new process. It is forked from one that has imported torch: a new
 interpreter spends seconds on that.
@@ -34,7 +34,7 @@ _USED = (
 
 
 def plan_run(config: TrainConfig, ranks: int, hardware: Hardware | None = None) -> Plan:
-    """Return the plan of a training run on so many ranks: what each holds, computes and sends.
+    """Return the plan of a training run on this many ranks: what each holds, computes and sends.
 
     hardware: the defaults of `Hardware` where it is None. Raises ConfigError for what `te-models train` refuses in this
     layout, RuntimeError where the process fails.

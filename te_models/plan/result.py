@@ -31,7 +31,7 @@ Moved = dict[tuple[str, str], Traffic]
 """(collective, dimension of the mesh) -> what it moved."""
 
 
-def joined(a: Moved, b: Moved, factor: float = 1.0) -> Moved:
+def added_traffic(a: Moved, b: Moved, factor: float = 1.0) -> Moved:
     """Return the traffic of `a` and of `factor` times as much work as that of `b`."""
     return {key: a.get(key, Traffic()) + b.get(key, Traffic()).times(factor) for key in sorted({*a, *b})}
 

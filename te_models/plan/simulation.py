@@ -23,7 +23,7 @@ from te_models.layers import QuantizedTensor
 from te_models.layers.collectives import resolve_group
 
 from ..config import ConfigError
-from .result import Moved, Traffic, joined
+from .result import Moved, Traffic, added_traffic
 
 _KINDS = {
     "all_gather": ("all_gather", "allgather"),
@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
         """Count work that is known and not done: bytes that stay, bytes at its highest point, and collectives."""
         self.peak = max(self.peak, self.live + peak)
         self.live += held
-        self.traffic = joined(self.traffic, traffic)
+        self.traffic = added_traffic(self.traffic, traffic)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[Apart]:
@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
             yield found
         finally:
             found.peak, found.traffic = self.peak - before, self.traffic
-            self.peak, self.traffic = max(peak, self.peak), joined(traffic, self.traffic)
+            self.peak, self.traffic = max(peak, self.peak), added_traffic(traffic, self.traffic)
 
     def __enter__(self) -> Self:
         resize = self._resize = torch.UntypedStorage.resize_

@@ -22,7 +22,7 @@ from te_models.layers.module.base import GemmModule
 from ..model.stage import shape_of_part
 from ..parallel.pipeline import Pipeline, Stage
 from .micro_batch import layer_kind
-from .result import Moved, joined
+from .result import Moved, added_traffic
 from .simulation import Recorder
 
 
@@ -37,7 +37,7 @@ class Pass:
 
     def plus(self, other: Pass, factor: float) -> Pass:
         """Return this and `factor` times another."""
-        traffic = joined(self.traffic, other.traffic, factor)
+        traffic = added_traffic(self.traffic, other.traffic, factor)
         return Pass(self.held + factor * other.held, self.peak + factor * other.peak, traffic)
 
 

@@ -18,17 +18,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..config import ModelConfig
 from ..model import GPTModel
 from ..model.build import without_draws
-from ..parallel.pipeline import StageLayout
+from ..parallel.stage_layout import StageLayout
 from ..training.build import build_optimizer, random_model
 from ..training.config import TrainConfig
 from ..training.lora import Adapters
-from ..training.ranks.layout import Layout
+from ..training.ranks.layout import RankLayout
 from ..training.ranks.reduction import reduce_gradients
 from ..training.setup import set_loss_options, with_loss_chunk
 from ..training.step import make_pipeline
 from ..training.trained import with_layers_alone
 from .micro_batch import Recorded, as_few_operations, by_kind, divided, of_layers, offload, recorder_of, suppose_balance
-from .result import joined
+from .result import added_traffic
 from .simulation import without_values
 from .stage_cost import StageCost, measure, replay
 
@@ -60,7 +60,7 @@ class _Measured:
         return _Measured(self.rank.plus(other.rank, factor), stages)
 
 
-def record_stages(config: TrainConfig, model: ModelConfig, layout: Layout) -> Recorded:
+def record_stages(config: TrainConfig, model: ModelConfig, layout: RankLayout) -> Recorded:
     """Return what this rank takes for a step of the model: all micro-batches are in `once`.
 
     Called inside `fake_ranks`. Raises ConfigError for a number of micro-batches that the schedule does not have.
@@ -77,7 +77,7 @@ def record_stages(config: TrainConfig, model: ModelConfig, layout: Layout) -> Re
 
     ends = {0: [0], stages.stages - 1: [model.num_layers - 1]}  # of other stages no layer is needed
 
-    def with_layers(chosen: dict[int, list[int]]) -> tuple[GPTModel, TrainConfig, Layout]:
+    def with_layers(chosen: dict[int, list[int]]) -> tuple[GPTModel, TrainConfig, RankLayout]:
         own = ends | chosen
         return stages_of_layers(config, model, layout, [own.get(stage, []) for stage in range(stages.stages)])
 
@@ -89,7 +89,7 @@ def record_stages(config: TrainConfig, model: ModelConfig, layout: Layout) -> Re
     return _of_schedule(run, its, gpt, total)
 
 
-def _of_schedule(config: TrainConfig, layout: Layout, gpt: GPTModel, measured: _Measured) -> Recorded:
+def _of_schedule(config: TrainConfig, layout: RankLayout, gpt: GPTModel, measured: _Measured) -> Recorded:
     """Return what a rank takes for all micro-batches of a step, in the schedule of `layout`. gpt: with its stages.
 
     With three for each rank a pipeline is full: each further round, one for each rank, holds and sends the same more.
@@ -103,7 +103,7 @@ def _of_schedule(config: TrainConfig, layout: Layout, gpt: GPTModel, measured: _
         recorder.live = measured.rank.parameters + measured.rank.optimizer
         with recorder, unrecorded_vote():
             replay(pipeline, measured.stages, (config.data.micro_batch_size, config.data.sequence_length), recorder)
-        peak, once = max(measured.rank.peak, recorder.peak), joined(recorder.traffic, measured.rank.once)
+        peak, once = max(measured.rank.peak, recorder.peak), added_traffic(recorder.traffic, measured.rank.once)
         found.append(dataclasses.replace(measured.rank, peak=peak, once=once))
     base = found[0]
     return base.plus(found[1].plus(base, -1.0), (count - few) / ranks) if len(found) > 1 else base
@@ -113,7 +113,7 @@ def _with_micro_batches(config: TrainConfig, count: int) -> TrainConfig:
     return config.replace(data=config.data.replace(gradient_accumulation=count, rampup_batch_size=()))
 
 
-def _measure(gpt: GPTModel, config: TrainConfig, layout: Layout) -> _Measured:
+def _measure(gpt: GPTModel, config: TrainConfig, layout: RankLayout) -> _Measured:
     """Return what a rank holds, what a micro-batch costs in each of its stages, and the end of a step."""
     recorder = recorder_of(layout)
     recorder.hold([list(gpt.parameters()), list(gpt.buffers())])
@@ -136,8 +136,8 @@ def _measure(gpt: GPTModel, config: TrainConfig, layout: Layout) -> _Measured:
 
 
 def stages_of_layers(
-    config: TrainConfig, model: ModelConfig, layout: Layout, chosen: list[list[int]]
-) -> tuple[GPTModel, TrainConfig, Layout]:
+    config: TrainConfig, model: ModelConfig, layout: RankLayout, chosen: list[list[int]]
+) -> tuple[GPTModel, TrainConfig, RankLayout]:
     """Return a model of these layers in each stage, cut into this rank's stages, its run and its layout."""
     stages = layout.stages
     assert stages is not None
@@ -168,7 +168,7 @@ def unrecorded_vote() -> Iterator[None]:
     schedule: Any = schedules._PipelineSchedule
     noted = [(module, module.record_function) for module in (schedules, stage) if hasattr(module, "record_function")]
     for module, _ in noted:  # marks for a profiler, a quarter of what a schedule calls
-        module.record_function = lambda name, args=None: contextlib.nullcontext()
+        vars(module)["record_function"] = lambda name, args=None: contextlib.nullcontext()
     vote = getattr(schedule, "_warmup_p2p", None)  # another torch may ask elsewhere
     supposed = without_values()
 
@@ -187,6 +187,6 @@ def unrecorded_vote() -> Iterator[None]:
         yield
     finally:
         for module, function in noted:
-            module.record_function = function
+            vars(module)["record_function"] = function
         if vote is not None:
             schedule._warmup_p2p = vote

@@ -14,10 +14,10 @@ from ..sizes import plural
 from ..training.one_run import LOCK, alone_in
 from . import steps
 from .pace import gemm_gflops, pace_line, paced
-from .report import Report, peak_rss_gib
-from .run import REAL, TINY, Run, Sizes, steps_done
+from .report import QuickstartReport, peak_rss_gib
+from .run import REAL, TINY, QuickstartSizes, Run, steps_done
 from .smollm import smollm_folder
-from .text import library_files, windows_of
+from .text import library_files, middle_windows
 from .tiny import tiny_folder
 
 REPORT = "report.json"
@@ -26,7 +26,7 @@ REPORT = "report.json"
 
 def run_quickstart(
     out: Path, *, offline_tiny: bool = False, epochs: int | None = None, recipe: str = "mxfp8", verbose: bool = True
-) -> Report:
+) -> QuickstartReport:
     """Run the main job and return its report; `out` receives models, curves.png and report.json.
 
     Args:
@@ -46,12 +46,12 @@ def run_quickstart(
     _check(out)
     with alone_in(out, "--out"):
         _fresh(out)
-        report = Report(verbose=verbose)
+        report = QuickstartReport(verbose=verbose)
         with report.heartbeat():
             return _run(out, offline_tiny, epochs, recipe, report)
 
 
-def _run(out: Path, offline_tiny: bool, epochs: int | None, recipe: str, report: Report) -> Report:
+def _run(out: Path, offline_tiny: bool, epochs: int | None, recipe: str, report: QuickstartReport) -> QuickstartReport:
     scratch = out / "scratch"
     scratch.mkdir()
     try:
@@ -61,14 +61,14 @@ def _run(out: Path, offline_tiny: bool, epochs: int | None, recipe: str, report:
         report.begin("1 import")
         dense = steps.import_model(run)
         report.begin("2 quantize")
-        steps.quantized(run)
+        steps.quantize_and_compare(run)
         report.begin("3 experts")
         steps.experts(run, dense)
         del dense
         report.begin("4 train")
         trained = steps.train_experts(run)
         report.begin("5 export")
-        steps.export_model(run, trained)
+        steps.export_and_compare(run, trained)
         report.end()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -78,7 +78,9 @@ def _run(out: Path, offline_tiny: bool, epochs: int | None, recipe: str, report:
     return report
 
 
-def _prepare(out: Path, scratch: Path, sizes: Sizes, recipe: str, offline_tiny: bool, report: Report) -> Run:
+def _prepare(
+    out: Path, scratch: Path, sizes: QuickstartSizes, recipe: str, offline_tiny: bool, report: QuickstartReport
+) -> Run:
     report.begin("0 prepare")
     full, gflops = sizes, gemm_gflops()
     sizes = paced(full, gflops)
@@ -94,7 +96,7 @@ def _prepare(out: Path, scratch: Path, sizes: Sizes, recipe: str, offline_tiny: 
         hf = smollm_folder(lambda message: report.say(f"  {message}"))
     report.say(f"  model: {hf}")
     tokenizer = require("transformers", "hf").AutoTokenizer.from_pretrained(hf, local_files_only=True)
-    windows = windows_of(tokenizer, held_out, sizes.windows, sizes.length)
+    windows = middle_windows(tokenizer, held_out, sizes.windows, sizes.length)
     return Run(
         out=out,
         scratch=scratch,
@@ -146,7 +148,7 @@ def _where(out: Path, source: Path | None) -> str:
     return "\n".join(lines)
 
 
-def _summary(report: Report, out: Path) -> str:
+def _summary(report: QuickstartReport, out: Path) -> str:
     times = ", ".join(f"{step} {seconds:.0f} s" for step, seconds in report.seconds.items())
     failed = sum(not check.passed for check in report.checks)
     verdict = (

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from te_models.kernels.gemm.cpu import cpu_gemm
 
 from ..sizes import plural
-from .run import Sizes
+from .run import QuickstartSizes
 
 _TOKENS, _HIDDEN, _FFN = 256, 576, 1536
 _SECONDS = 0.3
@@ -36,10 +36,10 @@ def gemm_gflops(seconds: float = _SECONDS) -> float:
     return 2e-9 * _TOKENS * _HIDDEN * _FFN / best
 
 
-def paced(sizes: Sizes, gflops: float) -> Sizes:
+def paced(sizes: QuickstartSizes, gflops: float) -> QuickstartSizes:
     """Return the sizes with as many training batches as a machine of this speed reads in time: a multiple of four from
     `fewest_batches` to `train_batches`, of which the same part is compared. Below `full_gflops` training is not
-    compiled: a slow machine compiles for minutes, which a few dozen steps do not earn back."""
+    compiled: a slow machine compiles for minutes, and a few dozen steps do not earn that back."""
     count = 4 * int(sizes.train_batches * gflops / sizes.full_gflops / 4)
     count = min(sizes.train_batches, max(sizes.fewest_batches, count))
     compared = max(4, sizes.compared * count // sizes.train_batches)
@@ -47,7 +47,7 @@ def paced(sizes: Sizes, gflops: float) -> Sizes:
     return replace(sizes, train_batches=count, compared=compared, compile=compiled)
 
 
-def pace_line(sizes: Sizes, chosen: Sizes, gflops: float) -> str:
+def pace_line(sizes: QuickstartSizes, chosen: QuickstartSizes, gflops: float) -> str:
     """Say how fast the machine is, how many batches that makes, and why they are fewer than elsewhere if they are."""
     speed = f"speed: {gflops:.0f} GFLOP/s in GEMMs with {plural(torch.get_num_threads(), 'thread')}"
     if gflops >= sizes.full_gflops:

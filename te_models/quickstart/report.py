@@ -29,7 +29,7 @@ class Check:
 
 
 @dataclass
-class Report:
+class QuickstartReport:
     """Collects checks and numbers while the steps run, and tells the user what is going on."""
 
     verbose: bool = True
@@ -64,7 +64,7 @@ class Report:
 
     @contextlib.contextmanager
     def heartbeat(self, silence: float = SILENCE) -> Iterator[None]:
-        """Inside, a thread says what is going on whenever nothing was said for so many seconds."""
+        """Inside, a thread says what is going on whenever nothing was said for `silence` seconds."""
         if not self.verbose:
             yield
             return

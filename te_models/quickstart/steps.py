@@ -25,7 +25,7 @@ from ..sizes import plural
 from ..training import TokenDataset, TrainConfig, Windows, read_metrics, train, write_dataset
 from ..training.log.curves import plot_gaps
 from .run import Run, steps_done
-from .text import windows_of
+from .text import middle_windows
 
 
 @torch.no_grad()
@@ -110,7 +110,7 @@ def import_model(run: Run) -> torch.Tensor:
     return dense
 
 
-def quantized(run: Run) -> None:
+def quantize_and_compare(run: Run) -> None:
     """Store the weights under each recipe; what is read back is what quantizing in memory gives, bit for bit."""
     report = run.report
     weights = GPTModel.from_pretrained(run.model, dtype=torch.bfloat16).state_dict()
@@ -172,7 +172,7 @@ def train_experts(run: Run) -> Path:
     """Train both; return the folder of the FP8 run's model."""
     report, sizes = run.report, run.sizes
     count, per_file = sizes.train_batches * sizes.train_batch, sizes.windows_per_file
-    text = windows_of(run.tokenizer, run.training_files, count // per_file, per_file * sizes.train_length)
+    text = middle_windows(run.tokenizer, run.training_files, count // per_file, per_file * sizes.train_length)
     dataset = write_dataset(run.scratch / "tokens", [[text.flatten().tolist()]], run.vocab_size)
     with report.working(lambda: "measuring the untrained model"):
         before, untrained = _untrained(run, dataset)
@@ -267,7 +267,7 @@ PROMPT = '''def read_lines(path):
 '''
 
 
-def export_model(run: Run, trained: Path) -> None:
+def export_and_compare(run: Run, trained: Path) -> None:
     """Export, load with transformers, compare logits and greedily generated text."""
     report, out = run.report, run.out / "hf-moe"
     export_hf(trained, out, family="mixtral")

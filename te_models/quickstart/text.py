@@ -27,7 +27,7 @@ def library_files() -> tuple[list[Path], list[Path]]:
     return [file for file in files if file not in set(held_out)], held_out
 
 
-def windows_of(tokenizer: Any, files: list[Path], count: int, length: int) -> torch.Tensor:
+def middle_windows(tokenizer: Any, files: list[Path], count: int, length: int) -> torch.Tensor:
     """Return `length` tokens from the middle of each of `count` files, spread over `files`; [count, length] int64.
 
     Raises:

@@ -54,7 +54,7 @@ def tiny_folder(scratch: Path, files: list[Path], steps: int = 300) -> Path:
                 },
                 "optimizer": {"lr": 3e-3},
                 "schedule": {"kind": "cosine", "warmup_steps": 20},
-                # Without the compiler and in float32, which every processor multiplies at full speed: the steps of so
+                # Without the compiler and in float32 (every processor multiplies it at full speed): the steps of so
                 # small a model take less time than compiling them.
                 "precision": {"dtype": "fp32"},
                 "compile": False,

@@ -6,6 +6,6 @@ what they do to the loss, `predict` and `search` choose, `table` writes the [pre
 
 from .result import Rehearsal
 from .run import rehearse
-from .setting import Options
+from .setting import RehearsalOptions
 
-__all__ = ["Options", "Rehearsal", "rehearse"]
+__all__ = ["Rehearsal", "RehearsalOptions", "rehearse"]

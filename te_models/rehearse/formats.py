@@ -20,7 +20,7 @@ COSTS = {HIGH: 1.0, "fp8": 0.5, "fp4": 0.25}
 
 
 @dataclass(frozen=True)
-class NumberFormat:
+class RehearsedFormat:
     """A recipe with its options, under the name that rehearsals give it. width: a key of COSTS."""
 
     name: str
@@ -44,16 +44,16 @@ class NumberFormat:
         return found
 
 
-def _nvfp4(name: str, *options: str) -> NumberFormat:
-    return NumberFormat(name, "nvfp4", options, "fp4")
+def _nvfp4(name: str, *options: str) -> RehearsedFormat:
+    return RehearsedFormat(name, "nvfp4", options, "fp4")
 
 
 FORMATS = {
     found.name: found
     for found in (
-        *(NumberFormat(name, name) for name in ("delayed", "current", "block", "mxfp8")),
+        *(RehearsedFormat(name, name) for name in ("delayed", "current", "block", "mxfp8")),
         _nvfp4("nvfp4"),
-        NumberFormat("mxfp8-2d", "mxfp8", ("enable_2d_quantization=true",)),
+        RehearsedFormat("mxfp8-2d", "mxfp8", ("enable_2d_quantization=true",)),
         _nvfp4("nvfp4-no-rht", "disable_rht=true"),
         _nvfp4("nvfp4-nearest", "disable_stochastic_rounding=true"),
         _nvfp4("nvfp4-1d", "disable_2d_quantization=true"),
@@ -66,7 +66,7 @@ USUAL = ("delayed", "current", "block", "mxfp8", "nvfp4")
 """The formats whose effect on the loss is measured where none are named."""
 
 
-def formats_of(names: Sequence[str]) -> list[NumberFormat]:
+def formats_of(names: Sequence[str]) -> list[RehearsedFormat]:
     """Return formats by name. ConfigError for an unknown name, and for none."""
     for name in names:
         if name not in FORMATS:

@@ -50,8 +50,8 @@ class Notebook:
         replace_text(self.path, "".join(f"{line}\n" for line in lines))  # without one that was cut short
 
     def part(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Return a part's value: the one that was written, or what `measure` returns, a JSON value, which is written
-        before this returns."""
+        """Return a part's value: the one that was written, or what `measure` returns: a JSON value, written before this
+        returns."""
         if name not in self.parts:
             begun = time.process_time()
             value = json.loads(json.dumps(measure(), allow_nan=False))

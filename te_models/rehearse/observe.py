@@ -50,7 +50,7 @@ def units_of(model: GPTModel) -> list[Unit]:
     return found
 
 
-def groups_of(units: list[Unit]) -> list[str]:
+def unit_groups(units: list[Unit]) -> list[str]:
     """Return the names of the groups, each once, in order."""
     return list(dict.fromkeys(unit.group for unit in units))
 

@@ -7,9 +7,9 @@ from html import escape
 from typing import Any
 
 from ..training.log.report import STYLE
-from ..training.log.svg import COLORS, Line, chart
+from ..training.log.svg import COLORS, ChartLine, chart
 from .errors import OPERANDS, PRODUCTS
-from .observe import groups_of
+from .observe import unit_groups
 from .result import Rehearsal, gap_text
 from .table import toml_of
 
@@ -23,7 +23,7 @@ table.heat td:first-child, table.heat th { text-align: left; white-space: nowrap
 """ + "".join(f".h{i} {{ background: hsl({i * 15} 70% 50% / .45); }}\n" for i in range(_SHADES + 1))
 
 
-def page(found: Rehearsal) -> str:
+def rehearsal_page(found: Rehearsal) -> str:
     """Return the page as HTML."""
     title = escape(f"Rehearsal of {found.model}")
     evidence = found.evidence()
@@ -47,12 +47,12 @@ the shares.</p>{_heat_maps(found)}
 
 def _pareto(found: Rehearsal) -> str:
     names = ("predicted", "predicted front"), ("measured", "measured")
-    front = Line(points=[(p.cost, p.gap) for p in found.front], color=COLORS[0], name=names[0][1])
+    front = ChartLine(points=[(p.cost, p.gap) for p in found.front], color=COLORS[0], name=names[0][1])
     runs = sorted((one.cost, one.measured.mean) for one in [*found.tried, found.chosen])
-    measured = Line(points=runs, color=COLORS[1], name="measured", kind="dots")
+    measured = ChartLine(points=runs, color=COLORS[1], name="measured", kind="dots")
     budget = found.options.budget
     ends = [found.front[0].cost, 1.0] if found.front else [0.0, 1.0]
-    line = Line(points=[(x, budget) for x in ends], color=COLORS[2], name="budget", kind="faint")
+    line = ChartLine(points=[(x, budget) for x in ends], color=COLORS[2], name="budget", kind="faint")
     drawn = chart("loss gap in %", [front, measured, line], axis="relative GEMM time, bf16 = 1")
     legend = "".join(
         f'<span><span class="key" style="background:{color}"></span>{name}</span> '
@@ -70,12 +70,12 @@ def _tried(found: Rehearsal) -> str:
 
 
 def _divergence(found: Rehearsal) -> str:
-    order = {group: i for i, group in enumerate(groups_of(found.units))}
+    order = {group: i for i, group in enumerate(unit_groups(found.units))}
     lines = []
     for i, (name, values) in enumerate(found.divergence.items()):
         points = sorted((float(order[group]), kl[0]) for group, kl in values["layers"].items())
         if points:
-            lines.append(Line(points=points, color=COLORS[i % len(COLORS)], name=name))
+            lines.append(ChartLine(points=points, color=COLORS[i % len(COLORS)], name=name))
     legend = " ".join(
         f'<span><span class="key" style="background:{line.color}"></span>{escape(line.name)}</span>' for line in lines
     )

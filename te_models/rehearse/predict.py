@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from .effect import Interval, student
 from .formats import FORMATS, HIGH
-from .observe import Unit, groups_of
+from .observe import Unit, unit_groups
 from .search import Choices, Point, best_within, cheapest, front, undominated
 
 _ROUNDS = 4
@@ -127,7 +127,7 @@ def cost_of(name: str) -> float:
     return 1.0 if name == HIGH else FORMATS[name].cost
 
 
-def parts_of(
+def known_losses(
     units: list[Unit],
     divergence: Mapping[str, tuple[float, float]],
     whole: tuple[float, float],
@@ -141,7 +141,7 @@ def parts_of(
     all layers. errors: "fisher" and "dw.noise" of measured units, by name. gap: of training runs, in percent; None:
     there were none. loss: in nats per token.
     """
-    groups = groups_of(units)
+    groups = unit_groups(units)
     filled = dict(zip(groups, interpolated([divergence.get(g, (None, 0.0))[0] for g in groups]), strict=True))
     fisher, noise = (spread_over_units(units, errors, key) for key in ("fisher", "dw.noise"))
     forward = []
@@ -182,7 +182,7 @@ def spread_over_units(units: list[Unit], errors: Mapping[str, Mapping[str, float
     return found
 
 
-def choose(prediction: Prediction, names: Sequence[str], budget: float) -> Point:
+def cheapest_assignment(prediction: Prediction, names: Sequence[str], budget: float) -> Point:
     """Return the cheapest assignment that is predicted to lose at most `budget` percent; bf16 everywhere at worst."""
     found = cheapest(prediction.points(names), budget)
     high = (HIGH,) * len(prediction.units)

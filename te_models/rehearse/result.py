@@ -18,14 +18,14 @@ from .formats import HIGH
 from .observe import Unit
 from .predict import Prediction
 from .search import Point
-from .setting import Options
+from .setting import RehearsalOptions
 from .table import resolved, toml_of
 
 TABLE, DATA, PAGE = "precision.toml", "rehearsal.json", "rehearsal.html"
 
 
 @dataclass(frozen=True)
-class Assigned:
+class MeasuredAssignment:
     """An assignment that was run. formats: of each unit; predicted, measured: the loss gap in percent; gaps: of each
     seed."""
 
@@ -54,7 +54,7 @@ class Rehearsal:
     format; front: assignments that none beats in predicted gap and cost; tried: those that were run; chosen: the
     recommended one, and precision its [precision] table; diverged: formats under which a loss was not finite."""
 
-    options: Options
+    options: RehearsalOptions
     model: str
     units: list[Unit]
     loss: float
@@ -62,8 +62,8 @@ class Rehearsal:
     divergence: dict[str, dict[str, Any]]
     prediction: Prediction
     front: list[Point]
-    tried: list[Assigned]
-    chosen: Assigned
+    tried: list[MeasuredAssignment]
+    chosen: MeasuredAssignment
     precision: PrecisionConfig
     measured_groups: list[str]
     diverged: list[str]
@@ -121,13 +121,13 @@ def gap_text(interval: Interval) -> str:
 
 def write_results(found: Rehearsal, out: Path) -> None:
     """Write the files of a rehearsal, each in one step, and check that the table says what was found."""
-    from .page import page
+    from .page import rehearsal_page
 
     text = toml_of(found.precision, found.evidence())
     check_table(text, found.units, found.chosen.formats, found.precision)
     replace_text(out / TABLE, text)
     replace_text(out / DATA, json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n")
-    replace_text(out / PAGE, page(found))
+    replace_text(out / PAGE, rehearsal_page(found))
 
 
 def check_table(text: str, units: Sequence[Unit], formats: Sequence[str], precision: PrecisionConfig) -> None:

@@ -28,13 +28,13 @@ from ..training.ranks.data_parallel import Ranks
 from ..training.step import TrainingError
 from .effect import Interval, Teacher, train_briefly
 from .errors import Errors, format_errors
-from .formats import FORMATS, HIGH, NumberFormat, formats_of
+from .formats import FORMATS, HIGH, RehearsedFormat, formats_of
 from .notebook import Notebook
-from .observe import Product, Unit, evenly, groups_of, observe, units_of
-from .predict import Prediction, choose, parts_of
-from .result import Assigned, Rehearsal, write_results
+from .observe import Product, Unit, evenly, observe, unit_groups, units_of
+from .predict import Prediction, cheapest_assignment, known_losses
+from .result import MeasuredAssignment, Rehearsal, write_results
 from .search import Point
-from .setting import WEIGHTS, Options, Setting
+from .setting import WEIGHTS, RehearsalOptions, Setting
 from .table import precision_of
 
 Report = Callable[[int, int, str], None]
@@ -47,7 +47,7 @@ _LEAST_CORRECTION = 1.25
 
 
 def rehearse(
-    config: TrainConfig, options: Options | None = None, out: Path | None = None, report: Report | None = None
+    config: TrainConfig, options: RehearsalOptions | None = None, out: Path | None = None, report: Report | None = None
 ) -> Rehearsal:
     """Measure what formats do to the model of a run and its data, and return the cheapest assignment within the budget.
 
@@ -55,7 +55,7 @@ def rehearse(
     precision.toml, rehearsal.html and rehearsal.json. A rehearsal that ended early goes on there. Raises ConfigError,
     DataError and CheckpointError as `te_models.training.train` does, and ConfigError where `out` is of another one.
     """
-    options = options or Options()
+    options = options or RehearsalOptions()
     out = Path(f"{config.output_dir}-rehearsal") if out is None else out
     setting = Setting(config, options)
     with contextlib.ExitStack() as opened:
@@ -97,15 +97,15 @@ class _Stages:
         loss = statistics.fmean(high)
         units = self._part("units", "layers", lambda: [dataclasses.asdict(unit) for unit in self._units()])
         units = [Unit(**unit) for unit in units]
-        measured = set(evenly(groups_of(units), options.layers or len(units)))
+        measured = set(evenly(unit_groups(units), options.layers or len(units)))
         errors = self.errors(formats, [unit for unit in units if unit.group in measured])
-        divergence = self.divergence(formats, [group for group in groups_of(units) if group in measured])
+        divergence = self.divergence(formats, [group for group in unit_groups(units) if group in measured])
         candidates = _candidates(formats, divergence, errors)
         found = {f.name: self.gaps(f.precision(self.setting.original.precision), high, seeds) for f in candidates}
         gaps = {name: values for name, values in found.items() if values is not None}
         spread, freedom = _pooled(list(gaps.values()))
         parts = {
-            f.name: parts_of(
+            f.name: known_losses(
                 units,
                 divergence[f.name]["layers"],
                 divergence[f.name]["all"],
@@ -134,7 +134,7 @@ class _Stages:
             chosen=chosen,
             precision=self.precision(units, chosen.formats),
             diverged=[name for name in found if name not in gaps],
-            measured_groups=[group for group in groups_of(units) if group in measured],
+            measured_groups=[group for group in unit_groups(units) if group in measured],
         )
 
     # --- short runs --------------------------------------------------------------------------------------------------
@@ -175,12 +175,12 @@ class _Stages:
         model = self.setting.wide_model(self.out)
         return units_of(model)
 
-    def errors(self, formats: Sequence[NumberFormat], units: Sequence[Unit]) -> dict[str, dict[str, dict[str, Any]]]:
+    def errors(self, formats: Sequence[RehearsedFormat], units: Sequence[Unit]) -> dict[str, dict[str, dict[str, Any]]]:
         """Return `Errors.to_dict` by format and unit, of the formats and of the options of their recipes."""
         recipes = {f.recipe for f in formats}
         variants = FORMATS.values() if self.setting.options.variants else ()
         others = [f for f in variants if f.recipe in recipes and f not in formats]
-        ends = set(evenly(groups_of(list(units)), _VARIANTS))
+        ends = set(evenly(unit_groups(list(units)), _VARIANTS))
         missing = [unit for unit in units if f"errors {unit.name}" not in self.notebook.parts]
         seen: tuple[dict[str, Product], dict[str, Product]] = ({}, {})
         if missing:
@@ -199,7 +199,7 @@ class _Stages:
         for unit in units:
             known = [*formats, *(others if unit.group in ends else ())]
 
-            def measure(name: str = unit.name, known: Sequence[NumberFormat] = known) -> dict[str, Any]:
+            def measure(name: str = unit.name, known: Sequence[RehearsedFormat] = known) -> dict[str, Any]:
                 earlier, now = (part.pop(name, None) for part in seen)
                 if now is None or not now.x:
                     return {}
@@ -214,12 +214,12 @@ class _Stages:
 
     # --- the KL to high precision ------------------------------------------------------------------------------------
 
-    def divergence(self, formats: Sequence[NumberFormat], groups: Sequence[str]) -> dict[str, dict[str, Any]]:
+    def divergence(self, formats: Sequence[RehearsedFormat], groups: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return by format {"all": (KL, standard error), "layers": the same by group}; of "bf16" "all" alone."""
         teacher: list[Teacher] = []
         warmed: list[str] = []
 
-        def measure(f: NumberFormat | None, group: str | None) -> tuple[float, float]:
+        def measure(f: RehearsedFormat | None, group: str | None) -> tuple[float, float]:
             if not teacher:
                 batch = self.setting.held_out[0].to(self.setting.device)
                 teacher.append(Teacher(self.setting.wide_model(self.out), batch))
@@ -248,10 +248,12 @@ class _Stages:
         """Return the [precision] table of an assignment."""
         return precision_of(units, formats, self.setting.original.precision, self.setting.model_config.num_layers)
 
-    def assigned(self, prediction: Prediction, point: Point, gaps: Sequence[float], name: str) -> Assigned:
+    def assigned(self, prediction: Prediction, point: Point, gaps: Sequence[float], name: str) -> MeasuredAssignment:
         """Return an assignment with what was predicted of it and measured."""
         interval = prediction.interval(point.formats)
-        return Assigned(name, prediction.cost(point.formats), point.formats, interval, Interval.of(gaps), list(gaps))
+        return MeasuredAssignment(
+            name, prediction.cost(point.formats), point.formats, interval, Interval.of(gaps), list(gaps)
+        )
 
     def verified(
         self,
@@ -259,13 +261,13 @@ class _Stages:
         names: Sequence[str],
         high: Sequence[float],
         seeds: Sequence[int],
-        tried: list[Assigned],
-    ) -> tuple[Assigned, Prediction]:
+        tried: list[MeasuredAssignment],
+    ) -> tuple[MeasuredAssignment, Prediction]:
         """Return the cheapest assignment whose measured gap is within the budget, and the prediction that chose it.
         What is tried is put into `tried`."""
         budget, units = self.setting.options.budget, prediction.units
         for number in range(_ROUNDS):
-            point = choose(prediction, names, budget)
+            point = cheapest_assignment(prediction, names, budget)
             if {*point.formats} == {HIGH}:
                 break
             before = next((one for one in tried if one.formats == point.formats), None)
@@ -284,7 +286,9 @@ class _Stages:
             ratio = min(max(ratio, _LEAST_CORRECTION), 10.0)
             prediction = dataclasses.replace(prediction, factor=prediction.factor * ratio)
         fitting = [one for one in tried if one.measured.mean <= budget]
-        none = Assigned(HIGH, 1.0, (HIGH,) * len(units), Interval(0.0, 0.0), Interval(0.0, 0.0), [0.0] * len(high))
+        none = MeasuredAssignment(
+            HIGH, 1.0, (HIGH,) * len(units), Interval(0.0, 0.0), Interval(0.0, 0.0), [0.0] * len(high)
+        )
         return min(fitting, key=lambda one: one.cost, default=none), prediction
 
     def _part(self, key: str, what: str, measure: Callable[[], Any], *, counts: bool = True) -> Any:
@@ -300,13 +304,13 @@ def _save(model: GPTModel, folder: Path) -> None:
     save_model(dict(model.stored_tensors()), model.config, folder, overwrite=True)
 
 
-def _errors(product: Product, f: NumberFormat, earlier: Product | None) -> Errors:
+def _errors(product: Product, f: RehearsedFormat, earlier: Product | None) -> Errors:
     return format_errors(product, f.value(), earlier if earlier is not None and earlier.x else product)
 
 
 def _candidates(
-    formats: Sequence[NumberFormat], divergence: Mapping[str, Any], errors: Mapping[str, Mapping[str, Any]]
-) -> list[NumberFormat]:
+    formats: Sequence[RehearsedFormat], divergence: Mapping[str, Any], errors: Mapping[str, Mapping[str, Any]]
+) -> list[RehearsedFormat]:
     """Return of formats of equal cost the one to train with: the smallest KL, and of those within a standard error of
     it the one with the least noise in weight gradients."""
     found = []

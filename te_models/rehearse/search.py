@@ -51,13 +51,13 @@ def front(choices: Choices) -> list[Point]:
 
 
 def cheapest(points: Sequence[Point], budget: float) -> Point | None:
-    """Return the cheapest point whose gap is at most `budget`; None if there is none."""
+    """Return the cheapest point whose gap is at most `budget`; None without such a point."""
     fitting = [point for point in points if point.gap <= budget]
     return min(fitting, key=lambda point: (point.cost, point.gap)) if fitting else None
 
 
 def best_within(points: Sequence[Point], cost: float) -> Point | None:
-    """Return the point with the smallest gap whose cost is at most `cost`; None if there is none."""
+    """Return the point with the smallest gap whose cost is at most `cost`; None without such a point."""
     fitting = [point for point in points if point.cost <= cost * (1 + 1e-9)]
     return min(fitting, key=lambda point: (point.gap, point.cost)) if fitting else None
 
@@ -80,7 +80,7 @@ def _undominated(states: list[_State]) -> list[_State]:
 
 
 def _thinned(states: list[_State]) -> list[_State]:
-    """Return at most MOST of the states: of each span of cost the one with the smallest gap, which is its last."""
+    """Return at most MOST of the states: of each span of cost the last one, whose gap is the smallest."""
     if len(states) <= MOST:
         return states
     low, high = states[0].cost, states[-1].cost

@@ -37,7 +37,7 @@ WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class RehearsalOptions:
     """How a rehearsal measures. ConfigError for a value that is not allowed.
 
     budget: the largest loss gap to bf16, in percent. formats: names of `formats.FORMATS` to choose from. layers: how
@@ -63,7 +63,7 @@ class Options:
         formats_of(self.formats)
 
 
-def shortened(config: TrainConfig, options: Options) -> TrainConfig:
+def shortened(config: TrainConfig, options: RehearsalOptions) -> TrainConfig:
     """Return the configuration of a short run in high precision. ConfigError for a run that is not rehearsed: pairs,
     and adapters, whose weights stay as they are."""
     method, rank = config.posttraining.method, config.lora.rank
@@ -104,7 +104,7 @@ def shortened(config: TrainConfig, options: Options) -> TrainConfig:
 class Setting:
     """A run cut short, with its data open. Raises what `te-models train` raises for a run that cannot be."""
 
-    def __init__(self, config: TrainConfig, options: Options) -> None:
+    def __init__(self, config: TrainConfig, options: RehearsalOptions) -> None:
         self.original, self.options = config, options
         self.device = resolve_device(config.device)
         self.config = shortened(config, options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from te_models.layers.recipe.per_module import matches
+from te_models.layers.recipe.per_module import matches_pattern
 
 from ..config.keys import toml_words
 from ..training.config import PrecisionConfig
@@ -25,7 +25,7 @@ def precision_of(
     """Return the [precision] keys that give each unit its format. formats: one for each unit; base: has the dtypes.
 
     The recipe is the most frequent format, or the one with options; ValueError for two different ones with options,
-    which the table cannot have.
+    because the table cannot have these.
     """
     counts = Counter(name for name in formats if name != HIGH)
     if not counts:
@@ -81,7 +81,7 @@ def _rules(all_units: Sequence[Unit], units: Sequence[Unit], assigned: Mapping[s
             alike = [unit for unit in all_units if unit.kind == kind]
             if len(alike) > 1 and all(assigned[unit.name] == name for unit in alike):
                 pattern = f"*.{kind}"
-                if all(unit.kind == kind for unit in all_units if matches(pattern, unit.name)):
+                if all(unit.kind == kind for unit in all_units if matches_pattern(pattern, unit.name)):
                     rules.append(f"{pattern}={word}")
                     rest = [unit for unit in rest if unit.kind != kind]
         whole = [

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_models.checkpoints import CheckpointError, open_checkpoint
-from te_models.checkpoints.folder.provenance import source_of
+from te_models.checkpoints.folder.provenance import provenance_source
 from te_models.layers import QuantizedTensor, gradient_of, quantized_model_init, share_scales
 from te_models.layers.module.base import GemmModule
 from te_models.layers.tensor.fsdp import local_part, one_per_matrix
@@ -17,7 +17,7 @@ from te_models.layers.tensor.fsdp import local_part, one_per_matrix
 from ..catalogue import CatalogueError
 from ..config import ConfigError, ModelConfig
 from ..model import GPTModel
-from ..model.embedding import Table
+from ..model.embedding import EmbeddingTable
 from ..model.moe import MoELayer
 from ..model.output import OutputLayer
 from ..model.pretrained.keep_in_fp32 import keep_dtypes
@@ -27,13 +27,13 @@ from .checkpoints.checkpoint import TrainingState
 from .checkpoints.checks import MODEL
 from .config import TrainConfig
 from .config.file import BALANCE
-from .optimizer.adamw import Optimizer
+from .optimizer.adamw import Optimizer, OtherStages
 from .optimizer.groups import freeze
 from .optimizer.whole_matrix import divided_matrices
 from .optimizer.zero import ranks_that_hold
 from .precision import build_recipe
 from .ranks.experts import expert_ranks
-from .ranks.layout import ONE_RANK, Layout
+from .ranks.layout import ONE_RANK, RankLayout
 from .seeding import derive_seed
 from .trained import blocks_of
 
@@ -53,7 +53,7 @@ def build_model(
     device: str,
     checkpoint: Path | None,
     start: TrainingState | None = None,
-    layout: Layout = ONE_RANK,
+    layout: RankLayout = ONE_RANK,
 ) -> GPTModel:
     """Return the model of a checkpoint, of `model.path`, or a random one from the run's seed, as the layout divides it.
 
@@ -88,7 +88,7 @@ def check_split_weights(model: GPTModel) -> None:
 
 
 def _build_model(
-    config: TrainConfig, device: str, checkpoint: Path | None, start: TrainingState | None, layout: Layout
+    config: TrainConfig, device: str, checkpoint: Path | None, start: TrainingState | None, layout: RankLayout
 ) -> GPTModel:
     precision = config.precision
     path = checkpoint / MODEL if checkpoint is not None else config.model.path
@@ -119,7 +119,7 @@ def _build_model(
     return random_model(config, read_model_config(config), device, layout)
 
 
-def random_model(config: TrainConfig, model: ModelConfig, device: str, layout: Layout) -> GPTModel:
+def random_model(config: TrainConfig, model: ModelConfig, device: str, layout: RankLayout) -> GPTModel:
     """Return a model with the initial weights that torch's generator gives now, split as the layout says and stored
     quantized where the run stores weights so."""
     precision = config.precision
@@ -129,14 +129,14 @@ def random_model(config: TrainConfig, model: ModelConfig, device: str, layout: L
         return layout.share_sequences(GPTModel(model, dtype=DTYPES[precision.dtype], device=device, **options))
 
 
-def _model_options(config: TrainConfig, layout: Layout) -> dict[str, Any]:
+def _model_options(config: TrainConfig, layout: RankLayout) -> dict[str, Any]:
     """Return the arguments of a model that say how its experts lie, and how it is divided."""
     experts = {"expert_layout": config.model.expert_layout, "expert_dispatch": config.parallel.expert_dispatch}
     return {**experts, **layout.model_options}
 
 
 def _build_parts(
-    config: TrainConfig, device: str, start: TrainingState | None, path: Any, verify: bool, layout: Layout
+    config: TrainConfig, device: str, start: TrainingState | None, path: Any, verify: bool, layout: RankLayout
 ) -> GPTModel:
     """Return the model part by part, so that no rank has more than one layer whole: sharded, or of a sharded
     checkpoint, whose weights are not read yet. path: the folder to read weights from; None: random ones."""
@@ -179,7 +179,7 @@ def _build_parts(
             share_scales(model)
         if source is not None:
             load_own_parts(model, source)
-            model.origin, model.pretrained_folder = source_of(source, None), source.path
+            model.origin, model.pretrained_folder = provenance_source(source, None), source.path
     return model
 
 
@@ -220,7 +220,7 @@ def _published(name: str) -> ModelConfig:
     return model.replace(moe=moe.replace(aux_loss_coeff=BALANCE))
 
 
-def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_RANK) -> Optimizer:
+def build_optimizer(config: TrainConfig, model: GPTModel, layout: RankLayout = ONE_RANK) -> Optimizer:
     """Return the optimizer of the model, whose frozen parameters this marks. Quantized weights, or with
     `master_weights` all of fewer bits, get masters.
 
@@ -236,7 +236,7 @@ def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_R
     micro_batches *= 1 if sharded else layout.gradients.world_size
     main_grads = needs_main_grads(config, micro_batches)
     for module in model.modules() if main_grads and not sharded else ():
-        if isinstance(module, GemmModule | Table | OutputLayer):
+        if isinstance(module, GemmModule | EmbeddingTable | OutputLayer):
             module.fuse_wgrad_accumulation = True
     for parameter in model.parameters() if main_grads and not sharded and layout.stages is not None else ():
         # a schedule runs all micro-batches, so that nobody else adds up what each leaves in `.grad`
@@ -244,6 +244,7 @@ def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_R
             parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
     parts = None if layout.mesh is None else ModelParts(model)
     experts = expert_ranks(model.expert_parameters(), layout.mesh)
+    stages = None if layout.mesh is None else layout.mesh.stages
     shared = config.parallel.use_distributed_optimizer and layout.gradients.world_size > 1
     return Optimizer(
         model.named_parameters(),
@@ -251,8 +252,7 @@ def build_optimizer(config: TrainConfig, model: GPTModel, layout: Layout = ONE_R
         seed=derive_seed(config.seed, "optimizer moments"),
         compile=config.compile,
         experts=experts,
-        stages=None if layout.mesh is None else layout.mesh.stages,
-        elsewhere=names_counted_elsewhere(model),
+        stages=None if stages is None else OtherStages(stages, names_counted_elsewhere(model)),
         groups=None if parts is None else parts.groups(),
         main_grads=main_grads,
         divided=None if parts is None or config.optimizer.kind != "muon" else divided_matrices(parts),
@@ -278,7 +278,7 @@ def names_counted_elsewhere(model: GPTModel) -> set[str]:
 
 
 def needs_main_grads(config: TrainConfig, micro_batches: int) -> bool:
-    """Return whether a step of so many micro-batches on all ranks adds its gradients up in `main_grad`: where `.grad`,
-    or the product that becomes it, has fewer bits than float32."""
+    """Return whether a step of this many micro-batches on all ranks adds its gradients up in `main_grad`: where
+    `.grad`, or the product that becomes it, has fewer bits than float32."""
     in_float32 = config.precision.dtype == "fp32" and not config.precision.has_recipe
     return config.optimizer.accumulate_allreduce_grads_in_fp32 and micro_batches > 1 and not in_float32

@@ -33,10 +33,10 @@ from te_models.checkpoints.io.header import TensorInfo, byte_count
 from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes
 from te_models.checkpoints.io.store import ComputedStore, FileStore, JoinedStore, Store
 from te_models.checkpoints.io.weight_files import open_weights, plain_file
-from te_models.checkpoints.mapping.plan import Output, make_plan
+from te_models.checkpoints.mapping.plan import OutputTensor, make_plan
 from te_models.checkpoints.mapping.stream import read_rows
 from te_models.checkpoints.mapping.tensor_map import identity_namespace
-from te_models.checkpoints.tools.foreign import open_states, read_config
+from te_models.checkpoints.tools.foreign import open_states, read_any_config
 from te_models.checkpoints.write.shards import Shard
 from te_models.checkpoints.write.writer import write_small_file, write_weights
 
@@ -45,9 +45,9 @@ from ..parallel.parts import LocalPart
 from .checkpoints.checkpoint import load_state
 from .checkpoints.checks import MODEL, PARTS, SHARDED_VERSION, TENSORS, VALUES
 from .checkpoints.files import checkpoint_dir, digests_of
-from .checkpoints.sharded.index import INDEX, Index, file_of, read_index
+from .checkpoints.sharded.index import INDEX, CheckpointIndex, file_of, read_parts_index
 from .checkpoints.sharded.index_file import write_file
-from .checkpoints.sharded.join import describe, entry_of, join
+from .checkpoints.sharded.join import box_name, describe_parts, join
 from .checkpoints.sharded.storage import PartReader
 from .config import TrainConfig
 from .run_data import open_data
@@ -87,11 +87,11 @@ def import_run(
     Raises ConfigError for a run whose state does not travel, CheckpointError for a checkpoint that lacks it.
     """
     check_travels(config)
-    shapes_of, _ = read_config(model)
+    shapes_of, _ = read_any_config(model)
     canonical = expected_tensors(shapes_of)
     with DCPStore(newest_of(src)) as store:
         owners: dict[str, Any] = {}
-        outputs: list[Output] = []
+        outputs: list[OutputTensor] = []
         parts: dict[str, LocalPart] = {}
         chosen, states, weights = open_states(store, shapes_of, system)
         for state, tensors, namespace in states:
@@ -105,7 +105,7 @@ def import_run(
                 pieces = tuple(replace(piece, source=f"{at}{piece.source}") for piece in output.pieces)
                 output = replace(output, pieces=pieces)
                 name = f"model.{output.name}" if state is None else f"optimizer.{output.name}.{state}"
-                outputs.append(replace(output, name=entry_of(name, (0,) * len(output.shape))))
+                outputs.append(replace(output, name=box_name(name, (0,) * len(output.shape))))
                 parts[name] = LocalPart.undivided(torch.empty(output.shape, dtype=torch.float32, device="meta"))
         step = _steps(store, weights, chosen.moment, step)
         small = {f"optimizer.{name}.step": torch.tensor(float(step), device="cpu") for name in canonical}
@@ -113,8 +113,8 @@ def import_run(
         for name, value in small.items():
             parts[name] = LocalPart.undivided(value)
             compute = partial(lambda its: [its], value)
-            entry = entry_of(name, (0,) * value.dim())
-            outputs.append(Output(entry, dtype_name(value.dtype), tuple(value.shape), compute=compute))
+            entry = box_name(name, (0,) * value.dim())
+            outputs.append(OutputTensor(entry, dtype_name(value.dtype), tuple(value.shape), compute=compute))
         target = checkpoint_dir(Path(config.output_dir), step)
         data = config.data
         values: dict[str, Any] = {"version": SHARDED_VERSION, "step": step, "world_size": 1, "data_ranks": 1}
@@ -127,9 +127,9 @@ def import_run(
             records = write_weights(folder / PARTS, [shard], JoinedStore(owners))
             listed = digests_of(file_of(0))
             found = {f"{PARTS}/{listed}": write_small_file(folder / PARTS / listed, manifest_bytes(records))}
-            index, _ = join([describe(parts)])
+            index, _ = join([describe_parts(parts)])
             found[f"{PARTS}/{INDEX}"] = write_file(folder / PARTS, index)
-            read_index(folder / PARTS).check_same(index)
+            read_parts_index(folder / PARTS).check_same(index)
             text = json.dumps(values, indent=2, allow_nan=False) + "\n"
             found[VALUES] = write_small_file(folder / VALUES, text.encode())
             (folder / MANIFEST).write_bytes(manifest_bytes(found))
@@ -162,7 +162,7 @@ _NONE = TensorInfo("", (1,), 0, 0)
 class PartsStore(ComputedStore):
     """The tensors of a sharded checkpoint as a store."""
 
-    def __init__(self, reader: PartReader, index: Index) -> None:
+    def __init__(self, reader: PartReader, index: CheckpointIndex) -> None:
         self.reader, self.index = reader, index
         self.tensors = {
             name: TensorInfo(dtype_name(s.dtype), s.shape, 0, byte_count(dtype_name(s.dtype), s.shape))
@@ -192,10 +192,10 @@ def export_run(checkpoint: Path, out: Path, *, to: str, overwrite: bool = False)
         store: Store
         if start.parts is not None and start.model_config is not None:
             model, at = ModelConfig.from_dict(start.model_config), "model."
-            index = read_index(start.parts / PARTS)
+            index = read_parts_index(start.parts / PARTS)
             store = PartsStore(opened.enter_context(PartReader(start.parts / PARTS, index)), index)
         else:
-            (model, _), at = read_config(checkpoint / MODEL), ""
+            (model, _), at = read_any_config(checkpoint / MODEL), ""
             weights = opened.enter_context(open_weights(checkpoint / MODEL))
             states = opened.enter_context(FileStore({TENSORS: plain_file(checkpoint, TENSORS)}))
             owners: dict[str, Store] = dict.fromkeys(weights.tensors, weights)

@@ -22,7 +22,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def export_alone(folder: Path, out: Path) -> None:
-    """Write the model of a checkpoint to a te_models folder, which must not exist, with its adapters merged; every byte
+    """Write the model of a checkpoint to a new te_models folder, with its adapters merged; every byte
     of the checkpoint is checked first.
 
     The tokenizer is that of the folder that training began with, where that is still there. Raises

@@ -1,8 +1,8 @@
 """The training loop. It reads from top to bottom: set up, resume, then step after step, then export.
 
 Whatever the loop carries from one step to the next is in a checkpoint: weights, optimizer state, random states, and
-two integers, the step and the position in the data. Everything else is a function of those and the configuration,
-which is why an interrupted run continues bit for bit.
+two integers, the step and the position in the data. Everything else is a function of those and the configuration, so
+that an interrupted run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from .objective import Objective
 from .optimizer.learning_rate import LearningRate
 from .preflight import FINAL, FINAL_EMA
 from .ranks.data_parallel import Ranks, barrier, largest_over_ranks, mean_over_ranks, ranks_from_environment
-from .ranks.layout import Layout
-from .row import Rows, busy_seconds
+from .ranks.layout import RankLayout
+from .row import MetricRows, busy_seconds
 from .seeding import derive_seed, seed_all
 from .setup import SetUp, set_up
 from .step import LossFunction, TrainingError, evaluate, train_step
@@ -109,7 +109,7 @@ def _run(
     model, loss_function, saving, progress = run.model, run.loss_function, run.saving, run.progress
     has_experts = any(map(run.model_config.is_moe_layer, range(run.model_config.num_layers)))
     learning_rate = LearningRate.of(config)
-    rows = Rows.of(run, device, ranks)
+    rows = MetricRows.of(run, device, ranks)
     moe = run.model_config.moe
     watch = None if moe is None else CollapseWatch(moe.moe_router_topk, moe.num_moe_experts)
     saved = rows.begun
@@ -275,7 +275,7 @@ def _write_result(run: SetUp, step: int, ranks: Ranks) -> None:
     barrier(ranks)
 
 
-def balance_experts(model: GPTModel, rate: float, layout: Layout) -> ExpertLoad:
+def balance_experts(model: GPTModel, rate: float, layout: RankLayout) -> ExpertLoad:
     """Move the expert biases of a model, where it has any, in every pipeline stage; return the load of the experts of
     all layers, on every rank."""
     stages = None if layout.mesh is None else layout.mesh.stages

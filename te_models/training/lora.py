@@ -32,7 +32,7 @@ ADAPTERS = "lora."
 
 
 class Adapters:
-    """The adapters of a model, which has them from here on: its base weights are not trained. Where ranks share the
+    """The adapters of a model. It has them from here on, and its base weights are not trained. Where ranks share the
     model, this rank's part of them.
 
     Raises ConfigError for targets that mean no layer, and for layers that cannot be adapted.
@@ -83,8 +83,8 @@ class Adapters:
         return base_state_dict(self._model)
 
     def save(self, output_dir: Path) -> str | None:
-        """Write the adapters in the run's folder. Returns why there is none for transformers' model, if so: a model of
-        no family, adapters that peft has no form for, or no transformers."""
+        """Write the adapters in the run's folder. Returns, if no adapter for transformers' model was written, why: a
+        model of no family, adapters that peft has no form for, or no transformers."""
         save_adapter(self._model, output_dir / ADAPTER, base_model=self._config.model.path or "")
         shutil.rmtree(output_dir / ADAPTER_HF, ignore_errors=True)
         if importlib.util.find_spec("transformers") is None:

@@ -19,10 +19,10 @@ LOCK = ".lock"
 
 @contextlib.contextmanager
 def alone_in(output_dir: Path, key: str = "output_dir") -> Iterator[None]:
-    """Hold the lock of a run's folder, which is made where it is not there, and removed again where nothing was written
-    to it. Of the ranks of a run the first one calls this. key: what names the folder.
+    """Hold the lock of a run's folder. The folder is made if need be, and removed again if nothing was written to it.
+    Of the ranks of a run the first one calls this. key: what names the folder.
 
-    Raises ConfigError, which names the process and its host, where another run has the folder."""
+    Raises ConfigError where another run has the folder, naming its process and host."""
     with contextlib.ExitStack() as opened:
         try:
             opened.callback(remove_empty, make_folders(output_dir))

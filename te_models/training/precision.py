@@ -37,7 +37,7 @@ from te_models.layers.recipe.base import HIGH_PRECISION, GemmQuantizers, Quantiz
 from te_models.layers.tensor.fsdp import local_part
 
 from ..config import ConfigError, check
-from ..model.parallel import reshard
+from ..model.parallel import free_gathered_parameters
 from ..sizes import plural
 from .checkpoints.checkpoint import TrainingState
 from .config import PrecisionConfig, TrainConfig
@@ -160,7 +160,7 @@ def round_inputs(of: Recipe) -> Recipe:
 def forward_only(forward: Recipe | None, gradients: Recipe | None) -> Recipe | None:
     """Return the recipe whose forward GEMMs are those of `forward` and whose gradient GEMMs those of `gradients`.
 
-    None: high precision. Raises ConfigError where one of the two has scales from a history, which both passes share, or
+    None: high precision. Raises ConfigError where one of the two has scales from a history (both passes share it), or
     computes its gradients from what the forward pass saved.
     """
     if forward is None and gradients is None:
@@ -200,11 +200,11 @@ def _check_separable(recipe: Recipe | None) -> None:
             )
 
 
-def rounded(weight: Tensor, quantizer: Quantizer) -> Tensor:
+def rounded_weight(weight: Tensor, quantizer: Quantizer) -> Tensor:
     """Return what a quantizer's rowwise copy of matrices [out, in] or [num_gemms, out, in] stands for, each with scales
     of its own."""
     if weight.dim() == 3:
-        return torch.stack([rounded(matrix, quantizer) for matrix in weight]) if len(weight) else weight.clone()
+        return torch.stack([rounded_weight(matrix, quantizer) for matrix in weight]) if len(weight) else weight.clone()
     rowwise = quantizer.with_usage(rowwise=True, columnwise=quantizer.symmetric)
     return rowwise.dequantize_fields(rowwise.quantize_fields(weight), weight.dtype, weight.shape)
 
@@ -227,11 +227,13 @@ class RoundedWeights:
                 for name, weight in self._weights.items():
                     whole = self._divided.get(name)
                     values = before[name] if whole is None else whole.gather(before[name])
-                    values = rounded(values, self._quantizer)
+                    values = rounded_weight(values, self._quantizer)
                     local_part(weight).copy_(values if whole is None else whole.own(values))
             yield
         finally:
-            reshard(self._model)  # gathered weights that an evaluation left would be used by the next pass
+            free_gathered_parameters(
+                self._model
+            )  # gathered weights that an evaluation left would be used by the next pass
             with torch.no_grad():
                 for name, weight in self._weights.items():
                     local_part(weight).copy_(before[name])
@@ -241,7 +243,7 @@ class RoundedWeights:
 def cpu_gemm_of_run(
     config: TrainConfig, start: TrainingState | None, ranks: Ranks, device: str
 ) -> Iterator[TrainConfig]:
-    """Set the CPU GEMM of a run and yield its configuration with it, which its checkpoints record.
+    """Set the CPU GEMM of a run and yield its configuration with it, as its checkpoints record it.
 
     "auto" is what the checkpoint has, so that the continued run equals the uninterrupted one, or else what the first
     rank chooses for its machine. On another device nothing is set.
@@ -249,7 +251,7 @@ def cpu_gemm_of_run(
     recorded = (
         "auto" if start is None else start.config["precision"].get("cpu_gemm", "auto")
     )  # absent in earlier releases
-    start = None  # the block lasts as long as the run, which has no use for the tensors
+    start = None  # the block lasts as long as the run, and that has no use for the tensors
     if device != "cpu":
         yield config
         return

@@ -15,18 +15,12 @@ from te_models.checkpoints.folder.hf_config import find_family
 from ..compile import async_tensor_parallel
 from ..config import ConfigError, ModelConfig
 from ..extras import require
+from ..layouts import Facts, check_layout_rules
 from ..model import recompute
-from ..model.parallel import (
-    check_deepep,
-    check_deepep_device,
-    check_distribution,
-    check_layers,
-    check_sequence,
-    check_shared_sequences,
-    check_split_experts,
-)
+from ..model.parallel import check_deepep_device
 from ..parallel.dims import ParallelDims
-from ..sizes import format_size, plural
+from ..parallel.stage_layout import stages_of
+from ..sizes import format_size
 from .build import DTYPES, read_model_config
 from .checkpoints.checkpoint import TrainingState
 from .checkpoints.checks import MODEL
@@ -38,8 +32,9 @@ from .log.writers import check_writers
 from .optimizer.qk_clip import check_qk_clip
 from .posttraining.distillation import check_teacher
 from .precision import RecipeSchedule
+from .ranks.layout import stages_of_model
 from .run_data import open_data, training_windows, validation_windows
-from .trained import check_names, is_frozen
+from .trained import check_globs, is_frozen
 
 FINAL, FINAL_EMA = "final", "final-ema"
 """Where in a run's folder the trained model is, and its average."""
@@ -67,7 +62,7 @@ def check_run(
         checkpoint: Its folder.
         device: "cpu" or "cuda".
         dims: The layout of the ranks.
-        reads_text: Whether this rank builds the data set where there is none.
+        reads_text: Whether this rank builds the data set if it does not exist.
 
     Raises:
         ConfigError, DataError, CheckpointError, MissingExtraError: the run cannot be what is asked for.
@@ -91,8 +86,8 @@ def check_model(config: TrainConfig, model: ModelConfig, device: str, dims: Para
         )
     if config.posttraining.method == "distill":
         check_teacher(config, model)
-    check_names(config, model)
-    check_layout(config, model, dims)
+    check_globs(config, model)
+    check_run_layout(config, model, dims)
     if config.parallel.expert_dispatch == "deepep":
         check_deepep_device(dims.expert_model_parallel_size, device)
     if config.parallel.async_tensor_parallel and device not in async_tensor_parallel.DEVICES:
@@ -145,128 +140,18 @@ def _read_model(
     return model, []
 
 
-def check_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -> None:
+def check_run_layout(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -> None:
     """Raise ConfigError where a layout cannot have this model, or these formats."""
-    precision, sharded, tp = config.precision, dims.is_sharded, dims.tensor_model_parallel_size
-    if dims.expert_model_parallel_size > 1:
-        check_distribution(model, dims.expert_model_parallel_size, config.model.expert_layout)
-    etp = dims.expert_tensor_parallel_size
-    assert etp is not None, "filled in"
-    if dims.splits_experts_apart:
-        check_split_experts(model, etp, config.model.expert_layout)
-    if config.parallel.expert_dispatch == "deepep":
-        check_deepep(model, dims.expert_model_parallel_size, etp if dims.splits_experts_apart else 1)
-    check_layers(model, tp, etp)
-    _check_tokens(config, model, dims)
-    _check_shared_experts(config, model)
-    _check_optimizer(config, dims)
-    _check_reshard(config, dims)
-    if dims.is_whole and not (config.checkpoint.async_save and dims.expert_model_parallel_size > 1):
-        return
-    pp = dims.pipeline_model_parallel_size
-    if sharded and precision.cache_weights:
-        raise ConfigError("precision.cache_weights is True; allowed with parallel.data_parallel_shard_size: False")
-    if pp > 1:
-        _check_stages(config, model, pp)
-
-
-def _check_reshard(config: TrainConfig, dims: ParallelDims) -> None:
-    """Raise ConfigError where gathered parameters cannot be kept over a part of the ranks."""
-    ranks, over = config.parallel.reshard_after_forward, dims.data_parallel_shard_size * dims.context_parallel_size
-    if isinstance(ranks, str):
-        return
-    what = f"parallel.reshard_after_forward is {ranks}; allowed"
-    if config.precision.quantized_weights or dims.expert_model_parallel_size > 1:
-        raise ConfigError(f"{what} with precision.quantized_weights or distributed experts: default, always, never")
-    if over % ranks:
-        raise ConfigError(f"{what}: a divisor of the {plural(over, 'rank')} over which parameters are sharded")
-
-
-def _check_optimizer(config: TrainConfig, dims: ParallelDims) -> None:
-    """Raise ConfigError for optimizers, averages and adapters that a layout, or stored weights, cannot have."""
-    optimizer, lora = config.optimizer, config.lora
-    clip = optimizer.qk_clip_threshold
-    if clip is not None and dims.context_parallel_size > 1:
-        raise ConfigError(
-            f"optimizer.qk_clip_threshold is {clip}; allowed with parallel.context_parallel_size: none, because a rank "
-            "has the logits of a part of the queries"
-        )
-    for key, used in (
-        ("kind", optimizer.kind != "adamw"),
-        ("ema_decay", optimizer.ema_decay is not None),
-        ("qk_clip_threshold", clip is not None),
-    ):
-        if used and config.precision.quantized_weights:
-            value = getattr(optimizer, key)
-            raise ConfigError(f"optimizer.{key} is {value!r}; allowed with precision.quantized_weights: its default")
-    if lora.rank and lora.dropout and dims.splits_experts_apart and dims.tensor_model_parallel_size > 1:
-        # rows of an expert differ between ranks that split the layers, and after them their generators
-        raise ConfigError(
-            f"lora.dropout is {lora.dropout}; allowed with expert_tensor_parallel_size other than "
-            "tensor_model_parallel_size: 0"
-        )
-
-
-def _check_shared_experts(config: TrainConfig, model: ModelConfig) -> None:
-    """Raise ConfigError where no shared expert computes while rows of the others travel."""
-    moe = model.moe
-    shared = moe is not None and moe.shared_expert_intermediate_size is not None
-    if config.parallel.moe_shared_expert_overlap and not (shared and not (moe is not None and moe.own_norms)):
-        raise ConfigError(
-            "parallel.moe_shared_expert_overlap is True; allowed: a model with moe.shared_expert_intermediate_size, "
-            "without moe.own_norms"
-        )
-
-
-def _check_tokens(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -> None:
-    """Raise ConfigError where ranks cannot share a window, or the tokens of a micro-batch."""
-    data, cp, tp = config.data, dims.context_parallel_size, dims.tensor_model_parallel_size
-    if cp > 1 and data.sequence_length % (2 * cp):
-        raise ConfigError(
-            f"data.sequence_length is {data.sequence_length}; allowed with parallel.context_parallel_size = {cp}: a "
-            f"multiple of {2 * cp}"
-        )
-    check_shared_sequences(model, cp, config.parallel.cp_comm_type, tp)
-    if not config.parallel.sequence_parallel:
-        return
-    check_sequence(model)
-    tokens = data.micro_batch_size * data.sequence_length // cp
-    if tokens % tp:
-        raise ConfigError(
-            f"data.micro_batch_size and sequence_length make {tokens} tokens; allowed with parallel.sequence_parallel: "
-            f"a multiple of tensor_model_parallel_size, {tp}"
-        )
-
-
-def _check_stages(config: TrainConfig, model: ModelConfig, ranks: int) -> None:
-    """Raise ConfigError where pipeline stages cannot have this model, or these formats."""
-    from ..parallel.pipeline import StageLayout
-
-    parallel = config.parallel
-    per_rank = parallel.virtual_pipeline_model_parallel_size
-    stages = StageLayout(ranks, parallel.pipeline_schedule, per_rank, parallel.pipeline_split)
-    stages.layers(model.num_layers)
-    if config.compile and stages.is_later:
-        raise ConfigError(
-            f"compile is True; allowed with parallel.pipeline_schedule = {parallel.pipeline_schedule!r}, which "
-            "computes weight gradients apart: False"
-        )
-    if config.parallel.data_parallel_shard_size != 1 and stages.is_later:
-        raise ConfigError(
-            f"parallel.pipeline_schedule is {parallel.pipeline_schedule!r}; allowed with data_parallel_shard_size: "
-            "1F1B, GPipe, Interleaved1F1B and LoopedBFS, because FSDP2 reduces gradients when backward passes end"
-        )
+    facts = Facts.of_run(config, model, dims=dims, stages=stages_of(config.parallel))
+    check_layout_rules(facts)
+    stages = stages_of_model(config, model)
+    for layers in [] if stages is None else stages.layers(model.num_layers):
+        check_layout_rules(Facts(model=model, layers=layers))
 
 
 def _check_sizes(config: TrainConfig, model: ModelConfig, device: str, dims: ParallelDims) -> None:
-    """Raise ConfigError where the model has fewer positions than a window, or the memory is less than the run needs
-    before its first step."""
+    """Raise ConfigError where the memory is less than the run needs before its first step."""
     data, size = config.data, dims.expert_model_parallel_size * (dims.expert_tensor_parallel_size or 1)
-    if model.max_position_embeddings < data.sequence_length:
-        raise ConfigError(
-            f"data.sequence_length is {data.sequence_length}, but the model has {model.max_position_embeddings} "
-            "positions"
-        )
     ids = 8 * data.sequence_length * data.micro_batch_size * data.gradient_accumulation
     host = host_memory()
     if ids > host:

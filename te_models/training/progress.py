@@ -23,7 +23,7 @@ _BAR = 12
 _LONG_S = 0.01
 """Seconds of waiting for data that a person wants to know of."""
 STEPS_OF_ETA = 100
-"""The time that is left is estimated from at most so many of the last steps."""
+"""The time that is left is estimated from at most this many of the last steps."""
 
 
 class Progress:
@@ -67,19 +67,19 @@ class Progress:
         count, validation = f"{row['step']}/{self.steps}", validation_of(row)
         if self._bar is not None:
             room = self._width - len(f"{self.steps}/{self.steps}  {'  '.join(first)}  ") - _BAR
-            rest = fitting(numbers_of(row), room)
+            rest = fitting_words(row_numbers(row), room)
             self._bar.update(self._task, completed=row["step"], numbers="  ".join(first), rest="  ".join(rest))
             if validation:
                 self._bar.console.print(f"step {count}  {validation}", highlight=False)
             return
         if row["step"] % self._every == 0 or row["step"] == self.steps or validation:
-            print("  ".join([f"step {count}", *first, *numbers_of(row)]), file=sys.stderr, flush=True)
+            print("  ".join([f"step {count}", *first, *row_numbers(row)]), file=sys.stderr, flush=True)
         if validation:
             print(f"step {count}  {validation}", file=sys.stderr, flush=True)
 
     def _eta(self) -> str:
-        """Return the time that the remaining steps take, at the pace of the last ones. The first step of a command,
-        which compiles, is left out: the clock starts at its end."""
+        """Return the time that the remaining steps take, at the pace of the last ones. The first step of a command is
+        left out because it compiles: the clock starts at its end."""
         (first, begun), (last, now) = self._ended[0], self._ended[-1]
         if last == first:
             return ""
@@ -93,7 +93,7 @@ class Progress:
             self._bar.stop()
 
 
-def numbers_of(row: dict[str, Any]) -> list[str]:
+def row_numbers(row: dict[str, Any]) -> list[str]:
     """Return what a row of the metrics says to a person beside its losses, each with its name or unit, what matters
     most first."""
     found = ["skipped"] if row.get("skipped") else []
@@ -114,7 +114,7 @@ def validation_of(row: dict[str, Any]) -> str:
     return "  ".join(found + [f"{name} {value:.4f}" for name, value in row.get("validation_losses", {}).items()])
 
 
-def fitting(words: list[str], room: int) -> list[str]:
+def fitting_words(words: list[str], room: int) -> list[str]:
     """Return the first of these words that fit in so many columns, two between neighbours."""
     ends = itertools.accumulate(len(word) + 2 for word in words)
     return [word for word, end in zip(words, ends, strict=True) if end - 2 <= room]

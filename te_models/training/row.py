@@ -24,7 +24,7 @@ from .trained import step_flops_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class MetricRows:
     """What the rows of all steps have in common.
 
     Attributes:
@@ -40,7 +40,7 @@ class Rows:
     begun: float = field(default_factory=time.perf_counter)
 
     @classmethod
-    def of(cls, run: SetUp, device: str, ranks: Ranks) -> Rows:
+    def of(cls, run: SetUp, device: str, ranks: Ranks) -> MetricRows:
         """Return the rows of a run, whose clock starts now."""
         flops = step_flops_per_token(run.config, run.model_config)
         return cls(run=run, device=device, ranks=ranks, tflop_per_token=flops / ranks.world_size / 1e12)

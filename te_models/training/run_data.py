@@ -15,7 +15,7 @@ from .data.dataset import TokenDataset, check_vocabulary, read_meta
 from .data.errors import DataError
 from .data.pairs import FORMAT, Pairs, has_pairs
 from .data.tokenize import build_dataset
-from .data.windows import Batch, Packing, Windows
+from .data.windows import Batch, DocumentPacking, Windows
 from .ranks.data_parallel import Ranks
 
 
@@ -90,9 +90,11 @@ def check_dataset(dataset: TokenDataset, config: DataConfig, vocab_size: int) ->
     check_vocabulary(dataset, vocab_size)
 
 
-def packing_of(config: DataConfig) -> Packing:
+def packing_of(config: DataConfig) -> DocumentPacking:
     """Return what windows say of the documents in them."""
-    return Packing(config.pack_documents, config.reset_position_ids, config.reset_attention_mask, config.eod_mask_loss)
+    return DocumentPacking(
+        config.pack_documents, config.reset_position_ids, config.reset_attention_mask, config.eod_mask_loss
+    )
 
 
 def training_windows(config: TrainConfig, data: RunData, batch: BatchSize | None = None) -> Blend:

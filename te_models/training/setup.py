@@ -22,7 +22,7 @@ from te_models.layers.module.weight_cache import forget_cached_weights
 
 from ..config import ConfigError, ModelConfig
 from ..model import GPTModel
-from ..model.parallel import reshard
+from ..model.parallel import free_gathered_parameters
 from ..model.recompute import matching_modules, recompute_modules, save_results
 from ..parallel.parts import ModelParts
 from ..parallel.pipeline import Pipeline
@@ -58,11 +58,11 @@ from .posttraining import DPO, Distillation, load_teacher, reference_of
 from .precision import RecipeSchedule, RoundedWeights, cpu_gemm_of_run
 from .preflight import check_output, check_run
 from .progress import Progress
-from .ranks.agreement import check_same_settings, check_shared
+from .ranks.agreement import check_folder_is_shared, check_same_settings
 from .ranks.data_parallel import Ranks, barrier
-from .ranks.layout import Layout, balanced, layout_of
+from .ranks.layout import RankLayout, balanced, rank_layout
 from .ranks.reduction import Reduction
-from .run_data import open_data, training_windows, validation_batches, validation_windows
+from .run_data import RunData, open_data, training_windows, validation_batches, validation_windows
 from .seeding import derive_seed, rounding_seed, seed_all
 from .step import LossFunction, make_loss_function, make_pipeline, make_weight_cache
 
@@ -91,7 +91,7 @@ class SetUp:
     checkpoint: Path | None
     step: int
     position: int
-    layout: Layout
+    layout: RankLayout
     model_config: ModelConfig
     digest: str
     batch: BatchSize
@@ -123,7 +123,8 @@ class SetUp:
         """Have the model be what is measured and written, see `Optimizer.averaged`, inside."""
         with contextlib.nullcontext() if self.outer is None else self.outer.averaged(), self.optimizer.averaged():
             yield
-            reshard(self.model)  # gathered weights that an evaluation left would be used by the next pass
+            # gathered weights that an evaluation left would be used by the next pass
+            free_gathered_parameters(self.model)
 
     def forget_weights(self) -> None:
         """Forget the weights that a recipe quantized for its steps, when another one follows it."""
@@ -145,8 +146,8 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         check_output(output_dir)
         opened.enter_context(alone_in(output_dir))
     barrier(ranks)  # what no other run changes any more is looked for
-    check_shared(output_dir, ranks)
-    layout = layout_of(config.parallel, ranks, device)
+    check_folder_is_shared(output_dir, ranks)
+    layout = rank_layout(config.parallel, ranks, device)
     data_ranks = layout.data
     config = with_global_batch(config, data_ranks.world_size)
     batch = batch_size(config.data, data_ranks.world_size)
@@ -165,13 +166,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
         say(f"note: {note}")
 
     # Data.
-    if ranks.is_main:
-        if config.data.path is not None and not Path(config.data.path).exists():
-            progress.waiting(f"tokenizing data.text into {config.data.path}")
-        data = open_data(config, vocab_size=model_config.vocab_size, may_build=True)
-    barrier(ranks)
-    if not ranks.is_main:
-        data = open_data(config, vocab_size=model_config.vocab_size, may_build=False)
+    data = _open_data(config, model_config, ranks, progress)
     digest = check_same_data(data, start, ranks)
     windows = training_windows(config, data, batch)
     validation = {
@@ -256,8 +251,20 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     )
 
 
+def _open_data(config: TrainConfig, model: ModelConfig, ranks: Ranks, progress: Progress) -> RunData:
+    """Open the data sets of a run on all ranks, behind rank 0, which may have to build the one at `data.path`."""
+    if ranks.is_main:
+        if config.data.path is not None and not Path(config.data.path).exists():
+            progress.waiting(f"tokenizing data.text into {config.data.path}")
+        data = open_data(config, vocab_size=model.vocab_size, may_build=True)
+    barrier(ranks)
+    if not ranks.is_main:
+        data = open_data(config, vocab_size=model.vocab_size, may_build=False)
+    return data
+
+
 def _loss_function(
-    config: TrainConfig, model: GPTModel, device: str, layout: Layout, objective: Objective, recipes: RecipeSchedule
+    config: TrainConfig, model: GPTModel, device: str, layout: RankLayout, objective: Objective, recipes: RecipeSchedule
 ) -> LossFunction | Pipeline:
     """Return what computes the loss of a micro-batch, or the pipeline that has the model's stages."""
     if layout.stages is not None:
@@ -275,7 +282,7 @@ def _loss_function(
     )
 
 
-def objective_of(config: TrainConfig, model: GPTModel, device: str, layout: Layout) -> Objective:
+def objective_of(config: TrainConfig, model: GPTModel, device: str, layout: RankLayout) -> Objective:
     """Return what the run minimises: with its teacher, where it has one; for pairs, with a reference that has the
     weights the run began with, also where it continues."""
     if config.posttraining.method == "none":
@@ -291,9 +298,9 @@ def objective_of(config: TrainConfig, model: GPTModel, device: str, layout: Layo
 
 
 def rounded_weights(
-    config: TrainConfig, model: GPTModel, layout: Layout
+    config: TrainConfig, model: GPTModel, layout: RankLayout
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return what rounds the weights of a model to the format of precision.qat inside; where there is none, nothing."""
+    """Return what rounds the weights of a model to the format of precision.qat inside; without one, nothing."""
     if config.precision.qat == "none":
         return contextlib.nullcontext
     parts = None if layout.mesh is None else ModelParts(model)
@@ -309,7 +316,7 @@ def group_of_writers(ranks: Ranks, config: TrainConfig) -> dist.ProcessGroup | N
 
 
 def with_loss_chunk(config: TrainConfig, start: TrainingState | None, vocab_size: int) -> TrainConfig:
-    """Return the configuration with the loss chunk of the run, which its checkpoints record: "auto" is what the
+    """Return the configuration with the loss chunk of the run, as its checkpoints record it: "auto" is what the
     checkpoint has, so that the continued run equals the uninterrupted one."""
     model = config.model
     if start is not None and model.loss_chunk_tokens == "auto":  # null, or absent: of before runs chose

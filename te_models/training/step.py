@@ -35,7 +35,7 @@ from .objective import TERMS, Objective
 from .optimizer.adamw import Optimizer
 from .precision import RecipeSchedule
 from .ranks.data_parallel import Ranks, mean_over_ranks
-from .ranks.layout import Layout
+from .ranks.layout import RankLayout
 from .ranks.reduction import Reduction
 
 LossFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -93,7 +93,7 @@ def make_loss_function(
 ) -> LossFunction:
     """Return `f(batch, weight) -> (loss to minimise, what is added to the cross entropy in it)`, a float32 scalar and
     float32 [3]: the terms of the routers, of the layers that predict further tokens, and of the logits' z-loss; behind
-    them the metrics of `objective` (None: the cross entropy, which has none).
+    them the metrics of `objective` (None: the cross entropy, without metrics).
 
     batch: a Batch, or input ids [B, S]. weight: float32 scalar that everything but the term of the routers is
     multiplied by; None: 1.
@@ -141,12 +141,12 @@ def make_loss_function(
 
 
 def make_pipeline(
-    model: GPTModel, config: TrainConfig, device: str, layout: Layout, recipes: RecipeSchedule | None = None
+    model: GPTModel, config: TrainConfig, device: str, layout: RankLayout, recipes: RecipeSchedule | None = None
 ) -> Pipeline:
     """Return what runs micro-batches through the pipeline stages of a model, compiled layer by layer or not. recipes:
     see `make_loss_function`.
 
-    Raises ConfigError where the schedule does not have so many micro-batches."""
+    Raises ConfigError where the schedule does not have this many micro-batches."""
     assert layout.stages is not None and layout.mesh is not None and layout.mesh.stages is not None
     found, group = recipes or RecipeSchedule.first(config.precision, model.config.num_layers), layout.mesh.same_layers
     if config.compile:
@@ -199,7 +199,7 @@ def _fields(
 def make_weight_cache(
     model: GPTModel, precision: PrecisionConfig, device: str, group: dist.ProcessGroup | None, recipes: RecipeSchedule
 ) -> Callable[[], None] | None:
-    """Return a function to call before a step's micro-batches, which quantizes every weight for all of them; None
+    """Return a function to call before a step's micro-batches, to quantize every weight for all of them; None
     where `precision.cache_weights` is off. Then they run under `microbatch(first=False)`. group: see
     `compute_precision`; recipes: see `make_loss_function`."""
     if not precision.cache_weights:

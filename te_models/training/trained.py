@@ -10,7 +10,7 @@ from te_models.checkpoints.mapping.param_shapes import ExpertLayout, is_linear_w
 from te_models.checkpoints.mapping.rank_shards import joined_blocks
 
 from ..config import ConfigError, ModelConfig
-from ..lora.model import targeted
+from ..lora.model import targeted_layers
 from ..model.flops import training_flops_per_token
 from .config import TrainConfig
 from .optimizer.groups import check_patterns, matches_any
@@ -23,7 +23,7 @@ def adapted_layers(config: TrainConfig, model: ModelConfig) -> set[str]:
         return set()
     weights = filter(is_linear_weight, expected_tensors(model, "grouped"))
     try:
-        return targeted({name.rpartition(".")[0] for name in weights}, config.lora.targets)
+        return targeted_layers({name.rpartition(".")[0] for name in weights}, config.lora.targets)
     except ValueError as error:
         raise ConfigError(f"lora.targets is {list(config.lora.targets)!r}: {error}") from None
 
@@ -50,7 +50,7 @@ def blocks_of(model: ModelConfig, layout: ExpertLayout) -> dict[str, dict[str, i
     return {name: blocks for name, blocks in found.items() if blocks}
 
 
-def check_names(config: TrainConfig, model: ModelConfig) -> None:
+def check_globs(config: TrainConfig, model: ModelConfig) -> None:
     """Raise ConfigError for a glob of the run that means no parameter, or no layer, of the model."""
     names, optimizer = list(expected_tensors(model, config.model.expert_layout)), config.optimizer
     adapted_layers(config, model)
@@ -75,7 +75,7 @@ def trained_by_layer(config: TrainConfig, model: ModelConfig) -> list[frozenset[
 
 def with_layers_alone(config: TrainConfig, model: ModelConfig, layers: Sequence[int]) -> TrainConfig:
     """Return the configuration of the same run of a model that has these layers of `model` alone, in their order: what
-    is frozen or adapted is told by names, and multipliers, which cost nothing, are gone."""
+    is frozen or adapted is told by names, and multipliers are gone, because they cost nothing."""
     numbers = {layer: str(number) for number, layer in enumerate(layers)}
 
     def there(names: Iterable[str]) -> tuple[str, ...]:

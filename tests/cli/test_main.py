@@ -373,7 +373,7 @@ def test_one_thing_is_singular() -> None:
 
 def test_recipes_and_dtypes_are_words_of_the_field(capsys: pytest.CaptureFixture[str]) -> None:
     """Recipes are refused before torch is imported, and are those that there are; short names of dtypes are taken."""
-    from te_models.cli.convert import RECIPES
+    from te_models.checkpoints.tools.options import RECIPES
     from te_models.cli.parser import dtype
     from te_models.layers import RECIPES as KNOWN
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from te_models.cli.main import main
-from te_models.terminal import Table, show
+from te_models.terminal import TextTable, show
 from tests.training.runs import TEXT, tiny_model
 
 
@@ -71,7 +71,7 @@ def test_a_table_is_drawn_by_rich_on_a_terminal_only(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     table, plain = (
-        Table(ROWS, "parameters", heading=True),
+        TextTable(ROWS, "parameters", heading=True),
         "  parameter  relative\n  a.weight   0.5\n  b          [red]0.25",
     )
     for stream, expected in ((Terminal, None), (io.StringIO, f"parameters\n{plain}\n")):
@@ -83,7 +83,7 @@ def test_a_table_is_drawn_by_rich_on_a_terminal_only(monkeypatch: pytest.MonkeyP
         assert expected is None or printed == expected
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setattr(sys, "stdout", out := Terminal())
-    show(Table([("decoder.layers.0.self_attention.weight", "0.5")]))
+    show(TextTable([("decoder.layers.0.self_attention.weight", "0.5")]))
     assert "".join(re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).split()).replace("0.5", "", 1) == (
         "decoder.layers.0.self_attention.weight"
     )

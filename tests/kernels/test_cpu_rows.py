@@ -120,18 +120,18 @@ def test_an_activation_of_every_number_has_the_bits_of_the_definition(library: N
     every = both[:, :1024]
     probabilities = torch.rand(64)
     for name, function in ACTIVATIONS.items():
-        assert_same(cpu_rows.activate(every, function, False, None), function(every))
+        assert_same(cpu_rows.activate_rows(every, function, False, None), function(every))
         for factor in (None, probabilities, probabilities.bfloat16()):
             expected = activations.gated_activation(both, name, probabilities=factor)
-            assert_same(cpu_rows.activate(both, function, True, factor), expected)
+            assert_same(cpu_rows.activate_rows(both, function, True, factor), expected)
             assert_same(gated_activation(both, name, probabilities=factor), expected)
             expected = activations.activation(every, name, probabilities=factor)
             assert_same(activation(every, name, probabilities=factor), expected)
     both = both.float()
     for name, function in ACTIVATIONS.items():
-        assert_same(cpu_rows.activate(both, function, True, None), activations.gated_activation(both, name))
-    assert cpu_rows.activate(both, torch.relu, False, None) is None
-    assert cpu_rows.activate(both, torch.relu, True, probabilities) is None
+        assert_same(cpu_rows.activate_rows(both, function, True, None), activations.gated_activation(both, name))
+    assert cpu_rows.activate_rows(both, torch.relu, False, None) is None
+    assert cpu_rows.activate_rows(both, torch.relu, True, probabilities) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -26,9 +26,9 @@ from te_models.kernels.custom_op import (
     caller,
     differentiable,
     flatten,
-    gradient_of,
     like,
     operation,
+    register_gradient,
     registered,
     registration,
 )
@@ -157,7 +157,7 @@ def test_gradients_by_name() -> None:
     def op(x: Tensor, weight: Tensor, bias: Tensor | None, power: int = 1) -> tuple[Tensor, Tensor, Tensor]:
         return x * weight, x.new_empty(0), x * 2
 
-    @gradient_of(op, saves=("weight", "bias.dtype", "power"), saves_results=(2,), constant=(1, 2))
+    @register_gradient(op, saves=("weight", "bias.dtype", "power"), saves_results=(2,), constant=(1, 2))
     def _(saved: SimpleNamespace, needs: set[str], dy: Tensor) -> dict[str, Tensor]:
         kept.append(saved)
         return {"x": dy * saved.weight} | ({"weight": dy * saved.results[0] / 2} if "weight" in needs else {})
@@ -219,8 +219,8 @@ def test_descriptions_that_do_not_fit_are_refused() -> None:
         return x.clone()
 
     with pytest.raises(TypeError, match="test_known has no argument y to save"):
-        gradient_of(known, saves=("y",))(lambda saved, needs, dy: {})
-    gradient_of(known)(lambda saved, needs, dy: {"y": dy})
+        register_gradient(known, saves=("y",))(lambda saved, needs, dy: {})
+    register_gradient(known)(lambda saved, needs, dy: {"y": dy})
     with pytest.raises(TypeError, match="test_known has no argument y"):
         known(torch.ones(2, requires_grad=True)).sum().backward()
     assert registered().keys() == {"test_known"}

@@ -49,7 +49,7 @@ def test_a_run_ends_with_them(
     tiny: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The steps themselves are tested in test_quickstart.py. The tiny model's folder does not stay."""
-    for name in ("import_model", "quantized", "experts", "train_experts", "export_model"):
+    for name in ("import_model", "quantize_and_compare", "experts", "train_experts", "export_and_compare"):
         monkeypatch.setattr(quickstart.steps, name, lambda *args: None)
     monkeypatch.setattr(quickstart, "_prepare", lambda *args: SimpleNamespace(hf=Path("/cache/SmolLM2")))
     out = tmp_path / "out"

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from te_models.quickstart.pace import gemm_gflops, pace_line, paced
-from te_models.quickstart.run import REAL, TINY, Sizes
+from te_models.quickstart.run import REAL, TINY, QuickstartSizes
 
 
 @pytest.mark.parametrize("sizes", [REAL, TINY])
-def test_batches_follow_the_speed(sizes: Sizes) -> None:
+def test_batches_follow_the_speed(sizes: QuickstartSizes) -> None:
     """All from the full speed on; fewer below, in multiples of four, never too few to compare."""
     speeds = (0.1, 50.0, 150.0, 250.0, sizes.full_gflops, 1e5)
     counts = [paced(sizes, gflops) for gflops in speeds]

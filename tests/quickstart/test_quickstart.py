@@ -19,10 +19,10 @@ from te_models.cli.main import main
 from te_models.compare_logits import load_theirs
 from te_models.quickstart import main as quickstart
 from te_models.quickstart import steps, tiny
-from te_models.quickstart.report import Check, Report
+from te_models.quickstart.report import Check, QuickstartReport
 from te_models.quickstart.run import TINY, Run
 from te_models.quickstart.steps import stored
-from te_models.quickstart.text import library_files, windows_of
+from te_models.quickstart.text import library_files, middle_windows
 from te_models.training import train
 
 STEPS = {"0 prepare", "1 import", "2 quantize", "3 experts", "4 train", "5 export"}
@@ -101,11 +101,11 @@ def train_again(out: Path, tmp_path: Path, **changes: float) -> list[Check]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(out / "hf-moe")
     sizes = replace(TINY, **changes)
     training_files, held_out = library_files()
-    windows = windows_of(tokenizer, held_out, sizes.windows, sizes.length)
+    windows = middle_windows(tokenizer, held_out, sizes.windows, sizes.length)
     scratch, again = tmp_path / "scratch", tmp_path / "again"
     scratch.mkdir()
     shutil.copytree(out / "moe", again / "moe")
-    report = Report(verbose=False)
+    report = QuickstartReport(verbose=False)
     report.begin("4 train")
     steps.train_experts(
         Run(

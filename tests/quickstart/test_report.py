@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from te_models.quickstart.report import Report, peak_rss_gib
+from te_models.quickstart.report import QuickstartReport, peak_rss_gib
 
 
 @pytest.mark.parametrize(("value", "passed"), [(1.0, True), (2.0, True), (2.1, False), (float("nan"), False)])
 def test_at_most(value: float, passed: bool) -> None:
-    report = Report(verbose=False)
+    report = QuickstartReport(verbose=False)
     report.begin("1")
     report.at_most("x", value, 2.0)
     assert report.passed is passed
@@ -21,18 +21,18 @@ def test_at_most(value: float, passed: bool) -> None:
 
 @pytest.mark.parametrize(("different", "of", "passed"), [(0, 3, True), (1, 3, False), (0, 0, False)])
 def test_same(different: int, of: int, passed: bool) -> None:
-    report = Report(verbose=False)
+    report = QuickstartReport(verbose=False)
     report.begin("1")
     report.same("x", different, of, "tensors")
     assert report.passed is passed
 
 
 def test_a_report_without_checks_has_not_passed() -> None:
-    assert Report(verbose=False).passed is False
+    assert QuickstartReport(verbose=False).passed is False
 
 
 def test_table_and_dictionary(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report()
+    report = QuickstartReport()
     report.begin("1 first")
     report.at_most("small", 0.5, 1.0)
     report.at_most("large", 2.0, 1.0)
@@ -53,7 +53,7 @@ def test_table_and_dictionary(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_long_silence_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report()
+    report = QuickstartReport()
     report.begin("4 train")
     with report.heartbeat(0.05), report.working(lambda: "training in bf16: step 12 of 32"):
         until, told = time.monotonic() + 60, ""
@@ -61,6 +61,6 @@ def test_a_long_silence_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
             time.sleep(0.01)
             told += capsys.readouterr().out
     assert re.search(r"^  \.\.\. training in bf16: step 12 of 32, \d+ s$", told, re.MULTILINE), told
-    with Report(verbose=False).heartbeat(0.01):
+    with QuickstartReport(verbose=False).heartbeat(0.01):
         time.sleep(0.1)
     assert capsys.readouterr().out == ""

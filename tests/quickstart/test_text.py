@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from te_models.quickstart.text import library_files, windows_of
+from te_models.quickstart.text import library_files, middle_windows
 
 
 def test_files_are_split_without_overlap() -> None:
@@ -30,7 +30,7 @@ def test_windows_are_the_middles_of_long_files(tmp_path: Path) -> None:
     def tokenizer(text: str, **options: object) -> SimpleNamespace:
         return SimpleNamespace(input_ids=[ord(c) for c in text])
 
-    windows = windows_of(tokenizer, files, 2, 3)
+    windows = middle_windows(tokenizer, files, 2, 3)
     assert torch.equal(windows, torch.tensor([[ord(c) for c in "efg"], [ord(c) for c in "klm"]]))
     with pytest.raises(ValueError, match="only 2 of 3"):
-        windows_of(tokenizer, files, 3, 3)
+        middle_windows(tokenizer, files, 3, 3)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate import ROOT, fill, package_tree, pages
+from docs.generate import ROOT, defined_in, fill, package_tree, pages
 from tests.structure.tree import packages
 
 generated = functools.cache(pages)
@@ -39,6 +39,12 @@ def test_the_readme_is_short() -> None:
     assert (ROOT / "README.md").stat().st_size <= 10_000
 
 
+def test_the_readme_counts_the_published_models() -> None:
+    from te_models.catalogue.entries import names
+
+    assert f"| {len(names())} published models by name" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_fill_needs_its_markers() -> None:
     page = "a\n<!-- begin x -->\n{}<!-- end x -->\nb"
     assert fill(page.format("old\n"), "x", "new") == page.format("new\n")
@@ -64,6 +70,13 @@ def test_links_between_pages_lead_somewhere() -> None:
             target = page.parent / link if link else page
             assert target.exists(), f"{page.name} links to {link}"
             assert not anchor or anchor in anchors(target), f"{page.name} links to {link}#{anchor}"
+
+
+def test_a_row_of_the_layout_page_names_the_file_that_defines_its_answer() -> None:
+    assert defined_in("kernels/gemm/choice.py", "choose_gemm") == "kernels/gemm/choice.py"
+    for file, name in (("kernels/gemm/choice.py", "router_topk"), ("kernels/gemm/chosen.py", "choose_gemm")):
+        with pytest.raises(ValueError, match=f"{file} does not define {name}"):
+            defined_in(file, name)
 
 
 def test_files_that_the_layout_page_names_exist() -> None:

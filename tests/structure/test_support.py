@@ -80,3 +80,11 @@ def test_the_oldest_torch_that_is_claimed_has_passed() -> None:
     (oldest,) = torch.specifier
     assert oldest.operator == ">="
     assert Version(oldest.version).release in {Version(r["torch"]).release[:2] for r in clean()}
+
+
+def test_the_recorded_parts_are_tests_that_exist() -> None:
+    parts = [name.partition("::") for row in recorded() for name in row["part"].split() if name.startswith("tests/")]
+    assert len(parts) > 10
+    assert [file for file, _, _ in parts if not (ROOT / file).exists()] == []
+    for file, _, name in parts:
+        assert not name or f"def {name}" in (ROOT / file).read_text(encoding="utf-8"), name

@@ -25,7 +25,7 @@ MIB = 2**20
 LAPTOP = Machine("cpu", "CPU", 512 * MIB, None, compiles=True)
 NEEDED = (
     "sizes ranks parameters optimizer activations tokens flops traffic compute_s communication_s step_s "
-    "waits memory_limit"
+    "waits memory_limit host"
 )
 
 
@@ -36,7 +36,13 @@ def planned(configs: Sequence[TrainConfig], ranks: int, hardware: Hardware) -> l
         tokens = config.data.micro_batch_size * config.data.sequence_length
         window = tokens * (2**13 if config.model.activation_checkpointing else 2**16)
         moments = {"float32": 8.0, "bfloat16": 4.0, "float8": 2.07}[config.optimizer.moment_dtype]
-        values = dict.fromkeys(NEEDED.split(), 0.0) | {"peak_flops": 1.0, "sizes": {}, "traffic": [], "waits": {}}
+        values = dict.fromkeys(NEEDED.split(), 0.0) | {
+            "peak_flops": 1.0,
+            "sizes": {},
+            "options": {},
+            "traffic": [],
+            "waits": {},
+        }
         values |= {"parameters": 10 * MIB, "optimizer": TRAINED * moments, "activations": window + 20 * MIB}
         plans.append(Plan.from_dict(values | {"memory_limit": hardware.memory_gib * 2**30}))
     return plans

@@ -15,7 +15,7 @@ from te_models.lora import load_adapter
 from te_models.parallel import ParallelDims
 from te_models.training import LoRAConfig, ModelSource, PrecisionConfig, ScheduleConfig, TrainConfig, train
 from te_models.training.build import build_model, build_optimizer
-from te_models.training.preflight import check_layout
+from te_models.training.preflight import check_run_layout
 from tests.training.runs import assert_same_bits, balanced_model, curve, tensors_under, tiny_model, tiny_run
 
 IDS = torch.arange(24)[None] * 7 % 257
@@ -144,4 +144,4 @@ def test_what_cannot_be_is_named(tmp_path: Path) -> None:
     apart = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}
     dropping = run.replace(lora=LoRAConfig(rank=2, dropout=0.1))
     with pytest.raises(ConfigError, match=r"lora.dropout is 0.1; allowed with expert_tensor_parallel_size"):
-        check_layout(dropping, tiny_model(moe=True), ParallelDims.of(apart, 2))
+        check_run_layout(dropping, tiny_model(moe=True), ParallelDims.of(apart, 2))

@@ -21,7 +21,7 @@ from te_models.training import (
 )
 from te_models.training.log import writers
 from te_models.training.metrics import MetricsFile
-from te_models.training.progress import Progress, clock_time, fitting, numbers_of
+from te_models.training.progress import Progress, clock_time, fitting_words, row_numbers
 from tests.training.runs import tiny_run
 
 
@@ -179,8 +179,8 @@ def test_lines_in_a_pipe_are_thinned(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(("width", "kept"), [(80, 2), (140, 6)])
 def test_what_fits_into_the_width_is_shown(width: int, kept: int) -> None:
     row = {"loss": 2.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_second": 1.0, "tflops": 2.0, "data_s": 1.0}
-    numbers = numbers_of({"step": 1, **row, "peak_memory": 1 << 30})
+    numbers = row_numbers({"step": 1, **row, "peak_memory": 1 << 30})
     first = "1000/1000  loss 2.0000  eta 10:00  "
-    found = fitting(numbers, width - len(first) - 12)
+    found = fitting_words(numbers, width - len(first) - 12)
     assert found == numbers[: len(found)] and len(found) >= kept
     assert len(first) + 12 + len("  ".join(found)) <= width

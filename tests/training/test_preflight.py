@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from te_models.checkpoints import CheckpointError, expected_tensors
-from te_models.checkpoints.mapping.rank_shards import Place
+from te_models.checkpoints.mapping.rank_shards import ShardPlace
 from te_models.config import ConfigError, IndexerConfig, ModelConfig
 from te_models.parallel import ParallelDims
 from te_models.training import (
@@ -29,7 +29,7 @@ from te_models.training import (
     write_dataset,
 )
 from te_models.training.build import build_model, check_split_weights
-from te_models.training.preflight import check_layout, check_run
+from te_models.training.preflight import check_run, check_run_layout
 from tests.training.processes import as_toml
 from tests.training.runs import tiny_model, tiny_run
 
@@ -112,7 +112,9 @@ CASES: dict[str, tuple[Callable[[TrainConfig, Path], TrainConfig], str]] = {
     ),
     "model": (lambda c, p: c.replace(model=ModelSource(path=str(p / "absent"))), "absent"),
     "experts": (
-        lambda c, p: c.replace(parallel=ParallelConfig(expert_model_parallel_size=2)),
+        lambda c, p: c.replace(
+            parallel=ParallelConfig(expert_model_parallel_size=2), model=ModelSource(config=tiny_model(moe=True))
+        ),
         "allowed: a divisor of data_parallel_replicate_size, 1",
     ),
     "shards": (
@@ -132,15 +134,17 @@ CASES: dict[str, tuple[Callable[[TrainConfig, Path], TrainConfig], str]] = {
 }
 
 
-DEEP = tiny_model(layers=4)
 STAGED: dict[str, tuple[Callable[[TrainConfig], TrainConfig], str]] = {
-    "layers": (lambda c: c, "is 2 with 2 stages each, and the model has 2 layers; allowed: at most as many stages"),
+    "layers": (
+        lambda c: c.replace(model=ModelSource(config=tiny_model())),
+        "is 2 with 2 stages each, and the model has 2 layers; allowed: at most as many stages",
+    ),
     "compiled": (
-        lambda c: c.replace(compile=True, compile_mode="block", model=ModelSource(config=DEEP)),
+        lambda c: c.replace(compile=True, compile_mode="block"),
         "compile is True; allowed with parallel.pipeline_schedule = 'ZBVZeroBubble', .*: False",
     ),
     "shards": (
-        lambda c: c.replace(parallel=c.parallel.replace(data_parallel_shard_size=2), model=ModelSource(config=DEEP)),
+        lambda c: c.replace(parallel=c.parallel.replace(data_parallel_shard_size=2)),
         "pipeline_schedule is 'ZBVZeroBubble'; allowed with data_parallel_shard_size: 1F1B, GPipe",
     ),
 }
@@ -150,10 +154,8 @@ STAGED: dict[str, tuple[Callable[[TrainConfig], TrainConfig], str]] = {
 def test_pipeline_stages_that_cannot_be_are_refused(tmp_path: Path, case: str) -> None:
     change, sentence = STAGED[case]
     parallel = ParallelConfig(pipeline_model_parallel_size=2, pipeline_schedule="ZBVZeroBubble")
-    config = change(tiny_run(tmp_path, parallel=parallel))
-    dims = ParallelDims.of(config.parallel.to_dict(), 2 * config.parallel.data_parallel_shard_size)
     with pytest.raises(ConfigError, match=sentence):
-        check_layout(config, config.model.config, dims)
+        change(tiny_run(tmp_path, parallel=parallel, model=ModelSource(config=tiny_model(layers=4))))
 
 
 def test_async_tensor_parallel_needs_memory_that_devices_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,9 +171,11 @@ def test_async_tensor_parallel_needs_memory_that_devices_share(tmp_path: Path, m
 @pytest.mark.parametrize("case", CASES)
 def test_refused_before_anything_begins(tmp_path: Path, case: str) -> None:
     change, sentence = CASES[case]
-    config = change(tiny_run(tmp_path), tmp_path)
+    run = tiny_run(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises((ConfigError, DataError, CheckpointError, ValueError), match=sentence) as raised:
+        config = change(run, tmp_path)
+        before = sorted(tmp_path.rglob("*"))
         train(config)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
     assert sorted(tmp_path.rglob("*")) == before
@@ -225,9 +229,9 @@ def test_absurd_numbers_are_answered_at_once(tmp_path: Path, key: str, value: st
     ],
 )
 def test_tokens_that_ranks_cannot_share(tmp_path: Path, sizes: dict, changes: dict, sentence: str) -> None:
-    config = data(tiny_run(tmp_path).replace(parallel=ParallelConfig(**sizes)), **changes)
+    run = tiny_run(tmp_path).replace(parallel=ParallelConfig(**sizes))
     with pytest.raises(ConfigError, match=sentence):
-        preflight.check_layout(config, tiny_model(), ParallelDims.of(sizes, 2))
+        data(run, **changes)
 
 
 def indexed(model: ModelConfig) -> ModelConfig:
@@ -248,9 +252,10 @@ def indexed(model: ModelConfig) -> ModelConfig:
     ],
 )
 def test_keys_that_cannot_be_reached(tmp_path: Path, sizes: dict, model: ModelConfig, sentence: str) -> None:
-    config = data(tiny_run(tmp_path).replace(parallel=ParallelConfig(**sizes)))
+    run = data(tiny_run(tmp_path))
     with pytest.raises(ConfigError, match=sentence):
-        preflight.check_layout(config, model, ParallelDims.of(sizes, 8))
+        config = run.replace(parallel=ParallelConfig(**sizes))
+        preflight.check_run_layout(config, model, ParallelDims.of(sizes, 8))
 
 
 def test_options_of_what_is_not_there_are_refused(tmp_path: Path) -> None:
@@ -259,11 +264,11 @@ def test_options_of_what_is_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="moe_shared_expert_overlap is True; allowed: False without expert_model_par"):
         ParallelConfig(moe_shared_expert_overlap=True)
     sizes = {"expert_model_parallel_size": 2, "moe_shared_expert_overlap": True}
-    config = tiny_run(tmp_path, moe=True).replace(parallel=ParallelConfig(**sizes), compile=False)
+    run = tiny_run(tmp_path, moe=True)
     with pytest.raises(ConfigError, match=r"a model with moe\.shared_expert_intermediate_size, without moe\.own"):
-        preflight.check_layout(config, tiny_model(moe=True), ParallelDims.of(sizes, 2))
+        run.replace(parallel=ParallelConfig(**sizes), compile=False)
     with pytest.raises(ConfigError, match="moe_shared_expert_overlap is True; allowed: False with compile = true"):
-        config.replace(compile=True)
+        run.replace(parallel=ParallelConfig(**sizes), compile=True)
 
 
 DEEPEP = {"expert_model_parallel_size": 2, "expert_dispatch": "deepep"}
@@ -296,10 +301,10 @@ def test_runs_whose_tokens_cannot_travel_by_deep_ep(tmp_path: Path, changes: dic
 def test_ranks_among_which_deep_ep_does_not_work(tmp_path: Path, sizes: dict, sentence: str) -> None:
     sizes = DEEPEP | sizes
     parallel = ParallelConfig(**sizes)
-    config = tiny_run(tmp_path, moe=True, parallel=parallel, precision=PrecisionConfig())
     del sizes["expert_dispatch"]
     dims = ParallelDims.of(sizes, 2)
     with pytest.raises(ValueError, match=sentence):
+        config = tiny_run(tmp_path, moe=True, parallel=parallel, precision=PrecisionConfig())
         preflight.check_run(config, None, None, "cpu", dims, reads_text=False)
 
 
@@ -318,11 +323,12 @@ def test_sequence_parallelism_needs_split_layers() -> None:
 )
 def test_shards_that_cannot_be_kept_over_some_ranks(tmp_path: Path, sizes: dict, changes: dict, sentence: str) -> None:
     parallel = ParallelConfig(**sizes, reshard_after_forward=3)
-    run = tiny_run(tmp_path, compile=False, parallel=parallel, precision=PrecisionConfig(**changes))
     experts = tiny_model(moe=True)
     model = experts.replace(moe=replace(experts.moe, num_moe_experts=6))
+    options = {"model": ModelSource(config=model), "precision": PrecisionConfig(**changes)}
     with pytest.raises(ConfigError, match=sentence):
-        check_layout(run, model, ParallelDims.of(sizes, sizes["data_parallel_shard_size"]))
+        run = tiny_run(tmp_path, compile=False, parallel=parallel, **options)
+        check_run_layout(run, model, ParallelDims.of(sizes, sizes["data_parallel_shard_size"]))
     with pytest.raises(ConfigError, match="reshard_after_forward is 1; allowed: 'default', 'always', 'never' or 2"):
         ParallelConfig(data_parallel_shard_size=2, reshard_after_forward=1)
     with pytest.raises(ConfigError, match="reduce_dtype is 'bfloat16'; allowed: 'float32' without shards"):
@@ -343,7 +349,7 @@ def test_stored_weights_that_two_ranks_cannot_split(
     precision = PrecisionConfig(recipe=recipe, quantized_weights=True)
     run = tiny_run(tmp_path, model=ModelSource(config=tiny_model(hidden=hidden)), precision=precision)
     model = build_model(run, "cpu", None)
-    monkeypatch.setattr("te_models.parallel.parts.place_of", lambda model: Place(tp_rank=0, tp_size=2))
+    monkeypatch.setattr("te_models.parallel.parts.shard_place", lambda model: ShardPlace(tp_rank=0, tp_size=2))
     if sentence is None:
         check_split_weights(model)
         return

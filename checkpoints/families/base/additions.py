@@ -94,8 +94,8 @@ class PerLayerEmbeddingSizes:
 
 
 def shared_sources(hf: Mapping[str, Any], kinds: list[str], default: int) -> list[int] | None:
-    """Return `kv_source_layers` by `num_kv_shared_layers`, so many of the last layers: each reads the keys of the last
-    layer of its kind before them. kinds: of all layers."""
+    """Return `kv_source_layers` by `num_kv_shared_layers`, the number of last layers that share: each reads the keys of
+    the last layer of its kind before them. kinds: of all layers."""
     shared, layers = read_typed(hf, "num_kv_shared_layers", int, default), len(kinds)
     if shared == 0:
         return None
@@ -113,7 +113,7 @@ def shared_sources(hf: Mapping[str, Any], kinds: list[str], default: int) -> lis
 
 
 def first_shared(hf: Mapping[str, Any]) -> int:
-    """Return the number of the first layer that `num_kv_shared_layers` gives no keys of its own."""
+    """Return the number of the first layer that `num_kv_shared_layers` leaves without keys."""
     text = hf.get("text_config") if isinstance(hf.get("text_config"), dict) else hf
     assert text is not None
     return read_typed(text, "num_hidden_layers", int, REQUIRED) - read_typed(text, "num_kv_shared_layers", int, 0)

@@ -36,8 +36,8 @@ class MixerEntry(Protocol):
 
 
 def mixers(nested: Nested, names: Sequence[str], changes: Mapping[str, Values]) -> Values:
-    """Return the fields of a model whose layers have attentions of these names: "attention", which is the one of the
-    other entries, or one of `changes`, which says how that one is another."""
+    """Return the fields of a model whose layers have attentions of these names: "attention", as the other entries
+    describe it, or one of `changes` with what differs from it."""
     used = {name: change for name, change in changes.items() if name in names}
     if not used:
         return {}
@@ -49,8 +49,8 @@ def mixers(nested: Nested, names: Sequence[str], changes: Mapping[str, Values]) 
 
 
 def read_list(hf: Mapping[str, Any], name: str, kind: type) -> list[Any] | None:
-    """Return a list with a value for each layer; None where there is none. CheckpointError for another number, and for
-    values that are none."""
+    """Return a list with a value for each layer; None for attention without one. CheckpointError for another number,
+    and for values that are none."""
     values = read_typed(hf, name, list, None)
     layers = read_typed(hf, "num_hidden_layers", int, REQUIRED)
     if values is not None and len(values) != layers:

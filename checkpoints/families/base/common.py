@@ -46,7 +46,7 @@ def decoder_fields(
     without: Collection[str] = (),
 ) -> tuple[Entry, ...]:
     """Return the fields of a decoder with grouped-query attention; the arguments are the class's names and defaults.
-    without: fields that the class does not have, or reads in a way of its own."""
+    without: fields that the class does not have, or reads differently."""
     entries: tuple[Entry, ...] = (
         Field("vocab_size", "vocab_size", int),
         Field("hidden_size", "hidden_size", int),
@@ -92,7 +92,7 @@ class Dropouts:
 class PaddingIdx:
     """`pad_token_id` as transformers' embedding takes it: its row gets no gradient. `default`: the class's, where the
     file does not say; null means none, and a negative one counts from the last token. A token that the vocabulary does
-    not have is none. It is written where the model has one, and no field of the model's otherwise."""
+    not have is ignored. It is written where the model has one, and no field of the model's otherwise."""
 
     default: int | None
     names: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ class PaddingIdx:
         return {} if token is None else {"pad_token_id": token}
 
 
-def layer_norm(*, bias: bool, weight: bool = True) -> tuple[Entry, ...]:
+def layer_norm_entries(*, bias: bool, weight: bool = True) -> tuple[Entry, ...]:
     """Return what makes the norm a LayerNorm instead of an RMSNorm."""
     return (
         Fixed("norm.normalization", "LayerNorm"),

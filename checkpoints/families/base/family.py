@@ -14,7 +14,7 @@ from te_models.config import ConfigError, ModelConfig
 from ...io.boxes import Shape
 from ...io.errors import CheckpointError, shorten
 from ...mapping.param_shapes import check_counts, expected_tensors, holds_experts, is_table
-from ...mapping.tensor_map import TABLE, Link, Namespace, Stored
+from ...mapping.tensor_map import TABLE, Link, Namespace, TensorSpec
 from .attentions import MixerEntry
 from .fields import Entry, Values, get_path, shorten_value
 from .names import COMMON, Names
@@ -22,7 +22,7 @@ from .unused import CONSTANTS, COUNTS, Unused, layers_behind
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Fields of some family that change the mathematics -> the values with which they do not. A family that has the
-    # field names it in its map; in any other it must be neutral, which also catches wrongly labelled folders.
+    # field names it in its map; in any other it must be neutral; this also catches wrongly labelled folders.
     "attention_bias": (None, False),
     "attention_value_scale": (None, 1),
     "attention_chunk_size": (None,),
@@ -133,7 +133,7 @@ class Family:
         names: the weight map; an export writes it.
         other_names: further forms in which its files exist; which one a folder has is told by its tensors' names.
         unused: tensors that files may hold and the model does not use; an import keeps them for the export.
-        keeps_dtype: patterns of parameters that files hold in a precision of their own.
+        keeps_dtype: patterns of parameters that files hold in another precision.
     """
 
     model_type: str
@@ -253,8 +253,8 @@ class Family:
 
     def _namespace(self, config: ModelConfig, names: Names) -> Namespace:
         canonical = expected_tensors(config)
-        stored: dict[str, Stored] = {}
-        specs: dict[tuple[Shape, bool, bool], Stored] = {}
+        stored: dict[str, TensorSpec] = {}
+        specs: dict[tuple[Shape, bool, bool], TensorSpec] = {}
         links: list[Link] = []
         for name, layout in names.weights(config):
             if name not in canonical:
@@ -262,7 +262,7 @@ class Family:
             convertible = not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.keeps_dtype)
             for p in layout.place(canonical[name]):
                 key = p.stored_shape, convertible
-                spec = TABLE(p.stored_shape) if is_table(name) else Stored(p.stored_shape, convertible=convertible)
+                spec = TABLE(p.stored_shape) if is_table(name) else TensorSpec(p.stored_shape, convertible=convertible)
                 stored[p.stored] = specs.setdefault((*key, is_table(name)), spec)
                 links.append(Link(name, p.box, p.stored, p.stored_box, p.axes))
         absent = set(canonical) - {link.name for link in links}
@@ -299,7 +299,7 @@ def differing_fields(a: Any, b: Any, path: str = "") -> list[str]:
 
 
 def differing_values(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return dotted path -> both values, None where there is none, for all that differs in two nested dictionaries."""
+    """Return dotted path -> both values, None for a missing one, for all that differs in two nested dictionaries."""
     return {path: (_at(a, path), _at(b, path)) for path in differing_fields(a, b)}
 
 

@@ -1,8 +1,8 @@
 """Configuration maps: Hugging Face's config.json <-> `ModelConfig`, as small values that read and write.
 
 A map is a tuple of entries. Each reads some Hugging Face fields into flat `ModelConfig` paths ("attention.kv_channels")
-and writes them back. Reading follows transformers: a field that is absent has the class's default, which is part of the
-entry, because files of older releases leave it out.
+and writes them back. Reading follows transformers: an absent field has the class's default. The default is part of the
+entry, because files of older releases leave the field out.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Field(_OfOneField):
 
 @dataclass(frozen=True)
 class Nullable(_OfOneField):
-    """A number that may be null, which is not the same as absent: then it has the class's `default`."""
+    """A number that may be null. Null differs from absent: an absent one has the class's `default`."""
 
     path: str
     default: float | None
@@ -200,7 +200,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Renamed:
-    """An entry some of whose fields have another name, which is written; theirs is read, too, where they agree."""
+    """An entry that writes some of its fields under another name; theirs is read, too, where they agree."""
 
     entry: Entry
     others: Mapping[str, str]
@@ -253,7 +253,8 @@ class Filled:
 
 @dataclass(frozen=True)
 class Only(_OfOneField):
-    """A field whose other values would change the model: absent or `value`, which is written; with `null` also null."""
+    """A field whose other values would change the model: absent or `value` when read, `value` when written; with `null`
+    also null."""
 
     value: Any
     null: bool = False

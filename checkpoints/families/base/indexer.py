@@ -1,4 +1,5 @@
-"""The indexer of sparse attention in files: DeepSeek-V3.2's names and fields, which all families with it use."""
+"""The indexer of sparse attention in files: DeepSeek-V3.2's names and fields, common to all families with an
+indexer."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ SHARED = "shared"
 
 
 def indexer_weights(a: AttentionConfig, at: str, ours: str) -> Iterator[tuple[str, Layout]]:
-    """Yield the weight map of one layer's indexer, none where the layer has none of its own."""
+    """Yield the weight map of one layer's indexer, nothing for a layer that reuses another's."""
     if a.index_channels:
         for name, theirs in (("linear_wq_b", "wq_b"), ("linear_wk", "wk"), ("weights_proj", "weights_proj")):
             yield f"{ours}indexer.{name}.weight", At(f"{at}self_attn.indexer.{theirs}.weight")

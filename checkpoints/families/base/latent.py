@@ -1,4 +1,4 @@
-"""Latent attention in files: DeepSeek's names, which all families with it use, and its configuration fields."""
+"""Latent attention in files: DeepSeek's names, common to all families with it, and its configuration fields."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class WindowedFrom:
 class LayerPattern:
     """`layer_types`; without them every `period`-th layer is full, the others have the window; None: all have it.
 
-    pattern: `sliding_window_pattern`, or a field of another name, which the family's files may have, is the period;
+    pattern: `sliding_window_pattern`, or a field of another name that the family's files may have, is the period;
         with `letters` also a text such as "LLLG", a letter for each layer of a period, L local and G global, where the
         last layer is global.
     full_first: the first layer of each period is the full one, not the last.

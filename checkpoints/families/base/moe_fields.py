@@ -16,7 +16,7 @@ from .layer_fields import check_names
 @dataclass(frozen=True)
 class RouterLoss:
     """`router_aux_loss_coef` counts only with `output_router_logits`, as in transformers' loss; the second one may be
-    null, which is false, and the first one where it does not count."""
+    null and then counts as false; the first may be null where it does not matter."""
 
     default: float = 0.001
     names: tuple[str, ...] = ("router_aux_loss_coef", "output_router_logits")
@@ -41,7 +41,7 @@ class RouterLoss:
 @dataclass(frozen=True)
 class ExpertSize:
     """`intermediate_size`, or a field of another name, is the experts' width, with `shared` also the shared expert's
-    width; there is no dense MLP, or one of the same width, or one with a field of its own. dense: there is no field
+    width; there is no dense MLP, or one of the same width, or one with a separate field. dense: there is no field
     that says a dense MLP's width."""
 
     shared: bool = False
@@ -77,7 +77,7 @@ class ExpertWidth:
 
 
 @dataclass(frozen=True)
-class SharedExperts:
+class SharedExpertCount:
     """The number of shared experts, which are one MLP so many times as wide as one of the others; 0 or null: none."""
 
     hf: str
@@ -102,7 +102,7 @@ class SharedExperts:
 
 
 @dataclass(frozen=True)
-class Groups:
+class ExpertGroups:
     """`n_group` and `topk_group`: choose among the experts of the best groups; one group, or null, is no choice."""
 
     default: int | None = 1
@@ -166,7 +166,7 @@ class SparseLayers:
 
 @dataclass(frozen=True)
 class FirstDense:
-    """`first_k_dense_replace`, or a field of another name: so many layers come before the first with experts."""
+    """`first_k_dense_replace`, or a field of another name: this many layers come before the first with experts."""
 
     default: int
     names: tuple[str, ...] = ("first_k_dense_replace",)

@@ -36,7 +36,7 @@ SANDWICH: Norms = (
 
 @dataclass(frozen=True)
 class PerExpert:
-    """Each expert's projections are tensors of their own."""
+    """Each expert's projections are separate tensors."""
 
     gate: str = "mlp.experts.{e}.gate_proj"
     up: str = "mlp.experts.{e}.up_proj"
@@ -139,7 +139,7 @@ class Names:
         heads_in_turn: the fused projection holds the queries, key and value of the first head of keys, then of the
             second, and so on.
         halves_swapped: each head of q and k has its second half first, as where the rotation turns the other way.
-        qkv_blocks: the fused projection lies in so many blocks, each with q, v and k, in this order, of its heads.
+        qkv_blocks: the fused projection lies in this many blocks, each with q, v and k, in this order, of its heads.
         transposed: linear weights are stored [in, out].
         selection_bias: the bias that only selects experts; None: the family has none.
         selection_bias_unsqueezed: it is stored as [1, E].
@@ -194,7 +194,7 @@ class Names:
 
     @property
     def experts_apart(self) -> bool:
-        """Whether every expert has tensors of its own."""
+        """Whether every expert has separate tensors."""
         return isinstance(self.experts, PerExpert)
 
     def weights(self, config: ModelConfig) -> Weights:
@@ -263,7 +263,7 @@ class Names:
         yield from self._mlp(config, layer, at, f"{ours}mlp.")
 
     def _shared_use(self, config: ModelConfig, i: int, ours: str) -> Weights:
-        """What layer number `i` has of its own to use a block. Files have adapters where they have the block."""
+        """What layer number `i` adds to use a shared block. Files have adapters where they have the block."""
         shared, its = config.shared_blocks, self.shared
         if shared is None or its is None:
             raise CheckpointError("these files have no names for blocks that layers share")
@@ -280,7 +280,7 @@ class Names:
         yield f"{ours}linear_out.weight", At(f"{self.layer.format(i=i)}.{its.output}.weight")
 
     def _shared_copies(self, config: ModelConfig) -> list[tuple[str, str]]:
-        """List (name, original) of a block's tensors, which files may repeat in each layer that uses it."""
+        """List (name, original) of a block's tensors; files may repeat them in each layer that uses the block."""
         shared, its, pairs = config.shared_blocks, self.shared, []
         if shared is None or its is None:
             return []
@@ -442,7 +442,7 @@ class Names:
 
 
 def per_expert(names: Names, experts: str) -> Names:
-    """Return the form of a family with fused experts in which each has weights of its own, [out, in]: what tools that
+    """Return the form of a family with fused experts in which each has separate weights, [out, in]: what tools that
     quantize linear layers write. experts: what the experts of a layer are called."""
     single = PerExpert(*(f"{experts}.{{e}}.{x}_proj" for x in GATE_UP_DOWN))
     return replace(names, form="per-expert", loadable=False, experts=single)

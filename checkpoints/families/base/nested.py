@@ -14,7 +14,7 @@ from .fields import REQUIRED, Entry, Values, get_path, read_typed, shorten_value
 
 @dataclass(frozen=True)
 class Within:
-    """`hf`, an object of fields of its own, which `entries` read; absent or null, they have their defaults."""
+    """`hf`, a nested object whose fields `entries` read; absent or null, they have their defaults."""
 
     hf: str
     entries: tuple[Entry, ...]
@@ -36,7 +36,7 @@ class Within:
 
 @dataclass(frozen=True)
 class Repeated:
-    """A field that another entry reads, which this one writes where it is not zero."""
+    """A field that another entry reads, and that this one writes unless it is zero."""
 
     hf: str
     path: str
@@ -55,7 +55,7 @@ class Repeated:
 
 @dataclass(frozen=True)
 class TimesHidden:
-    """The MLP's width, `hf`, which is so many times the hidden size where it is null or absent; hf None: there is no
+    """The MLP's width, `hf`, by default a multiple of the hidden size, where it is null or absent; hf None: there is no
     field, and the width is always that. hidden: the names of hidden_size."""
 
     hf: str | None

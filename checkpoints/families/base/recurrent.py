@@ -96,7 +96,7 @@ class RecurrentLayers:
     """`layer_types` of layers with attention, and of layers with a recurrent mixer.
 
     Arguments:
-        kind: the mixer's kind, which is its name in the model, too.
+        kind: the mixer's kind, also its name in the model.
         parts: the fields that say it.
         word: of its layers in `layer_types`; the first one is written. attention: of layers with attention.
         pattern: the words of the layers where the file has no `layer_types`.
@@ -162,7 +162,7 @@ class RecurrentLayers:
 
 
 def every(period_field: str, period: int) -> Callable[[Mapping[str, Any], int], list[str]]:
-    """Return a pattern: every so many layers one has attention, the last of them."""
+    """Return a pattern: of every `period` layers the last has attention."""
 
     def words(hf: Mapping[str, Any], layers: int) -> list[str]:
         n = read_typed(hf, period_field, int, period)

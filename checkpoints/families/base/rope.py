@@ -57,9 +57,9 @@ class Rope:
         theta: the family's base.
         partial: the rotated fraction of the head where the file does not say; None: always all of it.
         types: the extensions that the family's classes know.
-        original: the family's length before extension where the file does not say; it has a field of its own, outside.
+        original: the family's length before extension where the file does not say; it has a separate field, outside.
         alpha: "dynamic" may have a fixed `alpha`; in other families it is unknown: their classes take no notice of it.
-        extra: further keys of `rope_parameters`, which another entry reads.
+        extra: further keys of `rope_parameters` that another entry reads.
         default: `rope_parameters` where the file has none.
     """
 
@@ -210,7 +210,7 @@ class RopePerLayerType:
 
 
 def _overlaid(values: Any, scaling: Any) -> Any:
-    """Return rope parameters merged with an old `rope_scaling`, which may spell `rope_type` as `type`."""
+    """Return rope parameters merged with an old `rope_scaling` that may spell `rope_type` as `type`."""
     if not isinstance(values, dict) or not isinstance(scaling, dict):
         return scaling if isinstance(values, dict) else values  # which is refused
     older = "type" in scaling and "rope_type" not in scaling
@@ -218,7 +218,7 @@ def _overlaid(values: Any, scaling: Any) -> Any:
 
 
 def _read_original_length(hf: Mapping[str, Any], values: Values, result: Values, default: int | None) -> None:
-    """Fill the length before extension (a field outside wins) and an absent factor, which the lengths imply."""
+    """Fill the length before extension (a field outside wins) and an absent factor, as the lengths imply it."""
     original = read_typed(hf, "original_max_position_embeddings", int, default)
     original = original or read_typed(values, "original_max_position_embeddings", int, None)
     longest = read_typed(hf, "max_position_embeddings", int, None)

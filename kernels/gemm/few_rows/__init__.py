@@ -1,16 +1,25 @@
 """A few rows by a weight that is stored quantized, on CPU: decoded in registers, one or half a byte read per value."""
 
 from .integers import IntegerOperand
-from .op import FEW, as_stored, choose_stored, dequantize, differentiates, linear, reason_against_format, serves
+from .op import (
+    FEW,
+    as_stored,
+    choose_stored,
+    dequantized_weight,
+    differentiates,
+    reason_against_format,
+    stored_weight_linear,
+    uses_few_rows,
+)
 
 __all__ = [
     "FEW",
     "IntegerOperand",
     "as_stored",
     "choose_stored",
-    "dequantize",
+    "dequantized_weight",
     "differentiates",
-    "linear",
     "reason_against_format",
-    "serves",
+    "stored_weight_linear",
+    "uses_few_rows",
 ]

@@ -53,7 +53,7 @@ STORED = Compiled(
 """Its key is the weight's format and the dtype of the rows."""
 
 
-def format_of(weight: ScaledOperand | IntegerOperand) -> Format:
+def library_format(weight: ScaledOperand | IntegerOperand) -> Format:
     """Return what a library is compiled for."""
     return f"INT{weight.bits}" if isinstance(weight, IntegerOperand) else weight.data.dtype
 
@@ -73,7 +73,7 @@ def _fields(weight: ScaledOperand | IntegerOperand) -> _Fields:
     return _Fields(weight.block or (weight.outer, inner), _KINDS.index(weight.kind), weight.amax)
 
 
-def linear(x: Tensor, weight: ScaledOperand | IntegerOperand, bias: Tensor | None) -> Tensor:
+def few_rows_linear(x: Tensor, weight: ScaledOperand | IntegerOperand, bias: Tensor | None) -> Tensor:
     """Return `x @ weight^T + bias` in x's dtype, summed in float32. x: [M, K] in one of DTYPES; weight: [N, K] with
     contiguous rows; bias: [N] of x's dtype, or None."""
     x = x.contiguous()
@@ -84,7 +84,7 @@ def linear(x: Tensor, weight: ScaledOperand | IntegerOperand, bias: Tensor | Non
         return out
     fields, strides = _fields(weight), scale.stride() if scale.dim() == 2 else (0, 0)
     bias = None if bias is None else bias.contiguous()
-    _function(format_of(weight), x.dtype)(
+    _function(library_format(weight), x.dtype)(
         x.data_ptr(),
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
@@ -103,14 +103,15 @@ def linear(x: Tensor, weight: ScaledOperand | IntegerOperand, bias: Tensor | Non
     return out
 
 
-def grouped(
+def few_rows_grouped(
     x: Tensor, weight: ScaledOperand | IntegerOperand, groups: Sequence[tuple[int, int, int]], out: Tensor
 ) -> None:
     """Write `x[first : first + count] @ weight[g]^T` to the same rows of `out` for each (g, first, count) of `groups`,
-    as `linear` would. x: [T, K] in one of DTYPES; weight: [G, N, K]; out: [T, N] of x's dtype; x and out contiguous."""
+    as `few_rows_linear` would. x: [T, K] in one of DTYPES; weight: [G, N, K]; out: [T, N] of x's dtype; x and out
+    contiguous."""
     data, scale, fields = weight.data, weight.scale_inv, _fields(weight)
     whole = fields.whole
-    _function(format_of(weight), x.dtype, name="te_few_rows_of_groups")(
+    _function(library_format(weight), x.dtype, name="te_few_rows_of_groups")(
         x.data_ptr(),
         out.data_ptr(),
         (_N * (3 * len(groups)))(*itertools.chain.from_iterable(groups)),

@@ -15,7 +15,7 @@ from ...compiling import compiling, unobserved
 from ...custom_op import Output, direct, flatten, like, operation, takes
 from ...torch_versions import exporting
 from ...without_autocast import without_autocast
-from ..backends import EMULATION, Choice, first_possible, record
+from ..backends import EMULATION, BackendChoice, first_possible, record_choice
 from ..dense import linear as dense
 from ..gemv import LEAST, without_instructions
 from ..operand import ScaledOperand
@@ -26,7 +26,7 @@ FEW = 16
 """The most rows that are multiplied with the weight as it is stored."""
 
 
-def reason_against(x: Tensor, weight: ScaledOperand | IntegerOperand) -> str | None:
+def reason_to_dequantize(x: Tensor, weight: ScaledOperand | IntegerOperand) -> str | None:
     """Return why the weight has to be dequantized for x: [M, K], None where it is multiplied as it is stored."""
     if x.device.type == "cpu" and x.shape[0] > FEW:
         return f"it is for at most {FEW} rows, these are {x.shape[0]}"
@@ -34,7 +34,7 @@ def reason_against(x: Tensor, weight: ScaledOperand | IntegerOperand) -> str | N
 
 
 def reason_against_format(x: Tensor, weight: ScaledOperand | IntegerOperand) -> str | None:
-    """As `reason_against`, for any number of rows. weight: [..., N, K]."""
+    """As `reason_to_dequantize`, for any number of rows. weight: [..., N, K]."""
     if x.device.type != "cpu":
         return f"it is for a CPU, this is {x.device.type}"
     if x.dtype not in library.DTYPES:
@@ -50,37 +50,38 @@ def reason_against_format(x: Tensor, weight: ScaledOperand | IntegerOperand) -> 
     return without_instructions() or None
 
 
-def serves(x: Tensor, weight: Tensor, groups: int = 1) -> bool:
-    """Whether a call may go to `linear`, or with more groups than one to `grouped_gemm.few_rows`, and not only be
-    computed with what the weight dequantizes to: no gradient is wanted, and of a single matrix eagerly, where each call
-    knows its own rows, there are few. weight: [N, K], or `groups` of them in one tensor."""
+def uses_few_rows(x: Tensor, weight: Tensor, groups: int = 1) -> bool:
+    """Whether a call may go to `stored_weight_linear`, or with more groups than one to `grouped_gemm.few_rows`, and not
+    only be computed with what the weight dequantizes to: no gradient is wanted, and of a single matrix eagerly, where
+    each call knows its own rows, there are few. weight: [N, K], or `groups` of them in one tensor."""
     if x.device.type != "cpu" or x.dtype not in library.DTYPES or weight.numel() < LEAST * groups:
         return False
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return False
     if compiling():
         return not exporting()
-    # groups of many rows dequantize one matrix after another, which stays in a cache: half the time of all at once
+    # groups of many rows dequantize one matrix after another, so that each stays in a cache: half the time of all at
+    # once
     few = groups > 1 or x.numel() <= FEW * x.shape[-1]
     derived = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # no_grad ends neither
     return few and not derived
 
 
-def choose_stored(x: Tensor, weight: ScaledOperand | IntegerOperand) -> Choice:
+def choose_stored(x: Tensor, weight: ScaledOperand | IntegerOperand) -> BackendChoice:
     """Choose from shapes, formats and hardware alone; without a compiler the weight is dequantized all the same."""
-    reason = reason_against(x, weight)
+    reason = reason_to_dequantize(x, weight)
     return _STORED if reason is None else first_possible("stored_linear", (("few_rows", reason),), fallback=False)
 
 
-_STORED = Choice("stored_linear", "few_rows")
+_STORED = BackendChoice("stored_linear", "few_rows")
 """What a token chooses for every weight."""
 
 
-def as_stored(choice: Choice, x: Tensor, weight: ScaledOperand | IntegerOperand) -> bool:
+def as_stored(choice: BackendChoice, x: Tensor, weight: ScaledOperand | IntegerOperand) -> bool:
     """Count a choice, and return whether the weight is multiplied as it is stored: only where a library is there."""
-    if choice.backend == "few_rows" and not has_library(library.STORED, library.format_of(weight), x.dtype):
-        choice = Choice(choice.operation, EMULATION, (("few_rows", "no library could be compiled"),))
-    record(choice, strict=False)
+    if choice.backend == "few_rows" and not has_library(library.STORED, library.library_format(weight), x.dtype):
+        choice = BackendChoice(choice.operation, EMULATION, (("few_rows", "no library could be compiled"),))
+    record_choice(choice, strict=False)
     return choice.backend == "few_rows"
 
 
@@ -114,13 +115,13 @@ def _stored_integer_linear(x: Tensor, weight: IntegerOperand, bias: Tensor | Non
 
 def _product(x: Tensor, weight: ScaledOperand | IntegerOperand, bias: Tensor | None) -> Tensor:
     if as_stored(choose_stored(x, weight), x, weight):
-        return library.linear(x, weight, bias)
+        return library.few_rows_linear(x, weight, bias)
     return _definition(x, weight, bias)
 
 
 def _definition(x: Tensor, weight: ScaledOperand | IntegerOperand, bias: Tensor | None) -> Tensor:
     with without_autocast(x):
-        return dense(x, dequantize(weight, x.dtype), bias)
+        return dense(x, dequantized_weight(weight, x.dtype), bias)
 
 
 _call, _call_integers = direct(_stored_linear), direct(_stored_integer_linear)
@@ -133,11 +134,11 @@ def differentiates(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def linear(x: Tensor, weight: ScaledOperand | IntegerOperand, bias: Tensor | None = None) -> Tensor:
+def stored_weight_linear(x: Tensor, weight: ScaledOperand | IntegerOperand, bias: Tensor | None = None) -> Tensor:
     """Return `x @ weight^T + bias` in x's dtype, where no gradient is wanted. x: [M, K]; bias: [N] of x's dtype.
 
-    Each value of the weight is what `dequantize` to x's dtype gives, and no copy of more than four of its rows is made
-    where `reason_against` has none. Sums are float32.
+    Each value of the weight is what `dequantized_weight` to x's dtype gives, and no copy of more than four of its rows
+    is made where `reason_to_dequantize` has none. Sums are float32.
     """
     integers = isinstance(weight, IntegerOperand)
     fields = _TAKES_INTEGERS if integers else _TAKES
@@ -153,7 +154,7 @@ def linear(x: Tensor, weight: ScaledOperand | IntegerOperand, bias: Tensor | Non
     return (_call_integers if integers else _call)(x, *flatten(weight), bias)
 
 
-def dequantize(weight: ScaledOperand | IntegerOperand, dtype: torch.dtype) -> Tensor:
+def dequantized_weight(weight: ScaledOperand | IntegerOperand, dtype: torch.dtype) -> Tensor:
     """Return a weight's values in `dtype`, computed in float32 and rounded once."""
     if isinstance(weight, IntegerOperand):
         return weight.dequantize(dtype)

@@ -69,12 +69,12 @@ def _load_both(dtype: torch.dtype, rounded: torch.dtype) -> None:
 
 
 ENCODE = Compiled("quantizing a matrix and rounding it", _load_both, shared.DTYPES)
-"""Its key is the dtype of the values and that of the rounded ones."""
+"""Its key: the dtype of the values, then the dtype of the rounded values."""
 
 
 def chosen(x: Tensor, dtype: torch.dtype | None = None) -> Backend:
-    """Return what quantizes a matrix x [R, C], which the library reads as it lies, or where x is stored data, decodes
-    it to `dtype`. OPERATION: one of `op`."""
+    """Return what quantizes a matrix x [R, C], read as it lies in memory, or decodes it to `dtype` if x is stored data.
+    OPERATION: one of `op`."""
     if x.dim() != 2:
         return Backend.DEFINITION
     found = choose(FIELDS, x, dtype or x.dtype)
@@ -172,7 +172,7 @@ def quantize_nvfp4(x: Tensor, block_rows: int, amax: float, *, measured: bool = 
     return packed, scales, ctypes.c_float.from_buffer(error).value
 
 
-def decode_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def decode_fp8_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return `fp8.reference.dequantize_blockwise` of E4M3 [R, C] in `dtype`. scales: of `quantize_blocks`."""
     if _STORED.misfit_on_cpu(data, block, scales, dtype) or (scales.requires_grad and torch.is_grad_enabled()):
         return reference.dequantize_blockwise(data, scales, block, dtype)

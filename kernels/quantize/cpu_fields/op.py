@@ -58,7 +58,7 @@ def read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: tor
     """Return `dequantize_blockwise` of E4M3 data [R, C]. scales: as a grid, or as one line."""
     scales = scales.view(blocks.grid(data.shape[0], data.shape[1], block)) if scales.dim() == 1 else scales
     if choose(library.FIELDS, data, dtype) is Backend.COMPILED:
-        return library.decode_blocks(data, scales, block, dtype)
+        return library.decode_fp8_blocks(data, scales, block, dtype)
     return reference.dequantize_blockwise(data, scales, block, dtype)
 
 
@@ -66,7 +66,7 @@ def decoded(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.d
     """Return E4M3 data [R, C] times its scales by the library or `read_blocks`; None for the definition."""
     chosen = choose(library.FIELDS, data, dtype) if data.dtype is E4M3 and data.dim() == 2 else Backend.DEFINITION
     if chosen is Backend.COMPILED and data.is_contiguous():
-        return library.decode_blocks(data, scales, block, dtype)
+        return library.decode_fp8_blocks(data, scales, block, dtype)
     return read_blocks(data, scales, block, dtype) if chosen is Backend.OPERATION else None
 
 
@@ -80,7 +80,7 @@ def read_numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Return E4M3 data [R, C] in `dtype`, still scaled: an operation, or the graph would store what it returns."""
     if choose(library.FIELDS, data, dtype) is Backend.COMPILED:
         one = torch.ones(1, 1, dtype=torch.float32, device=data.device)
-        return library.decode_blocks(data, one, (data.shape[0], data.shape[1]), dtype)
+        return library.decode_fp8_blocks(data, one, (data.shape[0], data.shape[1]), dtype)
     return fp8_to_float(data).to(dtype)
 
 

@@ -48,8 +48,8 @@ def _function(name: str, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.d
 
 
 def _compiled(operation: str, name: str, *, amax: bool = False) -> Compiled:
-    """Return what the backend knows of an operation, whose key is the dtype of x and that of the result, if any. amax:
-    whether there is the amax of x with it."""
+    """Return what the backend knows of an operation, whose key is the dtype of x and, if it has a result, the result's
+    dtype. amax: whether there is the amax of x with it."""
 
     def load(*dtypes: torch.dtype) -> None:
         _function(name, *dtypes)

@@ -1,8 +1,8 @@
 """Quantized and dequantized operands, in a CPU graph as one registered operation each.
 
-Traced as plain torch, every operand of every GEMM is compiled by itself, which takes several times as long as the rest
-of a model. The numbers are the same, and a step takes about as long: there is little to fuse with but the reading of x.
-Eagerly the same library runs. In an exported program, where a gradient is wanted, and in a process without a C++
+Traced as plain torch, every operand of every GEMM is compiled by itself, and that takes several times as long as the
+rest of a model. The numbers are the same, and a step takes about as long: there is little to fuse with but the reading
+of x. Eagerly the same library runs. In an exported program, where a gradient is wanted, and in a process without a C++
 compiler, the definitions do: see `kernels/backend`.
 """
 

@@ -72,7 +72,7 @@ ADAMW = Compiled(
     lambda weight, gradient: _function("te_adamw_float8", gradient, weight),
     shared.DTYPES,
 )
-"""Its key is the dtype of the weight and that of its gradient."""
+"""Its key: the dtype of the weight, then the dtype of its gradient."""
 
 
 def updates(weight: Tensor, gradient: Tensor, moments: Sequence[Tensor]) -> bool:
@@ -173,7 +173,7 @@ def adamw_step(
 ) -> Tensor | None:
     """Update a weight and its moments in place, in one pass, to the bits of reading them, torch's fused AdamW on
     float32 copies, and rounding them. Return which blocks of 128 were left as they are, bool [blocks], for a NaN in
-    their moments; None where there is none.
+    their moments; None if it cannot be compiled.
 
     weight, gradient: float32 or bfloat16, [n]; moments: as `encode_moments` returns them, or two of bfloat16 or
     float32, [n]; what `updates` says. key, step: as there.

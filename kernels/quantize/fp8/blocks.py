@@ -17,7 +17,7 @@ from ...torch_versions import splits_loops
 from ..eager import eager_on_cpu
 
 
-def once(values: Tensor) -> Tensor:
+def once_per_block(values: Tensor) -> Tensor:
     """Return `values`, computed once per block and not again for each of the block's elements.
 
     Inductor inlines cheap element-wise producers into their consumers, here a division or a dozen integer operations
@@ -76,7 +76,7 @@ def repeat(values: Tensor, dim: int, times: int, length: int) -> Tensor:
 
 
 def _magnitudes(x: Tensor) -> Tensor | None:
-    """Return the bits of |x| as integers, which are ordered like the numbers, NaN above all; None where x is not
+    """Return the bits of |x| as integers. They are ordered like the numbers, NaN above all; None where x is not
     computed with eagerly on CPU, or has another dtype."""
     mask = {2: 0x7FFF, 4: 0x7FFFFFFF}.get(x.dtype.itemsize)
     if mask is None or not x.dtype.is_floating_point or not eager_on_cpu(x):
@@ -138,7 +138,7 @@ _ROUNDING = 1 + 2.0**-20
 """A block's own amax times its scale may come out just above the largest value; that is no saturation."""
 
 
-def quantization_statistics(
+def block_statistics(
     x: Tensor,
     values: Tensor,
     scale_inv: Tensor,

@@ -1,9 +1,9 @@
 """FP8 on CPU in eager mode: what is written without torch's slow operations, with the bits of the definition.
 
 torch's eager CPU cast takes E4M3 one byte at a time: 2.9 ns an element (one thread, torch 2.13; E5M2 0.35 ns). The same
-numbers come out of a few integer operations, which are vectorised: 0.3 ns. Comparisons are not, so NaNs are arithmetic,
-too. E8M0 scales of 16-bit numbers are looked up: there are 32,768 magnitudes, and each scale takes two dozen
-operations, which cost a third of the quantization to 1x32 blocks. The compiler vectorises the definitions themselves.
+numbers come out of a few vectorised integer operations: 0.3 ns. Comparisons are not, so NaNs are arithmetic, too. E8M0
+scales of 16-bit numbers are looked up: there are 32,768 magnitudes, and each scale takes two dozen operations, a third
+of the quantization to 1x32 blocks. The compiler vectorises the definitions themselves.
 """
 
 from __future__ import annotations

@@ -69,4 +69,4 @@ def dequantize_grouped(
     """
     from . import triton_grouped
 
-    return triton_grouped.dequantize(data, stored, m_splits, rows, block, dtype)
+    return triton_grouped.dequantize_grouped_fp8(data, stored, m_splits, rows, block, dtype)

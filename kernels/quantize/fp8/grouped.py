@@ -16,7 +16,7 @@ from ..eager import eager_on_cpu
 from .reference import quantize_blockwise, quantize_per_tensor
 
 _FEW = 8
-"""Groups that are copied one by one where the splits may be read, which takes less time than an index of all rows."""
+"""Groups that are copied one by one where the splits may be read: faster than an index of all rows."""
 
 
 def padded_length(rows: int, groups: int, align: int) -> int:

@@ -129,7 +129,7 @@ def dequantize_per_tensor(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -
     """Return data * scale_inv in `dtype`. scale_inv: float32, broadcastable to data."""
     from . import triton_tensor
 
-    return triton_tensor.dequantize(data, scale_inv, None, dtype)
+    return triton_tensor.dequantize_fp8(data, scale_inv, None, dtype)
 
 
 def _copy_by_blocks(x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str) -> tuple[Output, ...]:
@@ -238,4 +238,4 @@ def dequantize_blockwise(data: Tensor, stored: Tensor, block: tuple[int, int], d
     from . import triton_tensor
 
     _check(block)
-    return triton_tensor.dequantize(data, stored, block, dtype)
+    return triton_tensor.dequantize_fp8(data, stored, block, dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from ...torch_versions import saturating_cast
-from .blocks import blockwise_amax, blockwise_magnitudes, grid, once, times_blocks
+from .blocks import blockwise_amax, blockwise_magnitudes, grid, once_per_block, times_blocks
 from .cpu import fp8_to_float, look_up
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -90,13 +90,13 @@ def block_scales(
         if magnitudes is not None:
             byte = _e4m3_byte if fp8_dtype is torch.float8_e4m3fn else _e5m2_byte
             return look_up(magnitudes, x.dtype, byte, e8m0_inverse)
-    amax = once(blockwise_amax(x, block))
+    amax = once_per_block(blockwise_amax(x, block))
     if scale_kind == "e8m0":
-        stored = once(e8m0_from_amax(amax, fp8_dtype))
-        return once(e8m0_inverse(stored)), stored
+        stored = once_per_block(e8m0_from_amax(amax, fp8_dtype))
+        return once_per_block(e8m0_inverse(stored)), stored
     overflow = torch.finfo(x.dtype if x.dtype.itemsize <= 4 else torch.float32).max  # scales are float32
     scale = scale_from_amax(amax, fp8_dtype, pow2=scale_kind == "pow2", epsilon=epsilon, overflow=overflow)
-    return once(scale), once(torch.div(torch.ones_like(scale), scale))
+    return once_per_block(scale), once_per_block(torch.div(torch.ones_like(scale), scale))
 
 
 def quantize_blockwise(
@@ -130,7 +130,7 @@ def dequantize_blockwise(data: Tensor, stored: Tensor, block: tuple[int, int], d
     """Return data * scale in `dtype`. data: [..., R, C] FP8; stored: its scales, float32 or uint8 exponents."""
     if guard_or_false(data.numel() == 0):
         return data.to(dtype)
-    scale_inv = once(e8m0_to_float(stored)) if stored.dtype == torch.uint8 else stored
+    scale_inv = once_per_block(e8m0_to_float(stored)) if stored.dtype == torch.uint8 else stored
     return times_blocks(fp8_to_float(data), scale_inv, block).to(dtype)
 
 

@@ -7,7 +7,7 @@ Grouped rows: a group's tiles begin at its first row, so no block spans two grou
 group a program serves is found on the device, from m_splits (see `grouped`).
 """
 
-# A kernel takes plain values for its constexpr parameters, which choose its branches; triton's types know neither.
+# A kernel takes plain values for the constexpr parameters that choose its branches; triton's types know neither.
 from __future__ import annotations
 
 import math
@@ -98,7 +98,7 @@ def quantize_blockwise_kernel(
     TILE_C: tl.constexpr,
 ):
     """One tile of x: [B, R, C], or of grouped rows [R, C] where G > 0. stride_r, stride_c: of the columnwise data
-    inside one matrix; everything else is contiguous. padded_rows: those of a copy whose blocks span rows."""
+    inside one matrix; everything else is contiguous. padded_rows: rows of a copy whose blocks span several rows."""
     program = tl.program_id(0).to(tl.int64)
     column_tiles = tl.cdiv(columns, TILE_C)
     first_column = (program % column_tiles * TILE_C).to(tl.int32)

@@ -67,7 +67,7 @@ def dequantize_grouped_kernel(
     tl.store(out_ptr + out_at, product.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def dequantize(
+def dequantize_grouped_fp8(
     data: Tensor, stored: Tensor, m_splits: Tensor, rows: int, block: tuple[int, int] | None, dtype: torch.dtype
 ) -> Tensor:
     """See `dequantize_grouped.dequantize_grouped`."""

@@ -1,6 +1,6 @@
 """Per-tensor FP8: amax, the cast with a given scale (both copies in one pass); dequantization of every FP8 format."""
 
-# A kernel takes plain values for its constexpr parameters, which choose its branches; triton's types know neither.
+# A kernel takes plain values for the constexpr parameters that choose its branches; triton's types know neither.
 from __future__ import annotations
 
 import torch
@@ -247,7 +247,7 @@ def quantize_per_tensor(
     return row + col
 
 
-def dequantize(data: Tensor, stored: Tensor, block: tuple[int, int] | None, dtype: torch.dtype) -> Tensor:
+def dequantize_fp8(data: Tensor, stored: Tensor, block: tuple[int, int] | None, dtype: torch.dtype) -> Tensor:
     """Return data * scale in `dtype`, contiguous. data: [..., R, C] FP8, any strides; stored: float32 or uint8 scales
     of its blocks, or for None a float32 tensor broadcastable to data."""
     out = data.new_empty(data.shape, dtype=dtype)

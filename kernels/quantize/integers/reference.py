@@ -1,7 +1,7 @@
 """Integers with a scale, and perhaps a zero point, per group of a row: value = (code - zero) * scale.
 
 Codes are unsigned, 0 .. 2^bits - 1; without zero points the zero is 2^(bits - 1). A scale has any sign. Two codes of
-four bits are in a byte, the even one in the low half. Plain torch throughout, which the compiler fuses.
+four bits are in a byte, the even one in the low half. Plain torch throughout, so that the compiler fuses it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The columnwise copy quantizes the transpose, stored transposed. With the random Hadamard transform it quantizes the
 transform along the rows, of the values in bfloat16: its rows are rounded up to a multiple of 16, and its amax is the
 one after the transform. Stochastic rounding draws the bits of an element from its row-major index in its copy, each
-copy from a stream of its own.
+copy from a different stream.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..fp8.blocks import once
+from ..fp8.blocks import once_per_block
 from ..fp8.grouped import grouped_amax, pad_rows, padded_length
 from ..hadamard import random_hadamard
 from .cpu import quantize_nvfp4
@@ -28,7 +28,7 @@ def transformed(x: Tensor, with_rht: bool) -> Tensor:
 
 def _transposed(x: Tensor) -> Tensor:
     """Return the transpose, lying so in memory: a buffer, or the compiler reads x across its rows in every loop."""
-    return once(x.mT.contiguous())
+    return once_per_block(x.mT.contiguous())
 
 
 def quantize_nvfp4_transposed(
@@ -94,7 +94,7 @@ def quantize_grouped_nvfp4(
     columnwise: bool = True,
     quantize: Callable[..., tuple[Tensor, Tensor, Tensor]] = quantize_nvfp4,
 ) -> list[Tensor]:
-    """Quantize each group of rows of x [T, C] with an amax of its own: (packed, scales, amax) of each copy asked for.
+    """Quantize each group of rows of x [T, C] with the group's amax: (packed, scales, amax) of each copy asked for.
 
     Rowwise: [T, ceil(C / 2)], [T, ceil(C / 16)], [G]; rows past the last group count as a group of amax 0. Columnwise,
     in rows padded to multiples of 16 (see `grouped`): [C, P / 2], [C, P / 16], [G]. quantize: `quantize_nvfp4`, or

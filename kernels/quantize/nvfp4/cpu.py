@@ -1,6 +1,6 @@
 """NVFP4 on CPU: eagerly in few and fast operations (see `eager`), a few rows at a time, else by the definition.
 
-A code comes of two sums, which float32 rounds as E2M1 does, to nearest and ties to even:
+A code comes from two sums that float32 rounds as E2M1 does, to nearest and ties to even:
 
     m + (2^23 - 2)    in steps of 1/2 up to 2^23, where m is 2, and of 1 above: E2M1's steps up to 4
     m + (2^24 + 8)    in steps of 2: E2M1's steps from 4 on
@@ -8,7 +8,7 @@ A code comes of two sums, which float32 rounds as E2M1 does, to nearest and ties
 As integers the bits of a float count its steps, and so do E2M1's codes. So less the bits that stand for code 0, the
 first sum is the code up to 4 and the second from there on, and each of them is the smaller one where it holds.
 
-Rounded stochastically, a number is counted in its own step, which its exponent tells, and a comparison with the random
+Rounded stochastically, a number is counted in the step that its exponent tells, and a comparison with the random
 number is the sign of a difference (exact, as both are multiples of the same power of two or less than 1 apart).
 
 A code becomes a number as float16, whose exponent and mantissa it is at 2^-14 of the value, subnormals included.
@@ -49,7 +49,7 @@ _FORMS = {
 }
 
 
-def serves(x: Tensor, block: tuple[int, int]) -> bool:
+def uses_nvfp4_library(x: Tensor, block: tuple[int, int]) -> bool:
     """Whether x can be rounded here: it is computed with now, has elements, and is in whole blocks."""
     if not eager_on_cpu(x) or x.dtype not in _FORMS or x.numel() == 0:
         return False
@@ -61,7 +61,7 @@ def quantize_nvfp4(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.quantize_nvfp4`."""
     block = (block_rows, BLOCK)
-    found = _scales(x, block, amax) if block_rows in (1, BLOCK) and serves(x, block) else None
+    found = _scales(x, block, amax) if block_rows in (1, BLOCK) and uses_nvfp4_library(x, block) else None
     if found is None:
         return reference.quantize_nvfp4(x, block_rows=block_rows, amax=amax, key=key, stream=stream)
     scales, _, factors, amax = found
@@ -81,11 +81,11 @@ def round_nvfp4(
     stream: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.round_nvfp4`."""
-    found = _scales(x, block, amax) if serves(x, block) else None
+    found = _scales(x, block, amax) if uses_nvfp4_library(x, block) else None
     if found is None:
         return reference.round_nvfp4(x, dtype, block=block, amax=amax, key=key, stream=stream)
     _, scales, factors, amax = found
-    random = None if key is None else reference.bits_of(x, block, key, stream)
+    random = None if key is None else reference.rounding_bits(x, block, key, stream)
     return rounded_blocks(x, factors, scales, block, dtype, random), amax
 
 
@@ -116,12 +116,13 @@ def dequantize_nvfp4(packed: Tensor, scales: Tensor, amax: Tensor | None, column
 
 
 def _scales(x: Tensor, block: tuple[int, int], amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """Return `reference.block_scales` and the amax; None where a NaN is among them: its codes are the definition's."""
+    """Return `reference.nvfp4_block_scales` and the amax; None where a NaN is among them: its codes are the
+    definition's."""
     form = _FORMS[x.dtype]
     largest = largest_of_blocks(x.detach().view(form.integer) & form.magnitude, block)
     if amax is None:
         amax = largest.amax((-2, -1)).view(x.dtype).float()
-    found = reference.block_scales(largest.view(x.dtype).float(), amax)
+    found = reference.nvfp4_block_scales(largest.view(x.dtype).float(), amax)
     return (*found, amax) if bool(found[2].amax() <= _LARGEST) else None
 
 
@@ -192,7 +193,7 @@ def _step(x: Tensor, block: tuple[int, int]) -> int:
 
 
 def _codes(x: Tensor, factors: Tensor, block: tuple[int, int], begin: int, random: Tensor | None) -> Tensor:
-    """Return the codes, int16 with the sign in bit 3, of rows x, which begin a matrix's row `begin`."""
+    """Return the codes, int16 with the sign in bit 3, of x: rows of a matrix from row `begin` on."""
     integer, _, shift = _FORMS[x.dtype]
     fine = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     of_rows = factors[begin // block[0] : (begin + len(x)) // block[0], None, :, None]
@@ -204,7 +205,7 @@ def _codes(x: Tensor, factors: Tensor, block: tuple[int, int], begin: int, rando
 
 
 def _nearest(magnitudes: Tensor) -> Tensor:
-    """Return the codes, int32, of magnitudes up to 6, which are overwritten."""
+    """Return the codes, int32, of magnitudes up to 6, and overwrite these."""
     coarse = magnitudes + _FROM_4
     codes = magnitudes.add_(_UP_TO_4).view(torch.int32).add_(_APART)
     return torch.minimum(codes, coarse.view(torch.int32), out=codes)

@@ -12,7 +12,7 @@ sums and e4m3_max as in Transformer Engine's reference):
 
 The error is summed in float32 along the 16 columns in their order, then down the 16 rows of a 16x16 block as a tree:
 rows i and i + 8, then i and i + 4, and so on. Layouts as in `reference`. These are operations of torch on every
-device; there is no kernel of its own.
+device; it has no separate kernel.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def quantize_four_over_six(
     x: [..., R, C]; amax: see `reference.quantize_nvfp4`; e4m3_max: 448 or 256; err_mode: "MAE" or "MSE". The values are
     decoded with `reference.global_decode(amax, e4m3_max)`.
     """
-    block = reference.block_of(block_rows)
+    block = reference.block_shape(block_rows)
     amax = blocks.amax(x) if amax is None else amax
     if x.numel() == 0:
         return reference.quantize_nvfp4(x, block_rows=block_rows, amax=amax)
     rows, columns = x.shape[-2:]
     block_amax = blocks.blockwise_amax(x, block)
-    encode = reference.over_blocks(reference.global_encode(amax, e4m3_max), block_amax)
+    encode = reference.broadcast_to_blocks(reference.global_encode(amax, e4m3_max), block_amax)
     by_six = torch.div(block_amax, 6.0) * encode
     wide = blocks.to_blocks(x.float(), block)
     codes_six, scales_six, error_six = _candidate(wide, by_six, encode, amax, e4m3_max, err_mode)
@@ -67,7 +67,7 @@ def _candidate(
     factor = torch.div(torch.ones_like(divisor), divisor).clamp(max=torch.finfo(torch.float32).max)
     codes = reference.encode_e2m1((x * factor[..., :, None, :, None]).clamp(-6.0, 6.0))
     values = reference.decode_e2m1(codes) * wide[..., :, None, :, None]
-    values = values * reference.over_blocks(amax, scale)[..., :, None, :, None] / (6.0 * float(e4m3_max))
+    values = values * reference.broadcast_to_blocks(amax, scale)[..., :, None, :, None] / (6.0 * float(e4m3_max))
     difference = values - x
     error = difference * difference if err_mode == "MSE" else difference.abs()
     along = error[..., 0]

@@ -17,7 +17,7 @@ from ..output import nvfp4_copies
 from . import copies, cpu
 from .copies import transpose_nvfp4
 from .four_over_six import ErrorMode, quantize_four_over_six
-from .reference import block_of
+from .reference import block_shape
 
 __all__ = [
     "decode_blocks",
@@ -53,7 +53,7 @@ def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
     """
     from .. import triton_hadamard
 
-    hadamard.check(x)
+    hadamard.check_hadamard_dtype(x)
     return triton_hadamard.random_hadamard(x, dim)
 
 
@@ -117,7 +117,7 @@ def quantize_nvfp4(
     """
     if not (x.is_cuda or launch.as_accelerator) or definitions_only():
         return cpu.quantize_nvfp4(x, block_rows=block_rows, amax=amax, key=key, stream=stream)
-    block_of(block_rows)
+    block_shape(block_rows)
     known: Tensor = largest(x) if amax is None else amax
     packed, scales = _copies(x, known, None, None, key, stream, 0, block_rows, False)
     return packed, scales, known
@@ -128,7 +128,7 @@ def quantize_nvfp4_transposed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the columnwise copy of x [..., R, C]: packed [..., C, ceil(R / 2)], scales [..., C, ceil(R / 16)], amax.
 
-    with_rht: of the random Hadamard transform along the rows, which are rounded up to a multiple of 16 then. amax:
+    with_rht: of the random Hadamard transform along the rows, their number rounded up to a multiple of 16. amax:
     [...], the amax of the transformed matrices, if known. key, stream: as for `quantize_nvfp4`, of the transpose.
     """
     if not (x.is_cuda or launch.as_accelerator) or definitions_only():
@@ -175,7 +175,7 @@ def quantize_grouped_nvfp4(
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> list[Tensor]:
-    """Quantize each group of rows of x [T, C] with an amax of its own: (packed, scales, amax) of each copy asked for.
+    """Quantize each group of rows of x [T, C] with the group's amax: (packed, scales, amax) of each copy asked for.
 
     Rowwise: [T, ceil(C / 2)], [T, ceil(C / 16)], [G]; rows past the last group count as a group of amax 0. Columnwise,
     in rows padded to multiples of 16 (see `grouped`): [C, P / 2], [C, P / 16], [G].

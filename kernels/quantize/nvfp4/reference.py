@@ -27,7 +27,7 @@ from ..random import random_bits, unit_interval
 
 BLOCK = 16
 # Literals 6.0 (largest E2M1) and 448.0 (largest E4M3) below: under dynamic=True a stored float becomes an input of the
-# graph, which a second autograd function in it cannot take (torch 2.13).
+# graph, and a second autograd function in it cannot take that (torch 2.13).
 
 
 def global_decode(amax: Tensor, e4m3_max: int = 448) -> Tensor:
@@ -44,19 +44,19 @@ def global_encode(amax: Tensor, e4m3_max: int = 448) -> Tensor:
     return torch.where((amax == 0) | ~torch.isfinite(amax), 1.0, encode)
 
 
-def over_blocks(values: Tensor, x: Tensor) -> Tensor:
+def broadcast_to_blocks(values: Tensor, x: Tensor) -> Tensor:
     """Make a value per matrix [...] broadcastable to blocks [..., r, c]; one of x's rank already is."""
     return values if values.dim() == x.dim() else values[..., None, None]
 
 
-def block_scales(block_amax: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def nvfp4_block_scales(block_amax: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return of every block its E4M3 scale, the same in float32, and the float32 factor to multiply x with.
 
     block_amax: [..., blocks down, blocks across]; amax: as for `quantize_nvfp4`.
     """
-    encode = over_blocks(global_encode(amax), block_amax)
+    encode = broadcast_to_blocks(global_encode(amax), block_amax)
     decode = torch.div(torch.ones_like(encode), encode)
-    scales = blocks.once(saturating_cast(block_amax * (encode * (1.0 / 6.0)), torch.float8_e4m3fn))
+    scales = blocks.once_per_block(saturating_cast(block_amax * (encode * (1.0 / 6.0)), torch.float8_e4m3fn))
     wide = fp8_to_float(scales)
     divisor = wide * decode
     return scales, wide, torch.div(torch.ones_like(divisor), divisor).clamp(max=torch.finfo(torch.float32).max)
@@ -86,9 +86,9 @@ def encode_e2m1(v: Tensor, bits: Tensor | None = None) -> Tensor:
     else:
         multiple, step = _rounded(v, bits)
         code = multiple + torch.where(step < 1, 0.0, torch.where(step < 2, 2.0, 4.0))
-    # a sign bit of its own, also on zeros; -0.0 < 0 is false
+    # a separate sign bit, also on zeros; -0.0 < 0 is false
     code = torch.where(v.view(torch.int32) < 0, code + 8.0, code)
-    # not `isnan`, which Inductor's C++ backend computes one element at a time (torch 2.13)
+    # not `isnan`: Inductor's C++ backend computes that one element at a time (torch 2.13)
     return torch.where(v != v, 7.0, code).to(torch.uint8)
 
 
@@ -105,7 +105,7 @@ def round_e2m1(v: Tensor, bits: Tensor | None = None) -> Tensor:
     return torch.copysign(multiple * step, v)
 
 
-def block_of(block_rows: int) -> tuple[int, int]:
+def block_shape(block_rows: int) -> tuple[int, int]:
     if block_rows not in (1, BLOCK):
         raise ValueError(f"block_rows is {block_rows}; allowed: 1, {BLOCK}")
     return block_rows, BLOCK
@@ -120,15 +120,15 @@ def quantize_nvfp4(
     matrices that lie side by side. key, stream: round stochastically with `random_bits(key, stream, x.shape)`; None
     rounds to nearest even. A 16x16 block's scale is written for each of its rows.
     """
-    block = block_of(block_rows)
+    block = block_shape(block_rows)
     rows, columns = x.shape[-2:]
     amax = blocks.amax(x) if amax is None else amax
     if x.numel() == 0:
         packed = x.new_empty((*x.shape[:-1], -(-columns // 2)), dtype=torch.uint8)
         return packed, x.new_empty((*x.shape[:-1], -(-columns // BLOCK)), dtype=torch.float8_e4m3fn), amax
-    scales, _, factor = block_scales(blocks.once(blocks.blockwise_amax(x, block)), amax)
+    scales, _, factor = nvfp4_block_scales(blocks.once_per_block(blocks.blockwise_amax(x, block)), amax)
     bits = None if key is None else random_bits(key, stream, x.shape)
-    scaled = x.float() * blocks.per_element(blocks.once(factor), block, rows, columns)
+    scaled = x.float() * blocks.per_element(blocks.once_per_block(factor), block, rows, columns)
     packed = pack(encode_e2m1(scaled.clamp(-6.0, 6.0), bits))
     # FP8 tensors cannot be indexed everywhere; their bytes can
     scales = blocks.repeat(scales.view(torch.uint8), -2, block_rows, rows).view(torch.float8_e4m3fn)
@@ -140,7 +140,7 @@ def pack(codes: Tensor) -> Tensor:
     if not statically_known_true(codes.shape[-1] % 2 == 0):
         codes = F.pad(codes, (0, codes.shape[-1] % 2))
     # codes first, then pairs: fused, every other element is computed by itself, without vectors (three times slower)
-    pairs = blocks.once(codes).unflatten(-1, (-1, 2))
+    pairs = blocks.once_per_block(codes).unflatten(-1, (-1, 2))
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
@@ -154,7 +154,7 @@ def decode_blocks(packed: Tensor, scales: Tensor, columns: int) -> Tensor:
     values = decode_e2m1(unpack(packed, columns))
     if values.numel() == 0:
         return values
-    return values * blocks.repeat(blocks.once(scales.float()), -1, BLOCK, columns)
+    return values * blocks.repeat(blocks.once_per_block(scales.float()), -1, BLOCK, columns)
 
 
 def dequantize_nvfp4(packed: Tensor, scales: Tensor, amax: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
@@ -165,10 +165,10 @@ def dequantize_nvfp4(packed: Tensor, scales: Tensor, amax: Tensor | None, column
 
 def times_global(values: Tensor, amax: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return what `decode_blocks` gives times the factor of each matrix: see `dequantize_nvfp4`."""
-    return values.to(dtype) if amax is None else (values * over_blocks(global_decode(amax), values)).to(dtype)
+    return values.to(dtype) if amax is None else (values * broadcast_to_blocks(global_decode(amax), values)).to(dtype)
 
 
-def bits_of(x: Tensor, block: tuple[int, int], key: Tensor, stream: int) -> Tensor:
+def rounding_bits(x: Tensor, block: tuple[int, int], key: Tensor, stream: int) -> Tensor:
     """Return the random bits of the elements of x: for blocks down the rows, the bits of the transpose."""
     return random_bits(key, stream, x.shape) if block[1] == BLOCK else random_bits(key, stream, x.mT.shape).mT
 
@@ -184,15 +184,16 @@ def round_nvfp4(
 ) -> tuple[Tensor, Tensor]:
     """Quantize and decode at once, no codes made: return (value * scale in `dtype`, x's shape, and amax).
 
-    block: (1, 16), (16, 16), or (16, 1), which gives what quantizing the transpose by (1, 16) does, in x's orientation
-    and with its random bits. The values are exact in bfloat16; `global_decode(amax)` is left to multiply with.
+    block: (1, 16), (16, 16), or (16, 1). The last gives what quantizing the transpose by (1, 16) does, in x's
+    orientation and with its random bits. The values are exact in bfloat16; `global_decode(amax)` is left to multiply
+    with.
     """
     amax = blocks.amax(x) if amax is None else amax
     if x.numel() == 0:
         return x.to(dtype), amax
     rows, columns = x.shape[-2:]
-    scales, _, factor = block_scales(blocks.once(blocks.blockwise_amax(x, block)), amax)
-    bits = None if key is None else bits_of(x, block, key, stream)
-    scaled = x.float() * blocks.per_element(blocks.once(factor), block, rows, columns)
+    scales, _, factor = nvfp4_block_scales(blocks.once_per_block(blocks.blockwise_amax(x, block)), amax)
+    bits = None if key is None else rounding_bits(x, block, key, stream)
+    scaled = x.float() * blocks.per_element(blocks.once_per_block(factor), block, rows, columns)
     values = round_e2m1(scaled.clamp(-6.0, 6.0), bits)
-    return (values * blocks.per_element(blocks.once(scales.float()), block, rows, columns)).to(dtype), amax
+    return (values * blocks.per_element(blocks.once_per_block(scales.float()), block, rows, columns)).to(dtype), amax

@@ -4,7 +4,7 @@ The columnwise copy is made of the transposed tile, so one device function makes
 `triton_blockwise`.
 """
 
-# A kernel takes plain values for its constexpr parameters, which choose its branches; triton's types know neither.
+# A kernel takes plain values for the constexpr parameters that choose its branches; triton's types know neither.
 from __future__ import annotations
 
 import torch

@@ -26,7 +26,7 @@ from ...distributed.context_parallel import (
     context_shard,
     gather_positions,
 )
-from ...module.options import Parameters
+from ...module.options import ParameterOptions
 from ..arguments import takes_at_default, takes_parallel_options
 from ..stands_for import StandsFor
 from .qkv_format import QkvFormat, batch_first, check_qkv_format, from_batch_first
@@ -93,7 +93,7 @@ class DotProductAttention(dot_product_attention.DotProductAttention, metaclass=S
             softmax_scale=softmax_scale,
             softcap=softcap,
             softmax_type=softmax_type,
-            parameters=Parameters(params_dtype, device),
+            parameters=ParameterOptions(params_dtype, device),
         )
         self.name = name
         self.qkv_format: QkvFormat = qkv_format

@@ -40,7 +40,7 @@ class TransformerLayer(nn.Module):
     `x + attention(norm(x)) + mlp(norm(x))`, each with its norm. drop_path_rate: how often attention and MLP are left
     out for a sequence. attn_input_format: see `QkvFormat`. seq_length and micro_batch_size change nothing. The other
     options: see `MultiheadAttention` and
-    `LayerNormMLP`. (`te_models.TransformerLayer` is the layer of a configured model.)
+    `LayerNormMLP`. (`te_models.DecoderLayer` is the layer of a configured model.)
     """
 
     @takes_parallel_options
@@ -198,7 +198,7 @@ class TransformerLayer(nn.Module):
 
         attention_mask, self_attn_mask_type, window_size, rotary_pos_emb, options: of self attention, see
         `MultiheadAttention.forward`. encoder_output: what a decoder looks at, in the same layout; enc_dec_*: of its
-        cross attention, which takes a bias of scores, too. is_first_microbatch: as for `Linear`. ValueError where they
+        cross attention; that takes a bias of scores, too. is_first_microbatch: as for `Linear`. ValueError where they
         do not fit together.
         """
         if self.inter_attention is None and not (encoder_output is None and enc_dec_attn_mask is None):

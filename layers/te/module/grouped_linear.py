@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ...distributed.tensor_parallel import InitMethod, ParallelMode, Split
+from ...distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelSplit
 from ...module import grouped_linear
-from ...module.options import Parameters, WeightGradients
+from ...module.options import ParameterOptions, WeightGradients
 from ..arguments import takes_at_default, takes_parallel_options
 from ..stands_for import StandsFor
 from ..state import TEState
@@ -23,7 +23,7 @@ class GroupedLinear(TEState, grouped_linear.GroupedLinear, metaclass=StandsFor):
     parallel_mode: as for `Linear`, for every member alike; the layer does not itself communicate: gather before a
     column layer, sum after a row layer, once for all groups. The bias of a row layer belongs after that sum: the caller
     adds it with `with_bias`.
-    The other options: see `GemmModule`; in the per-GEMM layout every weight has a `main_grad` of its own.
+    The other options: see `GemmModule`; in the per-GEMM layout every weight has its separate `main_grad`.
 
     return_bias: return (y without bias, a list of the bias of each GEMM, None without any): the caller adds them.
 
@@ -63,8 +63,8 @@ class GroupedLinear(TEState, grouped_linear.GroupedLinear, metaclass=StandsFor):
             bias,
             single_grouped_weight=single_grouped_weight,
             single_grouped_bias=single_grouped_bias,
-            parameters=Parameters(params_dtype, device, init_method),
-            split=Split(parallel_mode, tp_group, tp_size),
+            parameters=ParameterOptions(params_dtype, device, init_method),
+            split=TensorParallelSplit(parallel_mode, tp_group, tp_size),
             gradients=WeightGradients(fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input),
             name=name,
         )

@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from ...distributed.tensor_parallel import InitMethod, Split
+from ...distributed.tensor_parallel import InitMethod, TensorParallelSplit
 from ...module import layernorm_linear
-from ...module.options import Parameters, PrecedingNormOptions, WeightGradients
+from ...module.options import ParameterOptions, PrecedingNormOptions, WeightGradients
 from ...module.parameters_split import ParametersSplit
 from ..arguments import takes_at_default, takes_parallel_options
 from ..stands_for import StandsFor
@@ -61,8 +61,8 @@ class LayerNormLinear(TEState, layernorm_linear.LayerNormLinear, metaclass=Stand
             out_features,
             bias,
             norm=PrecedingNormOptions(normalization, eps, zero_centered_gamma, cast_order, norm_weight, norm_bias),
-            parameters=Parameters(params_dtype, device, init_method),
-            split=Split(parallel_mode, tp_group, tp_size, sequence_parallel),
+            parameters=ParameterOptions(params_dtype, device, init_method),
+            split=TensorParallelSplit(parallel_mode, tp_group, tp_size, sequence_parallel),
             gradients=WeightGradients(fuse_wgrad_accumulation, delay_wgrad_compute),
             parameters_split=parameters_split,
             name=name,

@@ -13,11 +13,11 @@ from te_models.kernels.activation import Activation
 from te_models.suggestions import shown
 
 from ...distributed.tensor_parallel import InitMethod, TensorParallelModule
-from ...gemm.autograd import linear
+from ...gemm.autograd import linear_function
 from ...gemm.prologue import Prologue
 from ...module.base import GemmModule
 from ...module.norm import PrecedingNorm
-from ...module.options import Parameters, PrecedingNormOptions, WeightGradients
+from ...module.options import ParameterOptions, PrecedingNormOptions, WeightGradients
 from ...module.primary_weights import default_init_method, empty_parameter, materialising, store_weights_as_asked
 from ...recipe.activation_checkpoint import checkpointed
 from ..arguments import SHAPES, takes_at_default, takes_parallel_options, takes_without_effect
@@ -46,8 +46,8 @@ class LayerNormMLP(TEState, TensorParallelModule, PrecedingNorm, GemmModule):
 
     activation: a key of MLP_ACTIVATIONS; the *glu ones are gated, fc1 then has 2 * ffn_hidden_size rows [gate | up].
     "clamped_swiglu" is gpt-oss's, with activation_params limit (7.0), alpha (1.702) and glu_linear_offset (1.0).
-    output_layer_init_method: of fc2_weight, None: N(0, 0.023^2). checkpoint: save only the input for the backward pass,
-    which computes norm, fc1 and activation again, the same bits. seq_length and micro_batch_size change nothing.
+    output_layer_init_method: of fc2_weight, None: N(0, 0.023^2). checkpoint: save only the input; the backward pass
+    computes norm, fc1 and activation again, the same bits. seq_length and micro_batch_size change nothing.
     Parameters: layer_norm_weight, layer_norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias. set_parallel_mode: split
     fc1 by column and fc2 by row over the ranks of tp_group, see `tensor_parallel`; of a gated fc1 each rank has its
     part of the gate rows and of the up rows (partition_stride 2). return_bias: as for `Linear`, of fc2;
@@ -109,7 +109,7 @@ class LayerNormMLP(TEState, TensorParallelModule, PrecedingNorm, GemmModule):
         self._blocks = 2 if MLP_ACTIVATIONS[activation][1] else 1  # of fc1's rows: the gate's and the others, or one
         rows = ffn_hidden_size * self._blocks
         norm = PrecedingNormOptions(normalization, eps, zero_centered_gamma, cast_order)
-        self.add_norm(hidden_size, norm, Parameters(params_dtype, device))
+        self.add_norm(hidden_size, norm, ParameterOptions(params_dtype, device))
         self.fc1_weight = empty_parameter(rows, hidden_size, **new)
         self.fc1_bias = empty_parameter(rows, **new) if bias else None
         self.fc2_weight = empty_parameter(hidden_size, ffn_hidden_size, **new)
@@ -125,7 +125,7 @@ class LayerNormMLP(TEState, TensorParallelModule, PrecedingNorm, GemmModule):
     @materialising
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the parameters anew."""
+        """Initialise the parameters again."""
         self.reset_norm()
         fc1_dim, fc2_dim = self._split_dims()
         self.fill_part(self.fc1_weight, self.init_method, fc1_dim, self._blocks)
@@ -160,8 +160,8 @@ class LayerNormMLP(TEState, TensorParallelModule, PrecedingNorm, GemmModule):
         if self.set_parallel_mode or wanted:
             normed = self.normed(x, self.for_own_rows if self.set_parallel_mode else None)
             rows = self.whole_rows(normed) if self.set_parallel_mode else normed
-            return linear(rows, fc1, self.fc1_bias, call), normed
-        return linear(x, fc1, self.fc1_bias, call, self.prologue()), None
+            return linear_function(rows, fc1, self.fc1_bias, call), normed
+        return linear_function(x, fc1, self.fc1_bias, call, self.prologue()), None
 
     def forward_fc2(
         self,
@@ -177,9 +177,9 @@ class LayerNormMLP(TEState, TensorParallelModule, PrecedingNorm, GemmModule):
         bias = None if self.return_bias else self.fc2_bias
         if wanted:
             activated = self._act.forward(hidden)
-            y = linear(activated, fc2, None if split else bias, call)
+            y = linear_function(activated, fc2, None if split else bias, call)
         else:
-            y = linear(hidden, fc2, None if split else bias, call, Prologue(self._act))
+            y = linear_function(hidden, fc2, None if split else bias, call, Prologue(self._act))
         y = self.summed(y, bias) if split else y
         own = self.fc2_bias
         if self.return_bias and split and own is not None:

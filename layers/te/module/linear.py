@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ...distributed.tensor_parallel import InitMethod, ParallelMode, Split
+from ...distributed.tensor_parallel import InitMethod, ParallelMode, TensorParallelSplit
 from ...gemm.registered import Boundary
 from ...module import linear
-from ...module.options import Parameters, WeightGradients
+from ...module.options import ParameterOptions, WeightGradients
 from ...module.parameters_split import ParametersSplit
 from ..arguments import takes_parallel_options
 from ..stands_for import StandsFor
@@ -22,10 +22,10 @@ class Linear(TEState, linear.Linear, metaclass=StandsFor):
     default); init_method: fills the weight in place (None: N(0, 0.023^2)); the bias starts at zero. parallel_mode: how
     the weight is split over the ranks of tp_group, see `tensor_parallel`; in_features and out_features are the unsplit
     sizes, the attributes of that name this rank's. return_bias: return (y without bias, bias): the caller adds it.
-    boundary: what the compiler sees of the layer, with the same numbers: "kernel" every quantization and GEMM, which
-    it fuses; "layer" one operation forward and one backward, which make small graphs and fuse with nothing
-    (docs/compile.md). parameters_split: several parameters in place of one, see `SplitParameters`. The other options:
-    see `GemmModule`; name: see `QuantizedModule`.
+    boundary: what the compiler sees of the layer, with the same numbers: "kernel" every quantization and GEMM, and it
+    fuses them; "layer" one operation forward and one backward: small graphs without fusion (docs/compile.md).
+    parameters_split: several parameters in place of one, see `SplitParameters`. The other options: see `GemmModule`;
+    name: see `QuantizedModule`.
     """
 
     CORE = linear.Linear
@@ -56,8 +56,8 @@ class Linear(TEState, linear.Linear, metaclass=StandsFor):
             in_features,
             out_features,
             bias,
-            parameters=Parameters(params_dtype, device, init_method),
-            split=Split(parallel_mode, tp_group, tp_size, sequence_parallel),
+            parameters=ParameterOptions(params_dtype, device, init_method),
+            split=TensorParallelSplit(parallel_mode, tp_group, tp_size, sequence_parallel),
             gradients=WeightGradients(fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input),
             parameters_split=parameters_split,
             name=name,

@@ -25,7 +25,7 @@ from .operation import BasicOperation, FusedOperation
 def begins_with(operations: Sequence[BasicOperation], *kinds: type[BasicOperation], backward: bool = False) -> bool:
     """Whether the first operations are of these kinds, and have their forward (or backward) pass.
 
-    A subclass with a pass of its own is not what the fusion computes, and runs apart.
+    A subclass that overrides a pass is not what the fusion computes, and runs apart.
     """
     if len(operations) < len(kinds):
         return False
@@ -91,7 +91,7 @@ class _ForwardLinear(FusedOperation):
 
 
 class ForwardLinearBiasActivation(_ForwardLinear):
-    """GEMM with the bias in its epilogue, then an activation if one follows, which may hand over quantized data."""
+    """GEMM with the bias in its epilogue, then an activation if one follows; it may hand over quantized data."""
 
     @classmethod
     def matches(cls, operations: Sequence[BasicOperation]) -> int:
@@ -132,7 +132,7 @@ class BackwardLinearAdd(FusedOperation):
         if mine.input is None:
             return Gradients(None), mine
         extra = extra_gradients[0][0]
-        # a gradient that has a graph of its own, under create_graph, cannot be written to
+        # a gradient that is part of a graph, under create_graph, cannot be written to
         return Gradients(mine.input + extra if torch.is_grad_enabled() else mine.input.add_(extra)), mine
 
 

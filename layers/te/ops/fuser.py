@@ -1,7 +1,7 @@
 """Finding which operations of a group can be fused, and running the result: the one autograd function of a group.
 
 Its tensor arguments are the group's input and then, for each basic operation, its parameters, other tensors and extra
-inputs. `Plan` says which is which; it holds the operations and constants, no tensors.
+inputs. `FusionPlan` says which is which; it holds the operations and constants, no tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .call import Computed, Input, Needs, OperationCall, OperationContext, Quant
 from .operation import BasicOperation, FusedOperation, FusibleOperation, Step, check_computed, check_gradients
 
 
-class Plan(NamedTuple):
+class FusionPlan(NamedTuple):
     """forward, backward: the same steps as (operation, first step, end), each fused in its own way."""
 
     steps: tuple[Step, ...]
@@ -45,7 +45,7 @@ def _calls(steps: tuple[Step, ...], tensors: tuple[Tensor | None, ...]) -> list[
 
 
 def run_forward(
-    plan: Plan, x: Input, tensors: tuple[Tensor | None, ...], save: bool
+    plan: FusionPlan, x: Input, tensors: tuple[Tensor | None, ...], save: bool
 ) -> tuple[Input, list[Tensor], list[OperationContext]]:
     """Return the output, the extra outputs and (if save) a context for each step."""
     calls = _calls(plan.steps, tensors)
@@ -85,10 +85,10 @@ def _compute(
 
 
 class GroupFunction(torch.autograd.Function):
-    """plan: Plan; x: the input, plain or quantized; tensors: those of the steps. Returns the output, extra outputs."""
+    """plan: Plan; x: the input, plain or quantized; tensors: the steps' tensors. Returns the output, extra outputs."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, plan: FusionPlan, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         y, extra_outputs, contexts = run_forward(plan, as_input(x), tensors, save=True)
         tensors_in = [t for t in (x, *tensors) if t is not None]
         saved: list[Tensor | None] = []
@@ -111,7 +111,7 @@ class GroupFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *extra_gradients: Tensor) -> tuple[Tensor | None, ...]:
-        plan: Plan = ctx.plan
+        plan: FusionPlan = ctx.plan
         saved = ctx.saved_tensors
         if torch.is_grad_enabled() and not compiling():
             kinds = list(zip(saved, ctx.inside, strict=True))
@@ -147,7 +147,7 @@ class GroupFunction(torch.autograd.Function):
         return None, dx, *found
 
 
-def _contexts(plan: Plan, left: Any, saved: Sequence[Any], live: list[Any]) -> list[OperationContext]:
+def _contexts(plan: FusionPlan, left: Any, saved: Sequence[Any], live: list[Any]) -> list[OperationContext]:
     """Rebuild each step's context from what `forward` saved."""
     contexts = []
     at = live_at = 0
@@ -167,7 +167,7 @@ Part = tuple[BasicOperation | FusedOperation, int, int]
 class OperationFuser:
     """A group of operations that runs as one: `fuser(x, *extra_inputs)`.
 
-    Modules are taken apart into basic operations, which the registered fusions (`fused.FUSIONS`) group anew: once for
+    Modules are taken apart into basic operations, and the registered fusions (`fused.FUSIONS`) group these: once for
     the forward and once for the backward pass.
     """
 
@@ -181,7 +181,7 @@ class OperationFuser:
         self.backward_parts = _parts(self.basic, [f for f in FUSIONS if f.BACKWARD])
 
     def __call__(self, x: Tensor, *extra_inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Run the group. x: its input, which may be a quantized matrix; extra_inputs: those of the operations, in
+        """Run the group. x: its input, perhaps a quantized matrix; extra_inputs: the operations' extra inputs, in
         order. Returns the output, or (output, *extra outputs). ValueError for another number of extra inputs, TypeError
         for one that is no tensor."""
         if len(extra_inputs) != self.num_extra_inputs:
@@ -210,7 +210,7 @@ class OperationFuser:
             counts = (len(mine.parameters), len(mine.tensors), len(extra))
             steps.append(Step(operation, *counts, mine.constants, wants))
             tensors += [*mine.parameters, *mine.tensors, *extra]
-        plan = Plan(tuple(steps), self.forward_parts, self.backward_parts)
+        plan = FusionPlan(tuple(steps), self.forward_parts, self.backward_parts)
         if needed:
             fix_width(x)
             results = GroupFunction.apply(plan, x, *tensors)

@@ -1,9 +1,9 @@
 """The classes of fusible operations, the rules that a subclass is checked against when it is defined, and those for
 what it returns: a tensor too many would pass for another operation's.
 
-A forward pass is either one method, or two: `compute`, which is pure, and `save_ctx`, which only decides what the
-backward pass gets. With two the fuser can compute without saving, which is what inference and recomputation do, and
-the compiler runs the second once, on fake tensors. It may rely on the input, the call and what compute returned.
+A forward pass is either one method, or two: `compute`, a pure function, and `save_ctx`, to decide what the backward
+pass gets. With two the fuser can compute without saving, as inference and recomputation do, and the compiler runs the
+second once, on fake tensors. It may rely on the input, the call and what compute returned.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class FusibleOperation(nn.Module):
 
     def forward(self, x: Tensor, *extra_inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run this operation alone; see `Sequential`."""
-        from .sequential import groups_of, parts_of, run_groups
+        from .sequential import basic_parts, fused_groups, run_groups
 
-        return run_groups(groups_of(*parts_of(self.basic_operations())), x, *extra_inputs)
+        return run_groups(fused_groups(*basic_parts(self.basic_operations())), x, *extra_inputs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         leave_extra_state(self, state_dict, prefix)

@@ -1,6 +1,7 @@
 """A chain of modules in which neighbouring fusible operations run as one group, others by themselves.
 
-A group runs its operations without calling them as modules, so an operation with hooks is none of it: it is called.
+A group runs its operations without calling them as modules, so an operation with hooks stands outside the group: it is
+called.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ Group = OperationFuser | nn.Module
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module runs hooks of its own."""
+    """Whether a call of the module runs hooks."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
 
-def parts_of(modules: Iterable[nn.Module]) -> tuple[tuple[nn.Module, ...], tuple[bool, ...]]:
+def basic_parts(modules: Iterable[nn.Module]) -> tuple[tuple[nn.Module, ...], tuple[bool, ...]]:
     """Return the modules, operations taken apart into basic ones, and of each whether it runs alone: what is no
     operation, or has hooks. An operation with hooks is not taken apart."""
     parts: list[nn.Module] = []
@@ -42,8 +43,8 @@ def parts_of(modules: Iterable[nn.Module]) -> tuple[tuple[nn.Module, ...], tuple
     return tuple(parts), tuple(alone)
 
 
-def groups_of(parts: Sequence[nn.Module], alone: Sequence[bool]) -> tuple[Group, ...]:
-    """Return what to run for `parts_of`: an OperationFuser for neighbouring operations, what runs alone as it is."""
+def fused_groups(parts: Sequence[nn.Module], alone: Sequence[bool]) -> tuple[Group, ...]:
+    """Return what to run for `basic_parts`: an OperationFuser for neighbouring operations, what runs alone as it is."""
     groups: list[Group] = []
     run: list[BasicOperation] = []
     for part, by_itself in zip(parts, alone, strict=True):
@@ -91,7 +92,7 @@ def _extra(group: Group) -> tuple[int, int]:
 class Sequential(nn.Sequential):
     """Run modules one after the other and fuse neighbouring operations. Transformer Engine: `te.ops.Sequential`.
 
-    Extra inputs and outputs are those of the operations, in order; a module that is no operation takes and returns one
+    Extra inputs and outputs are the operations', in order; a module that is no operation takes and returns one
     tensor. recompute: keep only the inputs for the backward pass and run forward again in it (activation
     checkpointing); it repeats the first run exactly, also under a recipe.
 
@@ -122,10 +123,10 @@ class Sequential(nn.Sequential):
         """Return the modules as they run: an OperationFuser for neighbouring operations, others, and operations with
         hooks, as they are."""
         # a part of an operation, a bias say, can have been exchanged or taken away, and hooks come and go
-        parts, alone = parts_of(self)
+        parts, alone = basic_parts(self)
         before, alone_before = self._grouped
         if alone != alone_before or any(a is not b for a, b in zip(parts, before, strict=True)):
-            self._grouped, self._groups = (parts, alone), groups_of(parts, alone)
+            self._grouped, self._groups = (parts, alone), fused_groups(parts, alone)
         return self._groups
 
     def forward(self, input: Tensor, *extra_inputs: Tensor) -> Tensor | tuple[Tensor, ...]:

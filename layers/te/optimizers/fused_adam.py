@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_models.suggestions import shown
 
-from ...optimizers.adamw_update import Piece, Update, update_
+from ...optimizers.adamw_update import ParameterSlice, Update, update_
 from ...optimizers.master_weights import (
     GradScaler,
     MasterWeightOptimizer,
@@ -41,16 +41,16 @@ class FusedAdam(MasterWeightOptimizer):
     """Adam (arXiv 1412.6980), or AdamW (arXiv 1711.05101), over plain and quantized parameters.
 
     adam_w_mode: True decays the weight (AdamW), False adds the decay to the gradient; bias_correction: divide the
-    moments by 1 - beta^step. Gradients are read from `.grad`, or with use_decoupled_grad from `.decoupled_grad`, which
-    may have any dtype; `.main_grad` is not read. The arithmetic is float32.
+    moments by 1 - beta^step. Gradients are read from `.grad`, or with use_decoupled_grad from `.decoupled_grad` of any
+    dtype; `.main_grad` is not read. The arithmetic is float32.
 
     State of a parameter: "exp_avg" and "exp_avg_sq", zeros at first, in exp_avg_dtype and exp_avg_sq_dtype: float32,
     float16, bfloat16, or uint8 for FP8 (E4M3); float16 and FP8 with a scale per tensor, see `stored_state`.
     "master_param" with master_weights, for parameters of fewer than 32 bits, in master_weight_dtype: float32, or
-    float16 with a scale. A quantized parameter always has a master, which starts from the preserved high-precision
-    value where there is one. store_param_remainders: of a bfloat16 parameter store only what the parameter lacks of its
-    float32 master, in int16; together they are the master bit for bit. The step count is `param_groups[i]["step"]`. A
-    state dict holds float32 (and int16 remainders), whatever is stored.
+    float16 with a scale. A quantized parameter always has a master. It starts from the preserved high-precision value
+    if there is one. store_param_remainders: of a bfloat16 parameter store only what the parameter lacks of its float32
+    master, in int16; together they are the master bit for bit. The step count is `param_groups[i]["step"]`. A state
+    dict holds float32 (and int16 remainders), whatever is stored.
 
     capturable: lr and the step count are tensors on the parameters' device, so that no step waits for the host; `step`
     then takes a grad_scaler. set_grad_none: what `zero_grad` does unless told otherwise (None: True). Numbers do not
@@ -267,7 +267,7 @@ class FusedAdam(MasterWeightOptimizer):
         step = torch.as_tensor(count, dtype=torch.float32, device=local_part(parameter).device).reshape(())
         return state | scales | {"step": step}
 
-    def _begin(self, piece: Piece) -> Update:
+    def _begin(self, piece: ParameterSlice) -> Update:
         if piece.gradient.is_sparse:
             raise ValueError("the gradient of a parameter is sparse; allowed: dense gradients")
         local, state = piece.parameter, piece.state

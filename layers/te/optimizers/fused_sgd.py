@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required  # type: ignore[attr-defined]
 
-from ...optimizers.adamw_update import Piece, Update
+from ...optimizers.adamw_update import ParameterSlice, Update
 from ...optimizers.master_weights import (
     MasterWeightOptimizer,
     check_entries,
@@ -101,7 +101,7 @@ class FusedSGD(MasterWeightOptimizer):
         expected = self._expected(parameter)
         check_entries(parameter, entries, expected, set(expected))
 
-    def _begin(self, piece: Piece) -> Update:
+    def _begin(self, piece: ParameterSlice) -> Update:
         local, state = piece.parameter, piece.state
         dtype = working_dtype(local)
         weight = state["master_param"] if "master_param" in state else values(local, dtype)

@@ -47,7 +47,7 @@ def multi_tensor_l2norm(
 def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], scale: float | Tensor
 ) -> None:
-    """Write `scale` times each tensor of the first list to its place in the second, which may be the first.
+    """Write `scale` times each tensor of the first list to its place in the second; both may be the same list.
 
     noop_flag: an integer tensor [1], set to 1 where a number read is infinite or NaN.
     """

@@ -1,6 +1,6 @@
 """The entries of FusedAdam's state in few bits, as Transformer Engine's optimizer defines them.
 
-float16 and FP8 (E4M3) are stored divided by one scale per tensor, which brings the amax to the largest number in use;
+float16 and FP8 (E4M3) are stored divided by one scale per tensor, so that the amax becomes the largest number in use;
 bfloat16 is stored without one. All three round to nearest. (`moments` has stochastic ones, with scales per block.)
 
 A float32 master of a bfloat16 weight is the weight's 16 bits and 16 more, the remainder:
@@ -40,7 +40,8 @@ def decode(stored: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return (x as it is stored in `dtype`, its scale [1], or None where there is none). x: float32, not sharded."""
+    """Return (x as it is stored in `dtype`, its scale [1], or None for a dtype without one). x: float32, not
+    sharded."""
     if dtype not in LARGEST:
         return x.to(dtype), None
     scale = (x.abs().amax() if x.numel() else x.new_zeros(())).reshape(1) / LARGEST[dtype]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...sizes import format_size
 from ...terminal import say_while_waiting
-from ..convert import RECIPES
+from ..info import RECIPES
 from ..parser import Verbs, emit, verb
 
 DESCRIPTION = """\
@@ -43,7 +43,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument(
         "--recipe",
-        choices=("auto", "none", *RECIPES),
+        choices=("auto", "none", *(name for name, what in RECIPES.items() if "Python only" not in what)),
         default="auto",
         metavar="NAME",
         help="recipe of the GEMMs; auto: bf16 on a CPU, MXFP8 from compute capability 10.0 on, FP8 with a scale per "

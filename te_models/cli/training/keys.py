@@ -6,12 +6,12 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from ...config.keys import Table, toml_words
+from ...config.keys import KeyTable, toml_words
 from ...suggestions import did_you_mean
 from ..parser import help_width
 
 
-def select_tables(tables: Sequence[Table], name: str, option: str) -> list[Table]:
+def select_tables(tables: Sequence[KeyTable], name: str, option: str) -> list[KeyTable]:
     """Return the table of this name and those inside it; all for "". Raises ValueError for a name that none has."""
     known = [table.name for table in tables if table.name]
     if name and name not in known:
@@ -19,7 +19,7 @@ def select_tables(tables: Sequence[Table], name: str, option: str) -> list[Table
     return [table for table in tables if not name or table.name == name or table.name.startswith(f"{name}.")]
 
 
-def keys_text(tables: Sequence[Table], values: dict[str, Any] | None = None) -> str:
+def keys_text(tables: Sequence[KeyTable], values: dict[str, Any] | None = None) -> str:
     """Return tables with their keys, the types and defaults, and a sentence each.
 
     values: a whole configuration, as plain values; keys that differ from their defaults are shown with theirs.
@@ -27,7 +27,7 @@ def keys_text(tables: Sequence[Table], values: dict[str, Any] | None = None) -> 
     return "\n\n".join(_table_text(table, values) for table in tables)
 
 
-def keys_json(tables: Sequence[Table]) -> list[dict[str, Any]]:
+def keys_json(tables: Sequence[KeyTable]) -> list[dict[str, Any]]:
     """Return the keys as plain JSON values."""
     return [
         {
@@ -43,7 +43,7 @@ def keys_json(tables: Sequence[Table]) -> list[dict[str, Any]]:
     ]
 
 
-def _table_text(table: Table, values: dict[str, Any] | None) -> str:
+def _table_text(table: KeyTable, values: dict[str, Any] | None) -> str:
     heading = f"{table.heading}  {table.sentence}" if table.name else table.sentence
     lines = textwrap.wrap(heading, help_width(), **_indents(0, 2))
     for key in table.keys:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...child_process import run_program
-from ..parser import Verbs, count, emit, integer, verb
+from ..parser import Verbs, emit, integer, positive_count, verb
 from .train import Keys
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def add(verbs: Verbs, *, keys: Keys) -> None:
     for name in SCHEDULERS:
         which.add_argument(f"--{name}", dest="scheduler", action="store_const", const=name, help=f"for {name.title()}")
     parser.add_argument("--nnodes", metavar="N", default="1", help="nodes, or MIN:MAX to go on with fewer (1)")
-    parser.add_argument("--nproc-per-node", type=count, metavar="N", default=8, help="processes of a node (8)")
+    parser.add_argument("--nproc-per-node", type=positive_count, metavar="N", default=8, help="processes of a node (8)")
     parser.add_argument("--max-restarts", type=integer, metavar="N", default=3, help="of torchrun (3)")
     parser.add_argument("--name", help="of the job (the name of CONFIG.toml)")
     parser.add_argument("--folder", metavar="DIR", help="shared folder in which the run starts (this one)")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...sizes import format_size, plural
-from ...terminal import Table, say_while_waiting
-from ..parser import Verbs, count, emit, positive, verb
+from ...terminal import TextTable, say_while_waiting
+from ..parser import Verbs, emit, positive, positive_count, verb
 
 if TYPE_CHECKING:
     from ...plan import Hardware, Plan, Refused
@@ -52,10 +52,10 @@ def add(verbs: Verbs) -> None:
         help="in place of CONFIG.toml: train a model of the catalogue, a folder or a hub id in bfloat16, 8 windows "
         "of up to 4,096 tokens a step",
     )
-    parser.add_argument("--ranks", type=count, required=True, metavar="N", help="how many ranks the run has")
+    parser.add_argument("--ranks", type=positive_count, required=True, metavar="N", help="how many ranks the run has")
     parser.add_argument("--layouts", action="store_true", help="plan every layout that the ranks allow")
     for option, what in _HARDWARE.items():
-        kind = count if option == "node_ranks" else positive
+        kind = positive_count if option == "node_ranks" else positive
         parser.add_argument(f"--{option.replace('_', '-')}", type=kind, metavar="N", help=what)
 
 
@@ -135,10 +135,10 @@ def usual_run(model: dict[str, Any], positions: int) -> TrainConfig:
     return TrainConfig.from_dict(values)
 
 
-def _tables(plan: Plan, hardware: Hardware) -> list[Table]:
+def _tables(plan: Plan, hardware: Hardware) -> list[TextTable]:
     sizes = ", ".join(f"{_SHORT[name]} {_size(size)}" for name, size in plan.sizes.items() if name in _SHORT)
     verdict = "fits" if plan.fits else "does not fit"
-    memory = Table(
+    memory = TextTable(
         [
             ("parameters", format_size(plan.parameters)),
             ("optimizer and main gradients", format_size(plan.optimizer)),
@@ -152,7 +152,7 @@ def _tables(plan: Plan, hardware: Hardware) -> list[Table]:
     rows = [("collective", "over", "calls", "payload", "sent by a rank")]
     for (kind, over), traffic in plan.traffic.items():
         rows.append((kind, over, str(traffic.calls), format_size(traffic.payload), format_size(traffic.sent)))
-    step = Table(
+    step = TextTable(
         [
             ("tokens of all ranks", f"{plan.tokens:,}"),
             ("model FLOPs of a rank", f"{plan.flops / 1e12:,.4g} TFLOP"),
@@ -163,7 +163,7 @@ def _tables(plan: Plan, hardware: Hardware) -> list[Table]:
         ],
         "a step at best",
     )
-    return [memory, Table(rows, "collectives of a step", heading=True), step]
+    return [memory, TextTable(rows, "collectives of a step", heading=True), step]
 
 
 def _size(size: int | bool | str | None) -> str:
@@ -194,7 +194,7 @@ def _option(plan: Plan | Refused, name: str) -> str:
     return "" if value is None else _size(value)
 
 
-def layouts_table(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -> Table:
+def layouts_table(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -> TextTable:
     """Return the plans of several layouts, one in a row."""
     from ...plan import Refused
 
@@ -212,4 +212,4 @@ def layouts_table(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -
             rows.append(
                 (*sizes, format_size(plan.memory), fits, f"{plan.step_s:.3g} s", mfu, f"{plan.tokens_per_second:,.4g}")
             )
-    return Table(rows, f"layouts of {plural(ranks, 'rank')} of {hardware.memory_gib:g} GiB", heading=True)
+    return TextTable(rows, f"layouts of {plural(ranks, 'rank')} of {hardware.memory_gib:g} GiB", heading=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...signals import Interrupted, StopSignals
-from ...terminal import Table, say_while_waiting
-from ..parser import Verbs, count, emit, verb
+from ...terminal import TextTable, say_while_waiting
+from ..parser import Verbs, emit, positive_count, verb
 from ..progress import part_progress
 
 if TYPE_CHECKING:
@@ -46,11 +46,16 @@ def add(verbs: Verbs) -> None:
         "others name options of a recipe",
     )
     parser.add_argument(
-        "--layers", type=count, metavar="N", help="measure N layers one by one, as the first, middle and last (all)"
+        "--layers",
+        type=positive_count,
+        metavar="N",
+        help="measure N layers one by one, as the first, middle and last (all)",
     )
-    parser.add_argument("--steps", type=count, default=10, metavar="N", help="steps of each short run (10)")
-    parser.add_argument("--seeds", type=count, default=3, metavar="N", help="seeds of each short run, 3 or more (3)")
-    parser.add_argument("--tokens", type=count, default=512, metavar="N", help="tokens of a batch (512)")
+    parser.add_argument("--steps", type=positive_count, default=10, metavar="N", help="steps of each short run (10)")
+    parser.add_argument(
+        "--seeds", type=positive_count, default=3, metavar="N", help="seeds of each short run, 3 or more (3)"
+    )
+    parser.add_argument("--tokens", type=positive_count, default=512, metavar="N", help="tokens of a batch (512)")
     parser.add_argument(
         "--no-variants", action="store_true", help="do not measure the errors of the recipes' other options"
     )
@@ -67,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
     say_while_waiting("loading torch")
     try:
         with StopSignals():
-            from ...rehearse import Options, rehearse
+            from ...rehearse import RehearsalOptions, rehearse
 
             named = {} if args.formats is None else {"formats": tuple(args.formats)}
-            options = Options(
+            options = RehearsalOptions(
                 budget=args.budget,
                 layers=args.layers,
                 steps=args.steps,
@@ -92,14 +97,14 @@ def run(args: argparse.Namespace) -> int:
 _FILES = {"table": "precision.toml", "page": "rehearsal.html", "data": "rehearsal.json"}
 
 
-def _table(found: Rehearsal) -> Table:
+def _table(found: Rehearsal) -> TextTable:
     rows = [("assignment", "GEMM time", "predicted gap", "measured gap", "95 % interval")]
     for one in found.tried:
         measured = f"{one.measured.low:+.3f} to {one.measured.high:+.3f}"
         rows.append(
             (one.name, f"{one.cost:.3f}", f"{one.predicted.mean:+.3f} %", f"{one.measured.mean:+.3f} %", measured)
         )
-    return Table(rows, "loss gap to bf16", heading=True)
+    return TextTable(rows, "loss gap to bf16", heading=True)
 
 
 def _percent(text: str) -> float:

@@ -113,7 +113,7 @@ def _help_keys(args: argparse.Namespace) -> int:
 
 
 def _without_config(overrides: Iterable[Override]) -> str:
-    """Return the sentence for a command line without a file, which may be among the values of an option."""
+    """Return the sentence for a command line without a file; it may be among the values of an option."""
     later = [word for override in overrides for word in override.words[1:] if word.endswith(".toml")]
     if later:
         return f"CONFIG.toml comes before keys that are lists: te-models train {later[0]} --KEY VALUE ..."

@@ -91,8 +91,8 @@ class AttentionConfig(MixerConfig):
     add_output_bias: bool = False
     """Whether the output projection has a bias."""
     qk_layernorm: Literal["none", "head", "each_head", "full", "l2"] = "none"
-    """Norm of q and k: of each head, with one weight (head) or weights of its own (each_head), of all heads together
-    (full), or an RMSNorm of each head without weight in layers with a position encoding (l2)."""
+    """Norm of q and k: of each head, with one weight for all (head) or one weight per head (each_head), of all heads
+    together (full), or an RMSNorm of each head without weight in layers with a position encoding (l2)."""
     qk_layernorm_after_rope: bool = False
     """Whether the norm of q and k comes after the rotary embedding."""
     qk_layernorm_bias: bool = False
@@ -274,7 +274,7 @@ class AttentionConfig(MixerConfig):
 
     @property
     def index_channels(self) -> int:
-        """Channels that a token has for the indexer, 0 where the attention has no indexer of its own."""
+        """Channels that a token has for the indexer, 0 for attention without an indexer."""
         return 0 if self.indexer is None or self.indexer.shared else self.indexer.key_channels
 
     def cached_sizes(self, tp_size: int = 1) -> tuple[int, tuple[int, int]]:

@@ -41,7 +41,7 @@ class MixerConfig(ConfigPart):
 
     def parameters(self, hidden_size: int) -> Iterator[Parameter]:
         """Yield the parameters, in the order of the module, without the norm before the mixer. Attention's are those
-        of `te_models/checkpoints/mapping/param_shapes.py`, because of the many forms in which files have them."""
+        of `checkpoints/mapping/param_shapes.py`, because of the many forms in which files have them."""
         raise NotImplementedError(self.kind)
 
     def states(self) -> tuple[State, ...]:
@@ -49,8 +49,8 @@ class MixerConfig(ConfigPart):
         raise NotImplementedError(self.kind)
 
     def flops(self, length: float) -> float:
-        """Return the FLOPs per token of a forward pass over `length` tokens that no parameter of two dimensions has,
-        which count as two each."""
+        """Return the FLOPs per token of a forward pass over `length` tokens beyond those of parameters with two
+        dimensions (two per element)."""
         raise NotImplementedError(self.kind)
 
     def shared_sizes(self) -> dict[str, int]:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class CompressedConfig(ConfigPart):
     """Attention with one head that is key and value, roped on its last channels, and undone on the output: queries from
     a latent, the output projected by groups of heads. Beside a window of tokens a query sees compressed keys, each a
-    sum of several tokens by a learned softmax of each channel; with `index_topk` those alone that an indexer chooses,
-    which has compressed keys of its own."""
+    sum of several tokens by a learned softmax of each channel; with `index_topk` only those that an indexer with
+    separate compressed keys chooses."""
 
     q_lora_rank: int
     """Size of the latent of the queries."""
@@ -57,7 +57,7 @@ class CompressedConfig(ConfigPart):
 
 
 def check_compressed(config: ModelConfig) -> None:
-    """Raise ConfigError where a layer's rotary embedding is none that its compressed keys can have."""
+    """Raise ConfigError where a layer's compressed keys cannot have its rotary embedding."""
     for layer in range(config.num_layers):
         attention, rope = config.attention_of(layer), config.rope_of(layer)
         its = None if attention is None else attention.compressed

@@ -104,7 +104,7 @@ class GatedDeltaConfig(MixerConfig):
         )
 
     def flops(self, length: float) -> float:
-        """As `MixerConfig.flops`: of the recurrence, which reads the state, corrects it and reads it for the query."""
+        """As `MixerConfig.flops`: of the recurrence: it reads the state, corrects it and reads it for the query."""
         return 6.0 * self.num_value_heads * self.key_head_dim * self.value_head_dim
 
     def shared_sizes(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ class IndexerConfig(ConfigPart):
     head_dim: int = 128
     """Channels of each index head, and of the one index key of a token."""
     topk: int = 2048
-    """Keys that a query sees; of so many tokens or fewer it sees all."""
+    """Keys that a query sees; of this many tokens or fewer it sees all."""
     rotated: Literal["first", "last", "none"] = "first"
     """Which channels of an index head the rotary embedding rotates, as many as it rotates of attention's heads."""
     rope_style: Literal["half", "interleaved"] = "half"
@@ -29,10 +29,10 @@ class IndexerConfig(ConfigPart):
     """Tokens whose index keys are one, a sum of them with learned weights: the indexer chooses all tokens of a pool,
     and a query sees those behind the last whole pool, too; unset means that each token has a key."""
     shared: bool = False
-    """Whether the layer has no indexer of its own, and sees what the last layer before it chose."""
+    """Whether the layer has no indexer and sees what the last layer before it chose."""
     loss_coeff: float = 0.0
-    """Weight of the indexer's loss of training, KL(attention's distribution || that of the index scores), which is the
-    only one that trains it; 0 means that it stays as it is."""
+    """Weight of the indexer's loss of training, KL(attention's distribution || distribution of the index scores), the
+    only loss that trains it; 0 means that it stays as it is."""
     warmup: bool = False
     """Whether training sees all keys, and the loss compares all of them (the report's dense warm-up)."""
 

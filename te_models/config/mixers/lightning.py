@@ -35,7 +35,7 @@ class LightningConfig(MixerConfig):
         return self.num_heads * self.head_dim
 
     def slopes(self, layer: int, layers: int) -> list[float]:
-        """Return what the log of each head's decay is the negative of, in layer number `layer` of so many."""
+        """Return what the log of each head's decay is the negative of, in layer number `layer` of `layers`."""
         depth = 1 - layer / (layers - 1 + 1e-5) + 1e-5
         return [2.0 ** (-8 * (head + 1) / self.num_heads) * depth for head in range(self.num_heads)]
 
@@ -51,7 +51,7 @@ class LightningConfig(MixerConfig):
         return (State("recurrent", (self.num_heads, self.head_dim, self.head_dim)),)
 
     def flops(self, length: float) -> float:
-        """As `MixerConfig.flops`: of the recurrence, which writes to the state and reads it."""
+        """As `MixerConfig.flops`: of the recurrence: it writes to the state and reads it."""
         return 4.0 * self.size * self.head_dim
 
     def shared_sizes(self) -> dict[str, int]:

@@ -74,7 +74,7 @@ class MambaConfig(MixerConfig):
         )
 
     def flops(self, length: float) -> float:
-        """As `MixerConfig.flops`: of the recurrence, which writes to the state and reads it."""
+        """As `MixerConfig.flops`: of the recurrence: it writes to the state and reads it."""
         return 4.0 * self.channels * self.state_size
 
     def shared_sizes(self) -> dict[str, int]:

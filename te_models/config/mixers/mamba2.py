@@ -109,7 +109,7 @@ class Mamba2Config(MixerConfig):
         )
 
     def flops(self, length: float) -> float:
-        """As `MixerConfig.flops`: of the recurrence, which writes to the state and reads it."""
+        """As `MixerConfig.flops`: of the recurrence: it writes to the state and reads it."""
         return 4.0 * self.size * self.state_size
 
     def shared_sizes(self) -> dict[str, int]:

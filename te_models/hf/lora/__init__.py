@@ -8,7 +8,7 @@ is installed. May import: peft, and the rest of te_models.
 from __future__ import annotations
 
 from .adapter import LoraAdapter
-from .injection import register
+from .injection import register_with_peft
 from .layers import LoraGroupedLinear, LoraLayerNormLinear, LoraLayerNormMLP, LoraLinear
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "LoraLayerNormLinear",
     "LoraLayerNormMLP",
     "LoraLinear",
-    "register",
+    "register_with_peft",
 ]
 
-register()
+register_with_peft()

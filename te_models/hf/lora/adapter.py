@@ -84,7 +84,7 @@ class LoraAdapter(AdaptedLayer, LoraLayer):
 
     @torch.no_grad()
     def reset_lora_parameters(self, adapter_name: str, init_lora_weights: bool | str) -> None:
-        """Start an adapter anew. True: A as torch starts a linear layer, "gaussian": A from N(0, 1 / r^2), and B zero;
+        """Start an adapter again. True: A as torch starts a linear layer, "gaussian": A from N(0, 1 / r^2), and B zero;
         False: both as torch starts a linear layer, so that the adapter changes the result at once (for tests)."""
         for name_a, name_b in self.PAIRS:
             a, b = getattr(self, name_a)[adapter_name].weight, getattr(self, name_b)[adapter_name].weight

@@ -18,14 +18,14 @@ from torch import nn
 from te_models.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 
 from ...extras import require
-from ...lora.layers import LAYERS, check_layer, check_model, check_undivided
+from ...lora.layers import LAYERS, check_experts_are_local, check_layer, check_undivided
 from .adapter import LoraAdapter
 from .layers import LoraGroupedLinear, LoraLayerNormLinear, LoraLayerNormMLP, LoraLinear
 from .support import (
     check_bias,
     check_config,
     check_parameter,
-    check_tokens,
+    check_trained_tokens,
     refuse_tuner,
 )
 
@@ -47,7 +47,7 @@ ADAPTERS: dict[type[nn.Module], type[LoraAdapter]] = {
 _ASKS = "_asks_te_models"
 
 
-def register() -> None:
+def register_with_peft() -> None:
     """Have peft ask here; a second call changes nothing."""
     _wrap(tuners_utils.BaseTuner, "inject_adapter", _before_injection)
     _wrap(peft.LoraModel, "add_weighted_adapter", _before_weighting)
@@ -73,19 +73,19 @@ def _before_injection(tuner: BaseTuner, model: nn.Module, adapter_name: str, *_:
     layers = list(own_layers(model))
     if not layers:
         return
-    check_tokens(config, model)
+    check_trained_tokens(config, model)
     is_lora = isinstance(tuner, peft.LoraModel) and config.peft_type == peft.PeftType.LORA
     if not is_lora:
-        wanted = layers if config.peft_type == peft.PeftType.XLORA else targeted(tuner, config, model)
+        wanted = layers if config.peft_type == peft.PeftType.XLORA else targeted_modules(tuner, config, model)
         for name, layer in wanted:
             refuse_tuner(config, name, layer)
         return
     name_layers(config, model)
-    wanted = targeted(tuner, config, model)
+    wanted = targeted_modules(tuner, config, model)
     if not wanted:
         return
     check_config(config)
-    check_model(model)
+    check_experts_are_local(model)
     for name, layer in wanted:
         check_layer(layer, name)
         check_undivided(layer, name)
@@ -127,7 +127,7 @@ def _names_of_copies(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "modules_to_save"))
 
 
-def targeted(tuner: BaseTuner, config: Any, model: nn.Module) -> list[tuple[str, nn.Module]]:
+def targeted_modules(tuner: BaseTuner, config: Any, model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return our layers that `config` means by name."""
     wanted = getattr(config, "target_modules", None)
     layers = list(own_layers(model))

@@ -9,7 +9,7 @@ from torch import nn
 
 from te_models.layers import LayerNormMLP
 
-from ...model.embedding import Table
+from ...model.embedding import EmbeddingTable
 from ...model.moe import Router
 from ...model.output import OutputLayer
 
@@ -57,17 +57,17 @@ def check_parameter(name: str, module: nn.Module, model: nn.Module) -> None:
     if isinstance(module, Router):
         raise ValueError(f"{name} belongs to a router; allowed: modules_to_save=['router'], which trains it whole")
     tied = any(isinstance(other, OutputLayer) and other.weight is None for other in model.modules())
-    if isinstance(module, Table) and tied:
+    if isinstance(module, EmbeddingTable) and tied:
         raise ValueError(
             f"{name} is also the weight of the output layer; allowed: modules_to_save=['word_embeddings'], which "
             "trains it for both"
         )
 
 
-def check_tokens(config: PeftConfig, model: nn.Module) -> None:
+def check_trained_tokens(config: PeftConfig, model: nn.Module) -> None:
     """Raise ValueError where single rows of our embedding are to be trained, which peft can do of torch's alone."""
     wanted = getattr(config, "trainable_token_indices", None) or getattr(config, "token_indices", None)
-    if wanted and any(isinstance(module, Table) for module in model.modules()):
+    if wanted and any(isinstance(module, EmbeddingTable) for module in model.modules()):
         raise ValueError(
             "tokens are to be trained one by one, and the embedding is not torch's; allowed: "
             "modules_to_save=['word_embeddings'], which trains it whole"

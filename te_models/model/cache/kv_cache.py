@@ -119,7 +119,7 @@ def check_dtype(stored: Tensor, key: Tensor) -> None:
         )
 
 
-def joined(attention: Any, states: StateMemory | None) -> Any:
+def joint_memory(attention: Any, states: StateMemory | None) -> Any:
     """Return the memory of a layer from those of its attention and of its other mixer, None where it has none."""
     if states is None:
         return attention
@@ -137,7 +137,7 @@ class KVCache:
     states of recurrent mixers.
 
     Layers with a sliding window or with chunks keep what these reach, whatever max_length is. dtype: the model's
-    compute dtype (None: torch's default). tp_size: `GPTModel.tp_size`; each rank caches the keys and values of its own
+    compute dtype (None: torch's default). tp_size: `GPTModel.tp_size`; each rank caches the keys and values of its
     heads. rollback: how many positions `crop` may take away from layers that are bounded; above 0, the states behind
     the last calls are kept, too. layers: the numbers of the layers whose memory is kept; None: all.
 
@@ -182,7 +182,7 @@ class KVCache:
             if mixer is not None:
                 states = StateMemory(mixer, batch_size, tp_size, dtype, device, rollback=rollback)
                 self._states.append(states)
-            self.layers.append(joined(self._keys.get(len(self.layers)), states))
+            self.layers.append(joint_memory(self._keys.get(len(self.layers)), states))
 
     @property
     def nbytes(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from te_models.kernels.asserted import asserted
 
 from ...config import ModelConfig
-from .kv_cache import check_dtype, joined, reach_of
+from .kv_cache import check_dtype, joint_memory, reach_of
 from .states import StateMemory
 
 
@@ -151,8 +151,8 @@ class StaticKVCache:
             if mixer is not None:
                 states = StateMemory(mixer, batch_size, tp_size, dtype, device, in_place=True)
                 self._states.append(states)
-            self.layers.append(joined(prompt, states))
-            steps.append(joined(None if prompt is None else StaticLayerStep(prompt), states))
+            self.layers.append(joint_memory(prompt, states))
+            steps.append(joint_memory(None if prompt is None else StaticLayerStep(prompt), states))
         self.step = StaticStep(position, steps, max_length)
 
     def check_room(self, batch_size: int, tokens: int) -> None:

@@ -61,7 +61,7 @@ def attention_class(
 
 
 def recurrent_class(mixer: MixerConfig) -> Callable[..., RecurrentMixer]:
-    """Return the module that computes a mixer that is no attention; ConfigError where there is none."""
+    """Return the module that computes a mixer that is no attention; ConfigError for a kind without one."""
     if mixer.kind not in RECURRENT:
         raise ConfigError(f"mixers has the kind {mixer.kind!r}, which GPTModel does not implement")
     return RECURRENT[mixer.kind]

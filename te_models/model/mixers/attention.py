@@ -174,7 +174,7 @@ class SelfAttention(nn.Module):
             q = q * query_scale.to(q.dtype)
         v = self._clipped(qkv[..., self.v_begin : self.v_end])
         if rotary is not None and (self.norm_kind in ("none", "l2") or self.norm_after_rope):
-            v = apart(v)  # nothing else keeps the projection's result: queries and keys are rotated copies
+            v = copied_part(v)  # nothing else keeps the projection's result: queries and keys are rotated copies
         v = torch.unflatten(v, -1, (self.num_groups, self.v_head_dim))
         if self.value_norm:
             v = rms_norm(v, None, self.epsilon)
@@ -332,7 +332,7 @@ class SelfAttention(nn.Module):
         ranks = self.linear_proj.tp_size
         if ranks == 1:
             return norm(t)
-        assert isinstance(norm, RMSNorm), "check_layers refuses other norms"
+        assert isinstance(norm, RMSNorm), "the rules of layouts refuse other norms"
         squares = self.linear_proj.summed_for_all(t.float().square().sum(-1, keepdim=True))
         return rms_norm_by(
             squares / (ranks * t.shape[-1]),
@@ -351,7 +351,7 @@ class SelfAttention(nn.Module):
 
 
 def norm_each_head(t: Tensor, norm: Any) -> Tensor:
-    """Normalise each head of t, [..., heads, D], with weights of its own. norm: an RMSNorm, or a LayerNorm without
+    """Normalise each head of t, [..., heads, D], with the head's weight. norm: an RMSNorm, or a LayerNorm without
     bias, of heads * D weights; its epsilon, order of casts and weights count."""
     wide = t.float()
     wide = rms_norm(wide, None, norm.eps) if isinstance(norm, RMSNorm) else layer_norm(wide, None, None, norm.eps)
@@ -363,7 +363,7 @@ def norm_each_head(t: Tensor, norm: Any) -> Tensor:
     return wide.to(t.dtype) * weight
 
 
-def apart(values: Tensor) -> Tensor:
+def copied_part(values: Tensor) -> Tensor:
     """Return a part of a larger tensor as one of its own, where autograd would keep all of the larger one for it."""
     return values.clone() if torch.is_grad_enabled() and values.requires_grad else values
 
@@ -393,7 +393,7 @@ def hidden_of_ring(hidden_keys: Tensor | None) -> Hidden:
 
 def chunks_of_documents(documents: Tensor, size: int) -> Tensor:
     """Return numbers of the chunks of `size` tokens of each document, counted from its first one, int64 [B, S]: equal
-    for tokens of one chunk, which follow one another; -1 for padding. documents: int64 [B, S], negative for padding."""
+    for tokens of one chunk; these follow one another; -1 for padding. documents: int64 [B, S], negative for padding."""
     position = torch.arange(documents.shape[1], device=documents.device)
     chunk = torch.div(position - first_positions(documents), size, rounding_mode="floor")
     return torch.where(documents < 0, -1, documents * (documents.shape[1] // size + 1) + chunk)

@@ -33,10 +33,10 @@ class MixerInputs(NamedTuple):
     rotary: tables of the positions; None: no rotation. hidden_keys: [B, 1, 1 or S, L] bool, True where a key is
     padding, or hidden from a query; or, where an attention `packs`, the document numbers [B, S] int64. query_scale: [B
     or 1, S, 1, 1] float32, what queries are multiplied by. batch_size: B, where x and the result are this rank's part
-    of the tokens, [B S / ranks, H]; None: they are all. token_mask: [B, S] bool, False for padding; None: there is
+    of the tokens, [B S / ranks, H]; None: they are all. token_mask: [B, S] bool, False for padding; None: the layer has
     none. documents: [B, S] int64, of the whole sequences: neighbours with the same number are a document, at whose
-    beginning a recurrent mixer starts anew; negative for padding; None: every row is one document. keys_values: what an
-    earlier layer attended with, where this one has no keys and values. choice: which keys the last sparse attention
+    beginning a recurrent mixer starts again; negative for padding; None: every row is one document. keys_values: what
+    an earlier layer attended with, where this one has no keys and values. choice: which keys the last sparse attention
     before chose, see `Selection`. positions: [B or 1, S], of layers with compressed keys.
     """
 

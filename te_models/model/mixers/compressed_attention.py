@@ -4,7 +4,7 @@ B batch, S sequence, L keys (cached ones included), W compressed keys, H hidden,
 queries, g groups of heads, r channels that a group's output is projected to, I channels of an index head.
 
 One head is key and value. Its rotation is undone on the output, so that what a key adds depends on its distance alone.
-A cache holds the key of each token, and behind it what compressed keys are made of; these are computed from it anew.
+A cache holds the key of each token, and behind it what compressed keys are made of; these are computed from it again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from te_models.kernels.compressed_keys import compress, last_tokens, roped_last, visible_keys, window_hides
+from te_models.kernels.compressed_keys import compress, last_tokens, roped_last, visible_compressed_keys, window_hides
 from te_models.kernels.norm import rms_norm
 from te_models.layers.distributed.context_parallel import ContextShard
 from te_models.layers.module.grouped_linear import GroupedLinear
@@ -170,7 +170,7 @@ class CompressedAttention(nn.Module):
             size = 2 * compressor.series * compressor.channels
             own, index_rows = rows[..., :size], rows[..., size:]
             keys = compressor(own, ends, before, tables)
-            sees = visible_keys(places, ends, texts)
+            sees = visible_compressed_keys(places, ends, texts)
             if self.index_compressor is not None:
                 sees = self._chosen(index_rows, ends, before, tables, latent, x, rotary, sees)
             kv = torch.cat((kv, keys[:, :, None].to(kv.dtype)), 1)
@@ -210,8 +210,8 @@ class CompressedAttention(nn.Module):
 
 def places_of(queries: int, length: int, inputs: MixerInputs, slots: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return where the queries are among the keys, int64 [B or 1, S], and the number of each key's text, [B, L],
-    negative where it is none; None: every row is one text. slots: of a cache whose keys lie in slots, which are then in
-    order of their positions, bool [B, 1, 1, L], True where one is hidden from the one query."""
+    negative for padding; None: every row is one text. slots: of a cache whose keys lie in slots (in order of their
+    positions), bool [B, 1, 1, L], True where one is hidden from the one query."""
     hidden = inputs.hidden_keys if slots is None else slots
     texts = inputs.documents
     if texts is None and hidden is not None:

@@ -24,7 +24,7 @@ from .base import MixerInputs
 from .shared_sequence import shared_convolution
 
 
-class Rows(nn.Module):
+class HighPrecisionLinear(nn.Module):
     """A projection in high precision under every recipe, as a router: its rows are fewer than a block of most formats.
 
     weight: [rows of a rank, in]; whole: every rank has all rows; joins: how many blocks of equally many rows there are,
@@ -44,7 +44,7 @@ class Rows(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the projection anew."""
+        """Initialise the projection again."""
         self.init_method(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,8 +54,9 @@ class Rows(nn.Module):
             return linear(x.to(dtype), self.weight.to(dtype), None)
 
 
-class Columns(nn.Module):
-    """A projection in high precision, as `Rows`, of a rank's own features: its results are summed over the ranks.
+class HighPrecisionRowParallel(nn.Module):
+    """A projection in high precision, as `HighPrecisionLinear`, of a rank's own features: its results are summed over
+    the ranks.
 
     weight: [rows, columns of a rank].
     """
@@ -68,7 +69,7 @@ class Columns(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the projection anew."""
+        """Initialise the projection again."""
         if self.build.tp_group is None:
             self.start(self.weight)
         elif not self.weight.is_meta:

@@ -16,7 +16,7 @@ from te_models.kernels.norm import rms_norm
 from ...config import GatedDeltaConfig, ModelConfig
 from ..build import Build, make_input_linear, make_output_linear
 from .base import MixerInputs, RecurrentMixer
-from .convolved import Rows, all_tokens, convolved, silu_gated, softplus, start_convolution, start_rows
+from .convolved import HighPrecisionLinear, all_tokens, convolved, silu_gated, softplus, start_convolution, start_rows
 from .shared_sequence import shared_delta_rule
 
 
@@ -35,12 +35,14 @@ class GatedDelta(RecurrentMixer):
         self.dt_bias = build.parameter(mixer.decay_size // ranks)
         self.norm_weight = build.parameter(mixer.value_head_dim)
         self.linear_in = make_input_linear(config, mixer.joined, False, build, normed=False)
-        self.step = Rows(config, mixer.num_value_heads, hidden, build)
+        self.step = HighPrecisionLinear(config, mixer.num_value_heads, hidden, build)
         rank, gate_rank = mixer.decay_lora_rank, mixer.gate_lora_rank
-        self.decay_down = None if rank is None else Rows(config, rank, hidden, build, whole=True)
-        self.decay = Rows(config, mixer.decay_size, rank or hidden, build)
-        self.gate_down = None if gate_rank is None else Rows(config, gate_rank, hidden, build, whole=True)
-        self.gate = None if gate_rank is None else Rows(config, mixer.value_size, gate_rank, build)
+        self.decay_down = None if rank is None else HighPrecisionLinear(config, rank, hidden, build, whole=True)
+        self.decay = HighPrecisionLinear(config, mixer.decay_size, rank or hidden, build)
+        self.gate_down = (
+            None if gate_rank is None else HighPrecisionLinear(config, gate_rank, hidden, build, whole=True)
+        )
+        self.gate = None if gate_rank is None else HighPrecisionLinear(config, mixer.value_size, gate_rank, build)
         self.linear_proj = make_output_linear(config, mixer.value_size, False, build)
         self.reset_parameters()
 
@@ -85,7 +87,7 @@ class GatedDelta(RecurrentMixer):
         y = silu_gated(y, gate, self.mixer.gate_activation)
         return self.linear_proj(y if inputs.batch_size is None else y.flatten(0, 1))
 
-    def _latent(self, down: Rows | None, tokens: Tensor) -> Tensor | None:
+    def _latent(self, down: HighPrecisionLinear | None, tokens: Tensor) -> Tensor | None:
         """Return a latent, which every rank has in full and goes on from to its own heads; None where there is none."""
         return None if down is None else self.linear_proj.for_own_features(down(tokens))
 

@@ -4,7 +4,7 @@ B batch, S sequence, L keys (cached ones included), H hidden, N heads, C latent 
 without position, R rotated channels, Dv value channels.
 
 Each head's key is [D from the latent | R shared by all heads, rotated]. The cache holds the latent and the shared part,
-C + R numbers per position for all heads together, and the heads' keys and values are computed from it anew.
+C + R numbers per position for all heads together, and the heads' keys and values are computed from it again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...config import AttentionConfig, ModelConfig
 from ..build import Build, init_method, make_core_attention, make_input_linear, make_output_linear
 from ..cache import LayerMemory
 from ..rotary import Rotary
-from .attention import apart, attention_of, hidden_of_ring, packs
+from .attention import attention_of, copied_part, hidden_of_ring, packs
 from .base import MixerInputs, Selection
 from .output_gate import HeadGate, gated
 from .sparse_attention import Indexer, Keys
@@ -160,7 +160,7 @@ class LatentAttention(nn.Module):
         heads = self.core_attention.num_attention_heads
         kv = self.linear_kv_up(latent[:, :, 0]).unflatten(-1, (heads, -1))
         plain, v = kv.split([self.mla.qk_head_dim, self.mla.v_head_dim], dim=-1)
-        return torch.cat((plain, shared.expand(-1, -1, heads, -1)), dim=-1), apart(v)
+        return torch.cat((plain, shared.expand(-1, -1, heads, -1)), dim=-1), copied_part(v)
 
     def _normed_latent(self, q: Tensor) -> Tensor:
         """Return what the projection up from the latent of the queries reads, without gradient."""

@@ -16,7 +16,16 @@ from te_models.kernels.state_space import selective_scan
 from ...config import MambaConfig, ModelConfig
 from ..build import Build, make_input_linear, make_output_linear
 from .base import MixerInputs, RecurrentMixer
-from .convolved import Columns, Rows, convolved, silu_gated, softplus, start_convolution, start_rows, start_steps
+from .convolved import (
+    HighPrecisionLinear,
+    HighPrecisionRowParallel,
+    convolved,
+    silu_gated,
+    softplus,
+    start_convolution,
+    start_rows,
+    start_steps,
+)
 from .shared_sequence import shared_selective_scan
 
 
@@ -39,8 +48,8 @@ class Mamba(RecurrentMixer):
         if mixer.selection_norm == "with_weight":
             self.dt_norm_weight, self.B_norm_weight, self.C_norm_weight = map(build.parameter, mixer.selected)
         self.linear_in = make_input_linear(config, (D, D), mixer.use_bias, build, normed=False)
-        self.selection = Columns(config, sum(mixer.selected), D, build)
-        self.step = Rows(config, D, mixer.time_step_rank, build)
+        self.selection = HighPrecisionRowParallel(config, sum(mixer.selected), D, build)
+        self.step = HighPrecisionLinear(config, D, mixer.time_step_rank, build)
         self.linear_proj = make_output_linear(config, D, mixer.use_bias, build)
         self.reset_parameters()
 

@@ -31,7 +31,7 @@ class HeadGate(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the projection anew."""
+        """Initialise the projection again."""
         self.init_method(self.weight)
 
     def forward(self, x: Tensor, batch_size: int | None, split: TensorParallelModule) -> Tensor:

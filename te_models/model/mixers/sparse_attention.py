@@ -2,9 +2,9 @@
 
 B batch, S sequence, L keys (cached ones included), N query heads, H index heads, I channels of one, K chosen keys.
 
-Queries of texts of up to `topk` tokens see all keys, by whatever attention is fastest. Of longer ones each query has
-keys of its own; a single query of a cache gathers these, so that a step's attention costs the same at any length. The
-index keys lie in the cache behind the values.
+Queries of texts of up to `topk` tokens see all keys, by whatever attention is fastest. Of longer ones each query has a
+separate list of keys; a single query of a cache gathers these, so that a step's attention costs the same at any length.
+The index keys lie in the cache behind the values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Keys = tuple[Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
-class Index(NamedTuple):
+class IndexerInputs(NamedTuple):
     """q: [B, S, H, I]; k: [B, S, I], with pools [B, S, 2 I], see `choose_pools`; weights: [B, S, H] float32,
     with the scale of the scores."""
 
@@ -79,7 +79,7 @@ class Indexer(nn.Module):
         if self.config.pool_size is not None:
             self.pool_bias.zero_()
 
-    def forward(self, x: Tensor, queries: Tensor, rotary: Rotary | None) -> Index | None:
+    def forward(self, x: Tensor, queries: Tensor, rotary: Rotary | None) -> IndexerInputs | None:
         """x: [B, S, hidden], normed; queries: [B, S, inputs]. None where the layer has no indexer of its own."""
         c = self.config
         if c.shared:
@@ -90,7 +90,7 @@ class Indexer(nn.Module):
             q, k = self._rotated(q, rotary), self._rotated(k, rotary)
             weights = self.weights_proj(x.detach()) * (c.n_heads * c.head_dim) ** -0.5
             k = k[:, :, 0] if c.pool_size is None else torch.cat((k[:, :, 0], self.linear_wgate(x.detach())), -1)
-        return Index(q, k, weights)
+        return IndexerInputs(q, k, weights)
 
     def _rotated(self, t: Tensor, rotary: Rotary | None) -> Tensor:
         if rotary is None or self.config.rotated == "none":
@@ -103,7 +103,7 @@ class Indexer(nn.Module):
     def attend(
         self,
         core: DotProductAttention,
-        index: Index | None,
+        index: IndexerInputs | None,
         q: Tensor,
         keys: Keys,
         inputs: MixerInputs,
@@ -156,7 +156,7 @@ class Indexer(nn.Module):
         return y, Selection(choice, self._loss(core, index, q, k, choice, pieces, shard))
 
     @torch.no_grad()
-    def _choose(self, index: Index, pieces: list[Piece]) -> Tensor:
+    def _choose(self, index: IndexerInputs, pieces: list[QueryBlock]) -> Tensor:
         """Return int32 [B, S, K]; of pieces that see fewer keys the rest is -1."""
         c = self.config
         topk, choose = c.topk, select_keys
@@ -173,11 +173,11 @@ class Indexer(nn.Module):
     def _loss(
         self,
         core: DotProductAttention,
-        index: Index | None,
+        index: IndexerInputs | None,
         q: Tensor,
         k: Tensor,
         choice: Tensor | None,
-        pieces: list[Piece],
+        pieces: list[QueryBlock],
         shard: ContextShard | None,
     ) -> Tensor | None:
         """Of sequences that ranks share it is the mean over their chunks, whatever padding these have."""
@@ -235,7 +235,7 @@ class HeadWeights(nn.Module):
             return F.linear(x.float(), self.weight.float())
 
 
-class Piece(NamedTuple):
+class QueryBlock(NamedTuple):
     """Queries that are the last of the keys before `end`, and the keys that are hidden from them, as `attention_of`
     takes them."""
 
@@ -244,7 +244,7 @@ class Piece(NamedTuple):
     hidden: Tensor | None
 
 
-def pieces_of(queries: int, keys: int, hidden: Tensor | None, shard: ContextShard | None) -> list[Piece]:
+def pieces_of(queries: int, keys: int, hidden: Tensor | None, shard: ContextShard | None) -> list[QueryBlock]:
     """Return the pieces of this rank's queries: one, or its two chunks of a sequence that ranks share."""
     ends = [keys] if shard is None else [end for _, end in shard.chunks(keys)]
     size, found = queries // len(ends), []
@@ -253,7 +253,7 @@ def pieces_of(queries: int, keys: int, hidden: Tensor | None, shard: ContextShar
         own = None if hidden is None else hidden[..., :end]
         if own is not None and own.dim() == 4 and own.shape[2] > 1:
             own = own[:, :, rows]
-        found.append(Piece(rows, end, own))
+        found.append(QueryBlock(rows, end, own))
     return found
 
 

@@ -5,7 +5,7 @@ router    the router, what it decided, and its counts                          d
 expert_bias  balance of experts over the global batch          replay       the choices of sampling, again in training
 """
 
-from .dispatch import DeepEP, Dispatcher
+from .dispatch import DeepEPDispatcher, Dispatcher
 from .expert_bias import ExpertLoad, take_expert_load, update_expert_bias
 from .experts import Experts
 from .layer import MoELayer
@@ -13,7 +13,7 @@ from .replay import RouterRecord, record_call
 from .router import Router, RouterOutput, load_balancing_losses
 
 __all__ = [
-    "DeepEP",
+    "DeepEPDispatcher",
     "Dispatcher",
     "ExpertLoad",
     "Experts",

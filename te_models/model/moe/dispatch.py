@@ -1,7 +1,7 @@
 """Dispatchers: how tokens reach their experts and how results come back. Each way is a class of two methods.
 
 `dispatch` makes the rows that this rank's experts read; `combine` makes each token's weighted sum of the results. What
-`combine` has to know of the way there is in `Dispatched.way`, which is its dispatcher's alone.
+`combine` has to know of the way there is in `Dispatched.way`; only its dispatcher reads it.
 
 T tokens of this rank, K experts per token, E experts, R rows of this rank's experts, H hidden.
 """
@@ -89,7 +89,7 @@ class Dispatcher:
         return self.combine(experts(*there[:4]), there)
 
     def capacity(self, slots: int) -> int | None:
-        """Return how many of so many choices an expert takes; None: all."""
+        """Return how many of `slots` choices an expert takes; None: all."""
         return None if self._share is None else expert_capacity(slots, self._share)
 
     def _sorted(self, indices: Tensor, align: int = 1) -> Permutation:
@@ -103,7 +103,7 @@ class Dispatcher:
         return rows, valid.to(weights.dtype)
 
 
-class Local(Dispatcher):
+class LocalDispatcher(Dispatcher):
     """This rank has all experts."""
 
     def dispatch(self, experts: Experts, tokens: Tensor, weights: Tensor, indices: Tensor) -> Dispatched:
@@ -121,7 +121,7 @@ class Local(Dispatcher):
         return unpermute(results, order, weights), order.tokens_per_expert[: self.moe.num_moe_experts]
 
 
-class AllGather(Dispatcher):
+class AllGatherDispatcher(Dispatcher):
     """Every rank gets the tokens of all, and adds up what its experts make of them."""
 
     needs_equal_shares = True
@@ -139,7 +139,7 @@ class AllGather(Dispatcher):
             indices = all_gather(indices, group)
         indices, weights = local_choices(indices, weights, experts.first_expert, local)
         order = sort_by_expert(indices, local + 1)  # other ranks' experts as one, whose rows come last
-        # tokens of all ranks are wider than their rows, so that the gradients are, which the ranks add up
+        # tokens of all ranks are wider than their rows, so that the gradients that ranks add up are, too
         rows = permute(tokens, order, dtype=dtype)
         if self.moe.router.apply_on_input:
             rows = rows * weights.flatten()[order.slot_of_row][:, None].to(rows.dtype)
@@ -155,7 +155,7 @@ class AllGather(Dispatcher):
         return y, None
 
 
-class AllToAll(Dispatcher):
+class AllToAllDispatcher(Dispatcher):
     """Each row travels to the rank of its expert, and its result back.
 
     Where each expert is split over `split_ranks`, those get the rows of one another. quantized: rows travel as the
@@ -226,8 +226,9 @@ class AllToAll(Dispatcher):
         return results
 
 
-class PaddedAllToAll(AllToAll):
-    """`AllToAll` where each expert gets as many rows as its capacity from every rank, so that shapes never change."""
+class PaddedAllToAllDispatcher(AllToAllDispatcher):
+    """`AllToAllDispatcher` where each expert gets as many rows as its capacity from every rank, so that shapes never
+    change."""
 
     def dispatch(self, experts: Experts, tokens: Tensor, weights: Tensor, indices: Tensor) -> Dispatched:
         """Fill each expert's room with its rows and empty ones, and exchange them."""
@@ -254,7 +255,7 @@ class PaddedAllToAll(AllToAll):
         return unpermute(results, order, weights), order.tokens_per_expert[: self.moe.num_moe_experts]
 
 
-class DeepEP(Dispatcher):
+class DeepEPDispatcher(Dispatcher):
     """Each token travels once to each rank of its experts, and its partial sum back, by the library deep_ep."""
 
     def __init__(self, moe: MoEConfig, group: str) -> None:
@@ -284,16 +285,18 @@ class DeepEP(Dispatcher):
 
 
 def dispatcher_of(moe: MoEConfig, build: Build) -> Dispatcher:
-    """Return the way that a build asks for: `Local` where this rank has every expert whole."""
+    """Return the way that a build asks for: `LocalDispatcher` where this rank has every expert whole."""
     ranks, group = build.expert_model_parallel_size, "" if build.ep_group is None else build.ep_group.group_name
     split_ranks, split_group = 1, ""
     if build.etp_group is not None:
         split_ranks, split_group = build.etp_group.size(), build.etp_group.group_name
     if ranks == split_ranks == 1:
-        return Local(moe)
+        return LocalDispatcher(moe)
     if build.expert_dispatch == "all_gather":
-        return AllGather(moe, [name for name, size in ((group, ranks), (split_group, split_ranks)) if size > 1])
+        return AllGatherDispatcher(
+            moe, [name for name, size in ((group, ranks), (split_group, split_ranks)) if size > 1]
+        )
     if build.expert_dispatch == "deepep":
-        return DeepEP(moe, group)
-    way = PaddedAllToAll if moe.moe_pad_expert_input_to_capacity else AllToAll
+        return DeepEPDispatcher(moe, group)
+    way = PaddedAllToAllDispatcher if moe.moe_pad_expert_input_to_capacity else AllToAllDispatcher
     return way(moe, group, ranks, split_group, split_ranks, build.expert_dispatch == "all_to_all_quantized")

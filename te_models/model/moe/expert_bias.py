@@ -91,7 +91,7 @@ class ExpertLoad(NamedTuple):
 def take_expert_load(model: nn.Module, *, process_group: ProcessGroup | None = None) -> ExpertLoad:
     """Return how the experts of each MoE layer were loaded since the last call, and forget it.
 
-    What counts, and over which ranks it is summed: see `update_expert_bias`, which calls this. Nothing here waits for
+    What counts, and over which ranks it is summed: see the caller, `update_expert_bias`. Nothing here waits for
     the device. Where the load-balancing loss is over the global batch, a call ends the batch: call it, or
     `update_expert_bias`, once after each optimizer step. Raises ValueError for a model without experts.
     """
@@ -119,8 +119,8 @@ def has_expert_bias(model: nn.Module) -> bool:
 
 
 def biases_and_counts(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """List (expert_bias, expert_counts) of each router that has them, in the order of the layers. Raises ValueError if
-    there is none."""
+    """List (expert_bias, expert_counts) of each router that has them, in the order of the layers. Raises ValueError for
+    a model without one."""
     routers = [m for m in model.modules() if isinstance(m, Router)]
     found = [(router.expert_bias, router.expert_counts) for router in routers if router.expert_bias is not None]
     if not found:
@@ -146,7 +146,7 @@ class CollapseWatch:
     """Watches the load of the experts of each MoE layer over the steps of a run.
 
     A layer counts as collapsed while an expert has no token, or while the entropy of the experts' shares is near its
-    floor, log(top-k), which they have when all tokens choose the same experts. topk, experts: of a layer.
+    floor, log(top-k), reached when all tokens choose the same experts. topk, experts: of a layer.
     """
 
     def __init__(self, topk: int, experts: int) -> None:

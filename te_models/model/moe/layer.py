@@ -26,7 +26,7 @@ from te_models.kernels.router import (
     weights_of,
 )
 from te_models.layers.collectives import all_gather
-from te_models.layers.distributed.context_parallel import ContextShard, gather_rows, own_positions
+from te_models.layers.distributed.context_parallel import ContextShard, gather_rows_of_ranks, own_positions
 from te_models.layers.distributed.sequence_parallel import SequenceShard, gather_tokens_of_ranks, own_share
 from te_models.layers.module.linear import Linear
 
@@ -113,11 +113,13 @@ class MoELayer(nn.Module):
             y, counts = self._beside(x, weights, indices)
         else:
             shared, dispatcher, own = self.shared_experts, self.dispatcher, None
-            if self.moe_shared_expert_overlap and shared is not None:
-                dispatcher.beside = partial(shared, x)
+            beside = shared if self.moe_shared_expert_overlap else None
+            if beside is not None:
+                dispatcher.beside = partial(beside, x)
             y, counts = self._expert_sums(tokens, weights, indices)
             y = y.view(x.shape)
-            own, dispatcher.beside, dispatcher.computed = dispatcher.computed, None, None
+            if beside is not None:  # a graph would be made again for a dispatcher that has been written to
+                own, dispatcher.beside, dispatcher.computed = dispatcher.computed, None, None
             if shared is not None:
                 y = y + (shared(x) if own is None else own)
             y = y if self.moe.output_multiplier == 1.0 else y * self.moe.output_multiplier
@@ -139,7 +141,7 @@ class MoELayer(nn.Module):
         return torch.where(replayed < 0, chosen, replayed)
 
     def _beside(self, x: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """The shared expert and the others, each between norms of its own. x: [B, S, H], not normed."""
+        """The shared expert and the others, each between two separate norms. x: [B, S, H], not normed."""
         assert self.shared_experts is not None, "the configuration has been checked"
         pre_shared, post_shared, pre_experts, post_experts = (cast(nn.Module, getattr(self, name)) for name in NORMS)
         y, counts = self._expert_sums(pre_experts(x).flatten(0, -2), weights, indices)
@@ -191,7 +193,7 @@ class MoELayer(nn.Module):
         if self.context_shard is not None and (moe.aux_loss_coeff > 0 or moe.z_loss_coeff > 0):
             # the losses are of whole sequences
             shard = self.context_shard
-            logits = _by_sequence(gather_rows(logits, shard), shard, sequences)
+            logits = _by_sequence(gather_rows_of_ranks(logits, shard), shard, sequences)
             indices = _by_sequence(all_gather(indices, shard.group), shard, sequences)
             mask = None if mask is None else _by_sequence(all_gather(mask, shard.group), shard, sequences)
         if moe.aux_loss_coeff > 0 and moe.moe_router_load_balancing_type == "joint_aux_loss":

@@ -3,7 +3,7 @@
 A router decides by scores that differ in their last bits between two ways to compute them (with a cache and without,
 compiled and eager, other weights after a step). Where it then chooses other experts, log-probabilities jump, and with
 them the ratios that policy gradients multiply with (arXiv 2510.11370 measures it). A record holds the choices; weights
-of the chosen experts are still computed from the router's scores, which learn as always.
+of the chosen experts are still computed from the router's scores, so that these learn as always.
 
 B rows, S columns, K experts per token, L layers with experts.
 """

@@ -52,8 +52,8 @@ class Router(nn.Module):
     """The router projection. weight: [E, H]; bias: [E] if `linear_bias`; norm_weight: [H] if `normed_input`;
     expert_scale: [E], of the scores of the chosen, with the option of this name. hashed: a table chooses experts by the
     token. Buffers: expert_of_token [V, K] int64 then; expert_bias [E] with the
-    option of this name, kept in float32; and expert_counts [E] and dropped_tokens [1] int64, which no checkpoint holds:
-    how many tokens chose each expert, and found no room, since the last `update_expert_bias` or `take_expert_load`.
+    option of this name, kept in float32; and expert_counts [E] and dropped_tokens [1] int64, in no checkpoint: how many
+    tokens chose each expert, and found no room, since the last `update_expert_bias` or `take_expert_load`.
 
     layer_group: the name of the group of the ranks that have the layer; None: all, if any of a whole model. recorded,
     replayed: see `RouterRecord`: whether what is decided has the experts of each token, and experts [B, S, K] that take
@@ -94,7 +94,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the projection anew; both biases and the counts start at zero."""
+        """Initialise the projection again; both biases and the counts start at zero."""
         self.init_method(self.weight)
         for tensor in (self.bias, self.expert_bias, self.expert_counts, self.dropped_tokens):
             if tensor is not None:
@@ -130,7 +130,7 @@ class Router(nn.Module):
 
     @property
     def counting(self) -> bool:
-        """Whether choices count now: in training mode and with gradients, which evaluation and generation are not."""
+        """Whether choices count now: in training mode and with gradients, unlike in evaluation and generation."""
         return not exporting() and self.training and torch.is_grad_enabled()
 
     def count(self, decided: RouterOutput) -> None:
@@ -154,10 +154,10 @@ def count_choices(indices: Tensor, experts: int, mask: Tensor | None = None) -> 
 
 
 def load_balancing_losses(routed: list[RouterOutput], routers: list[Router], *, whole: bool) -> Tensor:
-    """Return the loss of each MoE layer, [MoE layers], or the one of all of them, [1]. routers: of the layers in order,
-    which may be more; whole: whether they are of a whole model, not of a stage. Over the global batch, experts'
-    shares are those of the choices of all ranks that have these layers since the last `take_expert_load`; evaluation
-    compares a rank's own. Raises RuntimeError where it is not known which ranks these are."""
+    """Return the loss of each MoE layer, [MoE layers], or the one of all of them, [1]. routers: of the layers in order;
+    there may be more; whole: whether they are of a whole model, not of a stage. Over the global batch, experts' shares
+    are those of the choices of all ranks that have these layers since the last `take_expert_load`; evaluation compares
+    a rank's own. Raises RuntimeError where it is not known which ranks these are."""
     if routed[0].mean_probabilities is None:
         return torch.stack([r.load_balancing_loss for r in routed])
     means = torch.stack([r.mean_probabilities for r in routed if r.mean_probabilities is not None])

@@ -46,7 +46,7 @@ class Collection(ABC):
     def fetch(self, name: str) -> Tensor:
         """Return a whole tensor in main memory; on the first rank, while the others serve."""
         number = self.names.index(name)
-        return_freed_memory()  # of the tensor before, which the heap keeps for allocations of its size
+        return_freed_memory()  # of the tensor before: the heap keeps it for allocations of its size
         self.announce(number)
         found = self.collect(number)
         assert found is not None, "the first rank puts the parts together"

@@ -31,7 +31,7 @@ def converter_of(model: transformers.PreTrainedModel) -> Any:
 
 @torch.no_grad()
 def fill_from_hf(gpt: GPTModel, model: transformers.PreTrainedModel, device: torch.device) -> None:
-    """Copy a transformers model's weights into a `GPTModel` of the same configuration, which is made without data."""
+    """Copy a transformers model's weights into a `GPTModel` of the same configuration, made without data."""
     converter = converter_of(model)
     converted = converter.from_hf(model.state_dict(), layout=gpt.expert_layout)
     keep_dtypes(gpt, converter.family.model_type, lambda name: converted[name].dtype)
@@ -56,7 +56,7 @@ def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformer
     if chosen.model_type not in known:
         raise CheckpointError(_without_class(gpt, chosen.model_type, known))
     config = transformers.AutoConfig.for_model(**converter.hf_config(tensors))
-    dtype = _main_dtype(tensors)  # config.json names a dtype as well, which its files may contradict
+    dtype = _main_dtype(tensors)  # config.json names a dtype as well, but its files may contradict it
     # transformers' other attention leaves the soft-capping of scores out
     attention = {} if gpt.config.attention.softcap is None else {"attn_implementation": "eager"}
     with torch.device(next(iter(tensors.values())).device):
@@ -64,7 +64,7 @@ def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformer
     form, _ = chosen.best_form(gpt.config, model.state_dict())
     converted = converter.to_hf(tensors, form=form, dequantize=dequantize)
     for name, stored in chosen.namespace(gpt.config, form).stored.items():
-        if not stored.convertible and name in converted:  # such a tensor has a precision of its own
+        if not stored.convertible and name in converted:  # such a tensor has another precision
             tensor = model.get_parameter(name) if name in dict(model.named_parameters()) else model.get_buffer(name)
             tensor.data = tensor.data.to(torch.promote_types(tensor.dtype, converted[name].dtype))
     names = model.state_dict()

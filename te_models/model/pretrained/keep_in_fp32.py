@@ -1,4 +1,4 @@
-"""Parameters that a family holds in a precision of their own, whatever dtype a model is loaded in.
+"""Parameters whose precision a family fixes, whatever dtype a model is loaded in.
 
 A router chooses by scores that differ by less than bfloat16 resolves: rounded, it sends tokens to other experts.
 """

@@ -12,7 +12,7 @@ from torch import Tensor
 from te_models.layers import QuantizedTensor
 from te_models.layers.tensor.fsdp import sharded
 
-from ..parallel import place_of
+from ..parallel import shard_place
 
 if TYPE_CHECKING:
     from te_models.checkpoints.folder.load import ParameterLoad
@@ -86,16 +86,16 @@ class ModelRefit:
     def _worked_out(
         self, tensors: Mapping[str, Tensor], store: Store, described: Mapping[str, Description]
     ) -> ParameterLoad:
-        from te_models.checkpoints.folder.load import ParameterLoad, check_shapes, layout_of
+        from te_models.checkpoints.folder.load import ParameterLoad, check_shapes, layout_of_names
         from te_models.checkpoints.mapping.param_shapes import expected_tensors
         from te_models.checkpoints.mapping.te_namespace import grouped_formats, te_namespace
 
         config = self._serving.config
-        layout = layout_of(tensors, config, "the names of the model's tensors")
+        layout = layout_of_names(tensors, config, "the names of the model's tensors")
         check_shapes(tensors, expected_tensors(config, layout))
         formats = grouped_formats(config, layout, described)
         source = te_namespace(config, layout, formats)
-        return ParameterLoad(store, source, config, formats, self._params, place_of(self._serving))
+        return ParameterLoad(store, source, config, formats, self._params, shard_place(self._serving))
 
 
 def _require_whole(tensors: Iterable[Tensor], what: str) -> None:

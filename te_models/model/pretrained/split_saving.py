@@ -19,7 +19,7 @@ from torch import Tensor
 
 from te_models.layers import QuantizedTensor
 from te_models.layers.tensor.fsdp import (
-    check_shared,
+    check_scales_are_shared,
     entries_of_rows,
     is_one_matrix,
     largest_shard,
@@ -28,7 +28,7 @@ from te_models.layers.tensor.fsdp import (
     padded_field,
 )
 
-from ..parallel import place_of
+from ..parallel import shard_place
 from .collected_saving import Collection, save_collected
 
 if TYPE_CHECKING:
@@ -121,14 +121,14 @@ class _Parts(Collection):
     def __init__(self, model: GPTModel) -> None:
         from te_models.checkpoints import expected_tensors
         from te_models.checkpoints.mapping.param_shapes import is_expert_stack
-        from te_models.checkpoints.mapping.rank_shards import Place, parts
+        from te_models.checkpoints.mapping.rank_shards import ShardPlace, parts
 
-        place, self._shapes = place_of(model), expected_tensors(model.config, model.expert_layout)
+        place, self._shapes = shard_place(model), expected_tensors(model.config, model.expert_layout)
         self._tp, self._ep, self._etp = model.tp_group, model.ep_group, model.etp_group
         etp_rank, etp_size = place.expert_split
-        tp = [Place(tp_rank=rank, tp_size=place.tp_size) for rank in range(place.tp_size)]
-        ep = [Place(ep_rank=rank, ep_size=place.ep_size) for rank in range(place.ep_size)]
-        etp = [Place(etp_rank=rank, etp_size=etp_size) for rank in range(etp_size)]
+        tp = [ShardPlace(tp_rank=rank, tp_size=place.tp_size) for rank in range(place.tp_size)]
+        ep = [ShardPlace(ep_rank=rank, ep_size=place.ep_size) for rank in range(place.ep_size)]
+        etp = [ShardPlace(etp_rank=rank, etp_size=etp_size) for rank in range(etp_size)]
         owned = [[parts(model.config, self._shapes, one) for one in row] for row in (tp, ep, etp)]
         self._tensors = {name: tensor.detach() for name, tensor in model.stored_tensors()}
         self._entries: dict[str, _Entry] = {}
@@ -199,13 +199,13 @@ class _Parts(Collection):
 
     def wholes(self) -> dict[str, Tensor]:
         """See `Collection`."""
-        from te_models.checkpoints.mapping.quantized_format import describe, empty
+        from te_models.checkpoints.mapping.quantized_format import empty, quantized_metadata
 
         found: dict[str, Tensor] = {}
         for name, tensor in self._tensors.items():
             shape, local = self._shapes[name], local_part(tensor)
             if isinstance(local, QuantizedTensor):
-                found[name] = empty(name, shape, describe(local.quantizer, local.dtype), "meta")
+                found[name] = empty(name, shape, quantized_metadata(local.quantizer, local.dtype), "meta")
             else:
                 found[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
         return found
@@ -266,7 +266,7 @@ def _sharded_fields(name: str, parameter: Any, local: QuantizedTensor) -> dict[s
     if local.shape[1:] != parameter.shape[1:]:
         raise ValueError(f"{name} is quantized and has shards along another dimension than the first")
     if is_one_matrix(local) and one_per_matrix(local):
-        check_shared(local, mesh.get_group(mesh.ndim - 1))
+        check_scales_are_shared(local, mesh.get_group(mesh.ndim - 1))
     found: dict[str, tuple[Any, tuple[int, int] | None]] = {}
     for layout in local.layouts:
         field, (dim, _) = padded_field(local, layout, each), entries_of_rows(local, layout, each)

@@ -1,7 +1,7 @@
 """Callbacks: others' code that is told of a run's steps, rows, checkpoints, evaluations and end.
 
 A callback that raises ends the run, and loses nothing of it: the step that it was told of is saved first. On several
-ranks each rank has its own callbacks, which may raise on one alone; all of them then save, and end.
+ranks each rank has its own callbacks, and one may raise on one rank alone; all of them then save, and end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class CallbackError(TrainingError):
-    """A callback raised; the message names it, the event, the step, and what it raised, which is the cause."""
+    """A callback raised; the message names it, the event, the step, and what it raised (the cause)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Callbacks:
     def __init__(self, named: Sequence[tuple[str, Callback]], ranks: Ranks) -> None:
         self._named, self._ranks = named, ranks
         self.failed: CallbackError | None = None
-        """The first error of a callback on this rank, which `check` raises."""
+        """The first error of a callback on this rank; `check` raises it."""
 
     @classmethod
     def of(cls, names: Iterable[str], callbacks: Iterable[Callback], ranks: Ranks) -> Callbacks:

@@ -83,7 +83,7 @@ def push_to_hub(
     """Upload the model of a run with its card, and return the address of the commit.
 
     folder: which model folder of the run, as "adapter-hf" of a run of adapters. private: whether a repository that is
-    made is private. revision: the branch (None: the main one). token, endpoint: as for `huggingface_hub.HfApi`, which
+    made is private. revision: the branch (None: the main one). token, endpoint: as for `huggingface_hub.HfApi`; it
     finds a token that `hf auth login` left. The card is written to the folder as README.md. Raises ConfigError for a
     folder that is no run's, and huggingface_hub's errors.
     """

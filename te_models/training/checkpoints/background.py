@@ -25,7 +25,7 @@ T = TypeVar("T", Tensor, LocalPart)
 
 
 @torch.no_grad()
-def copied(values: Mapping[str, T]) -> dict[str, T]:
+def host_copies(values: Mapping[str, T]) -> dict[str, T]:
     """Return copies in main memory, which no later step changes. One tensor under several names is one copy."""
     copies: dict[int, Tensor] = {}
 
@@ -44,7 +44,7 @@ def copied(values: Mapping[str, T]) -> dict[str, T]:
 
 
 class BackgroundWriter:
-    """Runs one piece of work at a time in a thread of its own."""
+    """Runs one piece of work at a time in a separate thread."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None

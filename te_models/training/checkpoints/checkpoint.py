@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TrainingState:
     """What a run needs besides the model's weights. `step` counts finished steps, `position` consumed windows.
-    data_digest: of the data set that is trained on; None: a checkpoint of before there was one. data_ranks: of the
-    ranks those with windows of their own; None: all, or one of those that share each sequence. parts: the folder of a
-    sharded checkpoint, whose tensors are read when the model is there; None: `tensors` has them. model_config: of a
-    sharded checkpoint's model."""
+    data_digest: of the data set that is trained on; None: a checkpoint of before there was one. data_ranks: the ranks
+    that read different windows; None: all, or one of those that share each sequence. parts: the folder of a sharded
+    checkpoint, whose tensors are read when the model is there; None: `tensors` has them. model_config: of a sharded
+    checkpoint's model."""
 
     step: int
     position: int
@@ -126,10 +126,10 @@ def load_state(folder: Path, device: torch.device | str = "cpu", *, share: tuple
     """
     values, _ = read_values(folder, share=share)
     if values["version"] in SHARDED_VERSIONS:
-        from .sharded.index import index_name, read_index
+        from .sharded.index import index_name, read_parts_index
 
         try:
-            read_index(folder / PARTS).check_names(values["world_size"], index_name(folder / PARTS))
+            read_parts_index(folder / PARTS).check_names(values["world_size"], index_name(folder / PARTS))
         except CheckpointError as error:
             raise TrainingCheckpointError(f"{folder} cannot be used as a training checkpoint: {error}") from None
         names = ("step", "position", "world_size", "config", "data_digest", "data_ranks", "model_config")

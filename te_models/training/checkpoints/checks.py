@@ -1,8 +1,8 @@
 """What a training checkpoint must be before a run continues from it: every byte as written, and its parts agreeing.
 
-Two lines of defence. manifest.json says what each file was when it was written, which notices every changed bit. The
-values themselves are checked as well, because a checkpoint may have been put together by hand, manifest included, or
-come from a release that wrote none: names, types, shapes and dtypes, ranges, the step against the folder's name, the
+Two lines of defence. manifest.json says what each file was when it was written, so that every changed bit is noticed.
+The values themselves are checked as well, because a checkpoint may have been put together by hand, manifest included,
+or come from a release that wrote none: names, types, shapes and dtypes, ranges, the step against the folder's name, the
 position against the step. What only the model knows, `Optimizer` and `saved_recipe_state` compare.
 """
 
@@ -56,7 +56,7 @@ class TrainingCheckpointError(ValueError):
 
 
 def manifest_paths(folder: Path) -> dict[str, Path]:
-    """Return what manifest.json of a checkpoint lists: the training state, and the manifest of the model, which lists
+    """Return what manifest.json of a checkpoint lists: the training state, and the manifest of the model; that lists
     the model's files. Raises CheckpointError for what is not a regular file in its place."""
     if (folder / MODEL).is_symlink() or not (folder / MODEL).is_dir():
         raise CheckpointError(f"{folder} has no folder {MODEL}")
@@ -100,7 +100,7 @@ def check_files(folder: Path) -> None:
 
 def _present(folder: Path) -> set[str]:
     """Return what is in a checkpoint, by relative name: files, and folders other than those a checkpoint has. Names
-    that begin with a dot, which systems leave behind and nothing here reads, do not count."""
+    that begin with a dot do not count: systems leave them behind, and nothing here reads them."""
     found: set[str] = set()
     for inside in ("", f"{MODEL}/", f"{MODEL}/{TEMPLATES}/"):
         if (folder / inside).is_dir():
@@ -122,12 +122,14 @@ def read_values(folder: Path, *, share: tuple[int, int] = (0, 1)) -> tuple[dict[
         version = values.get("version")
         if type(version) is not int or version not in (SHARDED_VERSIONS if is_sharded else (1, VERSION)):
             allowed = "3 or 4" if is_sharded else "1 or 2"
-            raise CheckpointError(f"checkpoint version {shown(version)} is not one that this release reads, {allowed}")
+            raise CheckpointError(
+                f"checkpoint version {shortened_value(version)} is not one that this release reads, {allowed}"
+            )
         if version > 1 and not has_manifest:
             raise CheckpointError(f"it has no {MANIFEST}")
         metadata = {} if is_sharded else read_header(plain_file(folder, TENSORS)).metadata
         _move_old_keys(values)
-        check_values(values, metadata, folder.name)
+        check_training_state(values, metadata, folder.name)
     except (CheckpointError, OSError) as error:
         raise TrainingCheckpointError(f"{folder} cannot be used as a training checkpoint: {error}") from None
     if not has_manifest:
@@ -139,7 +141,7 @@ def read_values(folder: Path, *, share: tuple[int, int] = (0, 1)) -> tuple[dict[
     return values, metadata
 
 
-def shown(value: object) -> str:
+def shortened_value(value: object) -> str:
     """Return a value for a message, cut where it is long."""
     text = repr(value) if not isinstance(value, int) or abs(value) < 2**64 else "a larger number"
     return text if len(text) <= 60 else f"{text[:60]}..."
@@ -150,13 +152,13 @@ def _integer(values: Mapping[str, Any], name: str, where: str, least: int) -> in
         raise CheckpointError(f"{where} has no {name!r}")
     value = values[name]
     if type(value) is not int or not least <= value < _LIMIT:
-        raise CheckpointError(f"{where} has {name} {shown(value)}; allowed: an integer of at least {least}")
+        raise CheckpointError(f"{where} has {name} {shortened_value(value)}; allowed: an integer of at least {least}")
     return value
 
 
-def check_values(values: Mapping[str, Any], metadata: Mapping[str, str], folder: str) -> None:
+def check_training_state(values: Mapping[str, Any], metadata: Mapping[str, str], folder: str) -> None:
     """Check types and ranges of training.json, and that its step is the one of the folder's name and of the tensors,
-    its position the one that so many steps reach. Raises CheckpointError."""
+    and that its position is the one that this many steps reach. Raises CheckpointError."""
     step, position, ranks = (
         _integer(values, name, VALUES, least) for name, least in (("step", 1), ("position", 0), ("world_size", 1))
     )
@@ -169,16 +171,16 @@ def check_values(values: Mapping[str, Any], metadata: Mapping[str, str], folder:
     digest = values.get("data_digest")
     if values["version"] > 1 and not (isinstance(digest, str) and _SHA256.fullmatch(digest)):
         raise CheckpointError(
-            f"data_digest in {VALUES} is {shown(digest)}; allowed: a SHA-256 in 64 hexadecimal digits"
+            f"data_digest in {VALUES} is {shortened_value(digest)}; allowed: a SHA-256 in 64 hexadecimal digits"
         )
     config = values.get("config")
     if not isinstance(config, dict):
-        raise CheckpointError(f"config in {VALUES} is {shown(config)}; allowed: an object")
+        raise CheckpointError(f"config in {VALUES} is {shortened_value(config)}; allowed: an object")
     if values["version"] > 1:
         _check_config(config)
     for name in _TABLES:
         if not isinstance(config.get(name, {}), dict):
-            raise CheckpointError(f"config.{name} in {VALUES} is {shown(config[name])}; allowed: an object")
+            raise CheckpointError(f"config.{name} in {VALUES} is {shortened_value(config[name])}; allowed: an object")
     if values["version"] in SHARDED_VERSIONS:
         own = _integer(values, "data_ranks", VALUES, 1)
         if ranks % own:
@@ -189,7 +191,7 @@ def check_values(values: Mapping[str, Any], metadata: Mapping[str, str], folder:
         shared = (config.get("parallel") or {}).get("context_parallel_size", 1)
         if type(shared) is not int or shared < 1 or ranks % shared:
             where = f"config.parallel in {VALUES} has context_parallel_size"
-            raise CheckpointError(f"{where} {shown(shared)}; allowed: a divisor of world_size, {ranks}")
+            raise CheckpointError(f"{where} {shortened_value(shared)}; allowed: a divisor of world_size, {ranks}")
         ranks //= shared
     data, where = config.get("data", {}), f"config.data in {VALUES}"
     per_step = ranks * _integer(data, "micro_batch_size", where, 1) * _integer(data, "gradient_accumulation", where, 1)
@@ -343,12 +345,12 @@ def _violated(key: str, value: torch.Tensor) -> str | None:
 
 def _violated_fp8(key: str, value: torch.Tensor) -> str | None:
     """The same for E4M3, whose codes 0x7F and 0xFF are NaN: as int8 the one is the largest number, and with all signs
-    turned the other is. Eight codes at a time where there are as many, which is five times as fast."""
+    turned the other is. Eight codes at a time where there are as many: five times as fast."""
     codes = value.contiguous().view(-1).view(torch.int8)
     wide = codes.numel() % 8 == codes.storage_offset() % 8 == 0
     for part in codes.split(1 << 20):
         low, high = (int(bound) for bound in torch.aminmax(part))
-        if key == "exp_avg_sq" and (low < 0 or high == 127):  # its root is stored, which is not negative
+        if key == "exp_avg_sq" and (low < 0 or high == 127):  # its root is stored, never a negative number
             return "numbers of zero and more"
         as_signed = (part.view(torch.int64) ^ _SIGNS).view(torch.int8) if wide else part ^ -128
         if high == 127 or int(as_signed.max()) == 127:

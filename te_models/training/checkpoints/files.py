@@ -1,4 +1,4 @@
-"""The folders of training checkpoints: their names, which there are and which go, and what is in a sharded one."""
+"""The folders of training checkpoints: their names, those that exist, those that go, and what is in a sharded one."""
 
 from __future__ import annotations
 

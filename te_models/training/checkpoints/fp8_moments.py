@@ -42,7 +42,7 @@ _NEAREST = 1 << 15
 """The random bits with which stochastic rounding is rounding to the nearest."""
 
 
-def pieces(optimizer: Optimizer, own: ModelParts) -> dict[str, LocalPart]:
+def moment_fields(optimizer: Optimizer, own: ModelParts) -> dict[str, LocalPart]:
     """Return the fields of this rank's FP8 moments, by their names in checkpoints; none where moments are wider."""
     found: dict[str, LocalPart] = {}
     for name, state, part in _states(optimizer, own):
@@ -58,7 +58,7 @@ def load_pieces(folder: Path, optimizer: Optimizer, own: ModelParts) -> None:
 
     Raises TrainingCheckpointError where the checkpoint lacks some of them.
     """
-    mine = pieces(optimizer, own)
+    mine = moment_fields(optimizer, own)
     if not mine:
         return
     saved = _Saved(folder)
@@ -150,10 +150,10 @@ class _Saved:
     """The FP8 moments that a sharded checkpoint holds."""
 
     def __init__(self, folder: Path) -> None:
-        from .sharded.index import read_index
+        from .sharded.index import read_parts_index
 
         self._folder = folder
-        self._index = read_index(folder / PARTS)
+        self._index = read_parts_index(folder / PARTS)
         self._parts: dict[str, list[str]] = {}
         for key in sorted(self._index.tensors):
             entry, _, where = key.partition("@")
@@ -165,7 +165,7 @@ class _Saved:
         return self._parts.get(f"optimizer.{name}.{FIELDS[0]}", [])
 
     def shape(self, key: str) -> tuple[int, ...] | None:
-        """Return the shape of an entry; None where there is none."""
+        """Return the shape of an entry; None without one."""
         saved = self._index.tensors.get(key)
         return None if saved is None else saved.shape
 

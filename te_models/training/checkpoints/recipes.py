@@ -1,7 +1,7 @@
 """The live state of recipes in a checkpoint, and what a rank takes of it in the same layout or in another.
 
 Every rank saves the state of the layers that it has. It is the same on all ranks that have the same layers and experts;
-a layer of experts has the scales of a rank's experts, which are consecutive ones.
+a layer of experts has the scales of a rank's consecutive experts.
 """
 
 from __future__ import annotations

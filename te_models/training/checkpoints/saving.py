@@ -19,19 +19,19 @@ import torch.distributed as dist
 from te_models.checkpoints import save_model
 
 from ...model import GPTModel
-from ...model.parallel import reshard
+from ...model.parallel import free_gathered_parameters
 from ...parallel.parts import LocalPart, ModelParts
 from ...terminal import say
 from ..lora import ADAPTER_HF, ADAPTERS, Adapters
 from ..optimizer.adamw import Optimizer
 from ..ranks.data_parallel import Ranks, barrier, gather_tensors
-from ..ranks.layout import Layout
+from ..ranks.layout import RankLayout
 from ..seeding import random_state
-from .background import PATIENCE, BackgroundWriter, copied
+from .background import PATIENCE, BackgroundWriter, host_copies
 from .checkpoint import TrainingState, export_model, export_tensors, save_checkpoint
 from .checks import MODEL
 from .files import checkpoint_dir
-from .fp8_moments import load_pieces, load_whole, pieces
+from .fp8_moments import load_pieces, load_whole, moment_fields
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Saving:
     output_dir: Path
     model: GPTModel
     optimizer: Optimizer
-    layout: Layout
+    layout: RankLayout
     ranks: Ranks
     model_path: str | None
     checkpoint: Path | None
@@ -91,7 +91,7 @@ class Saving:
 
     def _own(self) -> ModelParts:
         """Return what says which parts of the model this rank has."""
-        reshard(self.model)
+        free_gathered_parameters(self.model)
         return ModelParts(self.model)
 
     def _parts(self, own: ModelParts) -> dict[str, Any]:
@@ -164,12 +164,12 @@ class Saving:
     ) -> Callable[[], object]:
         """Return what writes a checkpoint of the present state, whenever it is called if `writer` calls it."""
         ranks, output_dir = self.ranks, self.output_dir
-        own_copies: Any = dict if self.writer is None else copied
+        own_copies: Any = dict if self.writer is None else host_copies
         if self._divided or replicas:
             from .sharded.checkpoint import private_states, save_parts
 
             own = self._own()
-            parts = self._parts(own) | pieces(self.optimizer, own) | dict(replicas)
+            parts = self._parts(own) | moment_fields(self.optimizer, own) | dict(replicas)
             parts |= private_states(random_state(), "rng", ranks.rank)
             parts = own_copies(parts | private_states(recipe, "recipe", ranks.rank))
             counts = {"world_size": ranks.world_size, "data_ranks": self.layout.data.world_size}

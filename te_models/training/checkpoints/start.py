@@ -134,8 +134,8 @@ def check_same_run(config: TrainConfig, start: TrainingState, ranks: Ranks) -> N
     """Refuse to continue a run whose numbers would silently change: name the fields that changed.
 
     Fields that decide only how long, how fast, in how much memory or how visibly it runs may change, and so may the
-    layout and the number of ranks, with as much less or more accumulation: the same windows are a step. ranks: those
-    that have data of their own.
+    layout and the number of ranks, with as much less or more accumulation: the same windows are a step. ranks: the
+    ranks that read different data.
     """
     now, before = _fields(config.to_dict()), _fields(start.config)
     per_step = int(now.pop(_ACCUMULATION)) * ranks.world_size
@@ -183,7 +183,7 @@ def check_same_recipes(config: TrainConfig, start: TrainingState) -> None:
 def set_newer_aside(checkpoint: Path, step: int, output_dir: Path) -> list[Path]:
     """Rename the checkpoints of `output_dir` that the run leaves behind where it continues from an older one, or from
     one elsewhere: they are of another course of the run, and the next start would take the newest. Returns their new
-    names, which end in ".set-aside"; nothing is removed."""
+    names, ending in ".set-aside"; nothing is removed."""
     renamed = []
     for folder in list_checkpoints(output_dir):
         if int(folder.name.removeprefix("step-")) >= step and folder.resolve() != checkpoint.resolve():

@@ -115,6 +115,8 @@ def _read(part: type[ConfigPart], values: dict[str, Any], table: str, names: _Na
     try:
         return part.from_dict(read)
     except ConfigError as error:
+        if not error.where:  # about the model, whose keys the sentence names
+            raise ConfigError(f"{names.table(table)}: {error}") from None
         outer, _, rest = error.where.partition(".")
         key = error.where if outer in fields else rest  # the checks of a part may begin with its own name
         key = key.rpartition(".")[2] if "#" in table else key

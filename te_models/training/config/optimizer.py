@@ -48,7 +48,7 @@ class OptimizerConfig(ConfigPart):
     """Largest attention logit of a head, to which QK-clip scales its rows of the query and key projections after a step
     in which it was larger (MuonClip with muon); unset means no clip."""
     ema_decay: float | None = None
-    """Decay rate of a float32 average of the trained parameters, which is exported as final-ema; unset means none."""
+    """Decay rate of a float32 average of the trained parameters, exported as final-ema; unset means none."""
     betas: tuple[float, ...] = (0.9, 0.95)
     """Decay rates of the averages of gradients and of their squares."""
     eps: float = 1e-8

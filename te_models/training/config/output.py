@@ -122,8 +122,8 @@ class LogConfig(ConfigPart):
     statistics_every: int = 0
     """Steps between two records of what quantization did to each operand, in the metrics; 0: none."""
     histogram_interval: int = 0
-    """Steps between two records of expert_tokens, the load of each expert, and of what statistics_every records, which
-    writers show as histograms; 0: none."""
+    """Steps between two records of expert_tokens, the load of each expert, and of what statistics_every records;
+    writers show both as histograms; 0: none."""
     writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Dashboards that get the rows of metrics.jsonl, too: "tensorboard" (its extra) in OUTPUT_DIR/tensorboard, "wandb"
     (its extra)."""

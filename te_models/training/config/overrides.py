@@ -33,7 +33,7 @@ class Override:
 def add_key_options(parser: argparse.ArgumentParser, *, shown: bool = False) -> None:
     """Add the option of each key to a parser; parsed arguments have a list `overrides`.
 
-    shown: in the help, too, which is long then, and only with dashes.
+    shown: in the help, too (it is long then), and only with dashes.
     """
     parser.set_defaults(overrides=[])
     for table in tables_of(TrainConfig):

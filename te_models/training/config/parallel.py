@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ...config import ConfigPart, check
-from ...parallel.dims import check_sizes
+from ...config import ConfigPart
+from ...layouts import ExpertDispatch, Facts, check_layout_rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class ParallelConfig(ConfigPart):
     expert_tensor_parallel_size: int | None = None
     """Ranks over which each expert is split; unset means tensor_model_parallel_size; with another number, ranks that
     split the other layers share the tokens of the experts."""
-    expert_dispatch: Literal["all_to_all", "all_to_all_quantized", "all_gather", "deepep"] = "all_to_all"
+    expert_dispatch: ExpertDispatch = "all_to_all"
     """How tokens reach distributed experts: each travels to the rank of each of its experts (all_to_all), as the
     numbers to which the recipe rounds it there (all_to_all_quantized; mxfp8 and block), every rank gets the tokens of
     all (all_gather), or each travels once to each rank of its experts, by the library deep_ep, on CUDA devices, in
@@ -83,47 +83,4 @@ class ParallelConfig(ConfigPart):
         return not sharded or self.pipeline_model_parallel_size > 1 if asked is None else asked == "step"
 
     def _validate(self) -> None:
-        names = (name for name in self.__dataclass_fields__ if name.endswith("_size"))
-        check_sizes({name: getattr(self, name) for name in names}, "parallel.")
-        overlaps, dispatch = self.moe_shared_expert_overlap, self.expert_dispatch
-        spread = self.expert_model_parallel_size > 1 and dispatch == "all_to_all"
-        allowed = "False without expert_model_parallel_size, and with another expert_dispatch than 'all_to_all'"
-        check(spread or not overlaps, "parallel.moe_shared_expert_overlap", overlaps, allowed)
-        tp = self.tensor_model_parallel_size
-        where = "parallel.sequence_parallel"
-        check(tp > 1 or not self.sequence_parallel, where, True, "False with tensor_model_parallel_size = 1")
-        where = "parallel.async_tensor_parallel"
-        check(self.sequence_parallel or not self.async_tensor_parallel, where, True, "False without sequence_parallel")
-        comm = self.cp_comm_type
-        alone = self.context_parallel_size == 1 and comm != "all_gather"
-        check(not alone, "parallel.cp_comm_type", comm, "'all_gather' with context_parallel_size = 1")
-        virtual, schedule = self.virtual_pipeline_model_parallel_size, self.pipeline_schedule
-        staged = self.pipeline_model_parallel_size > 1
-        allowed = "'1F1B' with pipeline_model_parallel_size = 1"
-        check(staged or schedule == "1F1B", "parallel.pipeline_schedule", schedule, allowed)
-        split, balanced = list(self.pipeline_split), self.pipeline_balance
-        check(staged or not split, "parallel.pipeline_split", split, "unset with pipeline_model_parallel_size = 1")
-        allowed = "False with pipeline_model_parallel_size = 1, or pipeline_split"
-        check((staged and not split) or not balanced, "parallel.pipeline_balance", balanced, allowed)
-        where = "parallel.virtual_pipeline_model_parallel_size"
-        check(staged or virtual is None, where, virtual, "null with pipeline_model_parallel_size = 1")
-        sharded = self.data_parallel_shard_size != 1
-        default = self.reshard_after_forward == "default"
-        where = "parallel.reshard_after_forward"
-        check(sharded or default, where, self.reshard_after_forward, "'default' with data_parallel_shard_size = 1")
-        ranks = self.reshard_after_forward
-        check(isinstance(ranks, str) or ranks > 1, where, ranks, "'default', 'always', 'never' or 2 and more ranks")
-        where = "parallel.use_distributed_optimizer"
-        allowed = "False with data_parallel_shard_size, whose shards each rank updates alone"
-        check(not (sharded and self.use_distributed_optimizer), where, True, allowed)
-        offloaded = self.cpu_offload
-        check(sharded or not offloaded, "parallel.cpu_offload", offloaded, "False with data_parallel_shard_size = 1")
-        where = "parallel.reduce_dtype"
-        check(sharded or self.reduce_dtype == "float32", where, self.reduce_dtype, "'float32' without shards")
-        where, often = "parallel.reduce_gradients", self.reduce_gradients
-        each = often == "micro_batch"
-        check(sharded or not each, where, often, "'step' with data_parallel_shard_size = 1")
-        check(not (staged and each), where, often, "'step' with pipeline stages, whose schedule adds gradients up")
-        narrow = often == "step" and self.reduce_dtype != "float32"
-        why = "in which the gradients of micro-batches would be added up"
-        check(not narrow, where, often, f"'micro_batch' with reduce_dtype = {self.reduce_dtype!r}, {why}")
+        check_layout_rules(Facts.of_table(self))

@@ -21,7 +21,7 @@ class PosttrainingConfig(ConfigPart):
     from a teacher beside the cross entropy (distill)."""
     teacher: str | None = None
     """Folder of the teacher of distillation, te_models' or Hugging Face's, also with quantized weights: a model of the
-    same vocabulary, which is not trained."""
+    same vocabulary; it is not trained."""
     temperature: float = 1.0
     """Number that the logits of teacher and model are divided by in distillation; the divergence is multiplied by its
     square."""

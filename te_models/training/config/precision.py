@@ -104,8 +104,8 @@ class PrecisionConfig(RecipeKeys):
     cache_weights: bool = False
     """Whether each weight is quantized once for a step, and not in every micro-batch."""
     cpu_gemm: Literal["auto", "bf16", "float32"] = "auto"
-    """Dtype in which a CPU multiplies 16-bit matrices: the faster one of the first rank's machine (auto), which a run
-    keeps when it continues, or this one."""
+    """Dtype in which a CPU multiplies 16-bit matrices: the faster one of the first rank's machine (auto; a continued
+    run keeps it), or this one."""
 
     def _validate(self) -> None:
         self._check_recipe("precision")

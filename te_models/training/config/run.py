@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from ...config import ConfigPart, check
+from ...layouts import Facts, check_layout_rules
+from ...parallel.stage_layout import stages_of
 from .optimizer import DiLoCoConfig, LoRAConfig, OptimizerConfig, ScheduleConfig
 from .output import CheckpointConfig, EvaluationConfig, HubConfig, LogConfig, ProfileConfig
 from .parallel import ParallelConfig
@@ -20,10 +22,6 @@ from .posttraining import PosttrainingConfig
 from .precision import PrecisionConfig
 from .source import DataConfig, ModelSource
 
-_SPLITS = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-)
 _MOST_MINUTES = 7 * 24 * 60
 _MOST_STEPS = 10**12
 
@@ -37,7 +35,7 @@ class TrainConfig(ConfigPart):
     """
 
     output_dir: str
-    """Folder of the run, which receives checkpoints/, metrics.jsonl, loss.png and final/."""
+    """Folder of the run: it receives checkpoints/, metrics.jsonl, loss.png and final/."""
     steps: int
     """Optimizer steps."""
     seed: int = 0
@@ -98,22 +96,7 @@ class TrainConfig(ConfigPart):
         check(self.resume or self.resume_from is None, "resume_from", self.resume_from, "null where resume is off")
         minutes = self.distributed_timeout_minutes
         check(0 < minutes <= _MOST_MINUTES, "distributed_timeout_minutes", minutes, f"up to {_MOST_MINUTES}, a week")
-        mode, whole = self.compile_mode, self.compile and self.compile_mode == "whole"
-        for size in ("data_parallel_shard_size", "pipeline_model_parallel_size"):
-            divided = getattr(self.parallel, size) != 1
-            check(not (divided and whole), "compile_mode", mode, f"'block' with parallel.{size}, or compile = false")
-        if self.parallel.expert_dispatch == "deepep" and self.parallel.expert_model_parallel_size > 1:
-            where, dtype = "with parallel.expert_dispatch = 'deepep'", self.precision.dtype
-            check(not self.compile, "compile", True, f"False {where}, whose calls torch cannot trace")
-            check(dtype != "fp32", "precision.dtype", dtype, f"'bf16' and 'bf16-mixed' {where}")
-        if self.parallel.async_tensor_parallel:
-            self._check_overlap()
-        where = "parallel.moe_shared_expert_overlap"
-        check(not (self.parallel.moe_shared_expert_overlap and self.compile), where, True, "False with compile = true")
         self.precision.check_schedule(self.steps)
-        offloaded, staged = self.model.activation_offloading, self.parallel.pipeline_model_parallel_size > 1
-        allowed = "False with a graph of the whole loss, or pipeline stages"
-        check(not (offloaded and (whole or staged)), "model.activation_offloading", True, allowed)
         warmup, decay = self.schedule.warmup_steps, self.schedule.decay_steps or 0
         name, length = ("steps", self.steps) if self.schedule.steps is None else ("schedule.steps", self.schedule.steps)
         check(warmup + decay <= length, "schedule.warmup_steps", warmup, f"warm-up and decay within {name} = {length}")
@@ -136,36 +119,15 @@ class TrainConfig(ConfigPart):
         )
         clip = optimizer.qk_clip_threshold
         check(clip is None or not adapted, "optimizer.qk_clip_threshold", clip, "null with lora.rank")
-        by_block = self.compile and not whole
+        by_block = self.compile and self.compile_mode == "block"
         where = "null with compile_mode = 'block', in which layers share a graph; or 'whole', or compile = false"
         check(clip is None or not by_block, "optimizer.qk_clip_threshold", clip, where)
-        dispatch = self.parallel.expert_dispatch
-        recipe = next((name for name in self.precision.recipe_names if name not in ("block", "mxfp8")), None)
-        check(
-            dispatch != "all_to_all_quantized" or recipe is None,
-            "parallel.expert_dispatch",
-            dispatch,
-            f"another way with precision.recipe = {recipe!r}, or the recipe 'block' or 'mxfp8', which round each row "
-            "by itself",
-        )
-        check(
-            optimizer.kind != "muon" or not self.parallel.cpu_offload,
-            "optimizer.kind",
-            optimizer.kind,
-            "another one with parallel.cpu_offload = true, because matrix products belong on the device",
-        )
         check(
             optimizer.kind != "schedule_free" or self.schedule.kind == "constant",
             "schedule.kind",
             self.schedule.kind,
             "'constant' with optimizer.kind = 'schedule_free', whose average takes the place of a decay",
         )
-        if self.parallel.use_distributed_optimizer:
-            where, name = "with parallel.use_distributed_optimizer", "parallel.use_distributed_optimizer"
-            check(optimizer.kind == "adamw", "optimizer.kind", optimizer.kind, f"'adamw' {where}")
-            check(clip is None, "optimizer.qk_clip_threshold", clip, f"null {where}")
-            quantized = self.precision.quantized_weights
-            check(not quantized, name, True, "False with precision.quantized_weights, whose blocks ranks would cut")
         has_validation = self.data.validation_fraction > 0 or bool(self.evaluation.sets)
         has_validation |= self.evaluation.measures_more
         check(
@@ -174,28 +136,11 @@ class TrainConfig(ConfigPart):
             self.evaluation.every,
             "0 without validation data, functions or tasks",
         )
-        self._check_local_steps()
-        self._check_pairs()
-
-    def _check_local_steps(self) -> None:
         every = self.diloco.inner_steps
-        if not every:
-            return
-        where = "with diloco.inner_steps"
-        check(self.steps % every == 0, "steps", self.steps, f"a multiple of diloco.inner_steps = {every}")
-        parallel, optimizer = self.parallel, self.optimizer
-        for name in ("data_parallel_shard_size", *_SPLITS):
-            size = getattr(parallel, name)
-            check(size in (1, None), f"parallel.{name}", size, f"1 {where}, because each rank is a replica")
-        shared = parallel.use_distributed_optimizer
-        check(not shared, "parallel.use_distributed_optimizer", shared, f"False {where}")
-        kind, clip, decay = optimizer.kind, optimizer.qk_clip_threshold, optimizer.ema_decay
-        check(kind != "schedule_free", "optimizer.kind", kind, f"another one {where}")
-        check(clip is None, "optimizer.qk_clip_threshold", clip, f"null {where}")
-        check(decay is None, "optimizer.ema_decay", decay, f"null {where}")
-        check(not self.lora.rank, "lora.rank", self.lora.rank, f"0 {where}")
-        quantized = self.precision.quantized_weights
-        check(not quantized, "precision.quantized_weights", quantized, f"False {where}")
+        whole = not every or self.steps % every == 0
+        check(whole, "steps", self.steps, f"a multiple of diloco.inner_steps = {every}")
+        self._check_pairs()
+        check_layout_rules(Facts.of_run(self, self.model.config, stages=stages_of(self.parallel)))
 
     @property
     def window_rows(self) -> int:
@@ -217,8 +162,6 @@ class TrainConfig(ConfigPart):
             format,
             "another format, 'preference' for the chosen answers alone, or 'preference_pairs' " + where,
         )
-        if self.posttraining.method == "distill":
-            self._check_ranks("with posttraining.method = 'distill'", "every rank has the teacher whole")
         if not pairs:
             return
         if self.data.text:
@@ -228,24 +171,6 @@ class TrainConfig(ConfigPart):
         check(not self.model.mtp, "model.mtp", True, f"false {where}")
         z = self.model.logits_z_loss_coeff
         check(z == 0, "model.logits_z_loss_coeff", z, f"0 {where}")
-        self._check_ranks(where, "ranks share the pairs alone")
-
-    def _check_ranks(self, where: str, why: str) -> None:
-        """Raise ConfigError for a layout in which ranks share more than the data."""
-        sizes = [f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model")]
-        for name in (*sizes, "data_parallel_shard_size"):
-            size = getattr(self.parallel, name)
-            check(size == 1, f"parallel.{name}", size, f"1 {where}: {why}")
-
-    def _check_overlap(self) -> None:
-        """Raise ConfigError where no graph, or only a part of one, would overlap communication and compute."""
-        where, precision = "parallel.async_tensor_parallel", self.precision
-        check(self.compile, where, True, "False with compile = false")
-        why = "because the gathered rows are quantized before they are multiplied"
-        recipe = next((name for name in precision.recipe_names if name != "none"), None)
-        check(recipe is None, where, True, f"False with precision.recipe = {recipe!r}, {why}")
-        why = "because the gathered rows are cast before they are multiplied"
-        check(precision.dtype != "bf16-mixed", where, True, f"False with precision.dtype = 'bf16-mixed', {why}")
 
     def to_json(self) -> str:
         """Return indented JSON with sorted keys; `from_json` restores an equal value."""

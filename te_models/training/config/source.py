@@ -14,8 +14,8 @@ from ..data.formats import Format
 from ..data.options import DocumentOptions
 
 _LARGE_VOCABULARY, _LOGIT_BYTES, _CHUNK = 32_768, 1 << 30, 1024
-"""When a loss is computed in chunks by itself, and of how many tokens: each chunk adds a gradient to the whole weight,
-which costs little where a chunk has more tokens than a hidden state has channels."""
+"""When a loss is computed in chunks by itself, and of how many tokens: each chunk adds a gradient to the whole weight;
+that costs little where a chunk has more tokens than a hidden state has channels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class ModelSource(ConfigPart):
     expert_layout: Literal["grouped", "per-gemm"] = "grouped"
     """Whether the experts of a layer are one tensor (grouped) or one each."""
     activation_checkpointing: bool = False
-    """Whether only the input of each layer is kept for the backward pass, which computes the rest again."""
+    """Whether only the input of each layer is kept, and the backward pass computes the rest again."""
     recompute_modules: tuple[str, ...] = ()
     """Modules of which the same holds in place of whole layers: patterns of names such as "decoder.layers.*.mlp"."""
     recompute_save_ops: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ class DataConfig(ConfigPart):
     reset_attention_mask: bool = False
     """Whether tokens see their own document alone."""
     eod_mask_loss: bool = False
-    """Whether the first token of a document, which the end of another document predicts, is left out of the loss."""
+    """Whether the first token of a document is left out of the loss: the end of another document predicts it."""
     sequence_length: int = 1024
     """Tokens in a window."""
     micro_batch_size: int = 1
@@ -151,8 +151,8 @@ class DataConfig(ConfigPart):
     """Windows of an optimizer step on all ranks, from which gradient_accumulation follows for as many ranks as a run
     has: it goes on with fewer or more of them; unset means what gradient_accumulation makes."""
     rampup_batch_size: tuple[int, ...] = ()
-    """Growing batches, as [start, increment, samples]: steps of all ranks begin with so many windows, which grow by
-    increment up to the full batch after so many windows; unset means full batches from the beginning."""
+    """Growing batches, as [start, increment, samples]: steps of all ranks begin with `start` windows, which grow by
+    increment up to the full batch after `samples` windows; unset means full batches from the beginning."""
     validation_fraction: float = 0.01
     """Part of the windows that is held out for validation, 0 to 1."""
     prefetch: int = 2

@@ -19,8 +19,8 @@ class BatchSize:
     """Windows of a step on all ranks together.
 
     windows: after the ramp. multiple: what each batch is a multiple of, the windows of one micro-batch on each rank
-    with data of its own. ramp: (start, increment, samples): batches begin with `start` windows and grow by `increment`
-    at equal distances, up to `windows` after `samples` windows; empty: every batch is the same.
+    that reads different data. ramp: (start, increment, samples): batches begin with `start` windows and grow by
+    `increment` at equal distances, up to `windows` after `samples` windows; empty: every batch is the same.
 
     Raises ConfigError for a ramp that does not end at `windows`, and for batches that ranks cannot share.
     """
@@ -67,8 +67,8 @@ class BatchSize:
 
 
 def with_global_batch(config: TrainConfig, ranks: int) -> TrainConfig:
-    """Return a configuration whose `gradient_accumulation` makes `data.global_batch_size` on so many ranks with data of
-    their own; ConfigError where none does."""
+    """Return a configuration whose `gradient_accumulation` makes `data.global_batch_size` on this many ranks that read
+    different data; ConfigError where none does."""
     data = config.data
     if data.global_batch_size is None:
         return config
@@ -82,6 +82,6 @@ def with_global_batch(config: TrainConfig, ranks: int) -> TrainConfig:
 
 
 def batch_size(data: Any, ranks: int) -> BatchSize:
-    """Return the batch of a run. data: its `DataConfig`; ranks: those with data of their own."""
+    """Return the batch of a run. data: its `DataConfig`; ranks: the ranks that read different data."""
     multiple = data.micro_batch_size * ranks
     return BatchSize(multiple * data.gradient_accumulation, multiple, tuple(data.rampup_batch_size))

@@ -43,7 +43,7 @@ class Blend:
         return found
 
     def source(self, position: int) -> tuple[int, int]:
-        """Return which data set is read at a position, and at which position of its own."""
+        """Return which data set is read at a position, and at which position in it."""
         stage = bisect_right(self._stages, position, key=lambda stage: stage[0]) - 1
         begin, weights, read = self._stages[stage]
         position -= begin

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -67,7 +68,7 @@ class TokenDataset:
     def document_ends(self) -> torch.Tensor:
         """The number of tokens up to the end of each document, int64 `[number of documents]`.
 
-        Raises DataError for a data set of an earlier release, which has none, and for ends that do not grow up to the
+        Raises DataError for a data set of an earlier release (it has none), and for ends that do not grow up to the
         number of tokens."""
         if self.documents is None:
             raise DataError(f"{self.path} has no {DOCUMENTS}: it was built by an earlier release; build it again")
@@ -77,7 +78,7 @@ class TokenDataset:
         return ends
 
     def largest_id(self) -> int:
-        """Return the largest id that occurs; of an earlier data set, which does not say, all tokens are read."""
+        """Return the largest id that occurs; of an earlier data set, because it does not say, all tokens are read."""
         if self.largest is not None:
             return self.largest
         step = 1 << 22
@@ -109,10 +110,15 @@ class TokenDataset:
 def check_vocabulary(dataset: TokenDataset, vocab_size: int) -> None:
     """Raise DataError for a data set with a token that the model, whose vocabulary has `vocab_size`, does not have. A
     tokenizer may know more tokens than that."""
-    if dataset.vocab_size > vocab_size and dataset.largest_id() >= vocab_size:
+    if dataset.vocab_size > vocab_size:
+        check_ids([dataset.largest_id()], str(dataset.path), vocab_size)
+
+
+def check_ids(ids: Sequence[int], where: str, vocab_size: int) -> None:
+    """Raise DataError for ids, of what `where` names, that a model does not have."""
+    if ids and max(ids) >= vocab_size:
         raise DataError(
-            f"{dataset.path} has the token id {dataset.largest_id()}; allowed: below {vocab_size}, the size of the "
-            "model's vocabulary"
+            f"{where} has the token id {max(ids)}; allowed: below {vocab_size}, the size of the model's vocabulary"
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ...extras import MissingExtraError, require
 from ...terminal import one_line
 from . import streamed
-from .errors import DataError, listed
+from .errors import DataError, first_names
 from .formats import Document, Fields, RowError
 
 PIECE = 1 << 20
@@ -28,14 +28,14 @@ SPAN_BYTES = 32 << 20
 SPAN_ROWS = 4096
 Kind = Literal["text", "jsonl", "json", "parquet", "dataset", "stream"]
 MAX_JSON_BYTES = 1 << 30
-"""Of a .json file of rows, which is read at once."""
+"""Of a .json file of rows, because that is read at once."""
 _MARK = b"\xef\xbb\xbf"
 """The byte order mark that some programs put before UTF-8."""
 _IN_FOLDERS = "text, .jsonl, .ndjson, .json, .parquet and saved data sets"
 
 
 @dataclass(frozen=True)
-class Span:
+class DocumentSpan:
     """Bytes `begin` to `end` of JSON lines, of which the first is line `first`; or a whole text file; or rows `begin`
     to `end` of a saved data set; or row group `begin`, whose first row is `first`; or shard `begin` of a stream. size:
     how much work it is."""
@@ -70,7 +70,7 @@ def matching_files(text: Sequence[str | Path]) -> list[Path]:
     return sorted(found)
 
 
-def kind_of(file: Path, fields: Fields) -> Kind:
+def file_kind(file: Path, fields: Fields) -> Kind:
     """Return what a file is, by its name; .json is text like any other, but where rows are wanted."""
     if streamed.is_stream(str(file)):
         return "stream"
@@ -81,10 +81,10 @@ def kind_of(file: Path, fields: Fields) -> Kind:
     return "dataset" if file.is_dir() else "parquet" if file.suffix == ".parquet" else "text"
 
 
-def spans_of(file: Path, fields: Fields) -> list[Span]:
+def spans_of(file: Path, fields: Fields) -> list[DocumentSpan]:
     """Return the spans of a file. Raises DataError for one that cannot be read or lacks a field, and
     MissingExtraError without the extra that reads it."""
-    kind = kind_of(file, fields)
+    kind = file_kind(file, fields)
     try:
         if kind == "text":
             if fields.is_chat:
@@ -92,9 +92,9 @@ def spans_of(file: Path, fields: Fields) -> list[Span]:
                     f"{file} is text; allowed with a messages field or a format of rows: .jsonl, .json, .parquet and "
                     "saved data sets"
                 )
-            return [Span(file, kind, 0, 0, 1, file.stat().st_size)]
+            return [DocumentSpan(file, kind, 0, 0, 1, file.stat().st_size)]
         if kind == "json":
-            return [Span(file, kind, 0, 0, 1, file.stat().st_size)]
+            return [DocumentSpan(file, kind, 0, 0, 1, file.stat().st_size)]
         if kind == "jsonl":
             return list(_line_spans(file))
     except OSError as error:
@@ -102,21 +102,21 @@ def spans_of(file: Path, fields: Fields) -> list[Span]:
     if kind == "stream":
         found = streamed.columns_of(str(file))
         fields.check_columns(streamed.name_of(str(file)), found)
-        return [Span(file, kind, i, i + 1, 1, 1) for i in range(streamed.shards_of(str(file)))]
+        return [DocumentSpan(file, kind, i, i + 1, 1, 1) for i in range(streamed.shards_of(str(file)))]
     opened = _open_table(file, kind)
     fields.check_columns(str(file), opened.schema_arrow.names if kind == "parquet" else opened.column_names)
     if kind == "dataset":
         ends = [min(i + SPAN_ROWS, len(opened)) for i in range(0, len(opened), SPAN_ROWS)]
-        return [Span(file, kind, i * SPAN_ROWS, end, i * SPAN_ROWS + 1, end) for i, end in enumerate(ends)]
+        return [DocumentSpan(file, kind, i * SPAN_ROWS, end, i * SPAN_ROWS + 1, end) for i, end in enumerate(ends)]
     groups, first = [opened.metadata.row_group(i) for i in range(opened.num_row_groups)], 1
     spans = []
     for i, group in enumerate(groups):
-        spans.append(Span(file, kind, i, i + 1, first, group.total_byte_size))
+        spans.append(DocumentSpan(file, kind, i, i + 1, first, group.total_byte_size))
         first += group.num_rows
     return spans
 
 
-def documents_of(span: Span, fields: Fields, skipped: list[str] | None = None) -> Iterator[Document]:
+def documents_of(span: DocumentSpan, fields: Fields, skipped: list[str] | None = None) -> Iterator[Document]:
     """Yield the documents of a span. A row that cannot be read, has not the field, has it in another type, or is empty
     (an empty text file is a document) is a RowError with file and line or row; or, where there is a list of `skipped`
     rows, a sentence more in it. Raises DataError for a file that cannot be read any further."""
@@ -136,7 +136,7 @@ def documents_of(span: Span, fields: Fields, skipped: list[str] | None = None) -
             yield document
 
 
-def _rows(span: Span, fields: Fields) -> Iterator[tuple[str, Any]]:
+def _rows(span: DocumentSpan, fields: Fields) -> Iterator[tuple[str, Any]]:
     """Yield what errors call each row, and the row: its fields, or why it has none."""
     if span.kind == "jsonl":
         yield from _json_lines(span)
@@ -159,7 +159,7 @@ def _files_inside(folder: Path) -> list[Path]:
     a dot are passed over. Raises DataError where one of these folders or files is something else."""
     splits = sorted(path.name for path in folder.iterdir() if _is_saved(path))
     if (folder / "dataset_dict.json").is_file() and splits:
-        raise DataError(f"{folder} has the splits {listed(splits)}; name one of them, as in {folder / splits[0]}")
+        raise DataError(f"{folder} has the splits {first_names(splits)}; name one of them, as in {folder / splits[0]}")
     if (folder / "tokens.bin").is_file() and (folder / "meta.json").is_file():
         raise DataError(f"{folder} is a token data set already, for data.path; allowed in a folder: {_IN_FOLDERS}")
     found: list[Path] = []
@@ -168,7 +168,7 @@ def _files_inside(folder: Path) -> list[Path]:
             found += _files_inside(path)
         elif path.is_file() or _is_saved(path):
             found.append(path)
-    for file in (file for file in found if kind_of(file, Fields()) == "text"):
+    for file in (file for file in found if file_kind(file, Fields()) == "text"):
         with file.open("rb") as start:
             if b"\0" in start.read(1024):
                 raise DataError(f"{file} is no text; allowed in a folder: {_IN_FOLDERS}, or name a pattern")
@@ -204,20 +204,20 @@ def _undecodable(file: Path) -> DataError:
     return DataError(f"{file} changed while it was read")
 
 
-def _line_spans(file: Path) -> Iterator[Span]:
+def _line_spans(file: Path) -> Iterator[DocumentSpan]:
     """Cut a file of lines where lines end."""
     begin, first, line, position = 0, 1, 0, 0
     with file.open("rb") as lines:
         for data in lines:
             line, position = line + 1, position + len(data)
             if position - begin >= SPAN_BYTES:
-                yield Span(file, "jsonl", begin, position, first, position - begin)
+                yield DocumentSpan(file, "jsonl", begin, position, first, position - begin)
                 begin, first = position, line + 1
     if position > begin:
-        yield Span(file, "jsonl", begin, position, first, position - begin)
+        yield DocumentSpan(file, "jsonl", begin, position, first, position - begin)
 
 
-def _json_lines(span: Span) -> Iterator[tuple[str, Any]]:
+def _json_lines(span: DocumentSpan) -> Iterator[tuple[str, Any]]:
     """The rows of JSON lines; a line without anything is no row."""
     with span.file.open("rb") as lines:
         lines.seek(span.begin)
@@ -265,14 +265,16 @@ def _open_table(file: Path, kind: Kind) -> Any:
     except (OSError, ValueError, KeyError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise DataError(f"{file} cannot be read: {one_line(error)}") from None
     if isinstance(opened, dict):
-        raise DataError(f"{file} has the splits {listed(opened)}; name one of them, as in {file / next(iter(opened))}")
+        raise DataError(
+            f"{file} has the splits {first_names(opened)}; name one of them, as in {file / next(iter(opened))}"
+        )
     return opened
 
 
-def _table_rows(span: Span, fields: Fields) -> Iterator[dict[str, Any]]:
+def _table_rows(span: DocumentSpan, fields: Fields) -> Iterator[dict[str, Any]]:
     """The rows of a table, with the columns that are read."""
     if span.kind == "stream":
-        yield from streamed.rows_of(str(span.file), span.begin, list(fields.columns()))
+        yield from streamed.shard_rows(str(span.file), span.begin, list(fields.columns()))
         return
     opened = _open_table(span.file, span.kind)
     there = opened.schema_arrow.names if span.kind == "parquet" else opened.column_names
@@ -295,6 +297,6 @@ def _numbered(where: str, first: int, values: Iterator[Any]) -> Iterator[tuple[i
             number += 1
     except (DataError, MissingExtraError):
         raise
-    except Exception as error:  # the library of each format has errors of its own
+    except Exception as error:  # every format's library raises different errors
         says = one_line(error)[:300]
         raise DataError(f"{where}, row {number} or one soon after cannot be read: {says}") from None

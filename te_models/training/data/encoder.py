@@ -31,8 +31,8 @@ CHATS = ("messages", "sharegpt", "alpaca")
 @dataclass(frozen=True)
 class Encoder:
     """Turns documents into token ids. before and behind: ids around each document of text. following: encodes a piece
-    of a text behind another one, which ends with a line; None: as `encode` does. pair: turns a prompt and its answer
-    into ids and, for each, 1 where the loss counts it. chat: turns messages and tools into rows of these, with how many
+    of a text behind another one that ends with a line; None: as `encode` does. pair: turns a prompt and its answer into
+    ids and, for each, 1 where the loss counts it. chat: turns messages and tools into rows of these, with how many
     answers of a row no token ends."""
 
     name: str
@@ -173,7 +173,7 @@ def _hint(messages: list[dict[str, Any]]) -> str:
 
 
 def _end(folder: Path, model: Tokenizer, options: DocumentOptions) -> int | None:
-    """Return the id of the token that ends documents, or answers; None: there is none."""
+    """Return the id of the token that ends documents, or answers; None: the tokenizer has none."""
     if options.eos_token is None:
         return document_end(folder, model)
     found = model.token_to_id(options.eos_token)

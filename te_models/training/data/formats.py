@@ -1,8 +1,8 @@
 """What a row of a file is: text, or a chat in one of the formats of the field, turned into messages.
 
 A format names the fields of a row; `fields` says what a file calls them, and `roles` what it calls who speaks. A chat
-becomes a list of messages as chat templates read them: `role`, and `content`, which is text, a list of parts, or absent
-beside `tool_calls`; other keys travel to the template. Nothing is guessed from what a row happens to hold.
+becomes a list of messages as chat templates read them: `role`, and `content`: text, a list of parts, or absent beside
+`tool_calls`; other keys travel to the template. Nothing is guessed from what a row happens to hold.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from .errors import DataError, listed
+from .errors import DataError, first_names
 
 Format = Literal[
     "text", "messages", "sharegpt", "alpaca", "prompt_completion", "reasoning", "preference", "preference_pairs"
@@ -107,7 +107,7 @@ class Fields:
                 hint = ""
                 if self.is_chat:
                     hint = f"; fields of the format {self.format} that have other names here: data.fields or --field"
-                raise RowError(f"{where} has no {what} {name!r}; it has {listed(found)}{hint}")
+                raise RowError(f"{where} has no {what} {name!r}; it has {first_names(found)}{hint}")
 
     def document(self, where: str, row: Mapping[str, Any]) -> Document:
         """Return the document of a row. Raises RowError for one that cannot be used."""
@@ -178,7 +178,7 @@ def _preference_pair(fields: Fields, where: str, row: Mapping[str, Any]) -> Docu
 
 
 def _pair(fields: Fields, where: str, row: Mapping[str, Any], part: str) -> Document:
-    """A prompt and its answer: texts, which are written one after the other, or messages."""
+    """A prompt and its answer: texts, written one after the other, or messages."""
     names = fields.name("prompt"), fields.name(part)
     prompt, answer = (row[name] for name in names)
     if isinstance(prompt, str) and isinstance(answer, str):
@@ -252,7 +252,7 @@ def _parts(fields: Fields, where: str, parts: list[Any]) -> Any:
 
 def _answered(where: str, name: str, messages: list[dict[str, Any]], tools: list[Any] | None) -> Document:
     if all(message["role"] != "assistant" or message.get("weight") == 0 for message in messages):
-        roles = listed(dict.fromkeys(message["role"] for message in messages))
+        roles = first_names(dict.fromkeys(message["role"] for message in messages))
         raise RowError(
             f"{where}: {name} has no message of the assistant, so nothing of it would be learned; its roles are {roles}"
         )
@@ -289,7 +289,7 @@ def _string(where: str, name: str, value: Any, *, empty: bool = False) -> str:
 
 
 def _check_text(where: str, row: Mapping[str, Any], columns: Mapping[str, bool]) -> None:
-    """Raise RowError for half of a character (a lone surrogate), which JSON can write and no tokenizer can read."""
+    """Raise RowError for half of a character (a lone surrogate): JSON can write it, and no tokenizer can read it."""
     for name in columns:
         value = row.get(name)
         try:

@@ -21,7 +21,7 @@ _NAME = re.compile(r"hf://(?P<name>[^@:]+)(@(?P<config>[^@:]+))?(:(?P<split>[^@:
 _FORMATS = ("arrow", "csv", "json", "parquet", "text")
 """Readers of `datasets` that unpickle nothing. Others may: pandas' files are pickles, web data sets may hold some."""
 _opened: dict[str, Any] = {}
-"""By path: what `columns_of` opened last, which asks the hub. Its shards are read from it."""
+"""By path: what `columns_of` opened last, because that asks the hub. Its shards are read from it."""
 
 
 def is_stream(text: str) -> bool:
@@ -46,7 +46,7 @@ def columns_of(path: str) -> list[str]:
     if columns is None:  # the files do not say before they are read
         try:
             columns = list(next(iter(opened), {}))
-        except Exception as error:  # the library of each format has errors of its own
+        except Exception as error:  # every format's library raises different errors
             raise _unreadable(path, error) from None
     return list(columns)
 
@@ -56,7 +56,7 @@ def shards_of(path: str) -> int:
     return int(_opened[path].num_shards)
 
 
-def rows_of(path: str, shard: int, columns: list[str]) -> Iterator[dict[str, Any]]:
+def shard_rows(path: str, shard: int, columns: list[str]) -> Iterator[dict[str, Any]]:
     """Yield columns of the rows of a shard, those that a row has. Where one cannot be read, the error is that of the
     library that reads the format."""
     opened = _opened[path] if path in _opened else _open(path)
@@ -73,7 +73,7 @@ def _open(path: str) -> Any:
         builder = library.load_dataset_builder(found["name"], found["config"])
         if builder.name in _FORMATS:  # before a file is opened: some readers look into the first ones at once
             return builder.as_streaming_dataset(found["split"] or "train")
-    except Exception as error:  # the hub, the file system, and the library of each format have errors of their own
+    except Exception as error:  # the hub, the file system, and every format's library raise different errors
         raise _unreadable(path, error) from None
     raise DataError(
         f"{name_of(path)} is read as {builder.name}, which may unpickle; allowed: text, JSON, CSV, Parquet and Arrow "

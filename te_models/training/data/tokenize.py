@@ -3,7 +3,7 @@
 The spans of all files are shuffled with a fixed seed, so that the tail of the data set, the validation split, is a fair
 sample, and grouped into *parts*. Each part is written into the folder `.NAME.parts` beside the destination, and has
 its final name only when it is complete. When all are, they are joined in their order: the bytes of the data set depend
-on neither the number of workers nor on interruptions. A worker is a thread with a tokenizer process of its own.
+on neither the number of workers nor on interruptions. A worker is a thread with its tokenizer process.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from te_models.checkpoints.io.atomic import LOCK, flush, locked_folder, new_fold
 
 from ...sizes import plural
 from ...tokenizer import FILE, tokenizer_folder
-from .dataset import TokenDataset
-from .documents import Span, documents_of, matching_files, spans_of
+from .dataset import TokenDataset, check_ids
+from .documents import DocumentSpan, documents_of, matching_files, spans_of
 from .encoder import Encoder, Piece, load_encoder
 from .errors import DataError
 from .formats import Document, Fields, RowError
@@ -140,10 +140,10 @@ class _Work:
     load: Callable[[], Encoder]
 
 
-def _parts(spans: list[Span], workers: int) -> list[list[Span]]:
+def _parts(spans: list[DocumentSpan], workers: int) -> list[list[DocumentSpan]]:
     """Group spans in their order."""
     limit = max(1, min(PART_SIZE, sum(span.size for span in spans) // (4 * workers)))
-    parts: list[list[Span]] = []
+    parts: list[list[DocumentSpan]] = []
     room = 0
     for span in spans:
         if room <= 0:
@@ -154,7 +154,7 @@ def _parts(spans: list[Span], workers: int) -> list[list[Span]]:
     return parts
 
 
-def _job(parts: list[list[Span]], source: dict[str, Any], encoder: Encoder) -> str:
+def _job(parts: list[list[DocumentSpan]], source: dict[str, Any], encoder: Encoder) -> str:
     """Return what says whether two runs write the same parts: the spans, the sizes and times of the files, and the
     tokenizer."""
     files = sorted({span.file for part in parts for span in part})
@@ -168,7 +168,7 @@ def _job(parts: list[list[Span]], source: dict[str, Any], encoder: Encoder) -> s
 
 
 def _size_and_time(file: Path) -> tuple[int, int]:
-    if is_stream(str(file)):  # its shards, which the spans name, are what is known of it
+    if is_stream(str(file)):  # the shards that the spans name are what is known of it
         return 0, 0
     stat = file.stat()
     return stat.st_size, stat.st_mtime_ns
@@ -189,7 +189,7 @@ def _same_job(working: Path, job: str) -> None:
 
 def _write_parts(
     working: Path,
-    parts: list[list[Span]],
+    parts: list[list[DocumentSpan]],
     work: _Work,
     encoder: Encoder,
     workers: int,
@@ -229,7 +229,7 @@ class _StoppedError(Exception):
     """Another worker failed."""
 
 
-def _write_part(folder: Path, spans: list[Span], work: _Work, encoder: Encoder, stop: threading.Event) -> None:
+def _write_part(folder: Path, spans: list[DocumentSpan], work: _Work, encoder: Encoder, stop: threading.Event) -> None:
     unfinished = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
@@ -262,14 +262,6 @@ def _write_document(writer: TokenWriter, document: Document, pieces: Iterator[Pi
             check_ids(ids, document.where, most)
         writer.add(ids, scored)
     writer.end_document()
-
-
-def check_ids(ids: Sequence[int], where: str, vocab_size: int) -> None:
-    """Raise DataError for the ids of a document, which `where` names, that a model does not have."""
-    if ids and max(ids) >= vocab_size:
-        raise DataError(
-            f"{where} has the token id {max(ids)}; allowed: below {vocab_size}, the size of the model's vocabulary"
-        )
 
 
 def _join(out: Path, parts: list[Path], vocab_size: int, fields: Fields, source: dict[str, Any]) -> TokenDataset:

@@ -1,9 +1,9 @@
 """The order in which training reads a data set, and what a batch of it is.
 
 Training reads *windows* of `sequence_length` tokens: consecutive ones that do not overlap, or rows of whole documents
-(`Packing.whole`). Labels are shifted inside the model, so a window holds sequence_length - 1 predictions. The last
-`validation_fraction` of the windows is the validation split, a contiguous tail, so that no training text is a neighbour
-of validation text except at one point.
+(`DocumentPacking.whole`). Labels are shifted inside the model, so a window holds sequence_length - 1 predictions. The
+last `validation_fraction` of the windows is the validation split, a contiguous tail, so that no training text is a
+neighbour of validation text except at one point.
 
 The order is a pure function of (seed, position): position p of training is window `permutation(seed, epoch)[p % n]`
 of epoch `p // n`. So the whole state of the data loader is one integer, and resuming, or changing the number of ranks
@@ -39,7 +39,7 @@ PADDING = -1
 
 
 @dataclass(frozen=True)
-class Packing:
+class DocumentPacking:
     """What a window says of the documents in it. whole: windows are rows of whole documents, which implies the others.
     The others have Megatron's names: positions begin at 0 in each document; attention stays within a document; the
     first token of a document, predicted from the one before, is not scored."""
@@ -97,7 +97,7 @@ class Windows:
     split: Literal["train", "validation", "all"]
     validation_fraction: float
     seed: int
-    packing: Packing = Packing()
+    packing: DocumentPacking = DocumentPacking()
 
     def __post_init__(self) -> None:
         if len(self) == 0:
@@ -107,8 +107,8 @@ class Windows:
             )
 
     @cached_property
-    def _rows(self) -> Rows:
-        return rows_of(self.dataset.document_ends, self.sequence_length)
+    def _rows(self) -> DocumentRows:
+        return pack_documents(self.dataset.document_ends, self.sequence_length)
 
     def _total(self) -> int:
         return len(self._rows) if self.packing.whole else len(self.dataset) // self.sequence_length
@@ -186,7 +186,7 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class Rows:
+class DocumentRows:
     """Rows of whole documents: row i has the spans `begins[i]` to `begins[i + 1] - 1`."""
 
     begins: list[int]
@@ -202,7 +202,7 @@ class Rows:
         return list(zip(self.starts[own], self.counts[own], strict=True))
 
 
-def rows_of(ends: Tensor, length: int) -> Rows:
+def pack_documents(ends: Tensor, length: int) -> DocumentRows:
     """Pack documents into rows of at most `length` tokens. ends: int64 [documents].
 
     Each goes, in their order, to the fullest of `OPEN_ROWS` rows that has room for it (best fit). A document that is
@@ -230,7 +230,7 @@ def rows_of(ends: Tensor, length: int) -> Rows:
     for spans in rows:
         begins.append(begins[-1] + len(spans))
     spans = [span for row in rows for span in row]
-    return Rows(begins, [start for start, _ in spans], [count for _, count in spans])
+    return DocumentRows(begins, [start for start, _ in spans], [count for _, count in spans])
 
 
 def _filled(row: Tensor, count: int, value: int) -> Tensor:

@@ -40,7 +40,7 @@ class TokenWriter:
 
     def add(self, ids: Sequence[int], scored: Sequence[int] | None = None) -> None:
         """Write a piece of a document. scored: 1 for each token that the loss counts, 0 for the others."""
-        self._tokens.write(packed(ids, self.vocab_size, self.dtype))
+        self._tokens.write(stored_ids(ids, self.vocab_size, self.dtype))
         self.largest = max(self.largest, max(ids, default=-1))
         if self._mask is not None:
             self._mask.write(bytes([1] * len(ids) if scored is None else scored))
@@ -84,7 +84,7 @@ def _ids(data: bytes, dtype: str) -> array[int]:
     return ids
 
 
-def packed(piece: Sequence[int], vocab_size: int, dtype: str) -> bytes:
+def stored_ids(piece: Sequence[int], vocab_size: int, dtype: str) -> bytes:
     """Return ids as they are stored. Raises DataError for one outside the vocabulary."""
     if len(piece) and (max(piece) >= vocab_size or min(piece) < 0):
         raise DataError(f"token id {max(piece)} or {min(piece)} is outside the vocabulary of {vocab_size}")

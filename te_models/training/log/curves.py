@@ -16,7 +16,7 @@ RAW = {"linewidth": 0.6, "alpha": 0.3}
 
 
 def span_of(steps: int) -> int:
-    """Return over how many steps the curve of so many is averaged: a fiftieth of them, at most 100."""
+    """Return over how many steps a curve of `steps` is averaged: a fiftieth of them, at most 100."""
     return max(1, min(100, steps // 50))
 
 
@@ -100,11 +100,11 @@ def plot_gaps(losses: Mapping[str, Sequence[float]], out: Path, *, span: int, ti
 
 
 def new_figure(size: tuple[float, float]) -> Any:
-    """Return a figure of matplotlib of so many inches. Raises MissingExtraError where that is not installed."""
+    """Return a figure of matplotlib of this size in inches. Raises MissingExtraError where that is not installed."""
     return require("matplotlib.figure", "plot", feature="a picture").Figure(figsize=size, layout="constrained")
 
 
 def save_figure(figure: Any, out: Path) -> None:
-    """Write a figure as a PNG, which is there complete or not at all."""
+    """Write a figure as a PNG; the file is there complete or not at all."""
     with replaced_file(out) as temporary:
         figure.savefig(temporary, dpi=130, format="png")

@@ -14,8 +14,8 @@ from ...sizes import format_size, plural
 from ..checkpoints.files import list_checkpoints
 from ..metrics import METRICS, MetricsError, is_number, read_metrics, recipe_changes
 from .curves import running_mean, span_of
-from .starts import flat, read_starts
-from .svg import COLORS, Line, Mark, chart
+from .starts import dotted_keys, read_starts
+from .svg import COLORS, ChartLine, Mark, chart
 
 MOST_EVENTS = 50
 """Of skipped steps in a list: of more there is the number."""
@@ -50,7 +50,11 @@ class RunRecord:
         """Raises MetricsError for a folder that no run has written to, and for damaged files."""
         rows = read_metrics(folder / METRICS)
         if not rows:
-            raise MetricsError(f"{folder} has no {METRICS} with a step; allowed: the output_dir of a training run")
+            inside = next((p for p in (folder.parent, folder.parent.parent) if (p / METRICS).is_file()), None)
+            what = f", which {inside} is" if inside is not None else ""
+            raise MetricsError(
+                f"{folder} has no {METRICS} with a step; allowed: the output_dir of a training run{what}"
+            )
         return cls(name, folder, rows, read_starts(folder))
 
     def points(self, column: str) -> list[tuple[float, float]]:
@@ -59,7 +63,7 @@ class RunRecord:
 
     def config(self) -> dict[str, Any]:
         """Return the keys of the last start by their dotted names."""
-        return flat(self.starts[-1]["config"]) if self.starts else {}
+        return dotted_keys(self.starts[-1]["config"]) if self.starts else {}
 
     def environment(self) -> dict[str, Any]:
         """Return the environment of the last start."""
@@ -119,11 +123,11 @@ def write_report(folders: Sequence[Path], out: Path) -> list[RunRecord]:
     names = [folder.resolve().name for folder in folders]
     same = len({*names}) < len(names)
     runs = [RunRecord.read(f, str(f) if same else name) for f, name in zip(folders, names, strict=True)]
-    replace_text(out, page(runs).encode("utf-8", "replace").decode())  # JSON has texts that UTF-8 cannot have
+    replace_text(out, report_page(runs).encode("utf-8", "replace").decode())  # JSON has texts that UTF-8 cannot have
     return runs
 
 
-def page(runs: Sequence[RunRecord]) -> str:
+def report_page(runs: Sequence[RunRecord]) -> str:
     """Return the report as HTML."""
     title = escape(", ".join(run.name for run in runs))
     legend = " ".join(
@@ -153,22 +157,22 @@ def page(runs: Sequence[RunRecord]) -> str:
 
 def charts(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
     """Return the heading and the SVG of each chart; "" where no run has its numbers."""
-    loss: list[Line] = []
+    loss: list[ChartLine] = []
     for run, color in _colored(runs):
         points = run.points("loss")
         steps, losses = zip(*points, strict=True)
         span = span_of(len(points))
         if span > 1:
-            loss.append(Line(points=points, color=color, kind="faint"))
+            loss.append(ChartLine(points=points, color=color, kind="faint"))
         smooth = list(zip(steps, running_mean(losses, span), strict=True))
-        loss.append(Line(points=smooth, color=color, name=run.name))
+        loss.append(ChartLine(points=smooth, color=color, name=run.name))
         loss.append(
-            Line(points=run.points("validation_loss"), color=color, name=f"{run.name}, validation", kind="dots")
+            ChartLine(points=run.points("validation_loss"), color=color, name=f"{run.name}, validation", kind="dots")
         )
     marks = [Mark(step, recipe, color) for run, color in _colored(runs) for step, recipe in recipe_changes(run.rows)]
     found = [("Loss in nats per token (dashed: validation)", chart("loss", loss, marks=marks))]
     sets = [
-        Line(points=points, color=color, name=f"{run.name}, {name}", kind="dots")
+        ChartLine(points=points, color=color, name=f"{run.name}, {name}", kind="dots")
         for run, color in _colored(runs)
         for name, points in run.validation_sets().items()
     ]
@@ -186,14 +190,14 @@ def charts(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
         ("Fullest expert, times the mean", "max_expert_load", 1.0),
     ):
         lines = [
-            Line(points=[(x, scale * y) for x, y in run.points(column)], color=color, name=run.name)
+            ChartLine(points=[(x, scale * y) for x, y in run.points(column)], color=color, name=run.name)
             for run, color in _colored(runs)
         ]
         found.append((heading, chart(heading, lines)))
     return found
 
 
-def gaps(runs: Sequence[RunRecord]) -> list[Line]:
+def gaps(runs: Sequence[RunRecord]) -> list[ChartLine]:
     """Return how far the smoothed loss of each further run is from the first one's, in percent, at common steps."""
     first, *others = [dict(run.points("loss")) for run in runs]
     lines = []
@@ -203,7 +207,7 @@ def gaps(runs: Sequence[RunRecord]) -> list[Line]:
         ours, theirs = (running_mean([run_losses[s] for s in steps], span) for run_losses in (losses, first))
         points = [(s, 100 * (a / b - 1)) for s, a, b in zip(steps, ours, theirs, strict=True) if b]
         points = [point for point in points if is_number(point[1])]
-        lines.append(Line(points=points, color=color, name=run.name))
+        lines.append(ChartLine(points=points, color=color, name=run.name))
     return lines
 
 

@@ -60,11 +60,11 @@ def read_starts(output_dir: Path) -> list[dict[str, Any]]:
     return found
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def dotted_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the keys of nested tables by their dotted names."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        found |= dotted_keys(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return found
 
 

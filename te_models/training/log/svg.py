@@ -19,7 +19,7 @@ _SMALLEST = 1e-100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class ChartLine:
     """A line of a chart. points: (step, value) in the order of steps. kind: "faint", below the others, or "dots"."""
 
     points: Sequence[tuple[float, float]]
@@ -36,7 +36,9 @@ class Mark(NamedTuple):
     color: str
 
 
-def chart(title: str, lines: Sequence[Line], *, unit: str = "", axis: str = "step", marks: Sequence[Mark] = ()) -> str:
+def chart(
+    title: str, lines: Sequence[ChartLine], *, unit: str = "", axis: str = "step", marks: Sequence[Mark] = ()
+) -> str:
     """Return a chart as an SVG element with titled axes, grid, and values as tooltips; "" for no points. axis: what the
     horizontal axis counts."""
     points = [point for line in lines for point in line.points]
@@ -70,7 +72,7 @@ def chart(title: str, lines: Sequence[Line], *, unit: str = "", axis: str = "ste
         parts.append(f'<text x="{across + 4}" y="{TOP + 12}">{escape(mark.text)}</text>')
     for line in sorted(lines, key=lambda line: line.kind != "faint"):
         parts.append(_drawn(line, [place(*point) for point in thinned(line.points)]))
-    for line in (line for line in lines if line.kind != "faint"):  # above all lines, which would hide them
+    for line in (line for line in lines if line.kind != "faint"):  # above all lines: these would hide them
         for point in line.points if line.kind == "dots" else spread(line.points):
             across, down = place(*point)
             told = escape(f"{line.name}, {axis} {number_text(point[0])}: {point[1]:.5g}")
@@ -79,7 +81,7 @@ def chart(title: str, lines: Sequence[Line], *, unit: str = "", axis: str = "ste
     return "".join(parts) + "</svg>"
 
 
-def _drawn(line: Line, places: list[tuple[float, float]]) -> str:
+def _drawn(line: ChartLine, places: list[tuple[float, float]]) -> str:
     style = {"faint": 'stroke-width="0.7" opacity="0.3"', "dots": 'stroke-width="1.2" stroke-dasharray="5 3"'}
     path = " ".join(f"{across},{down}" for across, down in places)
     how = style.get(line.kind, 'stroke-width="1.8"')

@@ -1,8 +1,8 @@
 """Writers of metrics: each gets every row of a run, on rank 0 alone. The metrics file is the first of them.
 
 A run that continues from step N repeats the steps after it. Each writer sees to it that a step is shown once: the
-metrics file is cut after N, TensorBoard is told to forget what comes later, and W&B, which cannot forget, keeps the
-rows that it has, which the repeated ones equal.
+metrics file is cut after N, TensorBoard is told to forget what comes later, and W&B, unable to forget, keeps the rows
+that it has (the repeated ones equal them).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...extras import require
 from ..config import LogConfig, TrainConfig
 from ..metrics import METRICS, MetricsError, MetricsFile, is_step, read_metrics
 from .histograms import Histogram, histograms_of, scalars_of
-from .starts import flat
+from .starts import dotted_keys
 
 TENSORBOARD, WANDB = "tensorboard", "wandb.json"
 """Where in a run's folder TensorBoard's events are, and what W&B knows of the run."""
@@ -74,7 +74,7 @@ class TensorBoardWriter:
 
         again = folder.exists()
         self._writer: Any = SummaryWriter(str(folder), purge_step=keep_steps + 1 if again else None, flush_secs=10)
-        # Not `add_hparams`, which makes a second run: the values of a tag are shown beside the keys of its own run.
+        # Not `add_hparams`, because that makes a second run: the values of a tag are shown beside the keys of its run.
         *beginning, self._end = hparams(_compared(config), dict.fromkeys(_RESULTS, 0.0))
         if not again:
             self._writer.add_text("config", f"```json\n{config.to_json()}```", 0)
@@ -116,7 +116,7 @@ def _compared(config: TrainConfig) -> dict[str, str | float | bool]:
     """Return the keys by which TensorBoard compares runs (HPARAMS), with values of the types that it knows."""
     values = {name: value for name, value in config.to_dict().items() if name not in _NOT_COMPARED}
     found: dict[str, str | float | bool] = {}
-    for name, value in flat(values).items():
+    for name, value in dotted_keys(values).items():
         found[name] = value if isinstance(value, (str, int, float)) else json.dumps(value)
     return found
 
@@ -124,7 +124,8 @@ def _compared(config: TrainConfig) -> dict[str, str | float | bool]:
 class WandbWriter:
     """A run of Weights & Biases (extra `wandb`), the same one again where a run continues.
 
-    keep_steps: how many steps have finished. written_steps: the last step that was recorded before, which may be later.
+    keep_steps: how many steps have finished. written_steps: the last step that was recorded before, perhaps a later
+    one.
     """
 
     def __init__(self, output_dir: Path, config: TrainConfig, *, keep_steps: int, written_steps: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,11 +58,11 @@ class ScheduleFreeAdamW:
     compute it back from x would round. The arithmetic is that of the package schedulefree, of which this differs in
     what it reads and writes: `main_grad`, float32 masters, and a step that a tensor can switch off.
 
-    params: groups with "params", "lr" (a scalar tensor) and "weight_decay", which decays y. lr: the scalar tensor that
+    params: groups with "params", "lr" (a scalar tensor) and "weight_decay" (of y). lr: the scalar tensor that
     the weights of the average follow, as its square. master_weights: keep a float32 y of parameters of fewer bits.
 
-    State per parameter: "z" and "exp_avg_sq" (float32), and y, as "master" or "y", which is the parameter itself while
-    it trains. `counters` [3], float64: finished steps, the largest rate, and the sum of the squares.
+    State per parameter: "z" and "exp_avg_sq" (float32), and y, as "master" or "y": the parameter itself while it
+    trains. `counters` [3], float64: finished steps, the largest rate, and the sum of the squares.
     """
 
     def __init__(
@@ -143,6 +143,14 @@ def _name_of(parameter: Tensor, y: Tensor) -> str:
     return "y" if y.dtype == parameter.dtype else "master"
 
 
+class OtherStages(NamedTuple):
+    """The ranks of the other pipeline stages, and the names of parameters that one of them counts in the norm of the
+    gradients."""
+
+    group: dist.ProcessGroup
+    counts: Collection[str] = ()
+
+
 class Optimizer:
     """AdamW, Muon with AdamW, or schedule-free AdamW, for a model's trainable parameters.
 
@@ -153,13 +161,12 @@ class Optimizer:
         experts: how experts are distributed over ranks; None: each rank has all.
         groups: of a parameter by name, the process groups over which its elements are divided; None: none is.
         stages: the ranks that have the other pipeline stages of the model; None: there are none.
-        elsewhere: names of parameters that another of these ranks counts in the norm of the gradients.
-        main_grads: give every parameter a float32 `main_grad`, which is then its gradient: `accumulate_gradients`
+        main_grads: give every parameter a float32 `main_grad`, its gradient from then on: `accumulate_gradients`
             follows each backward pass.
         divided: the parameters whose matrices ranks have in parts, by name; None: none.
-        blocks: the rows of each matrix that a parameter joins, by the names of both, which have learning rates of their
-            own and which Muon takes one by one; None: none does.
-        everywhere: the names of the whole model's parameters, which patterns may mean; None: these.
+        blocks: the rows of each matrix that a parameter joins, by the names of both, each with a separate learning rate
+        and a separate Muon step; None: none does.
+        everywhere: the names of the whole model's parameters, as patterns may mean any of them; None: these.
         own: what part of each parameter this rank has, by name; None: it has all of each.
         held_by: the ranks that hold a parameter, which share its update (`zero`); None: each makes all of it.
     """
@@ -173,8 +180,7 @@ class Optimizer:
         compile: bool = False,
         experts: ExpertRanks | None = None,
         groups: Mapping[str, tuple[dist.ProcessGroup, ...]] | None = None,
-        stages: dist.ProcessGroup | None = None,
-        elsewhere: Collection[str] = (),
+        stages: OtherStages | None = None,
         main_grads: bool = False,
         divided: Mapping[str, DividedMatrix] | None = None,
         blocks: Mapping[str, Mapping[str, int]] | None = None,
@@ -185,7 +191,7 @@ class Optimizer:
         self.config = config
         self.experts = experts
         self._groups = groups or {}
-        self._stages, self._elsewhere = stages, elsewhere
+        self._stages = stages
         self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
         everywhere = None if everywhere is None else list(everywhere)
         self._frozen = FrozenExperts(config, self.parameters, own, everywhere)
@@ -286,7 +292,8 @@ class Optimizer:
         """Return whether the step of this gradient norm is to change nothing, a bool scalar; None: no step ever is.
 
         A spike is above `skip_grad_norm_spike` times the average of earlier norms, of which there are at least 20. It
-        enters the average as the largest norm that is none, so that a level that lasts is accepted after some steps.
+        enters the average as the largest norm that is not an outlier, so that a level that lasts is accepted after some
+        steps.
         """
         skip = ~torch.isfinite(norm) if self.config.skip_nonfinite else None
         if self._norms is None:
@@ -371,13 +378,13 @@ class Optimizer:
                 divided.setdefault(groups, [])  # also where this rank has none: its ranks add up together
             if gradient is not None:
                 gradients.append(local_part(gradient))
-                if name in self._elsewhere:
+                if self._stages is not None and name in self._stages.counts:
                     continue
                 own = tensor_norm(gradients[-1]).to(self.lr.device)  # with cpu_offload some gradients are elsewhere
                 (divided[groups] if groups else norms).append(own)
         norms += [norm_over(groups, parts, self.lr.device) for groups, parts in divided.items()]
-        if self._stages is not None:  # each with parameters of its own
-            norms = [norm_over([self._stages], norms, self.lr.device)]
+        if self._stages is not None:  # each with different parameters
+            norms = [norm_over([self._stages.group], norms, self.lr.device)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         limit = self.config.clip_grad_norm
         if limit is None or (reads_are_free(norm.device) and not norm > limit):

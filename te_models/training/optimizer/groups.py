@@ -66,7 +66,7 @@ def is_decayed(name: str, parameter: nn.Parameter) -> bool:
 
 def uses_muon(name: str, parameter: nn.Parameter) -> bool:
     """Whether optimizer.kind = "muon" updates a parameter by Muon: the matrices of the layers and the experts, not the
-    embedding, the output layer, the routers and the kernels of depthwise convolutions, which AdamW updates as
+    embedding, the output layer, the routers and the kernels of depthwise convolutions: AdamW updates these as
     everything else."""
     words = name.split(".")
     outside = {"embedding", "output_layer", "router", "conv_weight"} & set(words)

@@ -63,34 +63,20 @@ def check_qk_clip(model: ModelConfig) -> None:
 
 class QKClip:
     """The attentions of a model, whose logits are noted from now on. ranks: those with other data and the same heads;
-    everyone: all of the run.
-
-    Raises ConfigError where the rows of a head's queries are on other ranks, too."""
+    everyone: all of the run."""
 
     def __init__(self, model: GPTModel, threshold: float, ranks: Ranks, everyone: Ranks) -> None:
         self._threshold, self._ranks, self._everyone = threshold, ranks, everyone
         modules = {m: name for part in (model, *_stages(model)) for name, m in part.named_modules()}
         self._layers = {name: m for m, name in modules.items() if isinstance(m, SelfAttention | LatentAttention)}
         for attention in self._layers.values():
-            if isinstance(attention, LatentAttention) and attention.linear_q_up is None:
-                split = attention.linear_proj.tp_size
-                if split > 1:
-                    raise ConfigError(
-                        f"parallel.tensor_model_parallel_size is {split}; allowed with optimizer.qk_clip_threshold: 1, "
-                        "because every rank has the queries of all heads (attention.mla.q_lora_rank is unset)"
-                    )
-            if isinstance(attention, SelfAttention) and attention.parts_of_groups:
-                raise ConfigError(
-                    "parallel.tensor_model_parallel_size is more than attention.num_query_groups; allowed with "
-                    "optimizer.qk_clip_threshold: as many at most, because a rank has a part of a head's rows"
-                )
             core, weight = attention.core_attention, next(attention.parameters())
             heads = core.num_attention_heads
             core.max_logits = torch.zeros(heads, dtype=torch.float32, device=weight.device)
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, *, skipped: bool) -> dict[str, float | None]:
-        """Scale weights after a step, and begin to note anew. Collective over the ranks.
+        """Scale weights after a step, and begin to note again. Collective over the ranks.
 
         skipped: nothing changes. Returns metrics, the same on all ranks: the largest logit, and how many heads are
         clipped, of the rank with the most.

@@ -1,7 +1,7 @@
-"""Matrices that ranks have in parts, put together for Muon, which needs all of a matrix at once.
+"""Matrices that ranks have in parts, put together for Muon, because it needs all of a matrix at once.
 
 FSDP2 and tensor parallelism cut within matrices; the ranks of a copy each put the whole matrix together, all compute
-the same from it, and each keeps its own part. Whole experts are never moved: each is a matrix of its own.
+the same from it, and each keeps its own part. Whole experts are never moved: each is a separate matrix.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class DividedMatrix:
 
 
 def own_shard(parameter: Any, whole: Tensor) -> Tensor:
-    """Return this rank's shard of `whole`, which is cut as FSDP2 cuts a parameter; all of it where that is not."""
+    """Return this rank's shard of `whole`, cut as FSDP2 cuts a parameter; all of it where that is not."""
     if local_part(parameter) is parameter:
         return whole
     mesh, dim = parameter.device_mesh, parameter.placements[-1].dim

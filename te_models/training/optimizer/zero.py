@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from te_models.layers import QuantizedTensor, gradient_of
 
 from ...config import ConfigError
-from ...parallel.parts import ShardPlace
+from ...parallel.parts import ShardOfParameter
 from ..ranks.buckets import BUCKET
 from ..ranks.data_parallel import Ranks
 
@@ -33,7 +33,7 @@ class _Part:
 
     whole: nn.Parameter
     own: nn.Parameter
-    place: ShardPlace
+    place: ShardOfParameter
     group: dist.ProcessGroup | None
 
     def of_rank(self, rank: int) -> Tensor:
@@ -62,7 +62,7 @@ class SharedUpdate:
                     "parallel.use_distributed_optimizer is True; allowed with precision.quantized_weights: False"
                 )
             group, rank, ranks = group_of(whole)
-            place = ShardPlace(rank, ranks, 0, -(-whole.shape[0] // ranks))
+            place = ShardOfParameter(rank, ranks, 0, -(-whole.shape[0] // ranks))
             part = _Part(whole, whole, place, group)
             own: Any = nn.Parameter(part.of_rank(rank))
             own.shard_place = place
@@ -75,7 +75,7 @@ class SharedUpdate:
         self._buckets = list(self._filled())
 
     @staticmethod
-    def _narrowed(tensor: Tensor, place: ShardPlace) -> Tensor:
+    def _narrowed(tensor: Tensor, place: ShardOfParameter) -> Tensor:
         size = tensor.shape[place.dim]
         begin = min(place.rank * place.each, size)
         return tensor.narrow(place.dim, begin, min(place.each, size - begin))

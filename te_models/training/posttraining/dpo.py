@@ -104,7 +104,7 @@ def reference_of(
     mode: Mode = "whole",
 ) -> Callable[[Batch], Tensor]:
     """Return what computes the log-probabilities of the reference: of the starting weights in `copy`, or, where that is
-    None, of `model` without its adapters. compiled, mode: as for `make_loss_function`, which compiles the layers of
+    None, of `model` without its adapters. compiled, mode: as for `make_loss_function`; that compiles the layers of
     `model` with the mode "block"."""
     reference = model if copy is None else copy
     mean = config.loss_type == "ipo"

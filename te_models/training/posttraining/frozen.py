@@ -32,8 +32,8 @@ def frozen_runner(
     in eval mode, without gradients, adapters and weights that were quantized for a step.
 
     trained: whether it is the model that the run trains, without its adapters. compiled, mode: as for
-    `make_loss_function`, which compiles the layers of the trained model with the mode "block". with_recipe: whether
-    the recipe of the run is active.
+    `make_loss_function`; that compiles the layers of the trained model with the mode "block". with_recipe: whether the
+    recipe of the run is active.
     """
     run: Any = function
     if compiled and mode == "block" and not trained:

@@ -62,7 +62,7 @@ def _flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     return found
 
 
-def check_shared(output_dir: Path, ranks: Ranks) -> None:
+def check_folder_is_shared(output_dir: Path, ranks: Ranks) -> None:
     """Check that every rank sees the folder in which the first one holds the lock; called by all.
 
     Raises ConfigError, on every rank, that names the first rank which has another folder of that name, or none: found

@@ -1,4 +1,5 @@
-"""The layout of a run: its ranks as a mesh, those that have data of their own, those whose gradients are averaged."""
+"""The layout of a run: its ranks as a mesh, the ranks that read different data, the ranks whose gradients are
+averaged."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import ModelConfig
 from ...model.flops import flops_by_layer
-from ...model.parallel import groups_of
+from ...model.parallel import process_groups
 from ...parallel.dims import ParallelDims
-from ...parallel.pipeline import StageLayout, balanced_split
+from ...parallel.stage_layout import StageLayout, balanced_split, stages_of
 from ..config import ParallelConfig, TrainConfig
 from .data_parallel import Ranks
 
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class RankLayout:
     """mesh: None where every rank has the whole model, and only data differ. data: this rank's place among those whose
     windows differ; ranks that split layers or share sequences with it read the same ones. gradients: its place among
-    those over which gradients and losses are averaged, which have other windows or other parts of them.
+    those over which gradients and losses are averaged: ranks with other windows or other parts of them.
     sequence_parallel: whether ranks that split layers have a part of the tokens between these. stages: the pipeline
     stages; None where each rank has all layers. cp_comm_type: how attention reaches the keys of ranks that share
     sequences."""
@@ -46,7 +47,7 @@ class Layout:
     @property
     def model_options(self) -> dict[str, Any]:
         """How a model is divided, as arguments of `GPTModel`."""
-        return {**groups_of(self.model_mesh), "sequence_parallel": self.sequence_parallel}
+        return {**process_groups(self.model_mesh), "sequence_parallel": self.sequence_parallel}
 
     def share_sequences(self, model: GPTModel) -> GPTModel:
         """Tell a model which ranks share its sequences, and return it."""
@@ -55,37 +56,36 @@ class Layout:
         return model
 
 
-ONE_RANK = Layout(ParallelDims(ranks=1), None, Ranks(), Ranks())
+ONE_RANK = RankLayout(ParallelDims(ranks=1), None, Ranks(), Ranks())
 
 
-def balanced(layout: Layout, config: TrainConfig, model: ModelConfig) -> Layout:
+def balanced(layout: RankLayout, config: TrainConfig, model: ModelConfig) -> RankLayout:
     """Return the layout with stages that take equally long, where the run asks for it."""
-    stages = layout.stages
+    return dataclasses.replace(layout, stages=stages_of_model(config, model))
+
+
+def stages_of_model(config: TrainConfig, model: ModelConfig) -> StageLayout | None:
+    """Return the pipeline stages of a run, which take equally long where it asks for that."""
+    stages = stages_of(config.parallel)
     if stages is None or not config.parallel.pipeline_balance:
-        return layout
+        return stages
     stages.layers(model.num_layers)  # refuses more stages than layers
     layers, last = flops_by_layer(model, config.data.sequence_length)
-    split = balanced_split(layers, stages.stages, last)
-    return dataclasses.replace(layout, stages=dataclasses.replace(stages, split=split))
+    return dataclasses.replace(stages, split=balanced_split(layers, stages.stages, last))
 
 
-def layout_of(config: ParallelConfig, ranks: Ranks, device: str) -> Layout:
+def rank_layout(config: ParallelConfig, ranks: Ranks, device: str) -> RankLayout:
     """Return the layout that a configuration describes for so many ranks; called by all of them.
 
     Raises ConfigError, naming the size, where the ranks cannot be divided so.
     """
     dims = ParallelDims.of(config.to_dict(), ranks.world_size)
-    stages = None
-    if dims.pipeline_model_parallel_size > 1:
-        per_rank = config.virtual_pipeline_model_parallel_size
-        ranks_of_stages = dims.pipeline_model_parallel_size
-        stages = StageLayout(ranks_of_stages, config.pipeline_schedule, per_rank, config.pipeline_split)
     if dims.is_whole and dims.expert_model_parallel_size == dims.context_parallel_size == 1:
-        return Layout(dims, None, ranks, ranks)
+        return RankLayout(dims, None, ranks, ranks)
     mesh = dims.build_mesh(device)
     group, share = mesh.data_group, dims.context_parallel_size
     gradients = dataclasses.replace(ranks, rank=group.rank(), world_size=group.size(), group=group, owns_group=False)
     data = gradients
     if share > 1:  # no collective is over these ranks alone
         data = Ranks(group.rank() // share, group.size() // share)
-    return Layout(dims, mesh, data, gradients, config.sequence_parallel, stages, config.cp_comm_type)
+    return RankLayout(dims, mesh, data, gradients, config.sequence_parallel, stages_of(config), config.cp_comm_type)

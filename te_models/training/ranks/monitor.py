@@ -1,4 +1,4 @@
-"""Heartbeats of the ranks: a rank that is stopped, killed or has failed ends the others, which say its number.
+"""Heartbeats of the ranks: a rank that is stopped, killed or has failed ends the others, and they say its number.
 
 A thread of each rank writes a heartbeat into the process group's store, at least once a second. Rank 0's thread reads
 all of them and writes what it concludes, which the other threads read. A rank whose heartbeat stands still for

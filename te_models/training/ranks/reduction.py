@@ -25,12 +25,12 @@ class Reduction:
     """Averages the gradients of an optimizer's parameters over the ranks that hold different data or sequence parts.
 
     Args:
-        optimizer: Whose gradients, and whose experts, which are averaged only over the ranks that hold them.
+        optimizer: Whose gradients, and whose experts; these are averaged only over the ranks that hold them.
         ranks: Whose gradients are averaged.
-        model: With modules that FSDP2 shards, which `once` is about; None: reduced after each micro-batch.
+        model: With modules that FSDP2 shards; `once` is about these; None: reduced after each micro-batch.
         once: FSDP2 keeps the whole gradients of a step, and reduces their sums in its last backward pass.
-        overlaps: Whole gradients are summed while the last backward pass runs. That needs a backward pass of its own
-            for each micro-batch.
+        overlaps: Whole gradients are summed while the last backward pass runs. That needs a separate backward pass for
+        each micro-batch.
         limit: Bytes of gradients that travel together.
     """
 

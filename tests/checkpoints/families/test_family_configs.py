@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from te_models.checkpoints import FAMILIES, CheckpointError
 from te_models.checkpoints.families.base.text_part import text_part
 from te_models.checkpoints.folder.hf_config import export_config
-from te_models.checkpoints.folder.te_folder import Source, TEFolder
+from te_models.checkpoints.folder.te_folder import HFSource, TEFolder
 from te_models.checkpoints.io.strict_json import parse_object
 from te_models.config import AttentionConfig, MLPConfig, ModelConfig, MoEConfig, RopeConfig, RouterConfig
 from tests.checkpoints.hf_cases import CASES, LLAMA3_ROPE, SMALL, YARN_ROPE, plain, transformers
@@ -76,7 +76,7 @@ def test_null_means_the_default_and_comes_back(family: str) -> None:
         assert transformers.AutoConfig.for_model(**hf).to_dict()[name] is None
         config = FAMILIES[family].read_config(hf)
         assert config == FAMILIES[family].read_config({n: v for n, v in hf.items() if n != name}), name
-        exported = export_config(config, Source(family, hf, "BF16"), FAMILIES[family], "BF16")
+        exported = export_config(config, HFSource(family, hf, "BF16"), FAMILIES[family], "BF16")
         assert exported[name] is None and exported.keys() == hf.keys() | {"dtype"}
 
 
@@ -251,7 +251,7 @@ def test_published_fields_of_qwen3_coder_and_llama_4_scout() -> None:
         hf = {"model_type": "llama4_text", **SMALL, "attn_temperature_tuning": number}
         config = read("llama4_text", attn_temperature_tuning=flag)
         assert FAMILIES["llama4_text"].read_config(hf) == config
-        exported = export_config(config, Source("llama4_text", hf, "BF16"), FAMILIES["llama4_text"], "BF16")
+        exported = export_config(config, HFSource("llama4_text", hf, "BF16"), FAMILIES["llama4_text"], "BF16")
         assert exported["attn_temperature_tuning"] == number
     with pytest.raises(CheckpointError, match=r"attn_temperature_tuning = 4\.5, which is not true or false"):
         read("llama4_text", attn_temperature_tuning=4.5)
@@ -374,7 +374,7 @@ def paths_of(values: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     return [*([path] if path else []), *below]
 
 
-FOLDER = TEFolder("grouped", MODEL, Source("llama", SMALL, "BF16"))
+FOLDER = TEFolder("grouped", MODEL, HFSource("llama", SMALL, "BF16"))
 PLACES = paths_of(json.loads(FOLDER.to_bytes()))
 anything = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 2**70) | st.just(10**400) | st.floats() | st.text(max_size=4),

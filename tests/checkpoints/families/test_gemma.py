@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from te_models import GPTModel
 from te_models.checkpoints import FAMILIES, CheckpointError, export_hf, import_hf
 from te_models.config import ConfigError, ModelConfig
+from te_models.layouts import Facts, check_layout_rules
 from te_models.model.mlp import sparse_gates
-from te_models.model.parallel import check_layers, check_sequence
 from tests.checkpoints.families.test_families import save, tokens
 from tests.checkpoints.family_cases import make
 from tests.checkpoints.hf_cases import assert_same_bits, stored
@@ -138,6 +138,6 @@ def test_layers_that_read_the_tokens_ask_for_them() -> None:
 
 def test_what_ranks_cannot_split_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"activation_sparsity: .* cannot be split over 2 ranks"):
-        check_layers(config_of("gemma3n"), 2, 2)
+        check_layout_rules(Facts(model=config_of("gemma3n"), tp=2, etp=2))
     with pytest.raises(ConfigError, match="alternating_updates: a model with it cannot have sequence_parallel"):
-        check_sequence(config_of("gemma3n"))
+        check_layout_rules(Facts(model=config_of("gemma3n"), tp=2, sequence_parallel=True))

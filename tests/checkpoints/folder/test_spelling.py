@@ -8,7 +8,7 @@ import pytest
 
 from te_models.checkpoints.families import FAMILIES
 from te_models.checkpoints.folder.hf_config import export_config
-from te_models.checkpoints.folder.te_folder import Source
+from te_models.checkpoints.folder.te_folder import HFSource
 
 BASE: dict[str, Any] = {
     "model_type": "llama",
@@ -39,7 +39,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 def exported(original: dict[str, Any], family: str = "llama", **changes: Any) -> dict[str, Any]:
     known = FAMILIES[family]
     config = known.read_config(original)
-    source = Source(family, original, "BF16")
+    source = HFSource(family, original, "BF16")
     written = export_config(config.replace(**changes), source, known, "BF16")
     assert known.read_config(written) == config.replace(**changes)
     return written

@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from te_models import GPTModel
 from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.foreign.dcp import DCPStore
-from te_models.checkpoints.foreign.flat_moments import MODULES, place_of
+from te_models.checkpoints.foreign.flat_moments import MODULES, sort_key
 from te_models.checkpoints.foreign.known import SYSTEMS
-from te_models.checkpoints.foreign.ranks import RankPlace, Ranks, Split
+from te_models.checkpoints.foreign.ranks import ParallelSizes, RankFiles, RankPlace
 from te_models.checkpoints.foreign.system import MOMENTS
 from te_models.checkpoints.io.boxes import Range, full
 from te_models.checkpoints.io.store import MemoryStore
@@ -117,7 +117,7 @@ def written_as_vectors(folder: Path, *, tp: int, buckets: int, low: bool = False
     torch.manual_seed(0)
     weights = {name: p.detach() for name, p in GPTModel(SMALL).named_parameters()}
     states = {"param": weights} | {s: {n: torch.rand_like(v) for n, v in weights.items()} for s in MOMENTS}
-    ranks, modules = Ranks(SMALL, Split(tp=tp), SMALL.vocab_size), MODULES["Transformer Engine's"]
+    ranks, modules = RankFiles(SMALL, ParallelSizes(tp=tp), SMALL.vocab_size), MODULES["Transformer Engine's"]
     ours = identity_namespace({name: tuple(v.shape) for name, v in weights.items()})
 
     def carried(values: dict[str, torch.Tensor], namespace: Any) -> dict[str, torch.Tensor]:
@@ -132,7 +132,7 @@ def written_as_vectors(folder: Path, *, tp: int, buckets: int, low: bool = False
         for rank in range(tp):
             at = str(RankPlace(rank, 0))
             own = [name.removeprefix(at) for name in parts if name.startswith(at)]
-            own.sort(key=lambda name: place_of(name, modules), reverse=True)
+            own.sort(key=lambda name: sort_key(name, modules), reverse=True)
             for number in range(buckets):
                 vector = torch.empty(0)
                 for name in own[number * len(own) // buckets : (number + 1) * len(own) // buckets]:

@@ -199,7 +199,7 @@ def test_a_folder_without_digests_of_headers_is_read(hf_folder: HFFolder, tmp_pa
 def test_ranks_share_the_checks(hf_folder: HFFolder, tmp_path: Path) -> None:
     """Each of two ranks hashes its share of the tensors, whatever it reads: one of them sees the damage."""
     from te_models.checkpoints import expected_tensors
-    from te_models.checkpoints.mapping.rank_shards import Place, parts
+    from te_models.checkpoints.mapping.rank_shards import ShardPlace, parts
 
     import_hf(hf_folder("llama"), tmp_path / "ours")
     for where in (0, -1):
@@ -211,7 +211,7 @@ def test_ranks_share_the_checks(hf_folder: HFFolder, tmp_path: Path) -> None:
         noticed = []
         for rank in range(2):
             with open_checkpoint(tmp_path / "ours") as checkpoint:
-                place, shapes = Place(tp_rank=rank, tp_size=2), expected_tensors(checkpoint.config)
+                place, shapes = ShardPlace(tp_rank=rank, tp_size=2), expected_tensors(checkpoint.config)
                 owned = parts(checkpoint.config, shapes, place)
                 params = {name: torch.empty(owned[name].shape(shape)) for name, shape in shapes.items()}
                 try:

@@ -21,8 +21,8 @@ from te_models.checkpoints.io.manifest import read_manifest
 from te_models.checkpoints.io.weight_files import INDEX, open_weights
 from te_models.checkpoints.mapping.quantized_format import (
     METADATA_KEY,
-    describe,
-    quantizer_of,
+    quantized_metadata,
+    quantizer_from_metadata,
     read_metadata,
     write_metadata,
 )
@@ -139,7 +139,7 @@ def test_any_manifest_thoroughly(sharded: Path, content: bytes) -> None:
 @pytest.fixture(scope="module")
 def described(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     quantizers = {name: recipe(name).weight_quantizer() for name in ("current", "block", "mxfp8", "nvfp4")}
-    return {name: dict(describe(quantizer, torch.bfloat16)) for name, quantizer in quantizers.items()}
+    return {name: dict(quantized_metadata(quantizer, torch.bfloat16)) for name, quantizer in quantizers.items()}
 
 
 places = st.lists(st.sampled_from([0, 1, 2, 3, 4]), min_size=1, max_size=3)
@@ -155,7 +155,7 @@ def check_description(described: dict[str, Any], name: str, path: list[int], val
     text = json.dumps({"version": 1, "tensors": changed})
     try:
         for entry, meta in read_metadata({METADATA_KEY: text}, "x.safetensors").items():
-            quantizer, dtype = quantizer_of(entry, meta)
+            quantizer, dtype = quantizer_from_metadata(entry, meta)
             assert write_metadata({entry: meta}) and dtype.is_floating_point and quantizer.field_names()
     except CheckpointError as error:
         assert "\n" not in str(error) and len(str(error)) < 1000

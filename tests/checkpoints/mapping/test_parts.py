@@ -9,7 +9,7 @@ import torch
 
 import te_models.checkpoints.mapping.stream as move
 from te_models.checkpoints import Checkpoint, CheckpointError, expected_tensors, open_checkpoint
-from te_models.checkpoints.mapping.rank_shards import WHOLE, Place, parts
+from te_models.checkpoints.mapping.rank_shards import WHOLE, ShardPlace, parts
 from te_models.layers import QuantizedTensor
 from tests.checkpoints.quantized_cases import CASES, make
 from tests.compare import same_bits
@@ -18,7 +18,7 @@ WITH_EXPERTS = [case for case, made in CASES.items() if made.model != "qwen3"]
 CUT_BETWEEN_BLOCKS = ["mxfp8", "modelopt-fp8", "modelopt-nvfp4", "nvfp4-pack-quantized"]
 
 
-def load(checkpoint: Checkpoint, place: Place) -> dict[str, torch.Tensor]:
+def load(checkpoint: Checkpoint, place: ShardPlace) -> dict[str, torch.Tensor]:
     """Everything that a rank owns."""
     shapes = expected_tensors(checkpoint.config)
     owned = parts(checkpoint.config, shapes, place)
@@ -28,7 +28,7 @@ def load(checkpoint: Checkpoint, place: Place) -> dict[str, torch.Tensor]:
     return params
 
 
-def check(source: Path, places: list[Place]) -> None:
+def check(source: Path, places: list[ShardPlace]) -> None:
     with open_checkpoint(source) as checkpoint:
         whole = load(checkpoint, WHOLE)
         assert any(isinstance(tensor, QuantizedTensor) for tensor in whole.values())
@@ -57,7 +57,7 @@ def test_each_rank_loads_its_own_experts(tmp_path: Path, case: str, monkeypatch:
     with open_checkpoint(source) as checkpoint:
         experts = checkpoint.config.moe.num_moe_experts
     ranks = 2 if experts % 2 == 0 else experts
-    check(source, [Place(ep_rank=rank, ep_size=ranks) for rank in range(ranks)])
+    check(source, [ShardPlace(ep_rank=rank, ep_size=ranks) for rank in range(ranks)])
     read: set[str] = set()
     for name in ("read_piece", "_read_in_place"):
         kept = getattr(move, name)
@@ -68,7 +68,7 @@ def test_each_rank_loads_its_own_experts(tmp_path: Path, case: str, monkeypatch:
 
         monkeypatch.setattr(move, name, noted)
     with open_checkpoint(source) as checkpoint:
-        load(checkpoint, Place(ep_rank=0, ep_size=ranks))
+        load(checkpoint, ShardPlace(ep_rank=0, ep_size=ranks))
     one_by_one = {name for name in read if ".experts." in name and ".experts.0." in name}
     others = {name for name in read if f".experts.{experts - 1}." in name}
     assert not others and bool(one_by_one) == (
@@ -80,7 +80,7 @@ def test_each_rank_loads_its_own_experts(tmp_path: Path, case: str, monkeypatch:
 @pytest.mark.parametrize("case", CUT_BETWEEN_BLOCKS)
 def test_each_rank_loads_its_own_heads(tmp_path: Path, case: str) -> None:
     source, _ = make(CASES[case], tmp_path)
-    check(source, [Place(tp_rank=rank, tp_size=2) for rank in range(2)])
+    check(source, [ShardPlace(tp_rank=rank, tp_size=2) for rank in range(2)])
 
 
 @pytest.mark.parametrize(("case", "block"), [("fp8-moe", "128 rows"), ("mxfp8-quantized", "32 columns")])
@@ -91,4 +91,4 @@ def test_heads_and_columns_within_a_block_are_refused(tmp_path: Path, case: str,
         open_checkpoint(source) as checkpoint,
         pytest.raises(CheckpointError, match=f"is quantized in blocks of {block}, between which it cannot be split so"),
     ):
-        load(checkpoint, Place(tp_rank=0, tp_size=2))
+        load(checkpoint, ShardPlace(tp_rank=0, tp_size=2))

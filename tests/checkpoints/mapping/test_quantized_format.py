@@ -13,8 +13,8 @@ from te_models.checkpoints import CheckpointError, open_checkpoint, relayout, sa
 from te_models.checkpoints.io.dtypes import dtype_name
 from te_models.checkpoints.mapping.param_shapes import is_linear_weight
 from te_models.checkpoints.mapping.quantized_format import (
-    describe,
     field_specs,
+    quantized_metadata,
     read_metadata,
     rebuild,
     stored_fields,
@@ -34,7 +34,7 @@ def test_a_safetensors_file_restores_every_bit(name: str, shape: tuple[int, ...]
     quantizer, x = FORMATS[name], torch.randn(shape).to(torch.bfloat16)
     tensor = quantizer.quantize(x) if len(shape) == 2 else quantizer.quantize_grouped(x)
     entries = stored_fields("w", tensor)
-    meta = describe(quantizer, tensor.dtype)
+    meta = quantized_metadata(quantizer, tensor.dtype)
     file = tmp_path / "w.safetensors"
     save_file({n: t.contiguous() for n, t in entries.items()}, file, metadata=write_metadata({"w": meta}))
     with safe_open(file, "pt") as opened:

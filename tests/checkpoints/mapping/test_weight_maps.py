@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_models.checkpoints import CheckpointError
-from te_models.checkpoints.io.boxes import Box, Range, count, flat_interval, full, slices, tiles
+from te_models.checkpoints.io.boxes import Box, Range, element_count, flat_interval, full, slices, tiles
 from te_models.checkpoints.io.buffers import Ring
 from te_models.checkpoints.io.store import MemoryStore
 from te_models.checkpoints.mapping.layout_ops import (
@@ -24,9 +24,16 @@ from te_models.checkpoints.mapping.layout_ops import (
     Transpose,
     Unsqueezed,
 )
-from te_models.checkpoints.mapping.plan import Output, make_plan
-from te_models.checkpoints.mapping.stream import fill_tensor, split_piece, stream
-from te_models.checkpoints.mapping.tensor_map import Link, Namespace, Stored, compose, identity_namespace, split_stacks
+from te_models.checkpoints.mapping.plan import OutputTensor, make_plan
+from te_models.checkpoints.mapping.stream import fill_tensor, split_piece, stream_output
+from te_models.checkpoints.mapping.tensor_map import (
+    Link,
+    Namespace,
+    TensorSpec,
+    compose,
+    identity_namespace,
+    split_stacks,
+)
 from tests.covering import examples
 
 
@@ -34,7 +41,7 @@ def namespace(shape: tuple[int, ...], layout: Layout) -> Namespace:
     """Return the namespace of one canonical tensor "w" stored as `layout` says."""
     placed = list(layout.place(shape))
     links = tuple(Link("w", p.box, p.stored, p.stored_box, p.axes) for p in placed)
-    return Namespace({"w": shape}, {p.stored: Stored(p.stored_shape) for p in placed}, links)
+    return Namespace({"w": shape}, {p.stored: TensorSpec(p.stored_shape) for p in placed}, links)
 
 
 E, I, H = 3, 4, 5
@@ -102,7 +109,7 @@ def run(source: Namespace, target: Namespace, tensors: dict[str, torch.Tensor]) 
     for output in plan.outputs:
         filled = torch.full(output.shape, float("nan"))
         fill_tensor(store, output.pieces, filled, limit=3)
-        parts = [bytes(b.bytes[:n]) for b, n in stream(store, output, Ring(2, 16))]
+        parts = [bytes(b.bytes[:n]) for b, n in stream_output(store, output, Ring(2, 16))]
         assert b"".join(parts) == filled.numpy().tobytes()
         results[output.name] = filled
     return results
@@ -161,7 +168,7 @@ def test_incomplete_overlapping_and_duplicated_maps_are_refused() -> None:
         (Link("v", whole, "a", whole, (0, 1)),),
     ):
         with pytest.raises(CheckpointError, match="exactly once"):
-            Namespace({"w": (I, H)}, {"a": Stored((I, H))}, links).check()
+            Namespace({"w": (I, H)}, {"a": TensorSpec((I, H))}, links).check()
 
 
 def test_models_that_differ_do_not_compose() -> None:
@@ -188,7 +195,7 @@ def test_flat_interval_is_right_where_it_answers(case: tuple[tuple[int, ...], Bo
     shape, box = case
     w = torch.arange(math.prod(shape)).reshape(shape)
     inside = w[slices(box)].flatten().tolist()
-    assert len(inside) == count(box)
+    assert len(inside) == element_count(box)
     interval = flat_interval(box, shape)
     contiguous = inside == list(range(inside[0], inside[0] + len(inside)))
     if interval is not None:
@@ -221,7 +228,7 @@ def test_pieces_are_cut_to_any_limit() -> None:
     pieces = compose(namespace(shape, layout), identity_namespace({"w": shape}))["w"]
     for limit in (1, 2, 7, 1000):
         parts = [part for piece in pieces for part in split_piece(piece, limit)]
-        assert max(count(part.box) for part in parts) <= limit
+        assert max(element_count(part.box) for part in parts) <= limit
         assert tiles([part.box for part in parts], shape)
 
 
@@ -237,4 +244,4 @@ def test_mixed_dtypes_in_one_output_are_refused() -> None:
         where="x",
         dtype=torch.bfloat16,
     )
-    assert plan.outputs == (Output("w", "BF16", (9, H), plan.outputs[0].pieces),)
+    assert plan.outputs == (OutputTensor("w", "BF16", (9, H), plan.outputs[0].pieces),)

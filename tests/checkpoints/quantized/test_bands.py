@@ -10,8 +10,8 @@ import torch
 from te_models.checkpoints import dequantize, import_hf, quantize
 from te_models.checkpoints.io.boxes import full
 from te_models.checkpoints.io.store import MemoryStore
-from te_models.checkpoints.mapping.plan import Output
-from te_models.checkpoints.mapping.quantized_format import SUFFIXES, describe
+from te_models.checkpoints.mapping.plan import OutputTensor
+from te_models.checkpoints.mapping.quantized_format import SUFFIXES, quantized_metadata
 from te_models.checkpoints.mapping.stream import read_rows
 from te_models.checkpoints.mapping.tensor_map import Piece
 from te_models.checkpoints.quantized import requantize
@@ -62,7 +62,7 @@ def test_bands_are_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch, name: str
         assert torch.equal(bits(fields[field]), bits(value)), field
 
     store = MemoryStore({"w" + SUFFIXES[field]: value for field, value in whole.items()})
-    stored = ValueStore(store, {"w": (shape, describe(quantizer, torch.bfloat16))}, torch.float32)
+    stored = ValueStore(store, {"w": (shape, quantized_metadata(quantizer, torch.bfloat16))}, torch.float32)
     parts = list(stored.bands("w"))
     assert len(parts) > 1 or shape[0] < 300
     assert torch.equal(bits(torch.cat(parts)), bits(values))
@@ -74,9 +74,9 @@ def test_both_copies_are_made_of_values_that_are_read_once(monkeypatch: pytest.M
     shape = (300, 48)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     box, rows_read = full(shape), 0
-    weight = Output("w", "BF16", shape, (Piece("w", box, box, (0, 1)),))
+    weight = OutputTensor("w", "BF16", shape, (Piece("w", box, box, (0, 1)),))
 
-    def counted(store: MemoryStore, field: Output, begin: int, end: int) -> torch.Tensor:
+    def counted(store: MemoryStore, field: OutputTensor, begin: int, end: int) -> torch.Tensor:
         nonlocal rows_read
         rows_read += end - begin
         return read_rows(store, field, begin, end)
@@ -85,7 +85,7 @@ def test_both_copies_are_made_of_values_that_are_read_once(monkeypatch: pytest.M
     monkeypatch.setattr(bands, "BAND_ELEMENTS", 1)
     for quantizer, passes in ((NVFP4Quantizer(), 2), (Float8CurrentScalingQuantizer(), 2), (MXFP8Quantizer(), 2)):
         rows_read = 0
-        entries = requantize.field_entries("w", shape, describe(quantizer, torch.bfloat16))
+        entries = requantize.field_entries("w", shape, quantized_metadata(quantizer, torch.bfloat16))
         outputs = requantize.requantized_outputs(MemoryStore({"w": x}), weight, quantizer, entries, lambda: None)
         whole = {"w" + SUFFIXES[field]: value for field, value in quantizer.quantize_fields(x).items()}
         for output in outputs:

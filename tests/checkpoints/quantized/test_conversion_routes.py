@@ -16,33 +16,35 @@ from te_models.checkpoints import (
     reshard,
     upcycle,
 )
-from te_models.checkpoints.quantized.route import VALUES, Form, choose_route
+from te_models.checkpoints.quantized.route import VALUES, StoredForm, choose_route
 from te_models.layers import Float8BlockQuantizer, MXFP8Quantizer
 from tests.checkpoints.quantized_cases import CASES, make
 
 WEIGHT, TABLE = "decoder.layers.0.mlp.linear_fc1.weight", "embedding.word_embeddings.weight"
 MXFP8, BLOCKS = MXFP8Quantizer(), Float8BlockQuantizer()
-CUT = Form(inexact="it cuts blocks")
+CUT = StoredForm(inexact="it cuts blocks")
 
 
 @pytest.mark.parametrize(
     ("source", "target", "allowed", "way"),
     [
         (VALUES, VALUES, (), "move"),
-        (VALUES, Form(MXFP8), (), "requantize"),
-        (Form(MXFP8), VALUES, (), "dequantize"),
-        (Form(MXFP8), Form(MXFP8), (), "move"),
-        (Form(MXFP8), Form(MXFP8), ("requantize",), "move"),
-        (Form(MXFP8, encoded=True), Form(MXFP8), (), "re-encode"),
-        (Form(MXFP8), Form(BLOCKS), (), "re-encode"),
-        (CUT, Form(MXFP8), (), "refuse"),
-        (CUT, Form(MXFP8), ("requantize", "dequantize"), "requantize"),
-        (CUT, Form(MXFP8), ("dequantize",), "dequantize"),
-        (Form(MXFP8), Form(BLOCKS, inexact=""), ("requantize",), "requantize"),
-        (Form(MXFP8), Form(BLOCKS, inexact=""), (), "refuse"),
+        (VALUES, StoredForm(MXFP8), (), "requantize"),
+        (StoredForm(MXFP8), VALUES, (), "dequantize"),
+        (StoredForm(MXFP8), StoredForm(MXFP8), (), "move"),
+        (StoredForm(MXFP8), StoredForm(MXFP8), ("requantize",), "move"),
+        (StoredForm(MXFP8, encoded=True), StoredForm(MXFP8), (), "re-encode"),
+        (StoredForm(MXFP8), StoredForm(BLOCKS), (), "re-encode"),
+        (CUT, StoredForm(MXFP8), (), "refuse"),
+        (CUT, StoredForm(MXFP8), ("requantize", "dequantize"), "requantize"),
+        (CUT, StoredForm(MXFP8), ("dequantize",), "dequantize"),
+        (StoredForm(MXFP8), StoredForm(BLOCKS, inexact=""), ("requantize",), "requantize"),
+        (StoredForm(MXFP8), StoredForm(BLOCKS, inexact=""), (), "refuse"),
     ],
 )
-def test_the_route_of_a_linear_weight(source: Form, target: Form, allowed: tuple[str, ...], way: str) -> None:
+def test_the_route_of_a_linear_weight(
+    source: StoredForm, target: StoredForm, allowed: tuple[str, ...], way: str
+) -> None:
     route = choose_route(WEIGHT, source, target, allowed)
     assert route.way == way and route.parameter == WEIGHT
     assert route.quantizer == (target.quantizer if way in ("move", "re-encode", "requantize") else None)
@@ -51,8 +53,8 @@ def test_the_route_of_a_linear_weight(source: Form, target: Form, allowed: tuple
 
 
 def test_only_weights_of_linear_layers_are_requantized() -> None:
-    assert choose_route(TABLE, CUT, Form(MXFP8), ("requantize", "dequantize")).way == "dequantize"
-    assert choose_route(TABLE, CUT, Form(MXFP8), ("requantize",)).way == "refuse"
+    assert choose_route(TABLE, CUT, StoredForm(MXFP8), ("requantize", "dequantize")).way == "dequantize"
+    assert choose_route(TABLE, CUT, StoredForm(MXFP8), ("requantize",)).way == "refuse"
 
 
 def test_stacks_of_experts_have_no_scales_of_single_matrices(tmp_path: Path) -> None:

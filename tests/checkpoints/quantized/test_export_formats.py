@@ -21,7 +21,7 @@ from te_models.checkpoints import (
 from te_models.checkpoints.formats import WRITABLE
 from te_models.checkpoints.io.boxes import Range
 from te_models.checkpoints.io.store import MemoryStore
-from te_models.checkpoints.mapping.quantized_format import SUFFIXES, describe
+from te_models.checkpoints.mapping.quantized_format import SUFFIXES, quantized_metadata
 from te_models.checkpoints.quantized import requantize
 from te_models.checkpoints.quantized import row_blocks as bands
 from te_models.checkpoints.quantized.dequantized_store import ValueStore
@@ -79,7 +79,7 @@ def test_regions_of_values_are_those_of_the_whole(quantizer: Quantizer, shape: t
     fields = quantizer.quantize_fields(torch.randn(shape, generator=generator))
     whole = quantizer.dequantize_fields(fields, torch.float32, shape)
     entries = MemoryStore({"w" + SUFFIXES[name]: value for name, value in fields.items()})
-    store = ValueStore(entries, {"w": (shape, describe(quantizer, torch.float32))})
+    store = ValueStore(entries, {"w": (shape, quantized_metadata(quantizer, torch.float32))})
     assert set(store.tensors) == {"w"} and not store.can_read_bytes("w")
     for _ in range(30):
         box = []

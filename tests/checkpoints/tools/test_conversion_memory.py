@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from te_models.checkpoints import FAMILIES, inspect
-from te_models.checkpoints.mapping.plan import Output, Plan
+from te_models.checkpoints.mapping.plan import ConversionPlan, OutputTensor
 from te_models.checkpoints.write.shards import header_bytes, split_shards
 
 CHILD = Path(__file__).parents[1].joinpath("memory_child.py")
@@ -43,7 +43,7 @@ def make_sparse_folder(folder: Path, config: dict[str, Any]) -> None:
     """Make a Hugging Face folder of zeros whose data takes no disk space (a file with a hole)."""
     family = FAMILIES[config["model_type"]]
     namespace = family.namespace(family.read_config(config))
-    plan = Plan(tuple(Output(name, "BF16", stored.shape) for name, stored in namespace.stored.items()))
+    plan = ConversionPlan(tuple(OutputTensor(name, "BF16", stored.shape) for name, stored in namespace.stored.items()))
     (shard,) = split_shards(plan, 10**12)
     folder.mkdir()
     header = header_bytes(shard)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from te_models.checkpoints import VerifyReport, diff, import_hf, quantize, relayout, verify
-from te_models.checkpoints.mapping.parameters import Parameters
+from te_models.checkpoints.mapping.parameters import StoredParameters
 from te_models.checkpoints.quantized import row_blocks as bands
 from te_models.checkpoints.tools import diff as difference
 from te_models.cli.main import main
@@ -125,7 +125,7 @@ def test_quantized_parameters_are_read_in_parts(
     quantize(tmp_path / "ours", tmp_path / "q", recipe)
     folders = (tmp_path / "ours", tmp_path / "q")
     whole = diff(*folders).tensors
-    monkeypatch.setattr(Parameters, "quantized", lambda *_: pytest.fail("a whole parameter"))
+    monkeypatch.setattr(StoredParameters, "quantized", lambda *_: pytest.fail("a whole parameter"))
     monkeypatch.setattr(bands, "BAND_ELEMENTS", 1 << 10)
     monkeypatch.setattr(difference, "_PART", 700)
     parts = diff(*folders).tensors

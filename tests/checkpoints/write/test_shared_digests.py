@@ -23,7 +23,7 @@ from te_models.checkpoints.io.header import TensorInfo
 from te_models.checkpoints.io.manifest import read_manifest
 from te_models.checkpoints.io.store import FileStore
 from te_models.checkpoints.io.tensor_hash import part_bytes
-from te_models.checkpoints.mapping.plan import Output, copy_of
+from te_models.checkpoints.mapping.plan import OutputTensor, copy_of
 from te_models.checkpoints.mapping.stream import CopiedBytes
 from te_models.checkpoints.mapping.tensor_map import Piece
 from te_models.checkpoints.write import shared_digests
@@ -270,7 +270,7 @@ def test_parts_are_shared_exactly_where_both_tensors_have_them() -> None:
             continue
         info = TensorInfo("U8", (rows[0], 64), 0, 64 * rows[0])
         files: Any = SimpleNamespace(tensors={"s": info}, part_bytes=lambda _: SIZE)
-        output = Output("o", "U8", (rows[1], 64))
+        output = OutputTensor("o", "U8", (rows[1], 64))
         found = shared_digests._shared_parts(files, output, CopiedBytes("s", begins[0], begins[1], nbytes))
         same = {
             (i, j)
@@ -326,11 +326,11 @@ def record_of_store(store: FileStore) -> Any:
         return record_of(store.paths["a.safetensors"], lane)
 
 
-def rows_of(store: FileStore, name: str, begin: int, end: int) -> Output:
+def rows_of(store: FileStore, name: str, begin: int, end: int) -> OutputTensor:
     """An output of some rows of tensor "a"."""
     columns = store.tensors["a"].shape[1]
     box, place = (Range(begin, end), Range(0, columns)), full((end - begin, columns))
-    return Output(name, store.tensors["a"].dtype, (end - begin, columns), (Piece("a", box, place, (0, 1)),))
+    return OutputTensor(name, store.tensors["a"].dtype, (end - begin, columns), (Piece("a", box, place, (0, 1)),))
 
 
 def test_a_tensor_is_left_to_the_writer_only_if_every_part_is_written(source: FileStore) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from te_models import GPTModel, generate
-from te_models.kernels.decode_attention import attend_one, op, serves
+from te_models.kernels.decode_attention import attend_one, op, uses_decode_attention
 from te_models.layers.attention import core
 from tests.build import tiny
 from tests.kernels.gemm.test_few_rows import BF16, F32, INSTRUCTIONS
@@ -113,25 +113,31 @@ def test_it_serves_one_query_of_plain_tensors() -> None:
     query, key, value = inputs((2, 8, 4, 300, 64, 64), F32)
     visible = torch.ones(2, 1, 1, 300, dtype=torch.bool)
     assert (
-        serves(query, key, value, None)
-        and serves(query, key, value, visible)
-        and serves(query, key, value, visible[:1])
+        uses_decode_attention(query, key, value, None)
+        and uses_decode_attention(query, key, value, visible)
+        and uses_decode_attention(query, key, value, visible[:1])
     )
-    assert not serves(query.expand(-1, -1, 2, -1), key, value, None)
-    assert not serves(query, key, value, visible.float()) and not serves(
+    assert not uses_decode_attention(query.expand(-1, -1, 2, -1), key, value, None)
+    assert not uses_decode_attention(query, key, value, visible.float()) and not uses_decode_attention(
         query, key, value, visible.expand(-1, 8, -1, -1)
     )
-    assert not serves(query.double(), key.double(), value.double(), None) and not serves(
+    assert not uses_decode_attention(query.double(), key.double(), value.double(), None) and not uses_decode_attention(
         query, key.bfloat16(), value, None
     )
-    assert not serves(query, key[..., :8], value, None) and not serves(query, key[:, :, :3], value[:, :, :3], None)
-    assert not serves(query.repeat(1, 8, 1, 1), key, value, None), "a matrix product is faster"
-    assert not serves(query, key, value.clone().requires_grad_(), None)
+    assert not uses_decode_attention(query, key[..., :8], value, None) and not uses_decode_attention(
+        query, key[:, :, :3], value[:, :, :3], None
+    )
+    assert not uses_decode_attention(query.repeat(1, 8, 1, 1), key, value, None), "a matrix product is faster"
+    assert not uses_decode_attention(query, key, value.clone().requires_grad_(), None)
     with torch.no_grad():
-        assert serves(query, key, value.clone().requires_grad_(), None)
+        assert uses_decode_attention(query, key, value.clone().requires_grad_(), None)
     with torch.autocast("cpu", dtype=BF16):
-        assert not serves(query, key, value, None) and serves(query.bfloat16(), key.bfloat16(), value.bfloat16(), None)
-    assert not torch.func.vmap(lambda q: torch.tensor(float(serves(q, key, value, None))))(query[None]).any()
+        assert not uses_decode_attention(query, key, value, None) and uses_decode_attention(
+            query.bfloat16(), key.bfloat16(), value.bfloat16(), None
+        )
+    assert not torch.func.vmap(lambda q: torch.tensor(float(uses_decode_attention(q, key, value, None))))(
+        query[None]
+    ).any()
 
 
 @pytest.mark.parametrize("mask", (False, True))
@@ -167,5 +173,5 @@ def test_the_text_of_a_model_is_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(core, "attend_one", lambda *arguments: calls.append(arguments) or attend_one(*arguments))
     found = generate(model, ids, 8, attention_mask=mask)
     assert len(calls) == 7 * model.config.num_layers
-    monkeypatch.setattr(core, "serves_one", lambda *_: False)
+    monkeypatch.setattr(core, "uses_decode_attention", lambda *_: False)
     assert torch.equal(found, generate(model, ids, 8, attention_mask=mask))

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from te_models.kernels.cpp_library import CompilationError
-from te_models.kernels.flash_attention import flash_attention, library, op, serves
+from te_models.kernels.flash_attention import flash_attention, library, op, uses_flash_attention
 from te_models.kernels.gemm.cpu import using_cpu_gemm
 from te_models.kernels.packed_attention import packed_attention, sees_own_document
 from te_models.kernels.quantize.cpu_graph import library as shared
@@ -216,7 +216,7 @@ def test_shapes_that_do_not_belong_together_are_named() -> None:
         with pytest.raises(ValueError, match=r"; allowed: .*T \[B, L, G, [DV]\]"):
             forward(*wrong, 0.2, True)
     for wrong in ((q[:1], k, v), (q[:, :, :3], k, v), (q, k[:, 1:], v), (q, k[..., :16], v)):
-        assert not serves(*(x.transpose(1, 2) for x in wrong), 0.2)
+        assert not uses_flash_attention(*(x.transpose(1, 2) for x in wrong), 0.2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -268,20 +268,30 @@ class Subclass(Tensor):
 
 def test_it_serves_plain_tensors_alone() -> None:
     q, k, v = (x.transpose(1, 2) for x in case((1, 4, 2, 96, 96, 32, 32)))
-    assert serves(q, k, v, 0.2) and serves(q.bfloat16(), k.bfloat16(), v.bfloat16(), 0.2)
-    assert serves(torch.nn.Parameter(q), k, v, 0.2)
-    assert not serves(q[:, :, 1:], k, v, 0.2)
-    assert not serves(q, k, v, 0.0) and not serves(q, k, v, -1.0) and not serves(q, k, v, float("nan"))
-    assert not serves(q, k.bfloat16(), v, 0.2) and not serves(q.half(), k.half(), v.half(), 0.2)
-    assert not serves(q.double(), k.double(), v.double(), 0.2)
-    assert not serves(q[..., :24], k[..., :24], v, 0.2) and not serves(q, k, v[..., :8], 0.2)
-    assert not serves(q.repeat(1, 1, 1, 9), k.repeat(1, 1, 1, 9), v, 0.2)
-    assert not serves(q, k, v.as_subclass(Subclass), 0.2)
-    assert not torch.func.vmap(lambda one: torch.tensor(float(serves(one[None], k, v, 0.2))))(q).any()
+    assert uses_flash_attention(q, k, v, 0.2) and uses_flash_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), 0.2)
+    assert uses_flash_attention(torch.nn.Parameter(q), k, v, 0.2)
+    assert not uses_flash_attention(q[:, :, 1:], k, v, 0.2)
+    assert (
+        not uses_flash_attention(q, k, v, 0.0)
+        and not uses_flash_attention(q, k, v, -1.0)
+        and not uses_flash_attention(q, k, v, float("nan"))
+    )
+    assert not uses_flash_attention(q, k.bfloat16(), v, 0.2) and not uses_flash_attention(
+        q.half(), k.half(), v.half(), 0.2
+    )
+    assert not uses_flash_attention(q.double(), k.double(), v.double(), 0.2)
+    assert not uses_flash_attention(q[..., :24], k[..., :24], v, 0.2) and not uses_flash_attention(
+        q, k, v[..., :8], 0.2
+    )
+    assert not uses_flash_attention(q.repeat(1, 1, 1, 9), k.repeat(1, 1, 1, 9), v, 0.2)
+    assert not uses_flash_attention(q, k, v.as_subclass(Subclass), 0.2)
+    assert not torch.func.vmap(lambda one: torch.tensor(float(uses_flash_attention(one[None], k, v, 0.2))))(q).any()
     with torch.autocast("cpu", dtype=BF16):
-        assert not serves(q, k, v, 0.2) and serves(q.bfloat16(), k.bfloat16(), v.bfloat16(), 0.2)
+        assert not uses_flash_attention(q, k, v, 0.2) and uses_flash_attention(
+            q.bfloat16(), k.bfloat16(), v.bfloat16(), 0.2
+        )
     with FakeTensorMode():
-        assert not serves(*(torch.empty(1, 4, 96, 32) for _ in range(3)), 0.2)
+        assert not uses_flash_attention(*(torch.empty(1, 4, 96, 32) for _ in range(3)), 0.2)
 
 
 def test_second_derivatives_are_those_of_the_definition() -> None:
@@ -357,8 +367,8 @@ def test_a_window_hides_keys_before_it(
     out, logsumexp = torch.empty_like(grad), torch.empty(2, queries, 6)
     into = [torch.empty_like(x) for x in (q, k, v)]
     options = {"scale": 0.2, "causal": True, "window": window}
-    library.run_forward(q, k, v, out, logsumexp, **options)
-    library.run_backward(grad, q, k, v, out, logsumexp, into=into, **options)
+    library.attention_forward(q, k, v, out, logsumexp, **options)
+    library.attention_backward(grad, q, k, v, out, logsumexp, into=into, **options)
     distance = (keys - queries + torch.arange(queries))[:, None] - torch.arange(keys)
     visible = (distance >= 0) & (distance < window)
     inputs = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
@@ -380,8 +390,8 @@ def test_scores_are_capped(instructions: str, dtype: torch.dtype, softcap: float
         out, logsumexp = torch.empty_like(grad), torch.empty(2, 200, 6)
         into = [torch.empty_like(x) for x in (q, k, v)]
         options = {"scale": scale, "causal": True, "window": 150, "softcap": softcap}
-        library.run_forward(q, k, v, out, logsumexp, **options)
-        library.run_backward(grad, q, k, v, out, logsumexp, into=into, **options)
+        library.attention_forward(q, k, v, out, logsumexp, **options)
+        library.attention_backward(grad, q, k, v, out, logsumexp, into=into, **options)
         distance = (30 + torch.arange(200))[:, None] - torch.arange(230)
         inputs = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
         keys, values = (x.repeat_interleave(3, 1) for x in inputs[1:])
@@ -400,7 +410,7 @@ def test_a_cache_is_continued_without_a_mask(monkeypatch: pytest.MonkeyPatch) ->
         patch.setattr(dot_product_attention, "masks_of", None)
         y = layer(q, k, v)
     found = torch.autograd.grad(y.square().sum(), (q, k, v))
-    monkeypatch.setattr(core.flash_attention, "serves", lambda *_: False)
+    monkeypatch.setattr(core.flash_attention, "uses_flash_attention", lambda *_: False)
     expected = layer(q, k, v)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
     wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))

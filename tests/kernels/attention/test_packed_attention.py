@@ -200,3 +200,16 @@ def test_bad_arguments_are_named() -> None:
         model(ids, document_ids=ids[:, 1:])
     with pytest.raises(ValueError, match="document_ids are given with an attention_mask"):
         model(ids, document_ids=ids, attention_mask=torch.ones_like(ids))
+
+
+def test_a_number_that_comes_again_begins_another_document() -> None:
+    """In the mask as in packed attention, and in a model that needs the mask."""
+    numbers, others = torch.tensor([[3, 3, 4, 3, 3, -1]]), torch.tensor([[0, 0, 1, 2, 2, -1]])
+    assert torch.equal(sees_own_document(numbers), sees_own_document(others))
+    assert sees_own_document(numbers)[0].sum(-1).tolist() == [2, 2, 1, 2, 2, 0]
+    config = tiny_model()
+    config = config.replace(attention=config.attention.replace(window_size=4))
+    model, ids = GPTModel(config, dtype=torch.float32).eval(), torch.arange(6)[None]
+    with torch.no_grad():
+        again, renumbered = (model(ids, document_ids=n).logits[:, :5] for n in (numbers, others))
+    assert torch.equal(again, renumbered)

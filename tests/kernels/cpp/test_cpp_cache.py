@@ -16,7 +16,7 @@ from tests.kernels.cpp.test_cpp_library import added, forget, is_cached, librari
 
 __all__ = ["own_cache"]
 ANOTHER_USER = 54321
-MADE: dict[cpp_library.Source, bytes] = {}
+MADE: dict[cpp_library.CppSource, bytes] = {}
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 
 
@@ -25,7 +25,7 @@ def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler takes a third of a second for each of these libraries."""
     compiled = cpp_library._compile
 
-    def copied(source: cpp_library.Source, folder: Path) -> Path:
+    def copied(source: cpp_library.CppSource, folder: Path) -> Path:
         if source not in MADE:
             MADE[source] = compiled(source, folder).read_bytes()
         (folder / "library.so").write_bytes(MADE[source])

@@ -103,7 +103,7 @@ def _stored(g: Generator, dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def _stored_linear(x: Tensor, data: Tensor, scale: Tensor, kind: Any, block: Any, amax: Any, bias: Any) -> Tensor:
-    return few_rows.linear(x, ScaledOperand(data, scale, kind, block, amax), bias)
+    return few_rows.stored_weight_linear(x, ScaledOperand(data, scale, kind, block, amax), bias)
 
 
 def _stored_groups(g: Generator, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -187,7 +187,9 @@ def _packed(g: Generator, dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def _decode_blocks(data: Tensor, scales: Tensor) -> Tensor:
-    decode_them = fields.decode_blocks if fields.chosen(data, BF16) is Backend.COMPILED else fp8.dequantize_blockwise
+    decode_them = (
+        fields.decode_fp8_blocks if fields.chosen(data, BF16) is Backend.COMPILED else fp8.dequantize_blockwise
+    )
     return decode_them(data, scales, (1, 32), BF16)
 
 

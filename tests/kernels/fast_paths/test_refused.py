@@ -42,13 +42,13 @@ def test_a_product_of_few_rows_takes_a_bias_as_torch_does(dtype: torch.dtype) ->
     x, weight = drawn(2, 512, dtype=dtype), drawn(256, 512, dtype=dtype)
     with torch.no_grad():
         one = drawn(1, dtype=dtype)
-        assert gemv.serves(x, weight) and not gemv.serves(x, weight, one)
+        assert gemv.uses_gemv(x, weight) and not gemv.uses_gemv(x, weight, one)
         torch.testing.assert_close(dense.linear(x, weight, one), F.linear(x, weight, one))
         for bias in (drawn(3, dtype=dtype), drawn(256).double(), drawn(256, dtype=dtype).to("meta")):
-            assert not gemv.serves(x, weight, bias)
+            assert not gemv.uses_gemv(x, weight, bias)
             with pytest.raises(RuntimeError):
                 dense.linear(x, weight, bias)
-        assert not gemv.serves(x, weight.to("meta")), "whose address is zero"
+        assert not gemv.uses_gemv(x, weight.to("meta")), "whose address is zero"
 
 
 def stored(rows: int, columns: int) -> ScaledOperand:
@@ -61,16 +61,18 @@ def stored(rows: int, columns: int) -> ScaledOperand:
 
 def test_a_stored_weight_takes_what_its_dequantized_values_do() -> None:
     weight = stored(256, 512)
-    values = few_rows.dequantize(weight, F32)
+    values = few_rows.dequantized_weight(weight, F32)
     with torch.no_grad():
         for channels in (500, 600):
             with pytest.raises(RuntimeError, match="cannot be multiplied"):
-                few_rows.linear(drawn(1, channels), weight)
+                few_rows.stored_weight_linear(drawn(1, channels), weight)
         x = drawn(2, 512)
-        torch.testing.assert_close(few_rows.linear(x, weight, drawn(1)), F.linear(x, values, drawn(1)))
-        torch.testing.assert_close(few_rows.linear(negative(2, 512), weight), F.linear(negative(2, 512), values))
+        torch.testing.assert_close(few_rows.stored_weight_linear(x, weight, drawn(1)), F.linear(x, values, drawn(1)))
+        torch.testing.assert_close(
+            few_rows.stored_weight_linear(negative(2, 512), weight), F.linear(negative(2, 512), values)
+        )
         with pytest.raises(RuntimeError):
-            few_rows.linear(x, weight, drawn(3))
+            few_rows.stored_weight_linear(x, weight, drawn(3))
 
 
 SHAPES = [

@@ -19,7 +19,7 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 
 from te_models.kernels.cross_entropy import linear_cross_entropy
 from te_models.kernels.gemm import cpu, cpu_gemm, linear, linear_accumulating, matmul, set_cpu_gemm, using_cpu_gemm
-from te_models.kernels.gemm.float32 import FEW_ROWS, gemm_float32, product
+from te_models.kernels.gemm.float32 import FEW_ROWS, float32_product, gemm_float32
 from te_models.kernels.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 
 SPLITS = torch.tensor([5, 0, 9])
@@ -110,8 +110,8 @@ def test_every_matrix_that_is_multiplied_is_up_cast(case: str) -> None:
 def test_few_rows_read_the_weight_as_it_is() -> None:
     weight = made(32, 64)
     few, more = made(FEW_ROWS - 1, 64), made(FEW_ROWS, 64)
-    assert dispatched_gemms(lambda: product(few, weight.t(), None, torch.bfloat16)) == {torch.bfloat16}
-    assert dispatched_gemms(lambda: product(more, weight.t(), None, torch.bfloat16)) == {torch.float32}
+    assert dispatched_gemms(lambda: float32_product(few, weight.t(), None, torch.bfloat16)) == {torch.bfloat16}
+    assert dispatched_gemms(lambda: float32_product(more, weight.t(), None, torch.bfloat16)) == {torch.float32}
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -239,8 +239,8 @@ def test_every_way_to_take_a_product_in_pieces_is_the_product(
         monkeypatch.setattr("te_models.kernels.gemm.float32._PIECE", piece)
         for added in (None, bias):
             expected = (exact if added is None else exact + added.double()).to(torch.bfloat16)
-            found = product(left, right, added, torch.bfloat16)
+            found = float32_product(left, right, added, torch.bfloat16)
             into = torch.full_like(found, float("nan"))
-            assert product(left, right, added, torch.bfloat16, into) is into
+            assert float32_product(left, right, added, torch.bfloat16, into) is into
             assert torch.equal(into, found)
             torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-6)

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from te_models.kernels.cpp_library import CompilationError
 from te_models.kernels.gemm import ScaledOperand, explain_gemm, few_rows, gemm_counts, reset_gemm_counts
 from te_models.kernels.gemm.few_rows import library
-from te_models.kernels.gemm.few_rows.op import FEW, dequantize
+from te_models.kernels.gemm.few_rows.op import FEW, dequantized_weight
 from te_models.kernels.quantize.cpu_graph import library as shared
 from te_models.layers import Linear, MXFP8BlockScaling, quantized_model_init
 from te_models.layers.gemm.product import stored_for_few_rows
@@ -85,8 +85,8 @@ def test_it_is_the_product_with_the_dequantized_weight(instructions: None, forma
         bias = rows(1, shape[0], dtype)[0]
         for count in (1, 2, 3, 4, 5, 16):
             x = rows(count, shape[1], dtype)
-            assert_within_bound(few_rows.linear(x, operand), x, values)
-            assert_within_bound(few_rows.linear(x, operand, bias), x, values, bias)
+            assert_within_bound(few_rows.stored_weight_linear(x, operand), x, values)
+            assert_within_bound(few_rows.stored_weight_linear(x, operand, bias), x, values, bias)
     assert gemm_counts() == {("stored_linear", "few_rows"): 36}
 
 
@@ -109,7 +109,7 @@ def test_each_weight_is_exactly_its_dequantized_value(
     identity = torch.eye(336, dtype=dtype)
     for count in (1, 16):
         for begin in range(0, 336, 16 if count == 16 else 47):
-            found = few_rows.linear(identity[begin : begin + count], operand)
+            found = few_rows.stored_weight_linear(identity[begin : begin + count], operand)
             assert torch.equal(found, values[:, begin : begin + count].t()), (begin, count)
 
 
@@ -120,16 +120,16 @@ def test_every_byte_is_decoded(instructions: None, fp8_dtype: torch.dtype, scale
     data = torch.arange(256, dtype=torch.uint8).repeat(256, 1).view(fp8_dtype)
     operand = ScaledOperand(data, torch.tensor(scale), "per_tensor")
     for dtype in (BF16, F32):
-        wanted = dequantize(operand, dtype)[0]
+        wanted = dequantized_weight(operand, dtype)[0]
         finite = wanted.isfinite()
-        assert few_rows.linear(rows(1, 256, dtype), operand).isnan().all()  # every row has a NaN
+        assert few_rows.stored_weight_linear(rows(1, 256, dtype), operand).isnan().all()  # every row has a NaN
         cleared = ScaledOperand(
             torch.where(finite, data.view(torch.uint8), 0).view(fp8_dtype), operand.scale_inv, "per_tensor"
         )
         for k in range(0, 256, 5):
             x = torch.zeros(1, 256, dtype=dtype)
             x[0, k] = 1
-            assert (few_rows.linear(x, cleared) == torch.where(finite, wanted, 0)[k]).all()
+            assert (few_rows.stored_weight_linear(x, cleared) == torch.where(finite, wanted, 0)[k]).all()
 
 
 def test_every_scale_is_decoded(instructions: None) -> None:
@@ -144,7 +144,8 @@ def test_every_scale_is_decoded(instructions: None) -> None:
                 x = torch.zeros(1, 256, dtype=dtype)
                 x[0, 7] = 1
                 assert torch.equal(
-                    few_rows.linear(x, operand)[0].nan_to_num(7), dequantize(operand, dtype)[:, 7].nan_to_num(7)
+                    few_rows.stored_weight_linear(x, operand)[0].nan_to_num(7),
+                    dequantized_weight(operand, dtype)[:, 7].nan_to_num(7),
                 )
 
 
@@ -153,19 +154,19 @@ def test_every_scale_is_decoded(instructions: None) -> None:
 def test_a_row_does_not_depend_on_the_others(instructions: None, format: str) -> None:
     operand, _ = stored(format, (515, 336))
     x = rows(16, 336, BF16)
-    together = few_rows.linear(x, operand)
-    assert torch.equal(together, torch.cat([few_rows.linear(row[None], operand) for row in x]))
+    together = few_rows.stored_weight_linear(x, operand)
+    assert torch.equal(together, torch.cat([few_rows.stored_weight_linear(row[None], operand) for row in x]))
 
 
 def test_strides() -> None:
     operand, weight = stored("mxfp8")
     x = rows(512, 3, BF16).t()
-    assert_within_bound(few_rows.linear(x, operand), x, weight.dequantize(BF16))
+    assert_within_bound(few_rows.stored_weight_linear(x, operand), x, weight.dequantize(BF16))
     wide = torch.zeros(256, 1024, dtype=torch.uint8)
     wide[:, :512] = operand.data.view(torch.uint8)
     scales = operand.scale_inv.t().contiguous().t()
     view = operand._replace(data=wide[:, :512].view(E4M3), scale_inv=scales)
-    assert torch.equal(few_rows.linear(x, view), few_rows.linear(x, operand))
+    assert torch.equal(few_rows.stored_weight_linear(x, view), few_rows.stored_weight_linear(x, operand))
 
 
 def test_the_choice_is_explained() -> None:
@@ -220,9 +221,9 @@ def test_a_trace_has_what_is_computed() -> None:
     with torch.no_grad():
         operand = stored_for_few_rows(x, layer.weight)
         assert operand is not None
-        traced = torch.jit.trace(lambda rows: few_rows.linear(rows, operand), x)
+        traced = torch.jit.trace(lambda rows: few_rows.stored_weight_linear(rows, operand), x)
         more = rows(2, 512, BF16) + 1
-        assert torch.equal(traced(more), few_rows.linear(more, operand))
+        assert torch.equal(traced(more), few_rows.stored_weight_linear(more, operand))
 
 
 def test_a_compiled_layer_is_one_graph_for_any_rows() -> None:

@@ -40,14 +40,14 @@ def weight_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def test_sums_are_float32_and_do_not_depend_on_the_number_of_rows(instructions: None, dtype: torch.dtype) -> None:
     for shape in SHAPES:
         weight, bias, x = weight_of(shape, dtype), rows(1, shape[0], dtype)[0], rows(FEW, shape[1], dtype)
-        whole = gemv.linear(x, weight, None)
+        whole = gemv.gemv_linear(x, weight, None)
         assert_within_bound(whole, x, weight)
         for count in range(1, FEW + 1):
-            assert gemv.serves(x[:count], weight)
-            assert torch.equal(gemv.linear(x[:count], weight, None), whole[:count])
-            with_bias = gemv.linear(x[:count], weight, bias)
+            assert gemv.uses_gemv(x[:count], weight)
+            assert torch.equal(gemv.gemv_linear(x[:count], weight, None), whole[:count])
+            with_bias = gemv.gemv_linear(x[:count], weight, bias)
             assert_within_bound(with_bias, x[:count], weight, bias)
-        assert torch.equal(gemv.linear(x[:6].view(2, 3, -1), weight, bias), with_bias[:6].view(2, 3, -1))
+        assert torch.equal(gemv.gemv_linear(x[:6].view(2, 3, -1), weight, bias), with_bias[:6].view(2, 3, -1))
 
 
 def test_bfloat16_is_summed_in_the_order_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,16 +55,19 @@ def test_bfloat16_is_summed_in_the_order_of_float32(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gemv, "_function", lambda dtype, name="te_rows": function(dtype, name, True))
     for shape in ((128, 576), (128, 583), (4096, 17), (2048, 64)):
         weight, x = weight_of(shape, BF16), rows(3, shape[1], BF16)
-        assert torch.equal(gemv.linear(x, weight, None), gemv.linear(x.float(), weight.float(), None).to(BF16)), shape
+        assert torch.equal(
+            gemv.gemv_linear(x, weight, None), gemv.gemv_linear(x.float(), weight.float(), None).to(BF16)
+        ), shape
 
 
 def test_rows_of_a_weight_need_not_follow_one_another(instructions: None) -> None:
     whole, x = weight_of((300, 640), BF16), rows(3, 400, BF16)
     part = whole[:, 100:500]
-    assert gemv.serves(x, part)
-    assert torch.equal(gemv.linear(x, part, None), gemv.linear(x, part.contiguous(), None))
+    assert gemv.uses_gemv(x, part)
+    assert torch.equal(gemv.gemv_linear(x, part, None), gemv.gemv_linear(x, part.contiguous(), None))
     assert torch.equal(
-        gemv.linear(rows(400, 3, BF16).t(), part, None), gemv.linear(rows(400, 3, BF16).t().contiguous(), part, None)
+        gemv.gemv_linear(rows(400, 3, BF16).t(), part, None),
+        gemv.gemv_linear(rows(400, 3, BF16).t().contiguous(), part, None),
     )
 
 
@@ -73,7 +76,7 @@ def test_infinities_and_nan_stay_in_their_results(instructions: None, value: flo
     for columns in (512, 337):
         weight, x = weight_of((256, columns), F32), rows(2, columns, F32)
         weight[7, -1], x[1, 3] = value, value
-        y = gemv.linear(x, weight, None)
+        y = gemv.gemv_linear(x, weight, None)
         assert not y[0, 7].isfinite() and not y[1].isfinite().any()
         assert y[0, :7].isfinite().all() and y[0, 8:].isfinite().all()
 
@@ -87,7 +90,7 @@ def test_groups_of_few_rows_are_multiplied_so_and_others_by_a_gemm(instructions:
     begin = 0
     for g, count in enumerate(splits.tolist()):
         own = x[begin : begin + count]
-        expected = gemv.linear(own, weight[g], None) if 0 < count <= FEW else own @ weight[g].t()
+        expected = gemv.gemv_linear(own, weight[g], None) if 0 < count <= FEW else own @ weight[g].t()
         assert torch.equal(y[begin : begin + count], expected), g
         begin += count
     assert (y[total:] == 0).all()
@@ -104,23 +107,25 @@ def test_groups_of_a_large_call_have_the_bits_of_a_gemm() -> None:
     multiply(x[-4:], weight[1].t(), expected)
     assert torch.equal(y[-4:], expected)
     few = grouped_gemm(x[1:], weight, splits - torch.tensor([1, 0]))
-    assert torch.equal(few[-4:], gemv.linear(x[-4:], weight[1], None))
+    assert torch.equal(few[-4:], gemv.gemv_linear(x[-4:], weight[1], None))
 
 
 @torch.no_grad()
 def test_it_serves_plain_matrices_alone() -> None:
     weight, x = weight_of((256, 512), F32), rows(1, 512, F32)
-    assert gemv.serves(x, weight) and gemv.serves(x, torch.nn.Parameter(weight, requires_grad=False))
-    assert not gemv.serves(rows(FEW + 1, 512, F32), weight)
-    assert not gemv.serves(x[:0], weight)
-    assert not gemv.serves(x, weight.bfloat16()) and not gemv.serves(x.half(), weight.half())
-    assert not gemv.serves(rows(1, 256, F32), weight.t())
-    assert not gemv.serves(rows(1, 8, F32), weight_of((LEAST // 8 - 1, 8), F32))
-    assert not torch.func.vmap(lambda row: torch.tensor(float(gemv.serves(row[None], weight))))(rows(3, 512, F32)).any()
+    assert gemv.uses_gemv(x, weight) and gemv.uses_gemv(x, torch.nn.Parameter(weight, requires_grad=False))
+    assert not gemv.uses_gemv(rows(FEW + 1, 512, F32), weight)
+    assert not gemv.uses_gemv(x[:0], weight)
+    assert not gemv.uses_gemv(x, weight.bfloat16()) and not gemv.uses_gemv(x.half(), weight.half())
+    assert not gemv.uses_gemv(rows(1, 256, F32), weight.t())
+    assert not gemv.uses_gemv(rows(1, 8, F32), weight_of((LEAST // 8 - 1, 8), F32))
+    assert not torch.func.vmap(lambda row: torch.tensor(float(gemv.uses_gemv(row[None], weight))))(
+        rows(3, 512, F32)
+    ).any()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not gemv.serves(x, weight) and gemv.serves(x.bfloat16(), weight.bfloat16())
+        assert not gemv.uses_gemv(x, weight) and gemv.uses_gemv(x.bfloat16(), weight.bfloat16())
     with FakeTensorMode():
-        assert not gemv.serves(torch.empty(1, 512), torch.empty(256, 512))
+        assert not gemv.uses_gemv(torch.empty(1, 512), torch.empty(256, 512))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of forward-mode derivatives

@@ -48,7 +48,7 @@ def test_each_group_is_the_product_of_its_matrix_alone(format: str, dtype: torch
     assert not y[total:].any()
     ends = [0, *SPLITS.cumsum(0).tolist()]
     for g, (begin, end) in enumerate(itertools.pairwise(ends)):
-        alone = few_rows.linear(x[begin:end], operand.member(g))
+        alone = few_rows.stored_weight_linear(x[begin:end], operand.member(g))
         if end - begin > FEW:
             torch.testing.assert_close(y[begin:end], alone)
         else:

@@ -10,7 +10,7 @@ from torch import Tensor
 from te_models.kernels.custom_op import flatten
 from te_models.kernels.gemm import ScaledOperand
 from te_models.kernels.gemm import backends as backends
-from te_models.kernels.gemm.backends import Hardware
+from te_models.kernels.gemm.backends import DeviceCapability
 from te_models.kernels.grouped_gemm import (
     ROW_ALIGNMENT,
     explain_grouped_gemm,
@@ -26,7 +26,7 @@ from te_models.kernels.grouped_gemm.scaled import per_row
 from tests.kernels.gemm.scaled_cases import assert_within, exact, normal, quantized
 from tests.kernels.triton.test_grouped_gemm import FORMATS, SPLITS, check_wgrad, exact_rows, quantized_rows, ranges
 
-H100 = Hardware("cuda", (9, 0), True, (13, 0))
+H100 = DeviceCapability("cuda", (9, 0), True, (13, 0))
 NO_TRITON = H100._replace(triton=False)
 
 
@@ -125,10 +125,10 @@ def test_nvfp4_rows() -> None:
         ("mxfp8", H100, "triton"),
         ("per_tensor", H100, "triton"),
         ("pow2", NO_TRITON, "emulation"),  # blocks of E5M2 by E4M3: no backend but Triton
-        ("pow2", Hardware("cpu"), "emulation"),
+        ("pow2", DeviceCapability("cpu"), "emulation"),
     ],
 )
-def test_backends_of_quantized_rows(formats: str, hw: Hardware, backend: str) -> None:
+def test_backends_of_quantized_rows(formats: str, hw: DeviceCapability, backend: str) -> None:
     left, right = operands(formats, [16, 16], 0, inner=128)
     choice = choose_scaled("scaled_grouped_gemm", left, right, torch.bfloat16, hw)
     assert choice.backend == backend
@@ -147,7 +147,7 @@ def test_backends_without_triton() -> None:
         ((rows, weight), H100, "triton"),
         ((rows, weight), NO_TRITON, "native"),
         ((rows.float(), weight.float()), NO_TRITON, "loop"),
-        ((rows, weight), Hardware("cpu"), "loop"),
+        ((rows, weight), DeviceCapability("cpu"), "loop"),
     ):
         assert choose_plain("grouped_gemm", *tensors, hw).backend == backend
 

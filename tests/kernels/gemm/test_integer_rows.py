@@ -56,10 +56,10 @@ def test_it_is_the_product_with_the_dequantized_weight(instructions: None, form:
         values, bias = weight.dequantize(dtype), rows(1, shape[0], dtype)[0]
         x = rows(16, shape[1], dtype)
         reset_gemm_counts()
-        whole = few_rows.linear(x, operand, bias)
+        whole = few_rows.stored_weight_linear(x, operand, bias)
         assert_within_bound(whole, x, values, bias)
         for count in (1, 2, 3, 5):
-            assert torch.equal(few_rows.linear(x[:count], operand, bias), whole[:count])
+            assert torch.equal(few_rows.stored_weight_linear(x[:count], operand, bias), whole[:count])
         assert gemm_counts() == {("stored_linear", "few_rows"): 5}
 
 
@@ -77,7 +77,7 @@ def test_each_weight_is_exactly_its_dequantized_value(
         identity = torch.eye(shape[1], dtype=dtype)
         finite = values.isfinite().all(1)
         for begin in range(0, shape[1], 16):
-            found = few_rows.linear(identity[begin : begin + 16], operand).t()
+            found = few_rows.stored_weight_linear(identity[begin : begin + 16], operand).t()
             assert torch.equal(found[finite], values[finite, begin : begin + 16]), begin
             assert not found[~finite].isfinite().all(1).any()
 
@@ -91,7 +91,9 @@ def test_every_code_has_its_value(instructions: None) -> None:
         operand = IntegerOperand(packed, torch.full((256, 1), 0.7), zero, 256, bits, 256)
         for dtype in (BF16, F32):
             expected = ((data.float() - zero.float()) * 0.7).to(dtype)
-            found = torch.cat([few_rows.linear(part, operand) for part in torch.eye(256, dtype=dtype).split(16)])
+            found = torch.cat(
+                [few_rows.stored_weight_linear(part, operand) for part in torch.eye(256, dtype=dtype).split(16)]
+            )
             assert torch.equal(found.t(), expected)
 
 
@@ -122,6 +124,6 @@ def test_groups_that_no_vector_holds_are_dequantized() -> None:
     operand = weight.quantizer.integer_operand(weight.fields, weight.matrix_shape)
     x = rows(2, 512, BF16)
     reset_gemm_counts()
-    assert_within_bound(few_rows.linear(x, operand), x, weight.dequantize(BF16))
+    assert_within_bound(few_rows.stored_weight_linear(x, operand), x, weight.dequantize(BF16))
     assert gemm_counts() == {("stored_linear", "emulation"): 1}
     assert "groups of whole 32 columns, not of 16" in str(few_rows.choose_stored(x, operand))

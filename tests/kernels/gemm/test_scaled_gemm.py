@@ -19,14 +19,14 @@ from te_models.kernels.gemm import (
 from te_models.kernels.gemm import (
     backends as backends,
 )
-from te_models.kernels.gemm.backends import Hardware
-from te_models.kernels.gemm.choice import choose
+from te_models.kernels.gemm.backends import DeviceCapability
+from te_models.kernels.gemm.choice import choose_gemm
 from te_models.kernels.gemm.op import _scaled_gemm
 from tests.kernels.gemm.scaled_cases import E5M2, SIDES, assert_within, exact, normal, quantized
 
-H100 = Hardware("cuda", (9, 0), True, (13, 0))
-B200 = Hardware("cuda", (10, 0), True, (13, 0))
-A100 = Hardware("cuda", (8, 0), True, (13, 0))
+H100 = DeviceCapability("cuda", (9, 0), True, (13, 0))
+B200 = DeviceCapability("cuda", (10, 0), True, (13, 0))
+A100 = DeviceCapability("cuda", (8, 0), True, (13, 0))
 ALL = SIDES | {"nvfp4": (("nvfp4", None), ("nvfp4", None))}
 
 
@@ -103,13 +103,13 @@ RUNGS = [
     ("mxfp8 1x32 by 32x32", (64, 64, 128), B200, "native"),
     ("nvfp4", (64, 64, 128), B200, "native"),
     ("nvfp4", (64, 64, 128), H100, "emulation"),
-    ("per_tensor", (64, 64, 64), Hardware("cpu"), "emulation"),
+    ("per_tensor", (64, 64, 64), DeviceCapability("cpu"), "emulation"),
 ]
 
 
 @pytest.mark.parametrize(("sides", "shape", "hw", "backend"), RUNGS, ids=str)
-def test_backends(sides: str, shape: tuple[int, int, int], hw: Hardware, backend: str) -> None:
-    choice = choose(*pair(sides, shape), torch.bfloat16, hw)
+def test_backends(sides: str, shape: tuple[int, int, int], hw: DeviceCapability, backend: str) -> None:
+    choice = choose_gemm(*pair(sides, shape), torch.bfloat16, hw)
     assert choice.backend == backend
     assert choice.fallback == (backend == "emulation" and hw.type == "cuda")
     assert [name for name, _ in choice.passed_over] == ["native", "triton"][
@@ -120,11 +120,11 @@ def test_backends(sides: str, shape: tuple[int, int, int], hw: Hardware, backend
 def test_what_no_backend_multiplies_is_emulated() -> None:
     left, right = normal(64, 128, seed=1), normal(64, 128, seed=2)
     block, whole = quantized(left, "pow2", (1, 128)), quantized(right, "per_tensor", None)
-    assert choose(block, whole, torch.bfloat16, H100).backend == "emulation"
+    assert choose_gemm(block, whole, torch.bfloat16, H100).backend == "emulation"
     squares = quantized(left, "pow2", (128, 128)), quantized(right, "pow2", (128, 128))
-    assert choose(*squares, torch.bfloat16, H100).backend == "triton"
+    assert choose_gemm(*squares, torch.bfloat16, H100).backend == "triton"
     gradients = quantized(left, "per_tensor", None, E5M2), quantized(right, "per_tensor", None, E5M2)
-    assert choose(*gradients, torch.bfloat16, H100).backend == "triton"
+    assert choose_gemm(*gradients, torch.bfloat16, H100).backend == "triton"
 
 
 def test_explanation_counts_one_warning_and_strictness() -> None:
@@ -141,10 +141,10 @@ def test_explanation_counts_one_warning_and_strictness() -> None:
     assert backends.gemm_counts() == {("scaled_gemm", "emulation"): 1}
     with pytest.raises(ValueError, match="strict asks for a GEMM on the quantized numbers themselves"):
         scaled_gemm(left, right, torch.bfloat16, strict=True)
-    fallback = choose(left, right, torch.bfloat16, H100)
+    fallback = choose_gemm(left, right, torch.bfloat16, H100)
     with pytest.warns(RuntimeWarning, match=r"not native: nvfp4 blocks need compute capability 10\.0"):
-        backends.record(fallback, strict=False)
-    backends.record(fallback, strict=False)  # counted, not told again: a second warning would fail this test
+        backends.record_choice(fallback, strict=False)
+    backends.record_choice(fallback, strict=False)  # counted, not told again: a second warning would fail this test
     assert backends.gemm_counts() == {("scaled_gemm", "emulation"): 3}
     backends.reset_gemm_counts()
     assert backends.gemm_counts() == {}

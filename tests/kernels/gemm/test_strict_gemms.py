@@ -9,16 +9,16 @@ from collections.abc import Callable
 import torch
 
 from te_models.kernels.gemm import backends, gemm_counts, strict_gemms
-from te_models.kernels.gemm.backends import Choice, record
+from te_models.kernels.gemm.backends import BackendChoice, record_choice
 
-FALLBACK = Choice("a product in a test", backends.EMULATION, (("native", "there is none"),), fallback=True)
+FALLBACK = BackendChoice("a product in a test", backends.EMULATION, (("native", "there is none"),), fallback=True)
 
 
 def refused() -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            record(FALLBACK, strict=False)
+            record_choice(FALLBACK, strict=False)
         except ValueError:
             return True
     return False
@@ -74,11 +74,11 @@ def test_regions_end_in_any_order() -> None:
 
 
 def test_threads_count_together() -> None:
-    chosen = Choice("another product in a test", "native")
+    chosen = BackendChoice("another product in a test", "native")
 
     def count() -> None:
         for _ in range(500):
-            record(chosen, strict=False)
+            record_choice(chosen, strict=False)
 
     every = [threading.Thread(target=count) for _ in range(4)]
     for thread in every:

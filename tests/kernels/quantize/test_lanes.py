@@ -84,7 +84,7 @@ def test_codes_and_errors_are_those_of_the_rounded_numbers(dtype: torch.dtype) -
         for found, block, kind in stored:
             assert found is not None
             wanted = rounding.round_blockwise(x, block, E4M3, kind, F32, epsilon=0.0)
-            decoded = fields.decode_blocks(found[0], found[1], block, F32)
+            decoded = fields.decode_fp8_blocks(found[0], found[1], block, F32)
             assert torch.equal(decoded, wanted), (name, block, kind)
             assert_same(torch.tensor(found[2]), (wanted - x.float()).abs().amax())
         for found, scale in scaled:
@@ -117,7 +117,7 @@ def test_every_byte_times_every_kind_of_scale(dtype: torch.dtype) -> None:
                 payload,
             ):
                 wanted = (data.float() * per_element(scales, block, *data.shape)).to(dtype)
-                assert_same(fields.decode_blocks(data, scales, block, dtype), wanted)
+                assert_same(fields.decode_fp8_blocks(data, scales, block, dtype), wanted)
                 if block[0] == 1:
                     assert_same(fields.decode_e4m3(data, scales, block[1], dtype), wanted)
         assert fields.has_nan(data) == bool(data.float().isnan().any())

@@ -119,9 +119,9 @@ def test_what_the_short_way_does_not_take(by_definition: Callable[..., Any]) -> 
             got = nvfp4_eager.quantize_nvfp4(given, block_rows=rows)
             expected = by_definition(nvfp4.quantize_nvfp4, given, block_rows=rows)
             assert torch.equal(got[0], expected[0]) and torch.equal(bits(got[1]), bits(expected[1]))
-    assert nvfp4_eager.serves(x, (1, 16))
+    assert nvfp4_eager.uses_nvfp4_library(x, (1, 16))
     for given in (x.double(), x.clone().requires_grad_(), x.to("meta"), x[:, :60], x[:0]):
-        assert not nvfp4_eager.serves(given, (1, 16))
+        assert not nvfp4_eager.uses_nvfp4_library(given, (1, 16))
     with pytest.raises(ValueError, match="block_rows is 2; allowed: 1, 16"):
         nvfp4_eager.quantize_nvfp4(x, block_rows=2)
 

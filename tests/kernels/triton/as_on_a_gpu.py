@@ -9,7 +9,7 @@ from te_models.kernels import quantize as q
 from te_models.kernels.backend import Answer, Backend
 from te_models.kernels.custom_op import flatten
 from te_models.kernels.gemm import op as dense
-from te_models.kernels.gemm.backends import Hardware
+from te_models.kernels.gemm.backends import DeviceCapability
 from te_models.kernels.grouped_gemm import op, scaled
 from te_models.kernels.permute import Permutation
 from te_models.kernels.permute.quantized import permute_quantized_op
@@ -18,7 +18,7 @@ from te_models.layers.gemm import quantized_rows
 from tests.patches import Patching
 
 # torch with an older CUDA: 128-blocks then are for Triton, too
-H100 = Hardware("cuda", (9, 0), True, (12, 8))
+H100 = DeviceCapability("cuda", (9, 0), True, (12, 8))
 
 
 class NoLibrary:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from te_models.kernels.activation import reference as activation
 from te_models.kernels.cross_entropy import IGNORE_INDEX
 from te_models.kernels.custom_op import Registered, registered
-from te_models.kernels.custom_op.schema import values_of
+from te_models.kernels.custom_op.schema import argument_values
 from te_models.kernels.launch import as_matrix
 from te_models.kernels.norm import reference as norm
 from te_models.kernels.permute import reference as permutation
@@ -269,7 +269,7 @@ CPU_ONLY = {
 
 def expected(name: str, arguments: tuple[Any, ...], definition: Definition, run: Run) -> list[Tensor]:
     """Return what an operation must return, or leave in what it writes to. arguments: on a CPU, which may change."""
-    values = values_of(registered()[name].parameters, arguments)
+    values = argument_values(registered()[name].parameters, arguments)
     if definition.needs_run:
         values["run"] = run
     return [t for t in tree_leaves(definition.results(**values)) if isinstance(t, Tensor)]

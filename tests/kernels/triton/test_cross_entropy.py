@@ -113,7 +113,7 @@ def test_scaling_keeps_the_factor_unrounded(device) -> None:
 
     x = torch.randn(3, 1000, device=device).bfloat16()
     factor = torch.tensor(1 / 3, device=device)
-    assert torch.equal(triton.scaled(x, factor), (x.float() * factor).bfloat16())
+    assert torch.equal(triton.scaled_in_float32(x, factor), (x.float() * factor).bfloat16())
 
 
 @pytest.mark.gpu

@@ -136,7 +136,7 @@ def test_dropout_is_for_training_only() -> None:
         ({"softmax_type": "two"}, "softmax_type is 'two'; allowed: 'vanilla', 'off-by-one', 'learnable'"),
         ({"qkv_format": "bhsd"}, "qkv_format is 'bhsd'; allowed: 'sbhd', 'bshd', 'thd'"),
         ({"tp_size": 3}, "tp_size is 3; allowed: a divisor of 4 key/value heads"),
-        ({"cp_comm_type": "ring"}, "cp_comm_type is 'ring'; allowed: 'p2p', 'all_gather', 'a2a'"),
+        ({"cp_comm_type": "ring"}, "cp_comm_type is 'ring'; allowed: 'all_gather', 'p2p', 'a2a'"),
         ({"return_max_logit": True}, "return_max_logit is True, which this library does not have; allowed: False"),
     ],
 )

@@ -62,7 +62,7 @@ def masked(layer: DotProductAttention, monkeypatch: pytest.MonkeyPatch, tensors:
     """Return what one mask gives."""
     with monkeypatch.context() as patch:
         patch.setattr(dot_product_attention, "saves", lambda *_: False)
-        patch.setattr(flash_attention, "serves", lambda *_: False)
+        patch.setattr(flash_attention, "uses_flash_attention", lambda *_: False)
         return with_gradients(layer(*tensors, **options), tensors)
 
 
@@ -79,7 +79,7 @@ def test_blocks_give_what_a_mask_gives(
     kind: str, queries: int, keys: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "torch":
-        monkeypatch.setattr(flash_attention, "serves", lambda *_: False)
+        monkeypatch.setattr(flash_attention, "uses_flash_attention", lambda *_: False)
     layer, tensors = attention(window, **KINDS[kind]), inputs(queries, keys)
     hidden = [None, *(torch.rand(rows, 1, 1, keys) < 0.2 for rows in (1, B))]
     for mask in hidden:
@@ -96,7 +96,7 @@ def test_documents_are_seen_within_the_window(
     kind: str, queries: int, keys: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "torch":
-        monkeypatch.setattr(flash_attention, "serves", lambda *_: False)
+        monkeypatch.setattr(flash_attention, "uses_flash_attention", lambda *_: False)
     layer, tensors, numbers = attention(window, **KINDS[kind]), inputs(queries, keys), documents(keys)
     assert layer.attends_documents(torch.device("cpu"))
     mask = ~sees_own_document(numbers, numbers[:, keys - queries :])[:, None]
@@ -156,7 +156,7 @@ def test_sinks_without_a_window_need_no_scores(
     assert all(map(torch.equal, again, found))
     with monkeypatch.context() as patch:
         patch.setattr(Masking, "hides_later_keys_alone", lambda *_: False)
-        patch.setattr(flash_attention, "serves", lambda *_: False)
+        patch.setattr(flash_attention, "uses_flash_attention", lambda *_: False)
         close(found, with_gradients(layer(*tensors), trained))
 
 
@@ -194,7 +194,7 @@ def test_an_exported_program_has_any_length() -> None:
 @pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_other_lengths_compile_at_most_twice(trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for those with blocks, once for those without. trained: with the graphs of gradients."""
-    monkeypatch.setattr(flash_attention, "serves", lambda *_: False)
+    monkeypatch.setattr(flash_attention, "uses_flash_attention", lambda *_: False)
     torch._dynamo.reset()
     layer = attention(8)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager" if trained else "eager")

@@ -34,7 +34,7 @@ from te_models.layers import (
     recipe,
     share_scales,
 )
-from te_models.layers.quantizer.schema import alignment
+from te_models.layers.quantizer.schema import cut_multiple
 from te_models.layers.tensor.fsdp import shards_of_blocks
 from tests.build import weight_quantizers
 from tests.compare import refused, same_bits
@@ -430,7 +430,7 @@ def test_any_number_of_rows_is_shared(name: str, grouped: bool) -> None:
     """Between blocks, of which the last rank has fewer: three and a part of one, three experts, and one block, of which
     it has nothing. Gathered bits and steps are those of one rank."""
     quantizer = FORMATS[name]
-    block = 1 if grouped else alignment(quantizer, -2)
+    block = 1 if grouped else cut_multiple(quantizer, -2)
     for rows in (3, 1) if grouped else (3 * block + 16, 16 if block == 1 else block):
         torch.manual_seed(0)
         shape = (rows, 32, IN) if grouped else (rows, IN)

@@ -25,7 +25,7 @@ from te_models.layers import (
     recipe,
 )
 from te_models.layers.collectives import all_gather, reduce_scatter
-from te_models.layers.distributed.tensor_parallel import part_of
+from te_models.layers.distributed.tensor_parallel import rank_part
 from tests.build import tiny, tiny_moe
 from tests.compare import refused
 from tests.ranks import on_ranks
@@ -91,7 +91,7 @@ def build(kind: str, **split: object) -> nn.Module:
                 whole = parameter.numel() * (1 if dim is None else ranks)
                 values = torch.rand(whole, generator=generator) + ("norm" in name)
                 stride = getattr(parameter, "partition_stride", 1)
-                parameter.copy_(values if dim is None else part_of(values, dim, dist.get_rank(), ranks, stride))
+                parameter.copy_(values if dim is None else rank_part(values, dim, dist.get_rank(), ranks, stride))
     return module
 
 
@@ -142,9 +142,9 @@ def test_split_layers_are_the_whole_ones(kind: str, sequence_parallel: bool, nam
     for (key, full), part in zip(whole.named_parameters(), split.parameters(), strict=True):
         expected = full.grad
         if hasattr(part, "partition_dim"):
-            expected = part_of(expected, part.partition_dim, rank, RANKS, part.partition_stride)
+            expected = rank_part(expected, part.partition_dim, rank, RANKS, part.partition_stride)
             if name is None:
-                values = part_of(full.detach(), part.partition_dim, rank, RANKS, part.partition_stride)
+                values = rank_part(full.detach(), part.partition_dim, rank, RANKS, part.partition_stride)
                 assert torch.equal(part, values), f"{key} does not start as the whole one's part"
         try:
             close(part.grad, expected, bound)
@@ -170,8 +170,8 @@ def test_grouped_members_are_split(grouped: bool, grouped_bias: bool) -> None:
             assert getattr(mine, "partition_dim", None) == dim
             if name.startswith("bias"):
                 full.data.normal_()
-                mine.data.copy_(full if dim is None else part_of(full, dim, rank, RANKS))
-            assert torch.equal(mine, full if dim is None else part_of(full, dim, rank, RANKS))
+                mine.data.copy_(full if dim is None else rank_part(full, dim, rank, RANKS))
+            assert torch.equal(mine, full if dim is None else rank_part(full, dim, rank, RANKS))
     x, splits = torch.randn(ROWS, HIDDEN), torch.tensor([30, 0, 30])  # four rows of no group, which get no bias
     y = row(column(x, splits), splits)
     dist.all_reduce(y)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from te_models.layers import Linear, autocast
-from te_models.layers.gemm import encode
+from te_models.layers.gemm import three_gemms
 from tests.layers.matrix_recipes import fresh
 
 
@@ -20,7 +20,7 @@ def test_the_copy_for_one_gemm_ends_before_the_next_begins(
 ) -> None:
     """Where both GEMMs have the same numbers, one copy is for both."""
     made: list[weakref.ref[Tensor]] = []
-    real = encode.quantized_operand
+    real = three_gemms.quantized_operand
     x = torch.randn(64, 32, requires_grad=True)
     with autocast(recipe=fresh(name)):
         y = Linear(32, 48)(x)
@@ -32,6 +32,6 @@ def test_the_copy_for_one_gemm_ends_before_the_next_begins(
             made.append(weakref.ref(operand.values))
         return operand
 
-    monkeypatch.setattr(encode.OneMatrix, "operand", staticmethod(quantized_operand))
+    monkeypatch.setattr(three_gemms.OneMatrix, "operand", staticmethod(quantized_operand))
     y.backward(torch.randn_like(y))
     assert len(made) == copies and x.grad is not None

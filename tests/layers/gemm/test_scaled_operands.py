@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from te_models.kernels.gemm import ScaledOperand, gemm_counts, reset_gemm_counts, strict_gemms, traced_fallbacks
-from te_models.kernels.gemm.backends import Hardware
-from te_models.kernels.gemm.choice import choose
+from te_models.kernels.gemm.backends import DeviceCapability
+from te_models.kernels.gemm.choice import choose_gemm
 from te_models.layers import (
     CustomRecipe,
     GroupedLinear,
@@ -150,7 +150,10 @@ def test_four_bit_weights_in_squares_have_packed_numbers_for_dgrad(
         left = gemm_operand.quantized_operand(
             quantizers.grad_output, torch.randn(32, 64).bfloat16(), "rowwise", torch.bfloat16, key
         )
-        assert choose(left, right, torch.bfloat16, Hardware("cuda", (10, 0), True, (12, 9))).backend == "native"
+        assert (
+            choose_gemm(left, right, torch.bfloat16, DeviceCapability("cuda", (10, 0), True, (12, 9))).backend
+            == "native"
+        )
 
 
 def test_a_fallback_in_a_compiled_graph_is_counted_when_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:

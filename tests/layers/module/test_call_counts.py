@@ -173,7 +173,8 @@ def test_a_model_with_experts_is_few_calls(name: str | None, limit: int) -> None
 
 
 ASKING = {"choose", "has_library", "compiling", "unobserved", "eager_on_cpu", "plain_on_cpu", "exporting"}
-ASKING |= {"quantized_gemms", "in_cpu_graph", "chosen", "fits", "serves"}
+ASKING |= {"quantized_gemms", "in_cpu_graph", "chosen", "fits", "uses_flash_attention", "uses_decode_attention"}
+ASKING |= {"uses_gemv", "uses_few_rows"}
 """Functions that only ask what may run."""
 
 

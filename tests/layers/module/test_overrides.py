@@ -32,7 +32,7 @@ from te_models.layers import (
     recipe_report,
     store_weights,
 )
-from te_models.layers.recipe.per_module import matches
+from te_models.layers.recipe.per_module import matches_pattern
 from te_models.model import GPTModel
 from tests.build import VOCAB, tiny
 
@@ -59,7 +59,7 @@ GLOBS = [
 
 @pytest.mark.parametrize("pattern, name, expected", GLOBS)
 def test_patterns_are_globs(pattern: str, name: str, expected: bool) -> None:
-    assert matches(pattern, name) == expected
+    assert matches_pattern(pattern, name) == expected
 
 
 def named_pair() -> nn.Sequential:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from te_models.kernels import quantize as q
 from te_models.layers import GroupedLinear, LayerNormMLP, Linear, autocast, ops, recipe
-from te_models.layers.gemm import encode, gradients
 from te_models.layers.gemm import product as gemm_operand
+from te_models.layers.gemm import three_gemms
 from tests.layers.te.ops.steps import NAMES, assert_equal, step
 
 SPLITS = [5, 0, 30]
@@ -67,9 +67,9 @@ def test_no_bit_changes(kind: str, name: str, shapes: list, monkeypatch: pytest.
 
     def twice(weight: Tensor, scaling: Any, dtype: torch.dtype, *rest: Any) -> Any:
         quantizer = scaling.for_weight(records=True)
-        return encode.Encoded(gemm_operand.quantized_operand(quantizer, weight, "rowwise", dtype))
+        return three_gemms.EncodedTensor(gemm_operand.quantized_operand(quantizer, weight, "rowwise", dtype))
 
-    monkeypatch.setattr(gradients, "encode_weight", twice)
+    monkeypatch.setattr(three_gemms, "encode_weight", twice)
     assert_equal(step(module, name, [x], run=run_of(kind, module)), got)
     if name != "nvfp4":
         assert [shapes.count(shape) for shape in weight_shapes] == [2] * len(weight_shapes)
@@ -79,14 +79,14 @@ def test_no_bit_changes(kind: str, name: str, shapes: list, monkeypatch: pytest.
 def test_no_weight_is_saved_without_need(kind: str, shapes: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not under no_grad, for an input without a gradient, for a backward pass in high precision, or on CPU."""
     needed = []
-    original = gradients.encode_weight
+    original = three_gemms.encode_weight
 
     def spy(*arguments: Any) -> Any:
         found = original(*arguments)
         needed.append(bool(found.tensors))
         return found
 
-    monkeypatch.setattr(gradients, "encode_weight", spy)
+    monkeypatch.setattr(three_gemms, "encode_weight", spy)
     module, x = MODULES[kind](), torch.randn(35, 96)
     run = run_of(kind, module)
     with autocast(recipe=recipe("mxfp8")):

@@ -29,7 +29,7 @@ from te_models.layers import (
     quantized_model_init,
     recipe_report,
 )
-from te_models.layers.gemm import weight as stored_form
+from te_models.layers.gemm import weight_format as stored_form
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: Linear(256, 128, bias=False),

@@ -133,7 +133,9 @@ def test_pieces_with_scales_of_blocks(limit: int) -> None:
     state = moments.MomentStore("float8", 0, False).zeros(parameter, parameter)
     state |= {"step": torch.zeros(())}
     state["exp_avg_scale_inv"].copy_(torch.arange(8))
-    cut = list(adamw_update.pieces(adamw_update.whole_piece(parameter.detach(), parameter.detach(), state, 1), limit))
+    cut = list(
+        adamw_update.parameter_slices(adamw_update.whole_piece(parameter.detach(), parameter.detach(), state, 1), limit)
+    )
     assert [piece.begin for piece in cut] == list(range(0, 1024, limit))
     assert torch.equal(torch.cat([piece.state["exp_avg_scale_inv"] for piece in cut]), torch.arange(8.0))
     for piece in cut:

@@ -32,7 +32,7 @@ from te_models.layers import (
     Quantizer,
 )
 from te_models.layers.dynamo.custom_op import Live, QuantizedResult, quantized_like
-from te_models.layers.dynamo.quantizer_string import quantizer_of, text_of
+from te_models.layers.dynamo.quantizer_string import quantizer_from_text, text_of
 from te_models.layers.quantizer.value import value_class
 from tests.compare import raw, same_bits
 from tests.kernels.described import check_description, tensors
@@ -316,7 +316,7 @@ class Own(MXFP8Quantizer):
 def test_a_text_rebuilds_its_quantizer(quantizer: Quantizer) -> None:
     text = text_of(quantizer)
     assert text == text_of(copy.deepcopy(quantizer))
-    again = quantizer_of(text)
+    again = quantizer_from_text(text)
     assert again == quantizer and type(again) is type(quantizer)
     assert str(id(quantizer)) not in text and " object at " not in text
 
@@ -334,7 +334,7 @@ def test_a_text_is_the_same_in_another_process() -> None:
 def test_texts_that_name_no_known_class_and_live_state_are_refused() -> None:
     unknown = json.dumps({"class": "os.path", "rowwise": True})
     with pytest.raises(ValueError, match=re.escape("a quantizer of class os.path is named")):
-        quantizer_of(unknown)
+        quantizer_from_text(unknown)
     quantizer = MXFP8Quantizer()
     group = dist.ProcessGroup(dist.HashStore(), 0, 1)
     object.__setattr__(quantizer, "two_dimensional", group)

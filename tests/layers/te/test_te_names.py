@@ -198,7 +198,7 @@ def test_names_that_are_elsewhere_say_where() -> None:
     with pytest.raises(AttributeError, match="no attribute 'L2Normalization': it is L2Norm"):
         te.ops.L2Normalization  # noqa: B018
     with pytest.raises(TypeError, match=r"config is 64; allowed: .* te_models\.layers\.TransformerLayer"):
-        te_models.TransformerLayer(64, 128, 4)
+        te_models.DecoderLayer(64, 128, 4)
     with pytest.raises(ImportError, match="cannot import name 'FusedAdamV'"):
         from te_models.layers import FusedAdamV  # noqa: F401
 

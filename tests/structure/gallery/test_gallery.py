@@ -16,8 +16,8 @@ from te_models.plan.process import plan_each
 from te_models.sizes import format_size
 from te_models.training import TrainConfig, load_config, read_metrics, train
 from te_models.training.precision import build_recipe
-from te_models.training.preflight import check_layout
-from te_models.training.trained import check_names
+from te_models.training.preflight import check_run_layout
+from te_models.training.trained import check_globs
 
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3 |= {"original_max_position_embeddings": 8192}
@@ -280,9 +280,9 @@ def test_a_configuration_is_of_its_model_and_says_its_memory(name: str) -> None:
     assert (config.data.messages_field is not None) == (task == "sft")
     if config.model.config is not None:
         assert with_model(name).model.config == config.model.config
-    check_names(config, model)
+    check_globs(config, model)
     build_recipe(config.precision, model.num_layers)
-    check_layout(config, model, ParallelDims.of(vars(config.parallel), ranks))
+    check_run_layout(config, model, ParallelDims.of(vars(config.parallel), ranks))
 
 
 def planned(names: list[str], ranks: int) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from te_models.adopt import AdoptError, adopt, known_type, outcome, write
+from te_models.adopt import AdoptError, adopt, known_type, outcome, write_adopted
 from te_models.checkpoints import FAMILIES
 from te_models.checkpoints.families.base.fields import Flag
 from te_models.cli.main import main
@@ -31,7 +31,7 @@ def test_a_hidden_family_is_found_again(tmp_path: Path, model_type: str) -> None
     """... as a file that reads other sizes and other weights than it was found with, too."""
     found = adopt(model_type)
     assert found.report.verdict == "declared", found.report.lacking
-    files = write(found, tmp_path / "out")
+    files = write_adopted(found, tmp_path / "out")
     assert files == sorted([f"{model_type}.py", f"test_{model_type}.py", "report.json", "report.md"])
     family = loaded(tmp_path / "out" / f"{model_type}.py", model_type.upper())
     known = known_type(model_type)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from te_models.adopt import adopt, known_type, outcome, write
-from te_models.adopt.naming import split
+from te_models.adopt import adopt, known_type, outcome, write_adopted
+from te_models.adopt.naming import split_names
 from te_models.adopt.near import agrees, with_defaults
 from te_models.adopt.wrapped import wrapped_type
 from te_models.checkpoints import FAMILIES, CheckpointError
@@ -22,7 +22,7 @@ from tests.te_models.adopt.test_adopting import loaded
 def test_a_bias_that_selects_experts_is_a_tensor_of_its_own() -> None:
     """... and that of fused experts belongs to their weight."""
     at = "model.layers.0.mlp."
-    _, inside = split(
+    _, inside = split_names(
         {f"{at}gate.e_score_correction_bias": (8,), f"{at}experts.up": (8, 4, 6), f"{at}experts.up_bias": (8, 6)},
         "model.layers.{i}",
     )
@@ -42,6 +42,14 @@ def test_absent_fields_are_what_the_class_makes_of_them() -> None:
     kinds = with_defaults(LayerPattern(4096, None), cwm)
     with pytest.raises(CheckpointError, match="has no 'layer_types'"):
         kinds.read({"num_hidden_layers": 2})
+
+
+def test_every_entry_of_a_family_can_be_fitted_to_a_class() -> None:
+    """... also those that hold several names, which no default replaces."""
+    known = known_type("glm4_moe")
+    for name in ("deepseek_v3", "hy_v3", "ernie4_5_moe", "cohere2", "exaone_moe", "smollm3"):
+        for entry in FAMILIES[name].fields:
+            assert isinstance(with_defaults(entry, known).names, tuple)
 
 
 def test_fields_that_a_file_leaves_out_are_filled_in() -> None:
@@ -67,7 +75,7 @@ def test_a_type_around_a_text_model_has_the_fields_of_the_text_model() -> None:
 def test_a_model_around_a_text_model_is_found(tmp_path: Path) -> None:
     found = adopt("gemma3")
     assert found.family is not None and text_part(found.family) is not None, found.report.missing
-    write(found, tmp_path / "out")
+    write_adopted(found, tmp_path / "out")
     family = loaded(tmp_path / "out/gemma3.py", "GEMMA3")
     built = known_type("gemma3").build({**found.sizes, "num_hidden_layers": 3}, seed=5)
     assert outcome(family, built, seed=5)[0] == "same", outcome(family, built, seed=5)

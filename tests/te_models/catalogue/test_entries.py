@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from te_models.catalogue import CatalogueError, Entry, entry, names
+from te_models.catalogue import CatalogueEntry, CatalogueError, entry, names
 from te_models.checkpoints import FAMILIES
 from te_models.checkpoints.tools.statistics import count_parameters
 from te_models.cli.main import main
@@ -52,7 +52,7 @@ def test_active_parameters_are_near_the_published_ones() -> None:
     assert far == {}
 
 
-def of_each_family() -> list[Entry]:
+def of_each_family() -> list[CatalogueEntry]:
     """The first entry of every family; all of them in `make test-all`."""
     found = {each.family.model_type: each for each in map(entry, reversed(names()))}
     return list(found.values()) if EVERYDAY[0] else [*map(entry, names())]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from te_models import GPTModel, ModelConfig, MoELayer, TransformerLayer
+from te_models import DecoderLayer, GPTModel, ModelConfig, MoELayer
 from te_models.layers import DotProductAttention, autocast, set_rounding_seed
 from te_models.layers.module.model_state import quantized_modules
 from te_models.model.build import Build
@@ -73,7 +73,7 @@ def build(kind: str) -> nn.Module:
     options = Build(params_dtype=BF16)
     return {
         "attention": Attention,
-        "transformer_layer": lambda: TransformerLayer(config(False), build=options),
+        "transformer_layer": lambda: DecoderLayer(config(False), build=options),
         "moe_layer": lambda: MoELayer(config(True), build=options),
         "gpt_dense": lambda: GPTModel(config(False), params_dtype=BF16),
         "gpt_moe": lambda: GPTModel(config(True), params_dtype=BF16),

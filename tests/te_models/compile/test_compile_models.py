@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-from te_models import GPTModel, RouterConfig, TransformerLayer, compile_model
+from te_models import DecoderLayer, GPTModel, RouterConfig, compile_model
 from te_models.layers import Float8BlockScaling, Float8CurrentScaling, Linear, MXFP8BlockScaling, autocast
 from tests.build import VARIANTS, one_layer, tiny_moe, token_ids
 from tests.layers.matrix_recipes import compute_the_loss_as_compiled
@@ -343,7 +343,7 @@ def test_compile_model_refuses_an_unknown_mode() -> None:
 
 
 def test_compile_model_compiles_a_layer_whole() -> None:
-    layer = TransformerLayer(VARIANTS["dense"])
+    layer = DecoderLayer(VARIANTS["dense"])
     x = torch.randn(2, 9, VARIANTS["dense"].hidden_size)
     expected, _ = layer(x)
     counter = count("eager")

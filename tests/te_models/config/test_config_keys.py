@@ -10,13 +10,13 @@ from typing import Literal
 import pytest
 
 from te_models.config import ConfigPart, ModelConfig
-from te_models.config.keys import Table, field_docs, nested_part, tables_of, toml_words, type_words
+from te_models.config.keys import KeyTable, field_docs, nested_part, tables_of, toml_words, type_words
 from te_models.training import TrainConfig
 
 TRAINING = {table.name: table for table in tables_of(TrainConfig)}
 
 
-def keys(table: Table) -> dict[str, tuple[str, str]]:
+def keys(table: KeyTable) -> dict[str, tuple[str, str]]:
     return {key.name: (key.type, key.default_words) for key in table.keys}
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from te_models import GPTModel
 from te_models.evaluation import TextScore, score_documents
-from te_models.evaluation.perplexity import windows_of
+from te_models.evaluation.perplexity import sliding_windows
 from tests.training.runs import tiny_model
 
 
@@ -50,9 +50,9 @@ def test_scores_are_those_of_the_definition(model: GPTModel, seq_length: int, st
 
 def test_windows_predict_every_token_once() -> None:
     for tokens in range(40):
-        found = [place for _, end, scored in windows_of(tokens, 7, 3) for place in range(scored, end)]
+        found = [place for _, end, scored in sliding_windows(tokens, 7, 3) for place in range(scored, end)]
         assert found == list(range(1, tokens))
-        assert all(end - begin <= 7 and begin < scored for begin, end, scored in windows_of(tokens, 7, 3))
+        assert all(end - begin <= 7 and begin < scored for begin, end, scored in sliding_windows(tokens, 7, 3))
 
 
 def test_numbers_have_their_units() -> None:

@@ -303,11 +303,11 @@ def test_a_field_that_llama_cpp_does_not_read_is_named(tmp_path: Path, case: str
 
 def test_heads_that_are_rotated_in_part_are_refused(tmp_path: Path) -> None:
     """Where llama.cpp's architecture can, and the family here cannot."""
-    from te_models.gguf.architectures import hf_config, key_values
+    from te_models.gguf.architectures import gguf_hf_config, key_values
 
     ours = make(tmp_path, "llama")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     values = {**key_values(config, "llama"), "general.architecture": "llama", "llama.rope.dimension_count": 8}
     with pytest.raises(CheckpointError, match=r"rope.dimension_count = 8; supported: 16"):
-        hf_config(values, {}, "the file")
+        gguf_hf_config(values, {}, "the file")
     assert ours.exists()

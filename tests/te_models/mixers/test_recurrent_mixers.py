@@ -13,7 +13,7 @@ import torch
 
 from te_models import AttentionConfig, DraftModel, GPTModel, KVCache, ModelConfig, StaticKVCache, generate
 from te_models.checkpoints import expected_tensors
-from te_models.checkpoints.mapping.rank_shards import Place, parts
+from te_models.checkpoints.mapping.rank_shards import ShardPlace, parts
 from te_models.config import (
     ConfigError,
     DeepNormConfig,
@@ -26,9 +26,10 @@ from te_models.config import (
     ShortConvolutionConfig,
 )
 from te_models.layers import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe, autocast
+from te_models.layouts import Facts, check_layout_rules
 from te_models.model.flops import forward_flops_per_token
-from te_models.model.parallel import check_layers, reset_parameters
-from te_models.parallel.sharding import parts_of
+from te_models.model.parallel import reset_parameters
+from te_models.parallel.sharding import sharded_parts
 from te_models.training.optimizer.groups import is_decayed
 from tests.build import tiny, tiny_moe, token_ids
 
@@ -189,7 +190,7 @@ def test_folders(name: str, tmp_path: Path) -> None:
 def test_every_rank_has_its_part_of_a_mixer(name: str) -> None:
     config = hybrid(name)
     shapes = expected_tensors(config)
-    halves = [parts(config, shapes, Place(tp_rank=rank, tp_size=2)) for rank in (0, 1)]
+    halves = [parts(config, shapes, ShardPlace(tp_rank=rank, tp_size=2)) for rank in (0, 1)]
     mixer = [n for n in shapes if ".mixer." in n]
     assert any(halves[0][n].dim is not None for n in mixer)
     for n in mixer:
@@ -198,7 +199,7 @@ def test_every_rank_has_its_part_of_a_mixer(name: str) -> None:
     many = AttentionConfig(num_attention_heads=48, kv_channels=2)
     unequal = tiny(attention=many, mixers={"recurrent": MIXERS[name]}, layer_mixers=("attention", "recurrent"))
     with pytest.raises(ConfigError, match=r"mixers.recurrent\.\w+ is \d+, which 48 ranks cannot share equally"):
-        check_layers(unequal, 48, 1)
+        check_layout_rules(Facts(model=unequal, tp=48, etp=1))
 
 
 @every_mixer
@@ -227,7 +228,7 @@ def test_parts_that_are_filled_one_by_one_are_a_new_models(name: str) -> None:
         for parameter in filled.parameters():
             parameter.fill_(9.0)
     torch.manual_seed(0)
-    for part in parts_of(filled):
+    for part in sharded_parts(filled):
         reset_parameters(part)
     for (key, ours), theirs in zip(filled.named_parameters(), new.parameters(), strict=True):
         assert torch.equal(ours, theirs), key
@@ -236,7 +237,7 @@ def test_parts_that_are_filled_one_by_one_are_a_new_models(name: str) -> None:
 def test_what_cannot_be_split_over_ranks_says_so() -> None:
     shared = hybrid("in_shared_blocks")
     with pytest.raises(ConfigError, match="num_groups is 1, which 4 ranks cannot share equally"):
-        check_layers(shared, 4, 1)
+        check_layout_rules(Facts(model=shared, tp=4, etp=1))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import te_models
-from te_models import AttentionConfig, ConfigError, GPTModel, MLAConfig, MLPConfig, ModelConfig, TransformerLayer
+from te_models import AttentionConfig, ConfigError, DecoderLayer, GPTModel, MLAConfig, MLPConfig, ModelConfig
 from te_models.checkpoints import expected_tensors
 from te_models.layers import (
     Float8CurrentScaling,
@@ -224,7 +224,7 @@ def test_a_copy_is_independent() -> None:
 
 
 def test_a_layer_stands_alone() -> None:
-    layer = TransformerLayer(tiny())
+    layer = DecoderLayer(tiny())
     x = torch.randn(2, 5, 32)
     y, routed = layer(x)
     assert y.shape == x.shape
@@ -273,7 +273,7 @@ def test_what_is_not_implemented_is_refused(config, field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field}.*does not implement"):
         GPTModel(config)
     with pytest.raises(ConfigError, match=field):
-        TransformerLayer(config)
+        DecoderLayer(config)
 
 
 def test_wrong_calls_are_refused() -> None:

@@ -14,7 +14,8 @@ from te_models import GPTModel
 from te_models.config import ConfigError
 from te_models.model.flops import flops_by_layer, forward_flops_per_token
 from te_models.parallel import StageLayout
-from te_models.parallel.pipeline import Pipeline, balanced_split
+from te_models.parallel.pipeline import Pipeline
+from te_models.parallel.stage_layout import balanced_split
 from te_models.training import ParallelConfig
 from tests.build import FURTHER, VARIANTS, token_ids
 from tests.training.runs import tiny_model

@@ -14,14 +14,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from te_models.plan.micro_batch import Recorded, as_few_operations, record, record_layers, recorder_of
+from te_models.plan.micro_batch import Recorded, as_few_operations, record_layers, record_step, recorder_of
 from te_models.plan.process import model_of
 from te_models.plan.simulation import fake_ranks, fake_tensors
 from te_models.plan.stages import record_stages, stages_of_layers, unrecorded_vote
 from te_models.training import LoRAConfig, OptimizerConfig, TrainConfig
 from te_models.training.build import build_optimizer
 from te_models.training.ranks.data_parallel import Ranks
-from te_models.training.ranks.layout import Layout, layout_of
+from te_models.training.ranks.layout import RankLayout, rank_layout
 from te_models.training.ranks.reduction import reduce_gradients
 from te_models.training.step import make_pipeline
 from tests.training.runs import tiny_model, tiny_run
@@ -85,7 +85,7 @@ def balanced_topk(logits: torch.Tensor, topk: int, **_: Any) -> tuple[torch.Tens
     return torch.softmax(logits.float(), -1).gather(1, indices), indices
 
 
-def record_whole_stages(config: TrainConfig, layout: Layout) -> Recorded:
+def record_whole_stages(config: TrainConfig, layout: RankLayout) -> Recorded:
     """Return what a rank takes for a step of all layers and micro-batches, which all run."""
     assert layout.stages is not None
     chosen, recorder = [list(span) for span in layout.stages.layers(LAYERS)], recorder_of(layout)
@@ -136,7 +136,7 @@ def main(results: str, fake: bool, layouts: list[str], rank: int = 0) -> None:
                 )
             if "frozen" in name:
                 config = config.replace(optimizer=OptimizerConfig(freeze=("decoder.layers.4.*", "embedding.*")))
-            layout = layout_of(config.parallel, Ranks(dist.get_rank(), 2), "cpu")
+            layout = rank_layout(config.parallel, Ranks(dist.get_rank(), 2), "cpu")
             with fake_tensors() if fake else contextlib.nullcontext():
                 if layout.stages is not None:
                     found[name] = values_of(record_whole_stages(config, layout))
@@ -146,7 +146,7 @@ def main(results: str, fake: bool, layouts: list[str], rank: int = 0) -> None:
                 whole = record_layers(config, model_of(config), layout, list(range(LAYERS)))
                 found[name] = values_of(whole)
                 if fake:
-                    found[f"{name} predicted"] = values_of(record(config, model_of(config), layout))
+                    found[f"{name} predicted"] = values_of(record_step(config, model_of(config), layout))
         rank = dist.get_rank()
         Path(f"{results}.{rank}").write_text(json.dumps(found))
         if not fake:

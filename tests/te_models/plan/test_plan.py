@@ -20,7 +20,7 @@ from te_models.kernels.torch_versions import TORCH_2_11
 from te_models.lora import add_lora
 from te_models.model.flops import forward_flops_per_token, training_flops_per_token
 from te_models.parallel.sharding import shards_experts_apart
-from te_models.plan import Hardware, Plan, plan_layouts, plan_run
+from te_models.plan import Hardware, Plan, layouts, plan_layouts, plan_run
 from te_models.plan.layouts import choices_of, dispatches_of, layouts_of
 from te_models.plan.micro_batch import of_layers
 from te_models.training import LoRAConfig, ModelSource, TrainConfig
@@ -171,7 +171,7 @@ def test_layouts_are_those_that_divide_the_ranks_and_the_experts() -> None:
 
 def test_the_best_layouts_are_tried_with_other_choices(tmp_path: Path) -> None:
     model = tiny_model(moe=True, layers=8)
-    run = tiny_run(tmp_path, moe=True).replace(compile=False)
+    run = tiny_run(tmp_path, model=ModelSource(config=model)).replace(compile=False)
     run = run.replace(precision=run.precision.replace(dtype="bf16"))
     whole = run.replace(parallel=run.parallel.replace(data_parallel_shard_size=-1, expert_model_parallel_size=4))
     staged = run.replace(parallel=run.parallel.replace(pipeline_model_parallel_size=2))
@@ -317,14 +317,21 @@ def normed(config: TrainConfig) -> TrainConfig:
 
 
 @pytest.mark.usefixtures("forked")
-def test_layouts_are_planned_by_utilization_and_refused_ones_come_last(tmp_path: Path) -> None:
+def test_layouts_are_planned_by_utilization_and_refused_ones_come_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layouts, "REFINED", 1)
     config = normed(tiny_run(tmp_path, moe=True))
     found = plan_layouts(config, 4, Hardware())
     names = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
     sizes = {tuple(plan.sizes[name] for name in names) for plan in found}
     assert sizes == {(1, 1, 1), (1, 4, 1), (2, 1, 2), (2, 1, 1), (2, 4, 1), (4, 1, 4), (4, 1, 1), (4, 4, 1)}
     plans = [plan for plan in found if isinstance(plan, Plan)]
-    assert found[: len(plans)] == plans and len(plans) == (5 if shards_experts_apart() else 2)
+    assert found[: len(plans)] == plans
+    of_this_run = {name: getattr(config.parallel, name) for name in plans[0].options}
+    plain = [plan.sizes["pipeline_model_parallel_size"] for plan in plans if plan.options == of_this_run]
+    assert plain.count(1) == (5 if shards_experts_apart() else 2) and plain.count(2) == len(plain) - plain.count(1)
+    assert len(plans) > len(plain), "the best ones are planned with other options, too"
     why = (
         "'full'; allowed where 4 ranks share 2 num_query_groups",
         "allowed with expert_model_parallel_size: data_parallel_shard_size = 1",
@@ -394,7 +401,9 @@ def test_tokens_that_travel_by_deep_ep_do_so_once_per_rank(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("forked")
 def test_what_training_refuses_is_refused(tmp_path: Path) -> None:
-    config = normed(tiny_run(tmp_path))
+    model = normed(tiny_run(tmp_path)).model.config
+    (tmp_path / "model.json").write_text(json.dumps(model.to_dict()))  # which a configuration does not read
+    config = tiny_run(tmp_path, model=ModelSource(config_file=str(tmp_path / "model.json")))
     config = config.replace(parallel=config.parallel.replace(tensor_model_parallel_size=4))
     with pytest.raises(ConfigError, match="qk_layernorm is 'full'; allowed where 4 ranks share 2 num_query"):
         plan_run(config, 4)

@@ -11,7 +11,7 @@ import torch
 
 from te_models import GPTModel, RouterConfig, compile_model, update_expert_bias
 from te_models.layers import DotProductAttention, GroupedLinear, LayerNormMLP, Linear, MultiheadAttention, ops
-from te_models.model.parallel import groups_of
+from te_models.model.parallel import process_groups
 from te_models.parallel import ParallelDims, parallelize
 from te_models.training.ranks.data_parallel import Ranks, average_gradients
 from tests.build import tiny, tiny_moe
@@ -59,11 +59,11 @@ def test_dimensions_without_names_are_refused(mesh: Callable[..., Any], folder: 
 
 
 def test_documented_names_mean_what_they_say(mesh: Callable[..., Any], folder: Path) -> None:
-    assert groups_of(None) == {}
+    assert process_groups(None) == {}
     both = mesh("ep", "tp")
-    assert groups_of(both) == {"ep_group": both.get_group("ep"), "tp_group": both.get_group("tp")}
-    assert groups_of(mesh("tp")).keys() == {"tp_group"}
-    assert groups_of(mesh("ep", "etp")).keys() == {"ep_group", "etp_group"}
+    assert process_groups(both) == {"ep_group": both.get_group("ep"), "tp_group": both.get_group("tp")}
+    assert process_groups(mesh("tp")).keys() == {"tp_group"}
+    assert process_groups(mesh("ep", "etp")).keys() == {"ep_group", "etp_group"}
     part = mesh("dp_replicate", "ep")["ep"]
     model = GPTModel.from_pretrained(folder, device_mesh=part)
     assert model.tp_group is None and model.ep_group.size() == 2

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from te_models import AttentionConfig, GPTModel
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, quantize, verify
 from te_models.checkpoints.mapping.quantized_format import stored_fields
-from te_models.checkpoints.mapping.rank_shards import Place, parts
+from te_models.checkpoints.mapping.rank_shards import ShardPlace, parts
 from te_models.layers import GroupedTensor, QuantizedTensor, recipe
 from te_models.training.ranks.data_parallel import Ranks, average_gradients
 from tests.build import tiny_moe, token_ids
@@ -106,7 +106,7 @@ def test_four_ranks_also_split_layers(case: str, folder: Path) -> None:
         split = GPTModel.from_pretrained(folder, device_mesh=mesh)
     assert reads.bytes == sum(t.numel() * t.element_size() for t in stored(split).values())
     shapes = expected_tensors(whole.config)
-    owned = parts(whole.config, shapes, Place(tp_rank=tp, tp_size=2, ep_rank=ep, ep_size=2))
+    owned = parts(whole.config, shapes, ShardPlace(tp_rank=tp, tp_size=2, ep_rank=ep, ep_size=2))
     experts = split.get_parameter("decoder.layers.0.mlp.experts.linear_fc1.weight")
     assert experts.shape == (2, 128, 32) and shapes["decoder.layers.0.mlp.experts.linear_fc1.weight"] == (4, 256, 32)
 
@@ -151,7 +151,7 @@ def test_a_scale_that_is_no_number_is_found_by_the_rank_that_owns_it(tmp_path: P
     with open_checkpoint(tmp_path / "fp8") as checkpoint:
         shapes = expected_tensors(checkpoint.config)
         for rank in range(2):
-            place = Place(ep_rank=rank, ep_size=2)
+            place = ShardPlace(ep_rank=rank, ep_size=2)
             owned = parts(checkpoint.config, shapes, place)
             params = {name: torch.empty(owned[name].shape(shape)) for name, shape in shapes.items()}
             with pytest.raises(CheckpointError, match=scale) if rank == 1 else contextlib.nullcontext():

@@ -17,7 +17,7 @@ from torch import Tensor
 from te_models import ConfigError, GPTModel, RouterConfig, generate, take_expert_load
 from te_models.layers import autocast, recipe
 from te_models.layers.collectives import all_to_all
-from te_models.model.parallel import check_distribution
+from te_models.layouts import Facts, check_layout_rules
 from te_models.training.ranks.data_parallel import Ranks, average_gradients
 from tests.build import VARIANTS, one_layer, tiny, tiny_moe, token_ids
 from tests.compare import ROUNDED, the_same
@@ -386,4 +386,4 @@ def test_averaged_gradients_are_those_of_the_whole_batch() -> None:
 )
 def test_what_cannot_be_distributed_is_refused(config, ranks: int, layout: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_distribution(config, ranks, layout)
+        check_layout_rules(Facts(model=config, ep=ranks, distributed=True, expert_layout=layout))

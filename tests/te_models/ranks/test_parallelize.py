@@ -18,7 +18,7 @@ from te_models.checkpoints import open_checkpoint
 from te_models.config import ConfigError
 from te_models.layers import QuantizedTensor, quantized_model_init, recipe
 from te_models.layers.tensor.fsdp import local_part
-from te_models.model.parallel import groups_of
+from te_models.model.parallel import process_groups
 from te_models.parallel import ParallelDims, ParallelMesh, parallelize
 from te_models.parallel.parts import ModelParts, load_own_parts
 from te_models.parallel.sharding import shards_experts_apart
@@ -103,7 +103,7 @@ def test_a_layout_has_one_mesh() -> None:
 
 def split(config: Any, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> GPTModel:
     """A model without data over the ranks that build it together."""
-    return GPTModel(config, dtype=dtype, device="meta", **groups_of(mesh))
+    return GPTModel(config, dtype=dtype, device="meta", **process_groups(mesh))
 
 
 def has_the_values_of(model: GPTModel, whole: GPTModel) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from te_models import GPTModel, ModelConfig
 from te_models.checkpoints import expected_tensors
 from te_models.layers import recipe
-from te_models.model.parallel import groups_of
+from te_models.model.parallel import process_groups
 from te_models.parallel import ParallelDims, parallelize
 from te_models.parallel.sharding import shards_experts_apart
 from tests.build import tiny, tiny_moe
@@ -45,7 +45,7 @@ def divided(config: ModelConfig, sizes: dict[str, int], weights: str | None = No
     """The model of seed 0 in a layout."""
     mesh = ParallelDims(ranks=RANKS, **sizes).build_mesh("cpu")
     torch.manual_seed(0)
-    model = GPTModel(config, device="meta", **groups_of(mesh.model))
+    model = GPTModel(config, device="meta", **process_groups(mesh.model))
     return parallelize(model, mesh, device="cpu", weights=None if weights is None else recipe(weights))
 
 

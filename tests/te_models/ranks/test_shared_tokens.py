@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from te_models import AttentionConfig, ConfigError, GPTModel, KVCache, RouterRecord, compile_model, logprobs
 from te_models.checkpoints import expected_tensors
-from te_models.checkpoints.mapping.rank_shards import Place, parts
+from te_models.checkpoints.mapping.rank_shards import ShardPlace, parts
 from te_models.config import EmbeddingConfig, Mamba2Config
 from te_models.layers.distributed.context_parallel import ContextShard, own_positions
 from te_models.layers.distributed.vocab_parallel import vocab_range
@@ -83,7 +83,7 @@ def wrong_gradients(kind: str, whole: GPTModel, shared: GPTModel) -> list[str]:
     """Return the names of parameters whose gradients are not the whole model's, and how far off they are, by what the
     largest number of the whole one is. All ranks say so where one of them finds any: the others wait for it."""
     owned = parts(
-        whole.config, expected_tensors(whole.config), Place(tp_rank=dist.get_rank(), tp_size=dist.get_world_size())
+        whole.config, expected_tensors(whole.config), ShardPlace(tp_rank=dist.get_rank(), tp_size=dist.get_world_size())
     )
     expected, wrong = {name: p.grad for name, p in whole.named_parameters()}, []
     for name, parameter in shared.named_parameters():

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from te_models import GPTModel, ModelConfig, generate, take_expert_load
 from te_models.checkpoints import expected_tensors, open_checkpoint
-from te_models.checkpoints.mapping.rank_shards import Place, parts
+from te_models.checkpoints.mapping.rank_shards import ShardPlace, parts
 from te_models.config import ConfigError
 from te_models.layers.tensor.fsdp import local_part
-from te_models.model.parallel import check_split_experts
+from te_models.layouts import Facts, check_layout_rules
 from te_models.parallel import ParallelDims, ParallelMesh
 from te_models.parallel.parts import ModelParts
 from tests.build import VARIANTS, one_layer, tiny, tiny_moe, token_ids
@@ -158,7 +158,7 @@ def test_gate_and_up_rows_are_cut_apart(tp: int) -> None:
     seen = torch.zeros(experts, rows, dtype=torch.int64)
     for ep in range(2):
         for etp in range(2):
-            changed = Place(tp_size=tp, ep_rank=ep, ep_size=2, etp_rank=etp, etp_size=2)
+            changed = ShardPlace(tp_size=tp, ep_rank=ep, ep_size=2, etp_rank=etp, etp_size=2)
             part = parts(config, shapes, changed)[weight]
             assert part.ranges == (
                 (etp * rows // 4, (etp + 1) * rows // 4),
@@ -189,5 +189,5 @@ def test_gate_and_up_rows_are_cut_apart(tp: int) -> None:
 )
 def test_what_cannot_be_split_is_named(config: Any, layout: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        check_split_experts(config, 2, layout)
+        check_layout_rules(Facts(model=config, etp=2, apart=True, expert_layout=layout))
     assert sentence in str(raised.value)

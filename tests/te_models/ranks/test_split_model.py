@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models import AttentionConfig, ConfigError, GPTModel, ModelConfig, compile_model, generate
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, quantize, verify
-from te_models.checkpoints.mapping.rank_shards import Place, RankPart, parts
+from te_models.checkpoints.mapping.rank_shards import RankPart, ShardPlace, parts
 from te_models.config import MLAConfig, MLPConfig, MoEConfig, NormConfig
 from te_models.layers import QuantizedTensor
+from te_models.layouts import Facts, check_layout_rules
 from te_models.memory import return_freed_memory
-from te_models.model.parallel import check_layers
 from tests.checkpoints.family_cases import CASES as FAMILY_CASES
 from tests.checkpoints.family_cases import make
 from tests.checkpoints.hf_cases import transformers
@@ -75,7 +75,7 @@ def test_the_parts_of_all_ranks_are_the_whole(layout: str, ranks: int) -> None:
     """Along the split dimension every index belongs to one rank, equally many to each but of 61 words; what is not
     split belongs to all."""
     shapes = expected_tensors(CONFIG, layout)
-    owned = [parts(CONFIG, shapes, Place(tp_rank=rank, tp_size=ranks)) for rank in range(ranks)]
+    owned = [parts(CONFIG, shapes, ShardPlace(tp_rank=rank, tp_size=ranks)) for rank in range(ranks)]
     split = set()
     for name, shape in shapes.items():
         mine = [own[name] for own in owned]
@@ -101,7 +101,7 @@ def test_the_parts_of_all_ranks_are_the_whole(layout: str, ranks: int) -> None:
 
 
 def test_a_rank_has_whole_heads_and_matching_gate_and_up_rows() -> None:
-    part = parts(CONFIG, expected_tensors(CONFIG), Place(tp_rank=1, tp_size=2))
+    part = parts(CONFIG, expected_tensors(CONFIG), ShardPlace(tp_rank=1, tp_size=2))
     assert part["decoder.layers.0.self_attention.linear_qkv.weight"] == RankPart(0, ((16, 32), (40, 48), (54, 60)))
     assert part["decoder.layers.0.mlp.linear_fc1.weight"] == RankPart(0, ((20, 40), (60, 80)))
     assert part["decoder.layers.1.mlp.experts.linear_fc1.weight"] == RankPart(1, ((18, 36), (54, 72)))
@@ -111,7 +111,10 @@ def test_a_rank_has_whole_heads_and_matching_gate_and_up_rows() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention": AttentionConfig(num_attention_heads=4, num_query_groups=1)}, "num_query_groups is 1, which 2"),
+        (
+            {"attention": AttentionConfig(num_attention_heads=4, num_query_groups=1, v_head_dim=7)},
+            "num_query_groups is 1, which 2",  # which could have parts of rows that are even
+        ),
         (
             {
                 "attention": AttentionConfig(num_attention_heads=4, qk_layernorm="full"),
@@ -126,9 +129,9 @@ def test_a_rank_has_whole_heads_and_matching_gate_and_up_rows() -> None:
 )
 def test_what_cannot_be_split_is_refused(changes: dict, message: str) -> None:
     config = CONFIG.replace(**changes)
-    check_layers(config, 1, 1)
+    check_layout_rules(Facts(model=config, tp=1, etp=1))
     with pytest.raises(ConfigError, match=message):
-        check_layers(config, 2, 2)
+        check_layout_rules(Facts(model=config, tp=2, etp=2))
 
 
 def test_a_split_within_a_block_is_refused(tmp_path: Path) -> None:
@@ -138,7 +141,7 @@ def test_a_split_within_a_block_is_refused(tmp_path: Path) -> None:
         quantize(tmp_path / "plain", tmp_path / recipe, recipe)
         with open_checkpoint(tmp_path / recipe) as checkpoint:
             shapes = expected_tensors(checkpoint.config)
-            place = Place(tp_rank=1, tp_size=2)
+            place = ShardPlace(tp_rank=1, tp_size=2)
             owned = parts(checkpoint.config, shapes, place)
             params = {name: torch.empty(owned[name].shape(shape)) for name, shape in shapes.items()}
             with pytest.raises(CheckpointError, match=r"has shape .*; expected: "):
@@ -213,7 +216,7 @@ class NoLogits(TorchDispatchMode):
 
 def part_of(config, name: str, whole: torch.Tensor, rank: int, layout: str) -> torch.Tensor:
     """This rank's part of a parameter, cut with torch's own functions."""
-    part = parts(config, expected_tensors(config, layout), Place(tp_rank=rank, tp_size=RANKS))[name]
+    part = parts(config, expected_tensors(config, layout), ShardPlace(tp_rank=rank, tp_size=RANKS))[name]
     if part.dim is None:
         return whole
     return torch.cat([whole.narrow(part.dim, begin, end - begin) for begin, end in part.ranges], part.dim)
@@ -277,7 +280,7 @@ def test_weights_stored_quantized_are_those_of_the_whole_model(case: str, folder
     with Reads() as reads:
         split = GPTModel.from_pretrained(folder, device_mesh=mesh).eval()
     own, expected = 0, dict(whole.stored_tensors())
-    owned = parts(whole.config, expected_tensors(whole.config), Place(tp_rank=rank, tp_size=RANKS))
+    owned = parts(whole.config, expected_tensors(whole.config), ShardPlace(tp_rank=rank, tp_size=RANKS))
     kinds = set()
     for name, tensor in split.stored_tensors():
         fields = tensor.fields.values() if isinstance(tensor, QuantizedTensor) else [tensor]

@@ -11,7 +11,7 @@ from te_models import GPTModel
 from te_models.layers import DelayedScaling
 from te_models.rehearse.errors import decibels, format_errors
 from te_models.rehearse.formats import FORMATS
-from te_models.rehearse.observe import Product, evenly, groups_of, observe, units_of
+from te_models.rehearse.observe import Product, evenly, observe, unit_groups, units_of
 from te_models.training.data.windows import Batch
 from tests.training.runs import tiny_model
 
@@ -89,7 +89,7 @@ def test_every_layer_is_seen(moe: bool) -> None:
     torch.manual_seed(0)
     model = GPTModel(tiny_model(moe=moe), params_dtype=torch.float32)
     units = units_of(model)
-    assert groups_of(units) == ["decoder.layers.0", "decoder.layers.1"] and len(units) == 8
+    assert unit_groups(units) == ["decoder.layers.0", "decoder.layers.1"] and len(units) == 8
     ids = torch.randint(257, (2, 16))
     seen = observe(model, Batch(ids), {unit.name for unit in units}, torch.float32)
     assert {*seen} == {unit.name for unit in units}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from te_models.cli.main import main
-from te_models.rehearse import Options, Rehearsal, rehearse
+from te_models.rehearse import Rehearsal, RehearsalOptions, rehearse
 from te_models.rehearse.notebook import FILE
 from te_models.rehearse.result import check_table
 from te_models.rehearse.table import resolved
@@ -21,7 +21,7 @@ from tests.fork_server import CONTEXT
 from tests.training.processes import as_toml
 from tests.training.runs import tiny_run
 
-FEW = Options(formats=("mxfp8", "nvfp4"), steps=2, tokens=64, budget=20.0, variants=False)
+FEW = RehearsalOptions(formats=("mxfp8", "nvfp4"), steps=2, tokens=64, budget=20.0, variants=False)
 
 
 def rehearsed(config: dict[str, Any], out: str, kill_after: int = 10**9) -> None:
@@ -138,7 +138,7 @@ def test_a_format_that_diverges_is_left_out(whole: Any, tmp_path: Path, monkeypa
 )
 def test_options_that_are_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        Options(**options)
+        RehearsalOptions(**options)
 
 
 def test_runs_that_are_not_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

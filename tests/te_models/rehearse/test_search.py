@@ -9,7 +9,7 @@ import pytest
 
 from te_models.rehearse.effect import Interval, student
 from te_models.rehearse.observe import Unit
-from te_models.rehearse.predict import Parts, Prediction, choose, equal_cost, interpolated, parts_of
+from te_models.rehearse.predict import Parts, Prediction, cheapest_assignment, equal_cost, interpolated, known_losses
 from te_models.rehearse.search import MOST, best_within, cheapest, front
 
 
@@ -73,14 +73,14 @@ def test_parts_add_up_to_what_was_measured() -> None:
     them = units(3)
     errors = {u.name: {"fisher": 3.0 if u.kind == "a" else 1.0, "dw.noise": 1.0 + i} for i, u in enumerate(them)}
     layers = {"decoder.layers.0": (0.01, 0.0), "decoder.layers.2": (0.03, 0.0)}
-    part = parts_of(them, layers, (0.09, 0.009), errors, Interval(1.0, 1.5), loss=4.0)
+    part = known_losses(them, layers, (0.09, 0.009), errors, Interval(1.0, 1.5), loss=4.0)
     assert part.forward == pytest.approx([0.1875, 0.0625, 0.375, 0.125, 0.5625, 0.1875])  # the middle: 0.02
     assert (part.together, part.error) == pytest.approx((1.5, 0.1)) and sum(part.backward) == 0
     assert part.gap([True] * 6) == pytest.approx(2.25)
     assert part.gap([True] + [False] * 5) == pytest.approx(0.1875 * (1 + 0.5 * 0.125))
-    more = parts_of(them, layers, (0.09, 0.009), errors, Interval(3.0, 0.2), loss=4.0)
+    more = known_losses(them, layers, (0.09, 0.009), errors, Interval(3.0, 0.2), loss=4.0)
     assert more.gap([True] * 6) == pytest.approx(3.0) and more.backward[5] == pytest.approx(0.75 * 6 / 21)
-    less = parts_of(them, layers, (0.09, 0.009), errors, Interval(1.0, 0.2), loss=4.0)
+    less = known_losses(them, layers, (0.09, 0.009), errors, Interval(1.0, 0.2), loss=4.0)
     assert less.gap([True] * 6) == pytest.approx(1.0)
     assert interpolated([None, 1.0, None, 3.0, None]) == [1.0, 1.0, 2.0, 3.0, 3.0]
 
@@ -96,7 +96,7 @@ def test_the_choice_is_that_of_all_assignments() -> None:
     every = list(itertools.product(("bf16", "mxfp8", "nvfp4"), repeat=6))
     for budget in (0.05, 0.3, 0.8):
         best = min(prediction.cost(f) for f in every if prediction.gap(f) <= budget)
-        point = choose(prediction, ["mxfp8", "nvfp4"], budget)
+        point = cheapest_assignment(prediction, ["mxfp8", "nvfp4"], budget)
         assert prediction.cost(point.formats) == pytest.approx(best) and point.gap <= budget
     point = equal_cost(prediction, ["mxfp8", "nvfp4"], 0.5)
     assert point is not None

@@ -16,7 +16,7 @@ import torch
 from te_models.checkpoints import CheckpointError
 from te_models.training import CheckpointConfig, PrecisionConfig, TrainConfig, list_checkpoints, read_metrics, train
 from te_models.training.checkpoints import checkpoint as checkpoint_module
-from te_models.training.checkpoints.background import BackgroundWriter, copied
+from te_models.training.checkpoints.background import BackgroundWriter, host_copies
 from te_models.training.checkpoints.checkpoint import load_state
 from tests.fork_server import run_python
 from tests.training.processes import TRAIN, train_on_ranks
@@ -96,7 +96,7 @@ def test_one_is_written_at_a_time() -> None:
 
 def test_a_copy_does_not_change() -> None:
     weight = torch.ones(3)
-    found = copied({"a": weight, "b": weight, "c": weight[:2]})
+    found = host_copies({"a": weight, "b": weight, "c": weight[:2]})
     weight.zero_()
     assert found["a"] is found["b"] and found["a"].sum() == 3 and found["c"].sum() == 2
 

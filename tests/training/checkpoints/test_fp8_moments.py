@@ -26,12 +26,12 @@ from te_models.training.checkpoints.fp8_moments import (
     _states,
     load_pieces,
     load_whole,
-    pieces,
+    moment_fields,
 )
 from te_models.training.checkpoints.sharded.checkpoint import save_parts
 from te_models.training.optimizer.adamw import Optimizer
 from te_models.training.ranks.data_parallel import Ranks
-from te_models.training.ranks.layout import layout_of
+from te_models.training.ranks.layout import rank_layout
 from tests.ranks import everyones, on_ranks
 from tests.training.ranks.layouts import LAYOUTS as ALL
 from tests.training.runs import tiny_model, tiny_run
@@ -50,7 +50,7 @@ def optimizer_of(name: str) -> tuple[GPTModel, Optimizer, ModelParts]:
         precision=PrecisionConfig(dtype="fp32"),
         optimizer=OptimizerConfig(moment_dtype="float8"),
     )
-    layout = layout_of(config.parallel, Ranks(dist.get_rank(), RANKS), "cpu")
+    layout = rank_layout(config.parallel, Ranks(dist.get_rank(), RANKS), "cpu")
     torch.manual_seed(0)
     model = build_model(config, "cpu", None, None, layout)
     return model, build_optimizer(config, model, layout), ModelParts(model)
@@ -104,16 +104,16 @@ def test_every_layout_reads_what_one_saved(case: str, tmp_path: Path) -> None:
     name, readers = ("fsdp4", ["fsdp4", "pp2 tp2"]) if case == "a few" else (case, NAMES)
     model, optimizer, own = filled(name)
     assert of_all_ranks(wrong(optimizer, own)) == []
-    before = {key: part.tensor.clone() for key, part in pieces(optimizer, own).items()}
+    before = {key: part.tensor.clone() for key, part in moment_fields(optimizer, own).items()}
     assert len(before) >= 4 * len(optimizer.parameters) // 2
-    folder = save(model, pieces(optimizer, own), tmp_path)
+    folder = save(model, moment_fields(optimizer, own), tmp_path)
     dist.barrier()
     for other in readers:
         _, optimizer, own = optimizer_of(other)
         load_pieces(folder, optimizer, own)
         assert of_all_ranks(wrong(optimizer, own)) == [], (name, other)
         if other == name:
-            found = pieces(optimizer, own)
+            found = moment_fields(optimizer, own)
             assert found.keys() == before.keys()
             assert all(torch.equal(found[key].tensor.float(), value.float()) for key, value in before.items())
 
@@ -142,7 +142,7 @@ def test_every_layout_reads_the_state_of_a_whole_model() -> None:
 @pytest.mark.slow
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     model, optimizer, own = filled("fsdp4")
-    some = {key: part for key, part in pieces(optimizer, own).items() if "output_layer.weight." not in key}
+    some = {key: part for key, part in moment_fields(optimizer, own).items() if "output_layer.weight." not in key}
     folder = save(model, some, tmp_path)
     dist.barrier()
     with pytest.raises(TrainingCheckpointError, match=r"lacks FP8 moments of [\d,]+ values of 'output_layer\.weight'"):
@@ -155,7 +155,7 @@ def test_what_is_there_twice_is_named(tmp_path: Path) -> None:
     """The second rank's part is said to begin a row earlier: one row comes twice and one not at all, so that there are
     as many values as there should be."""
     model, optimizer, own = filled("fsdp4")
-    some = pieces(optimizer, own)
+    some = moment_fields(optimizer, own)
     for key in list(some):
         entry, _, where = key.partition("@0=")
         if "output_layer.weight." in key and dist.get_rank() == 1:

@@ -9,9 +9,9 @@ import torch
 
 from te_models.checkpoints import CheckpointError
 from te_models.parallel.parts import LocalPart
-from te_models.training.checkpoints.sharded.index import INDEX, Index, file_of, read_index
+from te_models.training.checkpoints.sharded.index import INDEX, CheckpointIndex, file_of, read_parts_index
 from te_models.training.checkpoints.sharded.index_file import write_file
-from te_models.training.checkpoints.sharded.join import describe, join
+from te_models.training.checkpoints.sharded.join import describe_parts, join
 from te_models.training.checkpoints.sharded.storage import plan_reads
 from tests.fork_server import Python
 
@@ -58,7 +58,7 @@ def parts_of(rank: int, ranks: int, layers: int, *, copies: int = 1) -> dict[str
     return found
 
 
-def bytes_of_files(index: Index) -> list[int]:
+def bytes_of_files(index: CheckpointIndex) -> list[int]:
     """Return how many bytes of tensors each file has."""
     found = torch.zeros(len(index.files), dtype=torch.float64)
     for stored in index.tensors.values():
@@ -66,26 +66,26 @@ def bytes_of_files(index: Index) -> list[int]:
     return [int(nbytes) for nbytes in found.tolist()]
 
 
-def write_holes(folder: Path, index: Index) -> None:
+def write_holes(folder: Path, index: CheckpointIndex) -> None:
     """Write the files of ranks without what is in them."""
     for rank, nbytes in enumerate(bytes_of_files(index)):
         with (folder / file_of(rank)).open("wb") as file:
             file.truncate(nbytes + 1000)
 
 
-def saved(folder: Path, ranks: int, layers: int, copies: int = 1) -> Index:
+def saved(folder: Path, ranks: int, layers: int, copies: int = 1) -> CheckpointIndex:
     """Do what ranks and the first of them do, but for the data."""
-    index, writes = join([describe(parts_of(rank, ranks, layers, copies=copies)) for rank in range(ranks)])
+    index, writes = join([describe_parts(parts_of(rank, ranks, layers, copies=copies)) for rank in range(ranks)])
     assert len(writes) == ranks
     write_holes(folder, index)
     write_file(folder, index)
-    found = read_index(folder)
+    found = read_parts_index(folder)
     found.check_same(index)
     found.check_names(ranks, INDEX)
     return found
 
 
-def check_resume(index: Index, ranks: int, layers: int) -> None:
+def check_resume(index: CheckpointIndex, ranks: int, layers: int) -> None:
     """Check that what a rank reads in another layout is its parts, of few files."""
     for rank in (0, ranks - 1):
         parts = {name: part for name, part in parts_of(rank, ranks, layers).items() if not name.startswith("rng.")}
@@ -111,16 +111,16 @@ def test_ranks_that_disagree_are_told() -> None:
     whole = {f"model.w{i}": LocalPart.undivided(torch.zeros(4, 4 + i, device="meta")) for i in range(3)}
     other = whole | {"model.w1": LocalPart.undivided(torch.zeros(4, 6, device="meta"))}
     with pytest.raises(CheckpointError, match=r"ranks have 'model\.w1' as F32 \[4, (5|6)\] and as F32 \[4, (5|6)\]"):
-        join([describe(whole), describe(other)])
+        join([describe_parts(whole), describe_parts(other)])
 
 
 def test_boxes_that_do_not_cover_a_tensor_are_found_when_it_is_saved(tmp_path: Path) -> None:
     half = {"model.w": LocalPart(torch.zeros(2, 4, device="meta"), (4, 4), {0: ((0, 2),)})}
-    index, _ = join([describe(half), describe(half)])
+    index, _ = join([describe_parts(half), describe_parts(half)])
     write_holes(tmp_path, index)
     write_file(tmp_path, index)
     with pytest.raises(CheckpointError, match=r"boxes of 'model\.w' in parts/index\.safetensors do not cover"):
-        read_index(tmp_path)
+        read_parts_index(tmp_path)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from te_models.training.checkpoints.checks import SHARDED_VERSION, VALUES
 from te_models.training.checkpoints.files import INDEX, digests_of
 from te_models.training.checkpoints.sharded.index import file_of
 from te_models.training.checkpoints.sharded.index_file import write_file
-from te_models.training.checkpoints.sharded.join import describe, join, written_boxes
+from te_models.training.checkpoints.sharded.join import describe_parts, join, written_boxes
 from tests.training.checkpoints.test_sharded_index import Edit, assert_told, seal, tensors
 from tests.training.runs import tiny_model, tiny_run
 
@@ -50,7 +50,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     around = tmp_path_factory.mktemp("run")
     folder = around / "step-00000004"
     (folder / "parts").mkdir(parents=True)
-    index, writes = join([describe(parts_of(rank)) for rank in range(2)])
+    index, writes = join([describe_parts(parts_of(rank)) for rank in range(2)])
     for rank in range(2):
         file = folder / "parts" / file_of(rank)
         record = write_tensors(file, written_boxes(parts_of(rank), writes[rank]))

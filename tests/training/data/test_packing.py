@@ -15,14 +15,14 @@ from te_models import GPTModel
 from te_models.config import ModelConfig
 from te_models.kernels.packed_attention import sees_own_document
 from te_models.training import PrecisionConfig, TokenDataset, write_dataset
-from te_models.training.data.windows import Batch, Packing, Windows, rows_of
+from te_models.training.data.windows import Batch, DocumentPacking, Windows, pack_documents
 from te_models.training.data.writer import TokenWriter, write_meta
 from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.step import loss_weights, make_loss_function
 from tests.training.runs import balanced_model, tiny_model
 
 LENGTHS = [5, 9, 16, 3, 40, 7, 1, 12]
-ALL = Packing(whole=True)
+ALL = DocumentPacking(whole=True)
 
 
 def documents(path: Path, lengths: list[int]) -> TokenDataset:
@@ -35,7 +35,7 @@ def documents(path: Path, lengths: list[int]) -> TokenDataset:
 @settings(deadline=None, max_examples=60)
 def test_rows_hold_every_token_once_and_no_row_is_too_long(lengths: list[int], length: int) -> None:
     ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
-    rows = rows_of(ends, length)
+    rows = pack_documents(ends, length)
     spans = [span for row in range(len(rows)) for span in rows.spans(row)]
     covered = sorted(token for start, count in spans for token in range(start, start + count))
     assert covered == list(range(sum(lengths)))
@@ -54,12 +54,12 @@ def test_a_row_says_where_its_documents_are(tmp_path: Path) -> None:
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 0, 1]]
     assert batch.documents.tolist() == [[0, 0, 0, 1, 1, -1], [0, 0, 0, 0, -1, -1]]
     assert batch.scored() == 6
-    windows = Windows(dataset, 4, "all", 0.0, 0, Packing(reset_position_ids=True))
+    windows = Windows(dataset, 4, "all", 0.0, 0, DocumentPacking(reset_position_ids=True))
     batch = windows.examples(0, 2)  # consecutive tokens: 1 2 3 4 | 5 6 7 8
     assert batch.position_ids is not None and batch.labels is not None and batch.documents is None
     assert batch.position_ids.tolist() == [[0, 1, 2, 0], [0, 0, 1, 2]]
     assert batch.labels.tolist() == batch.input_ids.tolist()
-    batch = Windows(dataset, 4, "all", 0.0, 0, Packing(eod_mask_loss=True)).examples(0, 2)
+    batch = Windows(dataset, 4, "all", 0.0, 0, DocumentPacking(eod_mask_loss=True)).examples(0, 2)
     assert batch.labels is not None and batch.labels.tolist() == [[-100, 2, 3, -100], [-100, -100, 7, 8]]
     assert batch.position_ids is None and batch.documents is None
 

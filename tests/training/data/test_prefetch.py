@@ -15,7 +15,7 @@ from te_models.config import ConfigError
 from te_models.training import DataError, load_config
 from te_models.training.data.blend import Blend
 from te_models.training.data.prefetch import Prefetcher
-from te_models.training.data.windows import Packing, Windows
+from te_models.training.data.windows import DocumentPacking, Windows
 from te_models.training.data.writer import write_dataset
 
 
@@ -28,7 +28,7 @@ def readers(folder: Path) -> list[Blend]:
         documents = [[torch.randint(257, (n,), generator=generator).tolist()] for n in lengths]
         sets.append(write_dataset(folder / name, documents, 257))
     plain, other = (Windows(d, 16, "train", 0.1, 3) for d in sets)
-    rows = Windows(sets[0], 32, "train", 0.1, 3, Packing(whole=True))
+    rows = Windows(sets[0], 32, "train", 0.1, 3, DocumentPacking(whole=True))
     one, most, rest = Fraction(1), Fraction(7, 10), Fraction(3, 10)
     return [Blend((plain,), (one,)), Blend((rows,), (one,)), Blend((plain, other), (most, rest))]
 

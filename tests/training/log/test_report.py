@@ -12,7 +12,7 @@ import pytest
 
 from te_models.cli.main import main
 from te_models.training import EvaluationConfig, MetricsError, train
-from te_models.training.log.report import RunRecord, gaps, page, write_report
+from te_models.training.log.report import RunRecord, gaps, report_page, write_report
 from te_models.training.log.starts import read_starts, record_start
 from te_models.training.log.svg import MOST_POINTS, thinned, ticks
 from tests.training.runs import tiny_run
@@ -89,7 +89,7 @@ def test_two_runs_stand_side_by_side_in_a_page_that_loads_nothing(tmp_path: Path
     assert "validation loss of <code>" in found.text  # escaped, so that it is text
     first, second = [RunRecord.read(tmp_path / name, name) for name in "ab"]
     assert gaps([first, second])[0].points == [(1, 0.0), (2, 0.0), (3, 0.0), (4, 50.0)]
-    assert "Loss, % from" not in page([first])
+    assert "Loss, % from" not in report_page([first])
 
 
 def test_a_run_records_its_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,6 +112,10 @@ def test_what_is_no_run_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["report", str(tmp_path)]) == 2
     sentence = f"{tmp_path} has no metrics.jsonl with a step; allowed: the output_dir of a training run"
     assert capsys.readouterr().err == f"te-models: {sentence}\n"
+    (tmp_path / "metrics.jsonl").touch()
+    for inside in ("final", "checkpoints/step-00000001"):
+        assert main(["report", str(tmp_path / inside)]) == 2
+        assert f"allowed: the output_dir of a training run, which {tmp_path} is" in capsys.readouterr().err
     (tmp_path / "starts.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(MetricsError, match=r"starts.jsonl, line 1 is no start of a run"):
         read_starts(tmp_path)

@@ -89,7 +89,7 @@ def test_a_step_that_reduces_once_has_the_numbers_of_whole_parameters(tmp_path: 
 
 
 @on_ranks(2)
-@pytest.mark.sentinels("False-bf16-sizes0")
+@pytest.mark.sentinels("False-bf16-sizes1")
 @pytest.mark.parametrize(
     ("moe", "dtype", "sizes"),
     [

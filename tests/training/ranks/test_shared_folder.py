@@ -21,10 +21,10 @@ def check(folder):
     if rank == 0:
         with alone_in(folder):
             dist.barrier()
-            agreement.check_shared(folder, Ranks(rank, 2))
+            agreement.check_folder_is_shared(folder, Ranks(rank, 2))
     else:
         dist.barrier()
-        agreement.check_shared(folder, Ranks(rank, 2))
+        agreement.check_folder_is_shared(folder, Ranks(rank, 2))
 base = sys.argv[1]
 check(Path(base, "same"))
 dist.barrier()

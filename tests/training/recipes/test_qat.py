@@ -16,7 +16,7 @@ from te_models.cli.main import main
 from te_models.config import AttentionConfig, ConfigError
 from te_models.model import GPTModel
 from te_models.training import EvaluationConfig, LoRAConfig, ModelSource, PrecisionConfig, loop, read_metrics, train
-from te_models.training.precision import rounded
+from te_models.training.precision import rounded_weight
 from tests.training.processes import train_on_ranks
 from tests.training.runs import curve, tiny_model, tiny_run
 
@@ -129,8 +129,8 @@ def test_experts_have_scales_of_their_own() -> None:
     torch.manual_seed(0)
     stack = torch.randn(3, 32, 64) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]
     for name in FORMATS:
-        apart = torch.stack([rounded(matrix, quantizer_named(name)) for matrix in stack])
-        assert torch.equal(rounded(stack, quantizer_named(name)), apart), name
+        apart = torch.stack([rounded_weight(matrix, quantizer_named(name)) for matrix in stack])
+        assert torch.equal(rounded_weight(stack, quantizer_named(name)), apart), name
 
 
 def test_what_is_rounded_is_what_a_folder_stores_quantized() -> None:

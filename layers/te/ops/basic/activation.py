@@ -58,7 +58,7 @@ class ActivationOperation(BasicOperation):
 
 
 class GatedActivation(ActivationOperation):
-    """Base of gated activations. glu_interleave_size: gate and up of x alternate in blocks of so many columns, None:
+    """Base of gated activations. glu_interleave_size: gate and up of x alternate in blocks of this many columns, None:
     all of the gate comes first. ValueError for a size below 1, and where x is no whole number of pairs of blocks."""
 
     @takes_at_default(cache_quantized_input=False)

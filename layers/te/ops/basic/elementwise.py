@@ -12,7 +12,7 @@ from torch import Tensor
 
 from te_models.suggestions import shown
 
-from ....distributed.tensor_parallel import Split, TensorParallelModule, split_group
+from ....distributed.tensor_parallel import TensorParallelModule, TensorParallelSplit, split_group
 from ....gemm.product import bias_gradient
 from ....module.primary_weights import empty_parameter
 from ...arguments import takes_also, takes_without_effect
@@ -120,7 +120,7 @@ class Bias(TensorParallelModule, BasicOperation):
         super().__init__()
         mode = "column" if tensor_parallel else None
         group = split_group(mode, tensor_parallel_group)
-        _, self.size = self.split_features(Split(mode, group), 1, size)
+        _, self.size = self.split_features(TensorParallelSplit(mode, group), 1, size)
         self.bias = empty_parameter(self.size, params_dtype=params_dtype, device=device)
         self.reset_parameters()
         self.mark_part(self.bias, self.split_dim(bias=True))

@@ -1,4 +1,4 @@
-"""The dense GEMM, alone and with a bias, and the quantization of its input as an operation of its own."""
+"""The dense GEMM, alone and with a bias, and the quantization of its input as a separate operation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from te_models.kernels.without_autocast import autocast_dtype, require_floating
 
-from ....distributed.tensor_parallel import InitMethod, ParallelMode, Split, TensorParallelModule, split_group
+from ....distributed.tensor_parallel import (
+    InitMethod,
+    ParallelMode,
+    TensorParallelModule,
+    TensorParallelSplit,
+    split_group,
+)
 from ....gemm.plain import largest
 from ....gemm.product import scaled_values
 from ....gemm.prologue import input_quantizer, readable_as_input
@@ -33,7 +39,7 @@ from ..operation import BasicOperation, FusibleOperation
 from .collectives import AllReduce, ReduceScatter
 from .elementwise import Bias
 
-_INPUT_ITSELF = ("plain", "original")  # kinds of `Form` in which the input is saved as it is
+_INPUT_ITSELF = ("plain", "original")  # kinds of `SavedForm` in which the input is saved as it is
 
 
 class LinearConstants(NamedTuple):
@@ -96,7 +102,7 @@ class BasicLinear(TEState, TensorParallelModule, GemmModule, BasicOperation):
         gradients = WeightGradients(fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input)
         super().__init__(1, name, gradients)
         group = split_group(tensor_parallel_mode, tensor_parallel_group)
-        split = Split(tensor_parallel_mode, group, 1, sequence_parallel)
+        split = TensorParallelSplit(tensor_parallel_mode, group, 1, sequence_parallel)
         self.in_features, self.out_features = self.split_features(split, in_features, out_features)
         self.init_method = init_method or default_init_method
         self.rng_state_tracker_function = rng_state_tracker_function
@@ -109,7 +115,7 @@ class BasicLinear(TEState, TensorParallelModule, GemmModule, BasicOperation):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the weight anew."""
+        """Initialise the weight again."""
         tracker = self.rng_state_tracker_function
         with contextlib.nullcontext() if tracker is None else tracker().fork():
             self.fill_part(self.weight, self.init_method, self.split_dim())
@@ -208,7 +214,7 @@ class Quantize(TEState, QuantizedModule, BasicOperation):
     """Quantize [..., C] as the input of a GEMM under the active recipe (forward), and the gradient as the gradient of a
     GEMM's output (backward); without a recipe, calibrate at most.
 
-    The next operation takes the quantized data if it can; at the end of a group the result is a quantized tensor, which
+    The next operation takes the quantized data if it can; at the end of a group the result is a quantized tensor, and
     has to be a matrix. The gradient is handed on as what its rowwise quantization stands for, in its own dtype. Under
     `torch.compile` let the operation that uses the data follow in the same `Sequential`: a quantized tensor can enter
     or leave a graph, but its gradient cannot, and the compiler does not see the quantizer of one that was made between
@@ -272,12 +278,12 @@ class Quantize(TEState, QuantizedModule, BasicOperation):
 
 
 class Linear(FusibleOperation):
-    """`y = x w^T + b`: a BasicLinear `linear` and a Bias, which a group fuses. Transformer Engine: `te.ops.Linear`.
+    """`y = x w^T + b`: a BasicLinear `linear` and a Bias; a group fuses them. Transformer Engine: `te.ops.Linear`.
 
     weight, bias: their parameters, bias None without one. In a state dict they are `linear.weight` and `bias.bias`;
     Transformer Engine's `basic_ops.0.weight` and `basic_ops.1.bias` are loaded, too. The keyword arguments: see
-    `BasicLinear`. Split "row", every rank has a bias [out_features] of its own, and the result has the sum of all of
-    them, as in Transformer Engine; split "column", its part of the bias.
+    `BasicLinear`. Split "row", every rank has a separate bias [out_features], and their sum is added to the result, as
+    in Transformer Engine; split "column", its part of the bias.
     """
 
     @takes_also(**THEIR_NAMES)
@@ -305,7 +311,8 @@ class Linear(FusibleOperation):
         return None if added is None else added.bias  # type: ignore[return-value]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Exchange the weight or the bias where a parameter is assigned. ValueError for a bias where there is none."""
+        """Exchange the weight or the bias where a parameter is assigned. ValueError for a bias of an operation without
+        one."""
         if name not in ("weight", "bias") or not isinstance(value, nn.Parameter):
             super().__setattr__(name, value)
         elif name == "bias" and self.bias is None:

@@ -26,7 +26,7 @@ from te_models.checkpoints.io.errors import quote
 from te_models.checkpoints.io.hashing import FileRecord
 from te_models.checkpoints.io.manifest import MANIFEST, manifest_bytes
 from te_models.checkpoints.mapping.quantized_format import SUFFIXES, empty
-from te_models.checkpoints.mapping.quantized_format import describe as describe_format
+from te_models.checkpoints.mapping.quantized_format import quantized_metadata as describe_format
 from te_models.checkpoints.write.writer import write_small_file, write_tensors
 from te_models.layers import QuantizedTensor
 from te_models.layers.tensor.fsdp import local_part
@@ -37,9 +37,9 @@ from ....parallel.parts import LocalPart, ModelParts
 from ...ranks.data_parallel import Ranks
 from ..checks import PARTS, SHARDED_VERSION, VALUES, TrainingCheckpointError, check_ranges
 from ..files import checkpoint_dir, digests_of, remove_old
-from .index import INDEX, Index, file_of, read_index
+from .index import INDEX, CheckpointIndex, file_of, read_parts_index
 from .index_file import write_file
-from .join import Exchange, describe, join, written_boxes
+from .join import Exchange, describe_parts, join, written_boxes
 from .storage import PartReader
 
 
@@ -55,7 +55,7 @@ def save_parts(
 ) -> Path:
     """Write the checkpoint of `values["step"]`, called by all ranks; the first one then removes all but the newest
     `keep_last`, and is the last to return. parts: what this rank has, by name; values: of training.json. group: of all
-    ranks, which nothing else uses meanwhile; None: the default one. Raises CheckpointError on every rank, and leaves
+    ranks; nothing else uses it meanwhile; None: the default one. Raises CheckpointError on every rank, and leaves
     nothing, where one cannot write."""
     target = checkpoint_dir(output_dir, values["step"])
     if not ranks.is_main:
@@ -82,7 +82,8 @@ def save_parts(
 
 
 def _from_first_rank(value: list[Any], group: dist.ProcessGroup | None) -> list[Any]:
-    dist.broadcast_object_list(value, src=0, device=torch.device("cpu"), group=group)
+    if dist.is_initialized():  # a rank that is alone has it
+        dist.broadcast_object_list(value, src=0, device=torch.device("cpu"), group=group)
     return value
 
 
@@ -92,7 +93,7 @@ def _write_parts(
     """Write this rank's part, and on the first rank the index; return there what the manifest lists of the folder.
     Raises CheckpointError on every rank where one fails."""
     exchange, file = Exchange(folder.parent, ranks, group), file_of(ranks.rank)
-    joined: list[Index] = []
+    joined: list[CheckpointIndex] = []
 
     def answer(descriptions: list[bytes]) -> list[bytes]:
         index, writes = join(descriptions)
@@ -101,11 +102,11 @@ def _write_parts(
 
     def finish(written: list[FileRecord]) -> list[Any]:
         record = write_file(folder, joined[0])
-        read_index(folder).check_same(joined[0])
+        read_parts_index(folder).check_same(joined[0])
         lists = {f"{PARTS}/{digests_of(file_of(rank))}": its for rank, its in enumerate(written)}
         return [{f"{PARTS}/{INDEX}": record} | lists, *[{}] * (len(written) - 1)]
 
-    writes = exchange.turn(lambda: describe(parts), answer)
+    writes = exchange.turn(lambda: describe_parts(parts), answer)
 
     def write() -> FileRecord:
         record = write_tensors(folder / file, written_boxes(parts, writes))
@@ -116,14 +117,15 @@ def _write_parts(
     return exchange.turn(write, finish)
 
 
-def load_parts(folder: Path, parts: Mapping[str, LocalPart], index: Index | None = None) -> None:
-    """Fill this rank's parts from a checkpoint, in any layout. Each rank reads for itself. index: of `read_index`.
+def load_parts(folder: Path, parts: Mapping[str, LocalPart], index: CheckpointIndex | None = None) -> None:
+    """Fill this rank's parts from a checkpoint, in any layout. Each rank reads for itself. index: of
+    `read_parts_index`.
 
     Raises TrainingCheckpointError where the checkpoint lacks one of them, or holds it with another
     shape or dtype.
     """
     try:
-        index = index or read_index(folder / PARTS)
+        index = index or read_parts_index(folder / PARTS)
         for name, part in parts.items():
             saved = index.tensors.get(name)
             if saved is None:
@@ -141,7 +143,7 @@ def load_parts(folder: Path, parts: Mapping[str, LocalPart], index: Index | None
 def check_known(folder: Path, parts: Mapping[str, LocalPart], names: Collection[str]) -> None:
     """Raise TrainingCheckpointError where a checkpoint holds weights, adapters or optimizer state of what is not in the
     model. parts: of this rank, by their names in the checkpoint; names: of everything in the whole model."""
-    for stored in read_index(folder / PARTS).tensors:
+    for stored in read_parts_index(folder / PARTS).tensors:
         kind, _, name = stored.partition("@")[0].partition(".")
         entry = name.rpartition(".")[0] if kind == "optimizer" else name
         fields = (entry.removesuffix(suffix) for suffix in SUFFIXES.values())
@@ -162,7 +164,7 @@ def read_private(folder: Path, prefix: str, rank: int) -> dict[str, Tensor]:
 
 def read_wholes(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Return the tensors whose names begin with `prefix`, whole, by the names that they have in the checkpoint."""
-    index = read_index(folder / PARTS)
+    index = read_parts_index(folder / PARTS)
     found = {
         name: LocalPart.undivided(torch.empty(saved.shape, dtype=saved.dtype, device="cpu"))
         for name, saved in index.tensors.items()
@@ -178,7 +180,7 @@ def read_wholes(folder: Path, prefix: str) -> dict[str, Tensor]:
 
 def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """Return the dtype of everything that a checkpoint holds, by name."""
-    return {name: saved.dtype for name, saved in read_index(folder / PARTS).tensors.items()}
+    return {name: saved.dtype for name, saved in read_parts_index(folder / PARTS).tensors.items()}
 
 
 def export_parts(
@@ -190,13 +192,13 @@ def export_parts(
     averages: bool = False,
     merged: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> None:
-    """Write the model of a checkpoint as an ordinary folder; called by one rank, which holds one tensor at a time.
+    """Write the model of a checkpoint as an ordinary folder; called by one rank, with one tensor in memory at a time.
 
     source: the folder that the model came from, whose tokenizer and small files are copied. averages: write those of
-    `ema_decay` in place of what they are averages of. merged: what gives the values of a tensor that are written in
-    place of its own, by name: plain ones, also of a quantized tensor.
+    `ema_decay` in place of what they are averages of. merged: by name, what gives the values to write in place of a
+    tensor's: plain values, also for a quantized tensor.
     """
-    index = read_index(folder / PARTS)
+    index = read_parts_index(folder / PARTS)
     wholes, dtypes = ModelParts(model).wholes(), _field_dtypes(model)
     stored_as = {name: f"model.{name}" for name in dict.fromkeys((*wholes, *dtypes))}
     for name in wholes if averages else ():

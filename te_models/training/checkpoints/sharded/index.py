@@ -1,8 +1,8 @@
 """Where the tensors of a sharded checkpoint are: which box of which tensor is in which file.
 
-`Index` is what the writer joins, what a file says (`index_file`; `old_index` of earlier releases), and what readers
-follow. Checked before a file of tensors is opened or memory is asked for: the boxes of a tensor cover each of its
-elements exactly once, and no file is too small for the boxes that it is said to hold. So a reader that follows the
+`CheckpointIndex` is what the writer joins, what a file says (`index_file`; `old_index` of earlier releases), and what
+readers follow. Checked before a file of tensors is opened or memory is asked for: the boxes of a tensor cover each of
+its elements exactly once, and no file is too small for the boxes that it is said to hold. So a reader that follows the
 index leaves no element of a tensor unwritten, and asks for no more memory than there are bytes in the files. That a box
 is stored with this shape and dtype is checked by whoever reads it (`storage`).
 """
@@ -62,7 +62,7 @@ class Cutting:
         return meets.all(1).nonzero().view(-1).tolist()
 
 
-class Stored(NamedTuple):
+class IndexedTensor(NamedTuple):
     """A tensor of a checkpoint. files: of each box of the cutting, the number of its file, int32."""
 
     dtype: torch.dtype
@@ -75,10 +75,10 @@ class Stored(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Index:
+class CheckpointIndex:
     """What a checkpoint holds, by name. files: the names of the files in its folder `parts`, by number."""
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, IndexedTensor]
     files: tuple[str, ...]
 
     def check(self, folder: Path, where: str) -> None:
@@ -102,7 +102,7 @@ class Index:
                     f"{where} says that {file} holds {nbytes:.0f} bytes of tensors, and it has {size} bytes"
                 )
 
-    def check_same(self, other: Index) -> None:
+    def check_same(self, other: CheckpointIndex) -> None:
         """Raise CheckpointError where another index says anything else: what was written, and what is read of it."""
         same = self.files == other.files and self.tensors.keys() == other.tensors.keys()
         compared: set[tuple[int, int]] = set()
@@ -143,7 +143,7 @@ def index_name(folder: Path) -> str:
     return f"{PARTS}/{INDEX if os.path.lexists(folder / INDEX) else OLD_INDEX}"
 
 
-def read_index(folder: Path) -> Index:
+def read_parts_index(folder: Path) -> CheckpointIndex:
     """Return what the index of a folder of parts says.
 
     Raises CheckpointError, one sentence, for an index that does not say where every element of every tensor is.

@@ -1,4 +1,4 @@
-"""parts/index.safetensors, read with no trust in its content: an `Index` as a few flat arrays of numbers.
+"""parts/index.safetensors, read with no trust in its content: an `CheckpointIndex` as a few flat arrays of numbers.
 
     names       U8 [bytes]              of T tensors, UTF-8, with a newline between them
     dtypes      U8 [T]                  number of the dtype in the list that the metadata has
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from te_models.checkpoints import CheckpointError
-from te_models.checkpoints.io.dtypes import bits_of, dtype_name, torch_dtype
+from te_models.checkpoints.io.dtypes import bit_width, dtype_name, torch_dtype
 from te_models.checkpoints.io.errors import quote
 from te_models.checkpoints.io.hashing import FileRecord
 from te_models.checkpoints.io.store import read_tensors
@@ -31,7 +31,7 @@ from te_models.checkpoints.io.weight_files import plain_file
 from te_models.checkpoints.write.writer import write_tensors
 
 from ..checks import PARTS
-from .index import INDEX, MOST, MOST_DIMENSIONS, Cutting, Index, Stored, file_of
+from .index import INDEX, MOST, MOST_DIMENSIONS, CheckpointIndex, Cutting, IndexedTensor, file_of
 
 _WHERE = f"{PARTS}/{INDEX}"
 _ARRAYS = {
@@ -49,7 +49,7 @@ _LEAST_LIMIT = 1 << 20
 _MOST_NAME = 1024
 
 
-def write_file(folder: Path, index: Index) -> FileRecord:
+def write_file(folder: Path, index: CheckpointIndex) -> FileRecord:
     """Write the index of a folder of parts, whose files are those of ranks; return its digests."""
     numbers: dict[int, int] = {}
     cuttings: list[Cutting] = []
@@ -76,7 +76,7 @@ def _joined(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([torch.empty(0, dtype=dtype, device="cpu"), *(part.reshape(-1).to(dtype) for part in parts)])
 
 
-def read_file(folder: Path) -> Index:
+def read_file(folder: Path) -> CheckpointIndex:
     """Return what index.safetensors says, all of it checked. Raises CheckpointError."""
     path = plain_file(folder, INDEX)
     limit = _LEAST_LIMIT + sum(file.stat().st_size for file in folder.iterdir() if file.name != INDEX)
@@ -88,7 +88,7 @@ def read_file(folder: Path) -> Index:
     ranks, dtypes = metadata.get("ranks", ""), metadata.get("dtypes", "").split(",")
     if not (ranks.isascii() and ranks.isdigit() and len(ranks) < 8):
         raise CheckpointError(f"{_WHERE} has ranks {quote(ranks)}; allowed: a number below 10^7")
-    if any(bits_of(dtype) not in (8, 16, 32, 64) for dtype in dtypes if dtype):
+    if any(bit_width(dtype) not in (8, 16, 32, 64) for dtype in dtypes if dtype):
         raise CheckpointError(f"{_WHERE} has dtypes {quote(','.join(dtypes))}; allowed: those of whole bytes")
     names = _names(arrays["names"])
     cuttings = _cuttings(arrays)
@@ -103,8 +103,8 @@ def read_file(folder: Path) -> Index:
     parts = arrays["files"].split(counts)
     types = [torch_dtype(dtype) if dtype else torch.uint8 for dtype in dtypes]
     rows = zip(names, kinds, chosen, parts, strict=True)
-    tensors = {name: Stored(types[kind], cuttings[number], files) for name, kind, number, files in rows}
-    index = Index(tensors, tuple(file_of(rank) for rank in range(int(ranks))))
+    tensors = {name: IndexedTensor(types[kind], cuttings[number], files) for name, kind, number, files in rows}
+    index = CheckpointIndex(tensors, tuple(file_of(rank) for rank in range(int(ranks))))
     index.check(folder, _WHERE)
     return index
 

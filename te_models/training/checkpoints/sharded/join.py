@@ -1,4 +1,5 @@
-"""Who writes what of a sharded checkpoint: ranks say what they have, and the first rank joins that to an `Index`.
+"""Who writes what of a sharded checkpoint: ranks say what they have, and the first rank joins that to an
+`CheckpointIndex`.
 
 One rank writes each box that several have, such that all copies write as many bytes. Ranks send names and numbers only,
 and these packed; the first rank works on flat arrays, because ranks x tensors are millions.
@@ -19,19 +20,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_models.checkpoints import CheckpointError
-from te_models.checkpoints.io.dtypes import bits_of, dtype_name, torch_dtype
+from te_models.checkpoints.io.dtypes import bit_width, dtype_name, torch_dtype
 from te_models.checkpoints.io.errors import quote
 
 from ....parallel.parts import LocalPart
 from ...ranks.data_parallel import Ranks
-from .index import Cutting, Index, Stored, file_of
+from .index import CheckpointIndex, Cutting, IndexedTensor, file_of
 
 Shape = tuple[int, ...]
 _SMALL = 1 << 12
 """Bytes below which a box is written by the first rank that has it."""
 
 
-def describe(parts: Mapping[str, LocalPart]) -> bytes:
+def describe_parts(parts: Mapping[str, LocalPart]) -> bytes:
     """Return what `join` must know of this rank's parts."""
     numbers: dict[object, int] = {}
     patterns, chosen = [], []
@@ -48,7 +49,7 @@ def describe(parts: Mapping[str, LocalPart]) -> bytes:
 class Joined(NamedTuple):
     """What is saved, and of each rank which of its boxes, in their order, it writes: a byte each, 0 or 1."""
 
-    index: Index
+    index: CheckpointIndex
     writes: list[bytes]
 
 
@@ -102,7 +103,7 @@ def _tensor(values: list[int]) -> Tensor:
 
 
 def _agreed(ids: Tensor, kinds: Tensor, names: list[str], known: list[tuple[str, Shape]]) -> list[int]:
-    """Return the kind of each tensor, which is the same on all ranks."""
+    """Return the kind of each tensor, the same on all ranks."""
     found = torch.zeros(len(names), dtype=torch.int64, device="cpu")
     found[ids] = kinds
     differing = (found[ids] != kinds).nonzero().view(-1).tolist()
@@ -129,13 +130,13 @@ def _joined(
     groups, copies = key[order].unique_consecutive(return_counts=True)
     ranks = torch.arange(len(lengths), dtype=torch.int32, device="cpu").repeat_interleave(_tensor(lengths))
     box = groups % max(len(listed), 1)
-    nbytes = _tensor([math.prod(size) * (bits_of(kinds[kind][0]) or 0) // 8 for kind, _, size in listed])[box]
+    nbytes = _tensor([math.prod(size) * (bit_width(kinds[kind][0]) or 0) // 8 for kind, _, size in listed])[box]
     chosen = order[_chosen(ranks[order], copies, nbytes)]
     writes = torch.zeros(len(ids), dtype=torch.uint8, device="cpu")
     writes[chosen] = 1
     counts = torch.bincount(groups // max(len(listed), 1), minlength=len(names)).tolist()
     cuttings: dict[tuple[object, ...], Cutting] = {}
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, IndexedTensor] = {}
     rows = zip(sorted(names), box.split(counts), ranks[chosen].split(counts), strict=True)
     number_of = {name: number for number, name in enumerate(names)}
     for name, its, files in rows:
@@ -145,8 +146,8 @@ def _joined(
             table = ([listed[n][at] for n in cut] for at in (1, 2))
             both = (torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(cut), len(shape)) for rows in table)
             cuttings[shape, cut] = Cutting(shape, *both)
-        tensors[name] = Stored(torch_dtype(kinds[kind][0]), cuttings[shape, cut], files)
-    index = Index(tensors, tuple(file_of(rank) for rank in range(len(lengths))))
+        tensors[name] = IndexedTensor(torch_dtype(kinds[kind][0]), cuttings[shape, cut], files)
+    index = CheckpointIndex(tensors, tuple(file_of(rank) for rank in range(len(lengths))))
     return Joined(index, [bytes(its.tolist()) for its in writes.split(lengths)])
 
 
@@ -187,13 +188,13 @@ def written_boxes(parts: Mapping[str, LocalPart], writes: bytes) -> dict[str, Te
     """Return the boxes that this rank writes, by the names that they have in its file."""
     boxes = [(name, part, box) for name, part in parts.items() for box in part.boxes()]
     return {
-        entry_of(name, box.begin): part.view(box).detach()
+        box_name(name, box.begin): part.view(box).detach()
         for (name, part, box), writes_it in zip(boxes, writes, strict=True)
         if writes_it
     }
 
 
-def entry_of(name: str, begin: Shape) -> str:
+def box_name(name: str, begin: Shape) -> str:
     """Return the name that a box of a tensor has in a file."""
     return f"{name}@{','.join(map(str, begin))}"
 
@@ -212,7 +213,10 @@ class Exchange:
         value, failure = self._attempt(own)
         count = self.ranks.world_size
         found: list[Any] | None = [None] * count if self.ranks.is_main else None
-        dist.gather_object((value, failure), found, dst=0, group=self.group)
+        if dist.is_initialized():
+            dist.gather_object((value, failure), found, dst=0, group=self.group)
+        else:  # alone
+            found = [(value, failure)]
         answers: list[Any] | None = None
         if found is not None:
             answers, failure = None, next((failure for _, failure in found if failure), None)
@@ -220,7 +224,10 @@ class Exchange:
                 answers, failure = self._attempt(lambda: join([value for value, _ in found]))
             answers = [(answer, failure) for answer in answers or [None] * count]
         received: list[Any] = [None]
-        dist.scatter_object_list(received, answers, src=0, group=self.group)
+        if dist.is_initialized():
+            dist.scatter_object_list(received, answers, src=0, group=self.group)
+        else:
+            received = list(answers or [None])
         answer, failure = received[0]
         if failure is not None:
             raise CheckpointError(f"writing {self.folder} failed: {failure}")
@@ -229,5 +236,5 @@ class Exchange:
     def _attempt(self, work: Callable[[], Any]) -> tuple[Any, str | None]:
         try:
             return work(), None
-        except Exception as error:  # told to the other ranks, which wait
+        except Exception as error:  # told to the waiting other ranks
             return None, f"rank {self.ranks.rank}: {error}"

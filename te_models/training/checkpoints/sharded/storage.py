@@ -25,8 +25,8 @@ from te_models.checkpoints.io.weight_files import plain_file
 
 from ....parallel.parts import Box, LocalPart
 from ..checks import PARTS
-from .index import Index, index_name
-from .join import entry_of
+from .index import CheckpointIndex, index_name
+from .join import box_name
 
 _MOST_ENTRIES, _MOST_FILES = 1_000_000, 200
 """Of headers that stay in memory while a model is read tensor by tensor, 300 MiB, and of files that stay open."""
@@ -42,11 +42,11 @@ class Read(NamedTuple):
     target: Tensor
 
 
-def plan_reads(index: Index, parts: Mapping[str, LocalPart]) -> dict[int, list[Read]]:
+def plan_reads(index: CheckpointIndex, parts: Mapping[str, LocalPart]) -> dict[int, list[Read]]:
     """Return what has to be read to fill parts, all of which the index has, by the number of the file."""
     meetings: dict[tuple[object, ...], list[int]] = {}
     tables: dict[int, tuple[list[list[int]], list[list[int]]]] = {}
-    reads: dict[int, list[Read]] = {}
+    by_file: dict[int, list[Read]] = {}
     for name, part in parts.items():
         stored = index.tensors[name]
         cutting, files = stored.cutting, stored.files
@@ -59,8 +59,8 @@ def plan_reads(index: Index, parts: Mapping[str, LocalPart]) -> dict[int, list[R
                 meetings[key] = cutting.meeting(box.begin, box.shape)
             for number in meetings[key]:
                 read = _read(name, part, box, tuple(begins[number]), tuple(sizes[number]))
-                reads.setdefault(int(files[number]), []).append(read)
-    return reads
+                by_file.setdefault(int(files[number]), []).append(read)
+    return by_file
 
 
 def _read(name: str, part: LocalPart, box: Box, begin: tuple[int, ...], size: tuple[int, ...]) -> Read:
@@ -68,13 +68,13 @@ def _read(name: str, part: LocalPart, box: Box, begin: tuple[int, ...], size: tu
     high = (min(b + n, c + m) for b, n, c, m in zip(box.begin, box.shape, begin, size, strict=True))
     shape = tuple(h - b for h, b in zip(high, low, strict=True))
     ranges = tuple(Range(b - c, b - c + n) for b, c, n in zip(low, begin, shape, strict=True))
-    return Read(name, entry_of(name, begin), size, ranges, part.view(box.within(low, shape)))
+    return Read(name, box_name(name, begin), size, ranges, part.view(box.within(low, shape)))
 
 
 class PartReader:
-    """Reads boxes of tensors of a folder of parts. index: of `read_index`."""
+    """Reads boxes of tensors of a folder of parts. index: of `read_parts_index`."""
 
-    def __init__(self, folder: Path, index: Index) -> None:
+    def __init__(self, folder: Path, index: CheckpointIndex) -> None:
         self.folder, self.index = folder, index
         self._stores: dict[int, FileStore] = {}
 
@@ -101,9 +101,9 @@ class PartReader:
 
     def fill(self, parts: Mapping[str, LocalPart]) -> None:
         """Read parts, all of which the index has; of the files only what they need is read. Raises CheckpointError."""
-        for number, reads in sorted(plan_reads(self.index, parts).items()):
+        for number, file_reads in sorted(plan_reads(self.index, parts).items()):
             store, file = self._store(number), f"{PARTS}/{self.index.files[number]}"
-            for read in reads:
+            for read in file_reads:
                 info = store.tensors.get(read.entry)
                 if info is None:
                     raise CheckpointError(f"{file} lacks {quote(read.entry)}")

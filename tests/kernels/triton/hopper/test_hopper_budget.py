@@ -53,8 +53,8 @@ def quantizers() -> Iterator[tuple[Any, ...]]:
     yield "cast per tensor", triton_tensor.quantize_per_tensor, x, scale, e4m3
     yield "cast per tensor, both", partial(triton_tensor.quantize_per_tensor, columnwise=True), x, scale, e4m3
     data = torch.zeros(128, 4096, dtype=torch.uint8).view(e4m3)
-    yield "dequantize per tensor", triton_tensor.dequantize, data, scale, None, torch.bfloat16
-    yield "dequantize 1x128", triton_tensor.dequantize, data, torch.ones(128, 32), (1, 128), torch.bfloat16
+    yield "dequantize per tensor", triton_tensor.dequantize_fp8, data, scale, None, torch.bfloat16
+    yield "dequantize 1x128", triton_tensor.dequantize_fp8, data, torch.ones(128, 32), (1, 128), torch.bfloat16
     for name, block, kind in (("1x128", (1, 128), "pow2"), ("128x128", (128, 128), "pow2"), ("1x32", (1, 32), "e8m0")):
         yield f"cast {name}", triton_blockwise.quantize_blockwise, x, block, e4m3, kind, 0.0
         both = partial(triton_blockwise.quantize_blockwise, columnwise=True)

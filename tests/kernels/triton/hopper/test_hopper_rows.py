@@ -145,7 +145,7 @@ def launches() -> Iterator[tuple[Any, ...]]:
     yield "cross entropy", cross_entropy.cross_entropy_fwd, words, labels
     yield "cross entropy backward", cross_entropy.cross_entropy_bwd, words, labels, mean, mean
     yield "cross entropy in place", cross_entropy.cross_entropy_grad_, words, labels, scale, scale, scale
-    yield "scaled", cross_entropy.scaled, x, scale
+    yield "scaled", cross_entropy.scaled_in_float32, x, scale
 
 
 def orders_of_sums(compiled: Any) -> list[str]:

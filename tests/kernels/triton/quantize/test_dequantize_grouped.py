@@ -76,7 +76,7 @@ def run(
         expected = definition(*fields, m_splits, rows, block, dtype)
         for data in (fields[0], fields[0].mT.contiguous().mT):
             moved = [t.to(device) for t in (data, fields[1], m_splits)]
-            assert_bitwise(triton_grouped.dequantize(*moved, rows, block, dtype), expected)
+            assert_bitwise(triton_grouped.dequantize_grouped_fp8(*moved, rows, block, dtype), expected)
 
 
 @pytest.mark.sentinels("[64]-64-(1, 32)-e8m0", "[5, 0, 30]-40-(1, 128)-pow2", "[0, 0, 0]-0-(32, 32)-e8m0")

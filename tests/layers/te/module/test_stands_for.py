@@ -16,7 +16,7 @@ from te_models.layers.module.grouped_linear import GroupedLinear
 from te_models.layers.module.layernorm_linear import LayerNormLinear
 from te_models.layers.module.linear import Linear
 from te_models.layers.module.norm import LayerNorm, RMSNorm
-from te_models.layers.module.options import Parameters, PrecedingNormOptions, WeightGradients
+from te_models.layers.module.options import ParameterOptions, PrecedingNormOptions, WeightGradients
 
 PAIRS: list[tuple[type[nn.Module], type[nn.Module], tuple]] = [
     (Linear, te.Linear, (32, 16)),
@@ -61,7 +61,7 @@ def run(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 BUILT: list[tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = [
     (
-        lambda: Linear(64, 32, False, parameters=Parameters(torch.bfloat16, init_method=nn.init.ones_)),
+        lambda: Linear(64, 32, False, parameters=ParameterOptions(torch.bfloat16, init_method=nn.init.ones_)),
         lambda: te.Linear(64, 32, False, params_dtype=torch.bfloat16, init_method=nn.init.ones_),
     ),
     (

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from te_models.layers import autocast, ops, recipe
-from te_models.layers.distributed.tensor_parallel import part_of
+from te_models.layers.distributed.tensor_parallel import rank_part
 from tests.compare import refused
 from tests.ranks import everyones, on_ranks
 
@@ -40,8 +40,8 @@ def test_split_operations_are_the_whole_ones(sequence: bool, basic: bool, name: 
         dim = getattr(part, "partition_dim", None)
         if part.dim() == 1:  # biases start at zero; a row's is the sum of the ranks'
             full.data.normal_(generator=torch.Generator().manual_seed(7))
-            part.data.copy_(full.data / RANKS if dim is None else part_of(full.data, dim, rank, RANKS))
-        assert torch.equal(part, full / RANKS if dim is None else part_of(full, dim, rank, RANKS))
+            part.data.copy_(full.data / RANKS if dim is None else rank_part(full.data, dim, rank, RANKS))
+        assert torch.equal(part, full / RANKS if dim is None else rank_part(full, dim, rank, RANKS))
     generator = torch.Generator().manual_seed(1)
     x, dy = (torch.randn(ROWS, HIDDEN, generator=generator) for _ in range(2))
     found = []
@@ -59,7 +59,7 @@ def test_split_operations_are_the_whole_ones(sequence: bool, basic: bool, name: 
     for (what, full), part in parameters:
         dim = getattr(part, "partition_dim", None)
         assert full.grad is not None and part.grad is not None
-        expected = full.grad if dim is None else part_of(full.grad, dim, rank, RANKS)
+        expected = full.grad if dim is None else rank_part(full.grad, dim, rank, RANKS)
         torch.testing.assert_close(
             part.grad, expected, rtol=1e-4, atol=1e-3, msg=lambda text, what=what: f"{what}: {text}"
         )

@@ -8,7 +8,7 @@ import torch
 from te_models import GPTModel, KVCache, generate
 from te_models.config import AttentionConfig, CompressedConfig, ConfigError
 from te_models.kernels.compressed_keys import compress, last_tokens
-from te_models.model.parallel import check_layers
+from te_models.layouts import Facts, check_layout_rules
 from tests.build import ONE_KEY, VARIANTS, token_ids
 
 BOUND = 1e-5
@@ -98,7 +98,7 @@ def test_any_division_of_a_text_gives_the_same(parts: list[int]) -> None:
 def test_what_is_refused() -> None:
     model = build()
     with pytest.raises(ConfigError, match="compressed: a model with it, of one key head, cannot be split over 2"):
-        check_layers(model.config, 2, 2)
+        check_layout_rules(Facts(model=model.config, tp=2, etp=2))
     compressed = CompressedConfig(q_lora_rank=8, o_groups=2, o_lora_rank=4)
     for change, message in (
         ({"num_query_groups": 2}, "null without key_is_value, one query group"),

@@ -10,8 +10,8 @@ from te_models import GPTModel, KVCache, ModelConfig
 from te_models.checkpoints import expected_tensors
 from te_models.config import ConfigError, HyperConnectionConfig
 from te_models.kernels import hyper_connections as definition
+from te_models.layouts import Facts, check_layout_rules
 from te_models.model.mixers import MixerInputs
-from te_models.model.parallel import check_sequence
 from tests.build import tiny, tiny_moe, token_ids
 
 LANES = HyperConnectionConfig(lanes=3, sinkhorn_iterations=4, epsilon=1e-4)
@@ -110,4 +110,4 @@ def test_what_cannot_be_is_named(changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=r"hyper_connections\.lanes is 0; allowed: a positive integer"):
         LANES.replace(lanes=0)
     with pytest.raises(ConfigError, match="hyper_connections: a model with them cannot have sequence_parallel"):
-        check_sequence(CONFIGS["dense"])
+        check_layout_rules(Facts(model=CONFIGS["dense"], tp=2, sequence_parallel=True))

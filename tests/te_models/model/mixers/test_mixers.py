@@ -15,14 +15,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from te_models import AttentionConfig, DraftModel, GPTModel, KVCache, ModelConfig, StaticKVCache, generate
 from te_models.checkpoints import expected_tensors
-from te_models.checkpoints.mapping.rank_shards import Place, parts
+from te_models.checkpoints.mapping.rank_shards import ShardPlace, parts
 from te_models.config import KINDS, ConfigError, MixerConfig, RopeConfig
 from te_models.config.keys import toml_words
 from te_models.config.mixers import Parameter, State
+from te_models.layouts import Facts, check_layout_rules
 from te_models.model.build import Build, make_input_linear, make_output_linear
 from te_models.model.flops import forward_flops_per_token
 from te_models.model.mixers import RECURRENT, MixerInputs, RecurrentMixer
-from te_models.model.parallel import check_layers
 from tests.build import VARIANTS, tiny, tiny_moe, token_ids
 
 
@@ -298,12 +298,14 @@ def test_attentions_of_several_kinds_in_one_model(tmp_path: Path) -> None:
 def test_every_rank_has_its_part_of_a_mixer() -> None:
     config = hybrid()
     shapes = expected_tensors(config)
-    owned = parts(config, shapes, Place(tp_rank=1, tp_size=2))
+    owned = parts(config, shapes, ShardPlace(tp_rank=1, tp_size=2))
     assert owned["decoder.layers.1.mixer.linear_in.weight"].ranges == ((4, 8), (12, 16))
     assert owned["decoder.layers.3.mixer.linear_proj.weight"].dim == 1
     assert owned["decoder.layers.1.input_layernorm.weight"].dim is None
     with pytest.raises(ConfigError, match=r"mixers.sum.heads is 2, which 4 ranks cannot share equally"):
-        check_layers(tiny(attention=FOUR, mixers={"sum": DECAYING}, layer_mixers=("attention", "sum")), 4, 1)
+        check_layout_rules(
+            Facts(model=tiny(attention=FOUR, mixers={"sum": DECAYING}, layer_mixers=("attention", "sum")), tp=4, etp=1)
+        )
 
 
 def test_flops_are_of_what_a_layer_has() -> None:

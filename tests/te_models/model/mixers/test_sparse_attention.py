@@ -16,7 +16,6 @@ from te_models.lora.model import adapters_of
 from te_models.model.flops import forward_flops_per_token
 from te_models.model.mixers import sparse_attention as module
 from te_models.model.mixers import train_indexers
-from te_models.model.parallel import check_layers
 from tests.build import LATENT, tiny, token_ids
 
 INDEXER = IndexerConfig(n_heads=6, head_dim=9, topk=5, rope_style="interleaved", rotated="last")
@@ -203,7 +202,6 @@ def test_a_layer_that_shares_is_with_the_one_that_chose() -> None:
             "attention.indexer is .*; allowed: null with window_size, chunk_size, softcap, sinks",
         ),
         (lambda: sparse("grouped", INDEXER.replace(head_dim=6)), "attention.indexer.head_dim is 6; allowed: at least"),
-        (lambda: check_layers(sparse("latent", INDEXER.replace(loss_coeff=1.0)), 2, 2), "an indexer that is trained"),
     ],
 )
 def test_what_cannot_be_is_named(make, message: str) -> None:  # type: ignore[no-untyped-def]
