@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -45,9 +44,16 @@ class ParameterLoad:
         shapes = expected_tensors(config, layout)
         self._owned, self._place = parts(config, shapes, place), place
         check_shapes(params, {name: self._owned[name].shape(shape) for name, shape in shapes.items()})
-        self._params, self._layout = params, layout
-        self._in_layout = cache(lambda layout: StoredParameters(self.store, source, config, formats, layout))
-        self.store = store
+        self._params = params
+        self._layout: ExpertLayout = layout
+        self._store, self._stored_as = store, (source, config, formats)
+        self._worked_out: dict[ExpertLayout, StoredParameters] = {}
+
+    def _in_layout(self, layout: ExpertLayout) -> StoredParameters:
+        """Return the stored tensors as parameters of a layout, worked out when they are first asked for."""
+        if layout not in self._worked_out:
+            self._worked_out[layout] = StoredParameters(self._store, *self._stored_as, layout)
+        return self._worked_out[layout]
 
     def sources(self, name: str) -> set[str]:
         """Return the names of the stored tensors that a parameter is filled from, whichever part of them it reads."""
@@ -57,9 +63,9 @@ class ParameterLoad:
 
     def read_from(self, store: Store) -> None:
         """Read from now on from another store of the same tensors."""
-        self.store = store
-        for layout in (self._layout, "per-gemm"):
-            self._in_layout(layout).store = store
+        self._store = store
+        for stored in self._worked_out.values():
+            stored.store = store
 
     @torch.no_grad()
     def fill(self, name: str) -> None:

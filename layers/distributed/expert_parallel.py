@@ -16,7 +16,7 @@ n ranks, T tokens of a rank, K experts per token, E experts, E/n of each rank, R
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,6 @@ from te_models.kernels.torch_versions import own_result, scalars_in_graphs
 from ..collectives import all_gather, all_to_all, reduce_scatter, started_all_to_all, waited
 from ..quantizer import Quantizer
 from .quantized_rows import pack_rows, unpack_rows
-
-T = TypeVar("T")
 
 
 class Splits(NamedTuple):
@@ -93,19 +91,18 @@ def exchange_rows(
 
 
 def exchange_rows_beside(
-    x: Tensor, send: list[int], receive: list[int], group: str, beside: Callable[[], T]
-) -> tuple[Tensor, T]:
-    """Return `exchange_rows` of plain rows, and what `beside` returns, which is computed while rows travel; in the
-    backward pass its gradients are, while theirs travel. Of eager code, where autograd runs what was computed last
-    first."""
+    x: Tensor, send: list[int], receive: list[int], group: str, beside: Callable[[], None]
+) -> Tensor:
+    """Return `exchange_rows` of plain rows, and call `beside` while they travel; in the backward pass the gradients of
+    what it computes are made while theirs travel. Of eager code, where autograd runs what was computed last first."""
     way = _Way(send, receive, group)
     travelling = _Started.apply(x, way)
     try:
-        found = beside()
+        beside()
     except BaseException:
         way.arrive()
         raise
-    return _Arrived.apply(travelling, way), found
+    return _Arrived.apply(travelling, way)
 
 
 class _Way:

@@ -97,6 +97,16 @@ class ShardOfParameter(NamedTuple):
     dim: int
     each: int
 
+    def ends(self, size: int) -> tuple[int, int]:
+        """Return where the rank's indices begin and end, of `size` in all."""
+        begin = min(self.rank * self.each, size)
+        return begin, min(begin + self.each, size)
+
+    def of_whole(self, tensor: Tensor) -> Tensor:
+        """Return the rank's part of a tensor, a view."""
+        begin, end = self.ends(tensor.shape[self.dim])
+        return tensor.narrow(self.dim, begin, end - begin)
+
 
 def _with_offsets(ranges: Ranges) -> Iterator[tuple[int, int, int]]:
     offset = 0
@@ -183,8 +193,7 @@ class ModelParts:
             )
         if place is not None:
             size = self._owned[name].shape(whole)[place.dim]
-            begin = min(place.rank * place.each, size)
-            cuts[place.dim] = _narrow(cuts.get(place.dim, ((0, size),)), begin, min(begin + place.each, size))
+            cuts[place.dim] = _narrow(cuts.get(place.dim, ((0, size),)), *place.ends(size))
         return LocalPart(tensor, whole, cuts)
 
     def wholes(self) -> dict[str, Tensor]:

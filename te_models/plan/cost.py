@@ -25,10 +25,19 @@ BEYOND = "gradients and sharded parameters, beyond compute"
 """The wait for what overlaps with compute, where it takes longer."""
 
 
+def seconds_of(
+    config: TrainConfig, model: ModelConfig, layout: RankLayout, moved: Moved, hardware: Hardware
+) -> dict[tuple[str, str], float]:
+    """Return how long each collective takes by itself, by its key in `moved`."""
+    links = _Links(config, model, layout, hardware)
+    return {key: links.seconds(*key, its) for key, its in moved.items()}
+
+
 def waits_of(
     config: TrainConfig, model: ModelConfig, layout: RankLayout, found: Recorded, flops: float, hardware: Hardware
-) -> dict[str, float]:
-    """Return the seconds of a step by what a rank waits for. flops: of a rank's step.
+) -> tuple[dict[str, float], float]:
+    """Return the seconds of a step by what a rank waits for, and those that all collectives of the step take, one after
+    the other. flops: of a rank's step.
 
     First comes compute, and behind it what a pipeline waits while it fills and empties.
     """
@@ -37,10 +46,10 @@ def waits_of(
     waits = {"compute": compute}
     if stages is not None and not stages.is_later:  # while the pipeline fills and empties, a rank waits for the others
         waits[FILLS] = compute * (stages.ranks - 1) / (micro_batches * (stages.stages_per_rank or 1))
-    links = _Links(config, model, layout, hardware)
-    seconds = {key: links.seconds(*key, moved) for key, moved in traffic_of(found, micro_batches).items()}
+    seconds = seconds_of(config, model, layout, traffic_of(found, micro_batches), hardware)
     overlapped = {key for key in seconds if _overlaps(*key, config)}
-    at_end = sum(links.seconds(*key, found.once[key]) for key in overlapped & {*found.once})
+    once = seconds_of(config, model, layout, found.once, hardware)
+    at_end = sum(once[key] for key in overlapped & {*once})
     each = (sum(seconds[key] for key in overlapped) - at_end) / micro_batches
     compute = sum(waits.values())
     compute_each, last = compute / micro_batches, each + at_end
@@ -58,19 +67,10 @@ def waits_of(
         waits[travelling] -= min(waits[travelling] / 2, shared)
     if found.copied:
         waits[COPIES] = max(0.0, found.copied * micro_batches / hardware.host_gbps / 1e9 - compute)
-    return waits
+    return waits, sum(seconds.values())
 
 
 FILLS, COPIES = "pipeline fills and empties", "copies from and to main memory, beyond compute"
-
-
-def communication_seconds(
-    config: TrainConfig, model: ModelConfig, layout: RankLayout, found: Recorded, hardware: Hardware
-) -> float:
-    """Return the seconds that all collectives of a step take, one after the other."""
-    links = _Links(config, model, layout, hardware)
-    moved = traffic_of(found, config.data.gradient_accumulation)
-    return sum(links.seconds(*key, its) for key, its in moved.items())
 
 
 def traffic_of(found: Recorded, micro_batches: int) -> Moved:

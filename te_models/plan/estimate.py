@@ -9,7 +9,7 @@ from ..training.preflight import check_run_layout
 from ..training.ranks.data_parallel import Ranks
 from ..training.ranks.layout import balanced, rank_layout
 from ..training.trained import check_globs, step_flops_per_token
-from .cost import FILLS, communication_seconds, traffic_of, waits_of
+from .cost import FILLS, traffic_of, waits_of
 from .micro_batch import record_step
 from .process import model_of
 from .result import Hardware, Plan
@@ -47,7 +47,7 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
     tokens = config.micro_batch_tokens * micro_batches
     flops = step_flops_per_token(config, model) * tokens
     flops /= dims.tensor_model_parallel_size * dims.context_parallel_size * pipeline
-    waits = waits_of(config, model, layout, found, flops, hardware)
+    waits, communication = waits_of(config, model, layout, found, flops, hardware)
     return Plan(
         sizes={**dims.sizes(), "sequence_parallel": config.parallel.sequence_parallel}
         | {"cp_comm_type": config.parallel.cp_comm_type},
@@ -61,7 +61,7 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
         flops=flops,
         traffic=traffic_of(found, micro_batches),
         compute_s=waits["compute"] + waits.get(FILLS, 0.0),
-        communication_s=communication_seconds(config, model, layout, found, hardware),
+        communication_s=communication,
         step_s=sum(waits.values()),
         waits={name: s for name, s in waits.items() if s},
         memory_limit=hardware.memory_gib * 2**30,

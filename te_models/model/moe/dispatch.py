@@ -42,11 +42,25 @@ from ..build import Build
 from .experts import Experts
 
 
+class ComputedBeside:
+    """What is computed while results travel, where a dispatcher's do. result: of the computation, once it was called.
+
+    compute: makes it; a dispatcher calls it once at most.
+    """
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute = compute
+        self.result: Tensor | None = None
+
+    def __call__(self) -> None:
+        self.result = self._compute()
+
+
 class Dispatched(NamedTuple):
     """What experts read, as `Experts.forward` takes it, and what `combine` needs.
 
     rows: [R, H], or with `permutation` the tokens that they come from; rows_per_expert: [E of this rank], multiples of
-    `align`.
+    `align`. beside: what `combine` computes while results travel.
     """
 
     rows: Tensor
@@ -54,19 +68,17 @@ class Dispatched(NamedTuple):
     permutation: Permutation | None
     align: int
     way: Any
+    beside: ComputedBeside | None = None
 
 
 class Dispatcher:
     """A way from tokens to experts and back. moe: of the layer; a capacity bounds what an expert takes.
 
     supposes_balance: whether rows travel as if all experts had equally many, for a plan, whose tensors have no values.
-    needs_equal_shares: whether every rank has to bring equally many tokens. beside: what `combine` computes while
-    results travel, and leaves in `computed`.
+    needs_equal_shares: whether every rank has to bring equally many tokens.
     """
 
     supposes_balance = False
-    beside: Callable[[], Tensor] | None = None
-    computed: Tensor | None = None
     needs_equal_shares = False
 
     def __init__(self, moe: MoEConfig) -> None:
@@ -83,10 +95,12 @@ class Dispatcher:
         [E], without choices that were dropped; None where that is not known."""
         raise NotImplementedError
 
-    def sums(self, experts: Experts, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor | None]:
+    def sums(
+        self, experts: Experts, tokens: Tensor, weights: Tensor, indices: Tensor, beside: ComputedBeside | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Dispatch, compute and combine: what `combine` returns."""
         there = self.dispatch(experts, tokens, weights, indices)
-        return self.combine(experts(*there[:4]), there)
+        return self.combine(experts(*there[:4]), there if beside is None else there._replace(beside=beside))
 
     def capacity(self, slots: int) -> int | None:
         """Return how many of `slots` choices an expert takes; None: all."""
@@ -210,20 +224,21 @@ class AllToAllDispatcher(Dispatcher):
         results = unpermute(results, own, None)
         if self._split_ranks > 1:
             results = sum_rows(results, shares, received, self._split_group)
-        results = self._sent_back(results, receive, send, formats)
+        results = self._sent_back(results, receive, send, formats, dispatched.beside)
         if dropped is not None:  # choices that experts had no room for
             results = torch.cat([results, results.new_zeros(dropped, results.shape[1])])
         return unpermute(results, order, weights), order.tokens_per_expert[: self.moe.num_moe_experts]
 
-    def _sent_back(self, results: Tensor, send: list[int], receive: list[int], formats: RowFormats) -> Tensor:
+    def _sent_back(
+        self, results: Tensor, send: list[int], receive: list[int], formats: RowFormats, beside: ComputedBeside | None
+    ) -> Tensor:
         """Return the results of this rank's tokens, in exchange for those of the tokens of others."""
         if self._ranks == 1:
             return results
-        if self.beside is None:
+        if beside is None:
             return exchange_rows(results, send, receive, self._group, gradients=formats.gradients)
         assert formats.gradients is None, "the configuration has been checked"
-        results, self.computed = exchange_rows_beside(results, send, receive, self._group, self.beside)
-        return results
+        return exchange_rows_beside(results, send, receive, self._group, beside)
 
 
 class PaddedAllToAllDispatcher(AllToAllDispatcher):
@@ -250,7 +265,7 @@ class PaddedAllToAllDispatcher(AllToAllDispatcher):
         """Send results back, and add up by token those that are not empty."""
         order, weights, local, room, splits, slots, formats = dispatched.way
         results = results.view(local, self._ranks, room, -1).transpose(0, 1).flatten(0, 2)
-        results = self._sent_back(results, splits, splits, formats)
+        results = self._sent_back(results, splits, splits, formats, dispatched.beside)
         results = torch.cat([results, results.new_zeros(slots - sum(splits), results.shape[1])])
         return unpermute(results, order, weights), order.tokens_per_expert[: self.moe.num_moe_experts]
 

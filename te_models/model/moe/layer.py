@@ -33,7 +33,7 @@ from te_models.layers.module.linear import Linear
 from ...config import ModelConfig
 from ..build import Build, init_method, make_norm, make_output_linear
 from ..mlp import SharedExperts
-from .dispatch import dispatcher_of
+from .dispatch import ComputedBeside, dispatcher_of
 from .experts import Experts
 from .router import Router, RouterOutput, count_choices
 
@@ -112,15 +112,14 @@ class MoELayer(nn.Module):
         if self.moe.own_norms:
             y, counts = self._beside(x, weights, indices)
         else:
-            shared, dispatcher, own = self.shared_experts, self.dispatcher, None
-            beside = shared if self.moe_shared_expert_overlap else None
-            if beside is not None:
-                dispatcher.beside = partial(beside, x)
-            y, counts = self._expert_sums(tokens, weights, indices)
+            shared = self.shared_experts
+            beside = (
+                ComputedBeside(partial(shared, x)) if self.moe_shared_expert_overlap and shared is not None else None
+            )
+            y, counts = self._expert_sums(tokens, weights, indices, beside)
             y = y.view(x.shape)
-            if beside is not None:  # a graph would be made again for a dispatcher that has been written to
-                own, dispatcher.beside, dispatcher.computed = dispatcher.computed, None, None
             if shared is not None:
+                own = None if beside is None else beside.result
                 y = y + (shared(x) if own is None else own)
             y = y if self.moe.output_multiplier == 1.0 else y * self.moe.output_multiplier
         decided = self._router_output(logits, indices, counts, token_mask, x.shape[0])
@@ -147,7 +146,9 @@ class MoELayer(nn.Module):
         y, counts = self._expert_sums(pre_experts(x).flatten(0, -2), weights, indices)
         return post_shared(self.shared_experts(pre_shared(x))) + post_experts(y.view(x.shape)), counts
 
-    def _expert_sums(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def _expert_sums(
+        self, tokens: Tensor, weights: Tensor, indices: Tensor, beside: ComputedBeside | None = None
+    ) -> tuple[Tensor, Tensor]:
         """tokens: [T, H]; weights, indices: [T, K] -> (each token's weighted sum of its experts' results [T, H], how
         many of these tokens chose each expert [E] int64)."""
         tokens = tokens if self.fc1_latent_proj is None else self.fc1_latent_proj(tokens)
@@ -157,14 +158,16 @@ class MoELayer(nn.Module):
             fits = within_capacity(indices, weights, experts, capacity, self.moe.moe_token_drop_policy)
             indices, weights = torch.where(fits, indices, experts), torch.where(fits, weights, 0)
         if self._token_shard is not None:
-            y, chosen = self._sums_of_own_tokens(tokens, weights, indices, self._token_shard), None
+            y, chosen = self._sums_of_own_tokens(tokens, weights, indices, self._token_shard, beside), None
         else:
-            y, chosen = self.dispatcher.sums(self.experts, tokens, weights, indices)
+            y, chosen = self.dispatcher.sums(self.experts, tokens, weights, indices, beside)
         if counts is None:
             counts = count_choices(indices, experts) if chosen is None else chosen
         return y if self.fc2_latent_proj is None else self.fc2_latent_proj(y), counts
 
-    def _sums_of_own_tokens(self, tokens: Tensor, weights: Tensor, indices: Tensor, shard: SequenceShard) -> Tensor:
+    def _sums_of_own_tokens(
+        self, tokens: Tensor, weights: Tensor, indices: Tensor, shard: SequenceShard, beside: ComputedBeside | None
+    ) -> Tensor:
         """`_expert_sums` of tokens that all ranks of a shard have: each sends its part of them to the experts."""
         total, none = tokens.shape[0], self.moe.num_moe_experts
         tokens, weights = own_share(tokens, shard), own_share(weights, shard)
@@ -173,7 +176,7 @@ class MoELayer(nn.Module):
         if not self.dispatcher.needs_equal_shares:
             own = min(max(total - shard.rank * share, 0), share)
             tokens, weights, indices = tokens[:own], weights[:own], indices[:own]
-        y, _ = self.dispatcher.sums(self.experts, tokens, weights, indices)
+        y, _ = self.dispatcher.sums(self.experts, tokens, weights, indices, beside)
         if y.shape[0] != share:
             y = torch.cat([y, y.new_zeros(share - y.shape[0], y.shape[1])])
         return gather_tokens_of_ranks(y, shard)[:total]

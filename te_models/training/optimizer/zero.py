@@ -20,7 +20,7 @@ from te_models.layers import QuantizedTensor, gradient_of
 
 from ...config import ConfigError
 from ...parallel.parts import ShardOfParameter
-from ..ranks.buckets import BUCKET
+from ..ranks.buckets import BUCKET, runs_of_size
 from ..ranks.data_parallel import Ranks
 
 GroupOf = Callable[[Tensor], tuple[dist.ProcessGroup | None, int, int]]
@@ -38,9 +38,7 @@ class _Part:
 
     def of_rank(self, rank: int) -> Tensor:
         """Return the part of a rank: its own, fewer, or none at the end."""
-        dim, each = self.place.dim, self.place.each
-        begin = min(rank * each, self.whole.shape[dim])
-        return self.whole.detach().narrow(dim, begin, min(each, self.whole.shape[dim] - begin))
+        return self.place._replace(rank=rank).of_whole(self.whole.detach())
 
     @property
     def elements(self) -> int:
@@ -68,17 +66,11 @@ class SharedUpdate:
             own.shard_place = place
             main_grad = getattr(whole, "main_grad", None)
             if main_grad is not None:
-                own.main_grad = self._narrowed(main_grad, place)
+                own.main_grad = place.of_whole(main_grad)
             part.own = own
             self._parts[name] = part
         self.own: dict[str, nn.Parameter] = {name: part.own for name, part in self._parts.items()}
         self._buckets = list(self._filled())
-
-    @staticmethod
-    def _narrowed(tensor: Tensor, place: ShardOfParameter) -> Tensor:
-        size = tensor.shape[place.dim]
-        begin = min(place.rank * place.each, size)
-        return tensor.narrow(place.dim, begin, min(place.each, size - begin))
 
     def _filled(self) -> Iterator[list[_Part]]:
         kinds: dict[Any, list[_Part]] = {}
@@ -86,21 +78,15 @@ class SharedUpdate:
             if part.place.ranks > 1:
                 kinds.setdefault((part.whole.dtype, id(part.group)), []).append(part)
         for members in kinds.values():
-            bucket: list[_Part] = []
-            for part in members:
-                size = sum(p.elements * p.place.ranks for p in (*bucket, part)) * part.whole.element_size()
-                if bucket and size > BUCKET:
-                    yield bucket
-                    bucket = []
-                bucket.append(part)
-            yield bucket
+            sizes = [part.elements * part.place.ranks * part.whole.element_size() for part in members]
+            yield from runs_of_size(members, sizes, BUCKET)
 
     def take_gradients(self) -> None:
         """Have each part's gradient be its part of the parameter's."""
         for part in self._parts.values():
             gradient = gradient_of(part.whole)
             if getattr(part.own, "main_grad", None) is None:
-                part.own.grad = None if gradient is None else self._narrowed(gradient, part.place)
+                part.own.grad = None if gradient is None else part.place.of_whole(gradient)
 
     @torch.no_grad()
     def gather(self) -> None:

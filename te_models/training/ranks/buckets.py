@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from te_models.layers import gradient_of
 
+T = TypeVar("T")
 BUCKET = 64 * 2**20
 """Bytes of gradients that one all-reduce sends: enough for the bandwidth of a network, few beside a model."""
 IN_FLIGHT = 2
@@ -72,14 +73,25 @@ def filled(bucket: Callable[[], Bucket], parameters: Iterable[torch.nn.Parameter
     for parameter in parameters:
         by_dtype.setdefault(_gradient_dtype(parameter), []).append(parameter)
     for dtype, members in by_dtype.items():
-        current, size = bucket(), 0
-        for parameter in members:
-            if size and size + parameter.numel() * dtype.itemsize > limit:
-                yield current
-                current, size = bucket(), 0
-            current.parameters.append(parameter)
-            size += parameter.numel() * dtype.itemsize
-        yield current
+        sizes = [parameter.numel() * dtype.itemsize for parameter in members]
+        for some in runs_of_size(members, sizes, limit):
+            current = bucket()
+            current.parameters += some
+            yield current
+
+
+def runs_of_size(items: Sequence[T], sizes: Sequence[int], limit: int) -> Iterator[list[T]]:
+    """Yield consecutive items whose sizes add up to `limit` at most, or one item that is larger."""
+    found: list[T] = []
+    total = 0
+    for item, size in zip(items, sizes, strict=True):
+        if total and total + size > limit:
+            yield found
+            found, total = [], 0
+        found.append(item)
+        total += size
+    if found:
+        yield found
 
 
 def _gradient_dtype(parameter: torch.nn.Parameter) -> torch.dtype:
