@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,10 +51,8 @@ def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformer
     chosen.write_config(gpt.config)  # raises if the family cannot express the model
     converter = AutoConverter(gpt.config, chosen, gpt.origin)
     tensors = dict(gpt.stored_tensors())
-    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    known = [name for name, kind in transformers.CONFIG_MAPPING.items() if kind in classes]
-    if chosen.model_type not in known:
-        raise CheckpointError(_without_class(gpt, chosen.model_type, known))
+    if not _has_class(chosen.model_type):
+        raise CheckpointError(_without_class(gpt, chosen.model_type))
     config = transformers.AutoConfig.for_model(**converter.hf_config(tensors))
     dtype = _main_dtype(tensors)  # config.json names a dtype as well, but its files may contradict it
     # transformers' other attention leaves the soft-capping of scores out
@@ -87,7 +85,15 @@ def _main_dtype(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
     return numbers.most_common(1)[0][0]
 
 
-def _without_class(gpt: GPTModel, family: str, known: Container[str]) -> str:
+def _has_class(model_type: str) -> bool:
+    """Say whether transformers builds a decoder of this type, and import the configuration of no other type."""
+    import transformers
+
+    configs = transformers.CONFIG_MAPPING
+    return model_type in configs and configs[model_type] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def _without_class(gpt: GPTModel, family: str) -> str:
     """Return the sentence that transformers has no class for a family, with those for which it has one."""
     from te_models.checkpoints import FAMILIES, CheckpointError
 
@@ -97,6 +103,6 @@ def _without_class(gpt: GPTModel, family: str, known: Container[str]) -> str:
             other.write_config(gpt.config)
         except CheckpointError:
             continue
-        others += [name] if name in known else []
+        others += [name] if _has_class(name) else []
     allowed = f"; allowed: {', '.join(others)}" if others else ""
     return f"this transformers has no class for the family {family!r}{allowed}"

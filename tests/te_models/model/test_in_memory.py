@@ -112,6 +112,16 @@ def test_a_model_of_ours_becomes_the_family_that_fits_or_is_asked_for() -> None:
             AutoConverter.from_config(wrong)
 
 
+def test_a_model_becomes_its_family_without_the_configurations_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers imports each of 400 modules for a walk over its table, which takes seconds."""
+
+    def walk(mapping: object) -> None:
+        raise AssertionError("all configurations are imported")
+
+    monkeypatch.setattr(type(transformers.CONFIG_MAPPING), "items", walk)
+    assert GPTModel.from_hf(model_of("llama")).to_hf().config.model_type == "llama"
+
+
 def test_wrong_state_dicts_are_refused(tmp_path: Path) -> None:
     theirs = model_of("llama-tied-head_dim")
     hf = json.loads(theirs.config.to_json_string())
