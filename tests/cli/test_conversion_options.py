@@ -45,13 +45,13 @@ OTHERWISE = {("export", "layout"), ("export", "type"), ("toy", "layers"), ("expo
 def test_a_field_is_the_option_its_help_and_the_argument(verb: str) -> None:
     part, functions, elsewhere = FUNCTIONS[verb]
     parser = verbs_of(build_parser(asked=verb)).choices[verb]
-    text = " ".join(parser.format_help().split())
+    text = "".join(parser.format_help().split())  # lines may end within a word, after a hyphen
     arguments: dict[str, inspect.Parameter] = {}
     for function in functions:
         arguments |= inspect.signature(function).parameters
     for name, field in fields_of(part).items():
         assert flag_of(part, name) in text
-        assert field_docs(part)[name].rstrip(".")[1:].replace("Whether ", "") in text
+        assert "".join(field_docs(part)[name].rstrip(".")[1:].replace("Whether ", "").split()) in text
         if name in elsewhere or name in ConversionKeywords.__annotations__:
             continue
         assert name in arguments, name
