@@ -10,8 +10,8 @@ CPU time, sides in turn (see `common`). `of_a_copy` is the speed as a share of t
 Two sizes. Results of the larger one exceed what the C library keeps for reuse (32 MiB), so both sides write to fresh
 pages, as any such copy does; at the smaller one they reuse memory, and the copy is as fast as the memory is.
 
-`of_compiled` is the speed of the C++ functions that graphs and eager layers call (`kernels/quantize/cpu_graph`: rounded
-for a GEMM; `cpu_fields`: stored) as a multiple of that of the definitions as Inductor compiles them, with equal bits.
+`of_compiled` is the speed of the C++ functions that graphs and eager layers call (`kernels/quantize/cpu`: rounded
+for a GEMM; `fields`: stored) as a multiple of that of the definitions as Inductor compiles them, with equal bits.
 
 Per-tensor scaling by this very tensor ("current") and NVFP4 need the largest magnitude first: x is read twice, and
 counted once.
@@ -29,8 +29,8 @@ from torch import Tensor
 
 from bench.common import interleave, ratio, versions, write_result
 from te_models.kernels import quantize as q
-from te_models.kernels.quantize.cpu_fields import library as fields
-from te_models.kernels.quantize.cpu_graph import library as graph
+from te_models.kernels.quantize.cpu import fields
+from te_models.kernels.quantize.cpu import rounding as graph
 from te_models.kernels.quantize.fp8 import rounding
 from te_models.kernels.quantize.nvfp4 import reference as nvfp4
 

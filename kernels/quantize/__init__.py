@@ -1,6 +1,6 @@
 """Casting to FP8 and FP4 with scale factors per tensor, per block and per microscaling (MX, NVFP4) block, and back."""
 
-from .cpu_graph.op import (
+from .cpu.rounding_op import (
     raised_amax,
     random_hadamard,
     round_blockwise,

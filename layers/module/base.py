@@ -187,9 +187,9 @@ class QuantizedModule(RecipeStateModule):
             raise RuntimeError(CANNOT_CACHE)
         return cached_weight(self, quantizers.weight, weights, gemm_index)
 
-    def gemm_weights(self) -> list[tuple[tuple[Tensor, ...], int | None]]:
-        """Return the weights of every GEMM and its number, as `cached_weight` takes them."""
-        return [((getattr(self, name),), index) for index, name in enumerate(self.weight_names())]
+    def gemm_weights(self) -> dict[int | None, tuple[Any, ...]]:
+        """Return the weights of every GEMM by its number, as `cached_weight` takes them."""
+        return {index: (getattr(self, name),) for index, name in enumerate(self.weight_names())}
 
 
 class GemmModule(QuantizedModule):
@@ -241,19 +241,17 @@ class GemmModule(QuantizedModule):
             return False
         return last.asked == use.asked and last.ran == use.ran
 
-    def gemm_call(
-        self, weights: tuple[nn.Parameter, ...], is_first_microbatch: bool | None, gemm_index: int | None = None
-    ) -> GemmCall | None:
+    def gemm_call(self, is_first_microbatch: bool | None, gemm_index: int | None = None) -> GemmCall | None:
         """Return what the functions of a GEMM need of this module for one call: what the recipe in force means for it,
-        its live state and what it caches; None for plain high precision. gemm_index: of the GEMM with these weights,
-        None where one call is of all GEMMs."""
+        its live state and what it caches; None for plain high precision. gemm_index: None where one call is of all
+        GEMMs."""
         now, traced = THREAD.now, torch.compiler.is_compiling() and compiling()
         first = now.first_microbatch if is_first_microbatch is None else is_first_microbatch
-        cached = None if first is None else self.cached_weight(weights, first, gemm_index)
+        cached = None if first is None else self.cached_weight(self.gemm_weights()[gemm_index], first, gemm_index)
         quantizers = self._quantizers(now, traced)
         options = DEFAULT_OPTIONS
         if self.fuse_wgrad_accumulation or self._later is not None or self.save_original_input:
-            options = self.gemm_options(*weights, first=is_first_microbatch)
+            options = self.gemm_options(*self.gemm_weights()[gemm_index], first=is_first_microbatch)
         amaxes = None
         if now.calibrating and self.calibrating():
             amaxes = self.calibration_amax("input", gemm_index), self.calibration_amax("weight", gemm_index)

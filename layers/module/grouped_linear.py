@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -86,8 +88,8 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         """Return the names of the weight parameters: ("weight",), or one per GEMM."""
         return self._names("weight")
 
-    def gemm_weights(self) -> list[tuple[tuple[Tensor, ...], int | None]]:
-        return [(tuple(getattr(self, name) for name in self.weight_names()), None)]
+    def gemm_weights(self) -> dict[int | None, tuple[Any, ...]]:
+        return {None: tuple(getattr(self, name) for name in self.weight_names())}
 
     def _is_grouped(self, kind: str) -> bool:
         return self.single_grouped_bias if kind == "bias" else self.single_grouped_weight
@@ -152,7 +154,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         weights = (self.weight,) if self.single_grouped_weight else self._members("weight")
         own = self.use_bias and not (self.parallel_mode == "row" or self.return_bias)
         bias = self._stacked_bias() if own else None
-        call = self.gemm_call(weights, is_first_microbatch)
+        call = self.gemm_call(is_first_microbatch)
         y = grouped_linear(x, weights, bias, m_splits, call, permutation=permutation, row_align=row_align)
         if out is not None:
             y = written_into(y, out, m_splits)

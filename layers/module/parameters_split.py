@@ -73,8 +73,8 @@ class SplitParameters(TensorParallelModule, GemmModule):
     def weight_names(self) -> tuple[str, ...]:
         return self._names("weight")
 
-    def gemm_weights(self) -> list[tuple[tuple[Tensor, ...], int | None]]:
-        return [((self.joined("weight"),), 0)]
+    def gemm_weights(self) -> dict[int | None, tuple[Any, ...]]:
+        return {0: (self.joined("weight"),)}
 
     def joined(self, kind: str) -> Any:
         """Return the "weight" [out, in] or the "bias" [out], None without one, of this rank."""

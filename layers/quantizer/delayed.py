@@ -31,7 +31,7 @@ from torch import Tensor
 
 from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand
-from te_models.kernels.quantize import cpu_fields
+from te_models.kernels.quantize import cpu
 from te_models.suggestions import shown
 
 from . import Float8CurrentScalingQuantizer, Quantizer
@@ -122,7 +122,7 @@ class Float8Quantizer(OneScale, TensorMaker):
             return None
         if self.amax is not None:
             self.amax.copy_(q.raised_amax(x, self.amax))
-        values, data = cpu_fields.store_scaled(x, self.scale, dtype)
+        values, data = cpu.store_scaled(x, self.scale, dtype)
         return values, data, torch.div(torch.ones_like(self.scale), self.scale)
 
     def statistics(self, x: Tensor, key: Tensor | None = None, count: Tensor | None = None) -> dict[str, Tensor]:
