@@ -197,7 +197,7 @@ class GemmModule(QuantizedModule):
     or becomes zeros where a wrapper waits for it (see `gemm.wgrad`); a call with `is_first_microbatch=True`
     writes them there instead, so that nobody has to zero it. delay_wgrad_compute: backward leaves weight gradients out
     until `backward_dw()`. save_original_input: save the input as it is for wgrad and quantize it in the backward pass:
-    this saves memory where several layers share it. Names and meanings are Transformer Engine's."""
+    this saves memory where several layers share it."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class GemmModule(QuantizedModule):
 
     def gemm_options(self, *weights: nn.Parameter, first: bool | None = None) -> GemmOptions:
         """Return how the gradients of `weights` are to be made, of several together. first: `is_first_microbatch` of
-        this call; where it is True a main gradient is written to and not added to, as in Transformer Engine."""
+        this call; where it is True a main gradient is written to and not added to."""
         if not self.fuse_wgrad_accumulation and self._later is None:
             return GemmOptions(True) if self.save_original_input else DEFAULT_OPTIONS
         return GemmOptions(

@@ -25,13 +25,12 @@ class GroupedLinear(TensorParallelModule, GemmModule):
     """`y[g] = x[g] w[g]^T + b[g]` for `num_gemms` groups of rows.
 
     single_grouped_weight: True holds one parameter `weight` [num_gemms, out, in]; False holds `weight0`, `weight1`,
-    ..., Transformer Engine's per-GEMM layout. single_grouped_bias: likewise `bias` [num_gemms, out], or `bias0`, ...;
-    None: as the weight. These are layouts of the same layer: `load_state_dict` accepts either, quantized or not,
-    without dequantizing. The grouped one is fast; the other is stacked on each call.
-    split: as for `Linear`, for every member alike; the layer does not itself communicate: gather before a
-    column layer, sum after a row layer, once for all groups. The bias of a row layer belongs after that sum: the caller
-    adds it with `with_bias`.
-    The other options: see `GemmModule`; in the per-GEMM layout every weight has its separate `main_grad`.
+    ..., the per-GEMM layout. single_grouped_bias: likewise `bias` [num_gemms, out], or `bias0`, ...; None: as the
+    weight. These are layouts of the same layer: `load_state_dict` accepts either, quantized or not, without
+    dequantizing. The grouped one is fast; the other is stacked on each call. split: as for `Linear`, for every member
+    alike; the layer does not itself communicate: gather before a column layer, sum after a row layer, once for all
+    groups. The bias of a row layer belongs after that sum: the caller adds it with `with_bias`. The other options: see
+    `GemmModule`; in the per-GEMM layout every weight has its separate `main_grad`.
 
     return_bias (may be set later): return (y without bias, a list of the bias of each GEMM, None without any), and the
     caller adds them.

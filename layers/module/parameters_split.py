@@ -29,8 +29,7 @@ ParametersSplit = Mapping[str, int] | Sequence[str]
 
 class SplitParameters(TensorParallelModule, GemmModule):
     """Base of layers with one GEMM. Without parameters_split they have `weight` [out, in] and `bias` [out]; with it for
-    each name, in order, `NAME_weight` [rows, in] and `NAME_bias` [rows]. Names and state-dict keys are Transformer
-    Engine's.
+    each name, in order, `NAME_weight` [rows, in] and `NAME_bias` [rows].
 
     Raises ValueError for names without rows, rows that do not add up to out, or that ranks cannot share, and beside
     fuse_wgrad_accumulation or delay_wgrad_compute: a joined weight has no main gradient.

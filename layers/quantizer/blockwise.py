@@ -216,7 +216,7 @@ class MXFP8Quantizer(_BlockwiseQuantizer):
     """Scale bytes (E8M0) per 1x32 block, or 32x32 when two_dimensional.
 
     Fields: data [..., R, C], scale_inv uint8 [..., R, ceil(C/32)]; columnwise data is not transposed, its scales are
-    [..., ceil(R/32), C]. two_dimensional (or Transformer Engine's with_2d_quantization): scale_inv
+    [..., ceil(R/32), C]. two_dimensional: scale_inv
     [..., ceil(R/32), ceil(C/32)], one copy.
     """
 
@@ -226,11 +226,6 @@ class MXFP8Quantizer(_BlockwiseQuantizer):
     TRANSPOSED: ClassVar[bool] = False
 
     two_dimensional: bool = False
-
-    @property
-    def with_2d_quantization(self) -> bool:
-        """two_dimensional, by Transformer Engine's name."""
-        return self.two_dimensional
 
     @derived
     def symmetric(self) -> bool:

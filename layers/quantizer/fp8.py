@@ -164,11 +164,7 @@ class OneScale(NumberFormat):
 @value_class
 @dataclass(frozen=True, kw_only=True)
 class Float8CurrentScalingQuantizer(OneScale, FP8Quantizer):
-    """One float32 scale per matrix, from its own amax. Fields: data [..., R, C], scale_inv [...].
-
-    Accepted as in Transformer Engine: device, the second positional argument, without effect (there is no buffer to
-    place); with_amax_reduction and amax_reduction_group at their defaults.
-    """
+    """One float32 scale per matrix, from its own amax. Fields: data [..., R, C], scale_inv [...]."""
 
     FORMAT: ClassVar[str] = "float8"
 

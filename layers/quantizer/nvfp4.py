@@ -36,8 +36,8 @@ class NVFP4Quantizer(Quantizer):
     with_random_sign_mask=False: the transform without its signs. stochastic_rounding: both copies are rounded with
     random bits from `key`, required then. row_scaled_nvfp4: an amax for each row instead of each matrix, in the rowwise
     copy, the only one then. nvfp4_use_4over6: two candidates per block, as `kernels/quantize/nvfp4/four_over_six.py`
-    says, with nvfp4_e4m3_max (448, 256) and nvfp4_4over6_err_mode ("MAE", "MSE"). Names are Transformer Engine's.
-    Raises ValueError for options that exclude each other, and for a missing or malformed key.
+    says, with nvfp4_e4m3_max (448, 256) and nvfp4_4over6_err_mode ("MAE", "MSE"). Raises ValueError for options that
+    exclude each other, and for a missing or malformed key.
 
     Fields: rowwise data uint8 [..., R, ceil(C/2)], scale_inv float8_e4m3fn [..., R, ceil(C/16)], amax float32 [...]
     (row_scaled_nvfp4: [..., R, 1]); columnwise ones of the transpose, [..., C, ceil(R/2)], [..., C, ceil(R/16)], [...].

@@ -18,7 +18,6 @@ from ...attention import dot_product_attention
 from ...attention.dot_product_attention import check_choice, key_value_heads
 from ...attention.mask import AttentionMask, BiasType, Masking, ScoreBias, Window, mask_type_of, window_of
 from ...collectives import ranks_of
-from ...defaults import require_default
 from ...distributed.context_parallel import (
     CpCommType,
     attention_of_chunks,
@@ -27,7 +26,7 @@ from ...distributed.context_parallel import (
     gather_positions,
 )
 from ...module.options import ParameterOptions
-from ..arguments import takes_at_default, takes_parallel_options
+from ..arguments import require_default, takes_at_default, takes_parallel_options
 from ..stands_for import StandsFor
 from .qkv_format import QkvFormat, batch_first, check_qkv_format, from_batch_first
 
