@@ -37,7 +37,7 @@ def in_one_row(
     documents: Tensor, state: Tensor, tensors: Sequence[Tensor]
 ) -> tuple[list[Tensor], Tensor, Tensor, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]:
     """Return tensors [B, T, ...] with their rows one after the other, the states that documents begin with, where
-    documents begin, and what makes of a result [1, B T, ...] and the states behind documents those of the rows.
+    documents begin, and what makes the results of the rows of a result [1, B T, ...] and the states behind documents.
     documents: [B, T] numbers; state: [B, ...], from which the first document of each row goes on."""
     cu_seqlens, own = offsets_of(documents)
     state = state.new_zeros(len(cu_seqlens) - 1, *state.shape[1:]).index_copy(0, own[:-1], state)

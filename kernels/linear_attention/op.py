@@ -26,7 +26,7 @@ def lightning_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return linear attention whose decay is fixed by head, exp(-slopes) (arXiv 2401.04658). slopes: [H], 0 or more.
 
-    The other arguments, the results and the errors are those of `linear_attention`.
+    Other arguments, results and errors: as for `linear_attention`.
     """
     g = -slopes.to(wide(v)).expand(v.shape[:3])
     return linear_attention(

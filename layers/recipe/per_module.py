@@ -32,7 +32,7 @@ class PerModuleRecipe(Recipe):
     """`default`, except where a rule says otherwise: the first pattern that matches a module's name decides.
 
     rules: (pattern, recipe or "bf16") pairs, in order; see `matches_pattern`. "bf16" leaves the module in high
-    precision. Names are those of `model.named_modules()`, which `GPTModel` gives its layers; elsewhere call
+    precision. Names are as in `model.named_modules()`, which `GPTModel` gives its layers; elsewhere call
     `name_modules(model)`: a layer without a name raises ValueError where there are rules. A pattern that matches no
     layer warns once, when an `autocast` region is left in which the recipe was in force, or when `store_weights` has
     used it.

@@ -174,7 +174,7 @@ def takes_in_order(
     `takes_at_default` does; the class has the defaults as attributes. order: the names; also: of some, another value
     that says the same; without_effect: arguments that may have any value, and their defaults."""
     names, known = order.split(), {**defaults, **without_effect}
-    # the compiler, which traces constructors, knows strings, and not what a default may be: it is the class's attribute
+    # the compiler traces constructors and knows strings, but not what a default may be: it is the class's attribute
     refused, ignored = tuple(defaults), tuple(without_effect)
 
     def decorate(constructor: Callable[..., None]) -> Callable[..., None]:
