@@ -10,8 +10,8 @@ CPU time, sides in turn (see `common`). `of_a_copy` is the speed as a share of t
 Two sizes. Results of the larger one exceed what the C library keeps for reuse (32 MiB), so both sides write to fresh
 pages, as any such copy does; at the smaller one they reuse memory, and the copy is as fast as the memory is.
 
-`of_compiled` is the speed of the C++ functions that graphs and eager layers call (`kernels/quantize/cpu_graph`: rounded
-for a GEMM; `cpu_fields`: stored) as a multiple of that of the definitions as Inductor compiles them, with equal bits.
+`of_compiled` is the speed of the C++ functions that graphs and eager layers call (`kernels/quantize/cpu`: rounded
+for a GEMM; `fields`: stored) as a multiple of that of the definitions as Inductor compiles them, with equal bits.
 
 Per-tensor scaling by this very tensor ("current") and NVFP4 need the largest magnitude first: x is read twice, and
 counted once.
@@ -29,8 +29,8 @@ from torch import Tensor
 
 from bench.common import interleave, ratio, versions, write_result
 from te_models.kernels import quantize as q
-from te_models.kernels.quantize.cpu_fields import library as fields
-from te_models.kernels.quantize.cpu_graph import library as graph
+from te_models.kernels.quantize.cpu import fields
+from te_models.kernels.quantize.cpu import rounding as graph
 from te_models.kernels.quantize.fp8 import rounding
 from te_models.kernels.quantize.nvfp4 import reference as nvfp4
 
@@ -66,8 +66,7 @@ CASES: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "nvfp4 1x16": lambda x: q.quantize_nvfp4(x),
     "nvfp4 16x16": lambda x: q.quantize_nvfp4(x, block_rows=16),
     "nvfp4 1x16 stochastic": lambda x: q.quantize_nvfp4(x, key=_key()),
-    "nvfp4 both": lambda x: q.quantize_nvfp4_both(x),
-    "nvfp4 both, rht": lambda x: q.quantize_nvfp4_both(x, with_rht=True),
+    "nvfp4 columnwise, rht": lambda x: q.quantize_nvfp4_transposed(x, with_rht=True),
     "rounded, given scale": lambda x: (rounding.round_per_tensor(x, torch.full((), 100.0), E4M3, x.dtype),),
     "rounded, current": lambda x: rounding.round_current(x, E4M3, x.dtype),
     "rounded 1x128": lambda x: (rounding.round_blockwise(x, (1, 128), E4M3, "pow2", x.dtype),),

@@ -45,6 +45,7 @@ __all__ = [
     "fallbacks",
     "forget",
     "has_library",
+    "runs_compiled",
     "set_backend",
     "using_backend",
 ]
@@ -85,6 +86,23 @@ def choose(op: Compiled, x: Tensor, *key: object) -> Backend:
     if libraries.supposed and op.in_graphs == "always" and _in_graph(op, x, key):
         return Backend.OPERATION
     return Backend.DEFINITION
+
+
+def runs_compiled(op: Compiled, *key: object) -> bool:
+    """Whether `choose` answers COMPILED for plain tensors that need no gradient, such as a description (`takes`) has
+    found: for functions that compare their arguments by themselves."""
+    if (
+        peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack()
+        or (torch.compiler.is_compiling() and compiling())
+    ):
+        return False
+    answer = libraries.answers.get((op, key, libraries.current)) or libraries.ask(op, key)
+    if answer.missing:
+        fallbacks[answer.reason] += 1
+    return answer.backend is Backend.COMPILED
 
 
 def explain(op: Compiled, x: Tensor, *key: object) -> str:

@@ -59,11 +59,6 @@ def marks_of(starts: Tensor | None, device: torch.device, size: int = CHUNK) -> 
     )
 
 
-def starts_of(documents: Tensor | None) -> Tensor | None:
-    """Return where a document begins behind another one, bool [B, T]. documents: [B, T] of numbers; None: nowhere."""
-    return None if documents is None else F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
-
-
 def masked(x: Tensor, mask: Tensor | None) -> Tensor:
     """Return x, zeros where mask is false; None: x."""
     return x if mask is None else torch.where(mask, x, 0)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .gemm.backends import first_possible, record_choice
@@ -31,30 +30,6 @@ def served_by(operation: str, module: str, package: str, x: Tensor) -> bool:
     choice = first_possible(operation, ((package, reason),), last="chunked", fallback=True)
     record_choice(choice, strict=False)
     return reason is None
-
-
-def offsets_of(documents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where documents begin, rows one after the other, and where the last one ends, [M + 1] int32; and the
-    number of the first document of each row, and of all, [B + 1]. documents: [B, T] numbers. Waits for the device."""
-    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    place = begins.flatten().nonzero().flatten()
-    own = F.pad(begins.sum(1).cumsum(0), (1, 0))
-    return F.pad(place, (0, 1), value=documents.numel()).int(), own
-
-
-def in_one_row(
-    documents: Tensor, state: Tensor, tensors: Sequence[Tensor]
-) -> tuple[list[Tensor], Tensor, Tensor, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]:
-    """Return tensors [B, T, ...] with their rows one after the other, the states that documents begin with, where
-    documents begin, and what makes of a result [1, B T, ...] and the states behind documents those of the rows.
-    documents: [B, T] numbers; state: [B, ...], from which the first document of each row goes on."""
-    cu_seqlens, own = offsets_of(documents)
-    state = state.new_zeros(len(cu_seqlens) - 1, *state.shape[1:]).index_copy(0, own[:-1], state)
-
-    def of_rows(out: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-        return out[0].unflatten(0, documents.shape), after[own[1:] - 1]
-
-    return [x.flatten(0, 1)[None] for x in tensors], state, cu_seqlens, of_rows
 
 
 def recomputed_gradients(

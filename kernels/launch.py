@@ -17,7 +17,7 @@ Triton's interpreter."""
 
 
 def on_accelerator(x: Tensor) -> bool:
-    """Whether kernels serve x, for those of `as_accelerator`; elsewhere the reference does."""
+    """Whether kernels serve x that run on any device under `as_accelerator`; elsewhere the reference does."""
     return (x.is_cuda or as_accelerator) and not definitions_only()
 
 

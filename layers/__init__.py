@@ -65,6 +65,7 @@ from .te.checkpoint import checkpoint
 from .te.cross_entropy import parallel_cross_entropy
 from .te.global_state import FP8GlobalStateManager
 from .te.grouped import bgrad_group_quantize, group_quantize
+from .te.mixed_shapes import MixedShapesStorage
 from .te.module.grouped_linear import GroupedLinear
 from .te.module.layernorm_linear import LayerNormLinear
 from .te.module.layernorm_mlp import LayerNormMLP
@@ -111,7 +112,6 @@ from .tensor.formats import (
 from .tensor.fsdp import share_scales
 from .tensor.grouped_storage import GroupedTensorStorage
 from .tensor.grouped_tensor import GroupedRows, GroupedTensor
-from .tensor.mixed_shapes import MixedShapesStorage
 from .tensor.quantized_tensor import QuantizedTensor
 from .tensor.storage import (
     Float8BlockwiseTensorStorage,

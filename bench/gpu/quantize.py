@@ -49,8 +49,6 @@ def cases(device: torch.device, shapes: Shapes) -> Iterator[Callable[[], Case]]:
     yield case("amax", lambda: q.amax(x), lambda: blocks.amax(x), ROWWISE, x)
     exact = lambda: reference.quantize_per_tensor(x, scale, E4M3)  # noqa: E731
     yield case("per tensor", lambda: q.quantize_per_tensor(x, scale, E4M3), exact, ROWWISE, x)
-    both = lambda: q.quantize_per_tensor_both(x, scale, E4M3)  # noqa: E731
-    yield case("per tensor, row + column", both, lambda: (exact(), exact()), BOTH, x)
     yield from blockwise("1x128", (1, 128), "pow2")
     yield from blockwise("128x128", (128, 128), "pow2")
     yield from blockwise("MXFP8 1x32", (1, 32), "e8m0")
@@ -78,8 +76,7 @@ def cases(device: torch.device, shapes: Shapes) -> Iterator[Callable[[], Case]]:
 def _nvfp4(case: Callable[..., Callable[[], Case]], x: torch.Tensor) -> Iterator[Callable[[], Case]]:
     """With the amaxes given, which take a pass of their own; the second as gradients are quantized."""
     key = torch.tensor([0, 1], device=x.device)
-    found = q.quantize_nvfp4_both(x, with_rht=True, key=key)
-    amax, rotated = found[2], found[5]
+    amax, rotated = q.amax(x), q.quantize_nvfp4_transposed(x, with_rht=True)[2]
     yield case(
         "NVFP4 1x16",
         lambda: q.quantize_nvfp4(x, amax=amax),
@@ -87,12 +84,12 @@ def _nvfp4(case: Callable[..., Callable[[], Case]], x: torch.Tensor) -> Iterator
         ROWWISE,
         x,
     )
-    options = {"with_rht": True, "amaxes": (amax, rotated), "key": key}
+    options = {"with_rht": True, "amax": rotated, "key": key}
     yield case(
-        "NVFP4, row + transformed column, stochastic",
-        lambda: q.quantize_nvfp4_both(x, **options),
-        lambda: nvfp4_copies.quantize_nvfp4_both(x, **options),
-        BOTH,
+        "NVFP4, transformed column, stochastic",
+        lambda: q.quantize_nvfp4_transposed(x, **options),
+        lambda: nvfp4_copies.quantize_nvfp4_transposed(x, **options),
+        ROWWISE,
         x,
     )
 

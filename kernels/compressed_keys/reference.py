@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..packed_attention import first_positions
+from ..documents import first_positions
 from ..rope import apply_rope
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import cpp_library
 from ..backend import Backend, Compiled, choose, fallbacks, has_library
 from ..custom_op import takes
-from ..quantize.cpu_graph import library as shared
+from ..quantize.cpu import rounding as shared
 from ..threads import threads_for
 
 _ONE_ROW = 2**15

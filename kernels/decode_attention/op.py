@@ -20,7 +20,7 @@ from ..backend import Backend, Compiled, choose
 from ..compiling import compiling
 from ..custom_op import takes
 from ..gemm.gemv import without_instructions
-from ..quantize.cpu_graph import library as shared
+from ..quantize.cpu import rounding as shared
 from ..quantize.eager import plain_on_cpu
 from ..threads import threads_for
 

@@ -18,7 +18,7 @@ from ..backend import Compiled
 from ..custom_op import takes
 from ..gemm.cpu import in_float32
 from ..gemm.gemv import without_instructions
-from ..quantize.cpu_graph import library as shared
+from ..quantize.cpu import rounding as shared
 from ..threads import threads_for
 
 DTYPES = shared.DTYPES

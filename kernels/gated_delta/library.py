@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..chunks import wide
 from ..custom_op import Output, like, operation, register_gradient
-from ..field import in_one_row, recomputed_gradients, served_by
+from ..documents import in_one_row
+from ..field import recomputed_gradients, served_by
 
 
 def uses_gated_delta_library(v: Tensor, g: Tensor) -> bool:

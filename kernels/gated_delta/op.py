@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import recurrent
-from ..chunks import check_cu_seqlens, of_documents, starts_of, wide, writers_of
+from ..chunks import check_cu_seqlens, of_documents, wide, writers_of
+from ..documents import starts_of
 from . import chunked, library, reference
 
 

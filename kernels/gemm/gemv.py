@@ -23,7 +23,7 @@ from .. import cpp_library
 from ..backend import Backend, Compiled, choose
 from ..compiling import compiling
 from ..custom_op import entry_of, like, operation, takes
-from ..quantize.cpu_graph import library as shared
+from ..quantize.cpu import rounding as shared
 from ..threads import threads_for
 from ..torch_versions import constant_when_traced
 

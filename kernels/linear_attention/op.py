@@ -8,7 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import recurrent
-from ..chunks import check_cu_seqlens, of_documents, starts_of, wide, writers_of
+from ..chunks import check_cu_seqlens, of_documents, wide, writers_of
+from ..documents import starts_of
 from . import chunked, reference
 
 
@@ -25,7 +26,7 @@ def lightning_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return linear attention whose decay is fixed by head, exp(-slopes) (arXiv 2401.04658). slopes: [H], 0 or more.
 
-    The other arguments, the results and the errors are those of `linear_attention`.
+    Other arguments, results and errors: as for `linear_attention`.
     """
     g = -slopes.to(wide(v)).expand(v.shape[:3])
     return linear_attention(

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ..custom_op import Output, like, operation
-from .op import check_documents, first_positions
+from ..documents import begins_of, first_positions
+from .op import check_documents
 
 __all__ = ["block_mask_of", "flex_packed_attention", "seen_intervals"]
 
@@ -125,7 +126,7 @@ def seen_intervals(documents: Tensor, queries: int, causal: bool, window: int) -
         lower = torch.maximum(lower, position - window)
     upper = position
     if not causal:
-        ends = F.pad(documents[:, 1:] != documents[:, :-1], (0, 1), value=True)
+        ends = F.pad(begins_of(documents)[:, 1:], (0, 1), value=True)
         upper = torch.where(ends, position, length).flip(1).cummin(1).values.flip(1)
     lower, upper = torch.where(documents < 0, length, lower), torch.where(documents < 0, -1, upper)
     return tuple(x[:, length - queries :].to(torch.int32).contiguous() for x in (lower, upper))  # type: ignore[return-value]

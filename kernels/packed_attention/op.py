@@ -32,7 +32,7 @@ from ..flash_attention import ATTENTION, BACKWARD, attention_backward, attention
 from ..gemm.cpu import in_float32
 from .softcap import softcapped_bwd, softcapped_fwd
 
-__all__ = ["documents_of_lengths", "packed_attention", "packed_attention_bwd", "packed_attention_fwd"]
+__all__ = ["packed_attention", "packed_attention_bwd", "packed_attention_fwd"]
 
 
 def _results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Output, Output]:
@@ -204,40 +204,6 @@ def check_documents(q: Tensor, k: Tensor, documents: Tensor) -> None:
         raise ValueError(f"documents has shape {tuple(documents.shape)}; allowed: {(k.shape[0], k.shape[2])}")
     if q.shape[2] > k.shape[2]:
         raise ValueError(f"there are {q.shape[2]} queries; allowed: up to {k.shape[2]}, as there are keys")
-
-
-def documents_of_lengths(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Return the document numbers, int64 [1, tokens], of sequences whose lengths have the sums cu_seqlens [B + 1];
-    -1 behind the last one."""
-    place = torch.arange(tokens, device=cu_seqlens.device)
-    number = torch.searchsorted(cu_seqlens, place.to(cu_seqlens.dtype), right=True) - 1
-    return torch.where(place < cu_seqlens[-1], number, -1)[None]
-
-
-def first_positions(documents: Tensor) -> Tensor:
-    """Return where each token's document begins, int64 [B, S]. documents: [B, S]; neighbours of the same number are a
-    document."""
-    position = torch.arange(documents.shape[1], device=documents.device)
-    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    return torch.where(begins, position, 0).cummax(1).values
-
-
-def document_runs(documents: Tensor) -> Tensor:
-    """Return a number for each document of a row, int64 [B, S], -1 for padding. documents: [B, S], negative for
-    padding; neighbours of the same number are a document, so that a number that comes again begins another one."""
-    return torch.where(documents >= 0, first_positions(documents), -1)
-
-
-def sees_own_document(documents: Tensor, queries: Tensor | None = None) -> Tensor:
-    """Return where a token may see another, bool [B, Q, S]: in its document. Padding sees nothing, itself neither. The
-    mask where `packed_attention` does not serve.
-
-    documents: [B, S], as for `document_runs`. queries: the numbers [B, Q] of the tokens that see, where `documents` has
-    been through `document_runs`; None: of all.
-    """
-    if queries is None:
-        documents = queries = document_runs(documents)
-    return (queries[:, :, None] == documents[:, None, :]) & (queries >= 0)[:, :, None]
 
 
 Place = tuple[slice, slice, slice]

@@ -1,6 +1,6 @@
 """Casting to FP8 and FP4 with scale factors per tensor, per block and per microscaling (MX, NVFP4) block, and back."""
 
-from .cpu_graph.op import (
+from .cpu.rounding_op import (
     raised_amax,
     random_hadamard,
     round_blockwise,
@@ -21,7 +21,6 @@ from .fp8.op import (
     quantize_grouped_blockwise,
     quantize_grouped_per_tensor,
     quantize_per_tensor,
-    quantize_per_tensor_both,
 )
 from .fp8.reference import FP8_MAX, e8m0_to_float, scale_from_amax
 from .fp8.rounding import quantize_and_round
@@ -35,7 +34,6 @@ from .nvfp4.op import (
     quantize_grouped_four_over_six,
     quantize_grouped_nvfp4,
     quantize_nvfp4,
-    quantize_nvfp4_both,
     quantize_nvfp4_transposed,
     transpose_nvfp4,
 )
@@ -71,10 +69,8 @@ __all__ = [
     "quantize_grouped_nvfp4",
     "quantize_grouped_per_tensor",
     "quantize_nvfp4",
-    "quantize_nvfp4_both",
     "quantize_nvfp4_transposed",
     "quantize_per_tensor",
-    "quantize_per_tensor_both",
     "raised_amax",
     "random_bits",
     "random_hadamard",

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..custom_op import like, operation, register_gradient
+from ..documents import begins_of
 from ..field import recomputed_gradients, served_by
 
 _WIDTHS = (2, 3, 4)
@@ -44,7 +45,7 @@ def short_convolution(
     numbers = None
     last = whole[:, x.shape[1] :]
     if documents is not None:
-        numbers = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0)).cumsum(1).int()
+        numbers = begins_of(documents, first=False).cumsum(1).int()
         same = F.pad(numbers, (width - 1, 0), value=-1)[:, x.shape[1] :] == numbers[:, -1:]
         last = torch.where(same[..., None], last, 0)
         return convolution_fwd(x, weight.to(x.dtype), bias, numbers, activation), last.mT

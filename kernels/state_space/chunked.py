@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import aligned_documents, chunks_of, join_chunks, starts_of, wide
+from ..chunks import aligned_documents, chunks_of, join_chunks, wide
+from ..documents import starts_of
 from ..linear_attention import linear_attention
 from ..linear_attention.states import decayed_states
 

@@ -68,8 +68,8 @@ MaskType = Literal[
     "padding_causal_bottom_right",
     "arbitrary",
 ]
-"""Transformer Engine's. "causal": query i sees keys up to i; "bottom_right": the last query sees all keys; "padding":
-rows of padding are hidden and get zeros; "arbitrary": what `attention_mask` says."""
+"""What is hidden. "causal": query i sees keys up to i; "bottom_right": the last query sees all keys; "padding": rows of
+padding are hidden and get zeros; "arbitrary": what `attention_mask` says."""
 Window = int | tuple[int, int]
 AttentionMask = Tensor | tuple[Tensor, Tensor]
 _UNLIMITED = (-1, -1)

@@ -59,8 +59,8 @@ def ring_attention(
 
 
 class _Block(NamedTuple):
-    """Queries and keys whose scores are computed at once. row: its number among those of queries; rows, keys: where
-    they lie in what a rank has; first_row, first_key: their positions in the sequence."""
+    """Queries and keys whose scores are computed at once. row: its number among the blocks of queries; rows, keys:
+    where they lie in what a rank has; first_row, first_key: their positions in the sequence."""
 
     row: int
     rows: slice

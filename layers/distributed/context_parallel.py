@@ -30,7 +30,7 @@ from te_models.suggestions import shown
 from ..collectives import all_gather, all_reduce, all_to_all, check_member, reduce_scatter
 
 CpCommType = Literal["all_gather", "p2p", "a2a"]
-"""How attention reaches the keys and values of other ranks; the names are Megatron-Core's and Transformer Engine's."""
+"""How attention reaches the keys and values of other ranks; the names are Megatron-Core's."""
 
 
 class ContextShard(NamedTuple):

@@ -54,9 +54,9 @@ def split_group(mode: str | None, group: dist.ProcessGroup | None) -> dist.Proce
 
 
 class TensorParallelModule(nn.Module):
-    """Mixin of layers whose weights may be split. Attributes as in Transformer Engine; `tp_group` is kept by name, so
-    that the layer can be copied and saved. Parameters that are split, over one rank or several, carry Megatron's
-    `tensor_model_parallel`, `partition_dim` and `partition_stride`."""
+    """Mixin of layers whose weights may be split. `tp_group` is kept by name, so that the layer can be copied and
+    saved. Parameters that are split, over one rank or several, carry Megatron's `tensor_model_parallel`,
+    `partition_dim` and `partition_stride`."""
 
     parallel_mode: str | None
     asked_mode: str | None

@@ -2,7 +2,7 @@
 
 The formula is Python around kernels on tensors, not one opaque operation per layer: the compiler sees every step. On an
 accelerator it fuses the quantizations with what is around them; in a CPU graph the operands of block, MXFP8 and NVFP4
-scaling are one operation each (`kernels/quantize/cpu_graph`). `three_gemms` holds the GEMMs. Live state comes in as
+scaling are one operation each (`kernels/quantize/cpu`). `three_gemms` holds the GEMMs. Live state comes in as
 tensors; nothing is hidden in objects.
 """
 

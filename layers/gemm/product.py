@@ -1,7 +1,7 @@
 """The two operands of a GEMM under a recipe, the dtype that they are computed with, and their product.
 
 On CPU an operand is an `Operand`: dequantized values that are exact in the dtype of the GEMM. In a graph, one operation
-makes the operands of block, MXFP8 and NVFP4 scaling (`kernels/quantize/cpu_graph`). On an accelerator an operand is a
+makes the operands of block, MXFP8 and NVFP4 scaling (`kernels/quantize/cpu`). On an accelerator an operand is a
 `ScaledOperand`, the quantized numbers themselves. Either way the contracted dimension is the last one, so every GEMM is
 `left @ right^T`:
 

@@ -130,7 +130,7 @@ class OneMatrix:
     def accumulate_(
         self, main_grads: tuple[Tensor, ...], left: Any, right: Any, members: tuple[WeightGradient, ...]
     ) -> None:
-        """Add `wgrad` to main gradients, those of the members that want one, or write it there."""
+        """Add `wgrad` to the main gradients of the members that want one, or write it there."""
         accumulate_product_(main_grads[0], left, right, accumulate=not (members and members[0].overwrite))
 
 

@@ -25,7 +25,7 @@ _FORM = (
 )
 """The fields of quantizers that a stored number depends on; not those that say which copies there are."""
 _FORM_OF_NVFP4 = (*_FORM, "with_2d_quantization")
-"""MXFP8 has this name, too: Transformer Engine's of two_dimensional."""
+"""As NVFP4 calls two_dimensional."""
 _warned: set[str] = set()
 
 

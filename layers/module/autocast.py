@@ -15,7 +15,6 @@ from te_models.kernels.compiling import compiling
 from te_models.suggestions import shown
 
 from ..collectives import check_group
-from ..recipe.assignment import current_value
 from ..recipe.base import Recipe
 from ..recipe.context import Region, state
 from ..recipe.recipe_use import live_modules, put_in_force
@@ -44,7 +43,7 @@ def _checked(enabled: bool, recipe: Recipe | None) -> Recipe | None:
 
 
 class autocast(Region):
-    """Run the layers inside under `recipe` (None: Float8CurrentScaling). Transformer Engine: `te.autocast`.
+    """Run the layers inside under `recipe` (None: Float8CurrentScaling).
 
     enabled=False: high precision. calibrating: high-precision layers record amaxes for a later run under
     DelayedScaling. amax_reduction_group: the process group whose maximum delayed scaling uses (None: all ranks); that
@@ -88,8 +87,8 @@ class autocast(Region):
                 "updated; give it there"
             )
         recipe = self._recipe
-        if recipe is not None and recipe.assigned is not None:
-            recipe = current_value(recipe)
+        if recipe is not None and recipe.stands_for is not None:
+            recipe = recipe.stands_for()
         values: dict[str, Any] = {"compute": recipe, "calibrating": self._calibrating}
         values["amax_reduction_group"], values["touched"] = group, touched
         self._enter(values)
@@ -133,9 +132,9 @@ class quantized_model_init(Region):
 
     def __enter__(self) -> Self:
         recipe = self._values["storage"]
-        if recipe is None or recipe.assigned is None:
+        if recipe is None or recipe.stands_for is None:
             return super().__enter__()
-        self._enter(self._values | {"storage": current_value(recipe)})
+        self._enter(self._values | {"storage": recipe.stands_for()})
         return self
 
 
@@ -144,8 +143,8 @@ class microbatch(Region):
     False uses the cached weight, None quantizes without caching.
 
     noop: with first=True, a scalar tensor, such as the flag by which `FusedAdamW.step` skipped the update. If it is
-    nonzero, a weight that was cached before stays unchanged; the device decides. Transformer Engine:
-    `skip_fp8_weight_update`. Raises ValueError for noop with another value of `first`.
+    nonzero, a weight that was cached before stays unchanged; the device decides. Raises ValueError for noop with
+    another value of `first`.
 
     Example:
         for i, batch in enumerate(micro_batches):

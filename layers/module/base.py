@@ -187,9 +187,9 @@ class QuantizedModule(RecipeStateModule):
             raise RuntimeError(CANNOT_CACHE)
         return cached_weight(self, quantizers.weight, weights, gemm_index)
 
-    def gemm_weights(self) -> list[tuple[tuple[Tensor, ...], int | None]]:
-        """Return the weights of every GEMM and its number, as `cached_weight` takes them."""
-        return [((getattr(self, name),), index) for index, name in enumerate(self.weight_names())]
+    def gemm_weights(self) -> dict[int | None, tuple[Any, ...]]:
+        """Return the weights of every GEMM by its number, as `cached_weight` takes them."""
+        return {index: (getattr(self, name),) for index, name in enumerate(self.weight_names())}
 
 
 class GemmModule(QuantizedModule):
@@ -197,7 +197,7 @@ class GemmModule(QuantizedModule):
     or becomes zeros where a wrapper waits for it (see `gemm.wgrad`); a call with `is_first_microbatch=True`
     writes them there instead, so that nobody has to zero it. delay_wgrad_compute: backward leaves weight gradients out
     until `backward_dw()`. save_original_input: save the input as it is for wgrad and quantize it in the backward pass:
-    this saves memory where several layers share it. Names and meanings are Transformer Engine's."""
+    this saves memory where several layers share it."""
 
     def __init__(
         self,
@@ -241,19 +241,17 @@ class GemmModule(QuantizedModule):
             return False
         return last.asked == use.asked and last.ran == use.ran
 
-    def gemm_call(
-        self, weights: tuple[nn.Parameter, ...], is_first_microbatch: bool | None, gemm_index: int | None = None
-    ) -> GemmCall | None:
+    def gemm_call(self, is_first_microbatch: bool | None, gemm_index: int | None = None) -> GemmCall | None:
         """Return what the functions of a GEMM need of this module for one call: what the recipe in force means for it,
-        its live state and what it caches; None for plain high precision. gemm_index: of the GEMM with these weights,
-        None where one call is of all GEMMs."""
+        its live state and what it caches; None for plain high precision. gemm_index: None where one call is of all
+        GEMMs."""
         now, traced = THREAD.now, torch.compiler.is_compiling() and compiling()
         first = now.first_microbatch if is_first_microbatch is None else is_first_microbatch
-        cached = None if first is None else self.cached_weight(weights, first, gemm_index)
+        cached = None if first is None else self.cached_weight(self.gemm_weights()[gemm_index], first, gemm_index)
         quantizers = self._quantizers(now, traced)
         options = DEFAULT_OPTIONS
         if self.fuse_wgrad_accumulation or self._later is not None or self.save_original_input:
-            options = self.gemm_options(*weights, first=is_first_microbatch)
+            options = self.gemm_options(*self.gemm_weights()[gemm_index], first=is_first_microbatch)
         amaxes = None
         if now.calibrating and self.calibrating():
             amaxes = self.calibration_amax("input", gemm_index), self.calibration_amax("weight", gemm_index)
@@ -267,7 +265,7 @@ class GemmModule(QuantizedModule):
 
     def gemm_options(self, *weights: nn.Parameter, first: bool | None = None) -> GemmOptions:
         """Return how the gradients of `weights` are to be made, of several together. first: `is_first_microbatch` of
-        this call; where it is True a main gradient is written to and not added to, as in Transformer Engine."""
+        this call; where it is True a main gradient is written to and not added to."""
         if not self.fuse_wgrad_accumulation and self._later is None:
             return GemmOptions(True) if self.save_original_input else DEFAULT_OPTIONS
         return GemmOptions(

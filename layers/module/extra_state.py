@@ -17,8 +17,9 @@ KEY = "_extra_state"
 
 
 def leave_extra_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take `_extra_state` out of what is to be loaded, and warn where it holds something: Transformer Engine pickles
-    the scales and amaxes of delayed scaling there, and no pickle of a state dict is opened. A pre-hook of loading."""
+    """Take `_extra_state` out of what is to be loaded, and warn where it holds something: another library may
+    have pickled the scales and amaxes of delayed scaling there, and no pickle of a state dict is opened. A pre-hook of
+    loading."""
     held = state_dict.pop(prefix + KEY, None)
     if not holds_something(held):
         return
@@ -27,21 +28,21 @@ def leave_extra_state(module: nn.Module, state_dict: dict[str, Any], prefix: str
         set_extra_state(module, held)
         return
     warnings.warn(
-        f"the state dict has {prefix + KEY}, a pickled state of Transformer Engine's, which is not read: the weights "
+        f"the state dict has {prefix + KEY}, a pickled state of another library's, which is not read: the weights "
         f"are loaded, and the scales of delayed scaling start anew; {EXTRA_STATE_INSTEAD}",
         stacklevel=2,
     )
 
 
 EXTRA_STATE_INSTEAD = (
-    "to keep them, read the pickle where Transformer Engine is installed and pass fp8_scale to set_recipe_state"
+    "to keep them, read the pickle where that library is installed and pass fp8_scale to set_recipe_state"
 )
 _MARK = b'"te_models":"recipe_state"'
 """In the metadata of what `get_extra_state` of a layer returns."""
 
 
 def holds_something(held: Any) -> bool:
-    """Whether an extra state is more than Transformer Engine's empty one."""
+    """Whether an extra state is more than an empty one."""
     if isinstance(held, Tensor):
         return held.numel() > 0
     if isinstance(held, io.BytesIO):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -23,13 +25,12 @@ class GroupedLinear(TensorParallelModule, GemmModule):
     """`y[g] = x[g] w[g]^T + b[g]` for `num_gemms` groups of rows.
 
     single_grouped_weight: True holds one parameter `weight` [num_gemms, out, in]; False holds `weight0`, `weight1`,
-    ..., Transformer Engine's per-GEMM layout. single_grouped_bias: likewise `bias` [num_gemms, out], or `bias0`, ...;
-    None: as the weight. These are layouts of the same layer: `load_state_dict` accepts either, quantized or not,
-    without dequantizing. The grouped one is fast; the other is stacked on each call.
-    split: as for `Linear`, for every member alike; the layer does not itself communicate: gather before a
-    column layer, sum after a row layer, once for all groups. The bias of a row layer belongs after that sum: the caller
-    adds it with `with_bias`.
-    The other options: see `GemmModule`; in the per-GEMM layout every weight has its separate `main_grad`.
+    ..., the per-GEMM layout. single_grouped_bias: likewise `bias` [num_gemms, out], or `bias0`, ...; None: as the
+    weight. These are layouts of the same layer: `load_state_dict` accepts either, quantized or not, without
+    dequantizing. The grouped one is fast; the other is stacked on each call. split: as for `Linear`, for every member
+    alike; the layer does not itself communicate: gather before a column layer, sum after a row layer, once for all
+    groups. The bias of a row layer belongs after that sum: the caller adds it with `with_bias`. The other options: see
+    `GemmModule`; in the per-GEMM layout every weight has its separate `main_grad`.
 
     return_bias (may be set later): return (y without bias, a list of the bias of each GEMM, None without any), and the
     caller adds them.
@@ -86,8 +87,8 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         """Return the names of the weight parameters: ("weight",), or one per GEMM."""
         return self._names("weight")
 
-    def gemm_weights(self) -> list[tuple[tuple[Tensor, ...], int | None]]:
-        return [(tuple(getattr(self, name) for name in self.weight_names()), None)]
+    def gemm_weights(self) -> dict[int | None, tuple[Any, ...]]:
+        return {None: tuple(getattr(self, name) for name in self.weight_names())}
 
     def _is_grouped(self, kind: str) -> bool:
         return self.single_grouped_bias if kind == "bias" else self.single_grouped_weight
@@ -152,7 +153,7 @@ class GroupedLinear(TensorParallelModule, GemmModule):
         weights = (self.weight,) if self.single_grouped_weight else self._members("weight")
         own = self.use_bias and not (self.parallel_mode == "row" or self.return_bias)
         bias = self._stacked_bias() if own else None
-        call = self.gemm_call(weights, is_first_microbatch)
+        call = self.gemm_call(is_first_microbatch)
         y = grouped_linear(x, weights, bias, m_splits, call, permutation=permutation, row_align=row_align)
         if out is not None:
             y = written_into(y, out, m_splits)

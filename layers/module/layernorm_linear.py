@@ -80,7 +80,7 @@ class LayerNormLinear(PrecedingNorm, SplitParameters):
         """Return (what `forward` returns, norm(x) [..., in_features], or None where it is not `wanted` and the norm may
         be fused with the quantization)."""
         weight, own = (self.weight, self.bias) if self.parameters_split is None else self.joined_parameters()
-        call = self.gemm_call((weight,), is_first_microbatch, 0)
+        call = self.gemm_call(is_first_microbatch, 0)
         bias, normed = None if self.return_bias else own, None
         if fp8_grad:
             x = self.with_quantized_gradient(x, call)

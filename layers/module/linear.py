@@ -67,7 +67,7 @@ class Linear(SplitParameters):
         prologue = None if activation is None else Prologue(activation)
         weight, own = (self.weight, self.bias) if self.parameters_split is None else self.joined_parameters()
         row = self.parallel_mode == "row"
-        call = self.gemm_call((weight,), is_first_microbatch, 0)
+        call = self.gemm_call(is_first_microbatch, 0)
         if fp8_grad:
             x = self.with_quantized_gradient(x, call)
         if self.parallel_mode == "column":

@@ -31,7 +31,7 @@ def cache_weights(model: nn.Module, *, noop: Tensor | None = None) -> None:
     ValueError for weights that FSDP2 shards, because they are whole only within a call of their layer."""
     with microbatch(first=True, noop=noop):
         for name, module in quantized_modules(model):
-            for weights, gemm in module.gemm_weights():
+            for gemm, weights in module.gemm_weights().items():
                 if sharded(weights):
                     raise ValueError(
                         f"the weights of {name or type(module).__name__} are sharded by FSDP2 here; allowed: "

@@ -29,8 +29,7 @@ ParametersSplit = Mapping[str, int] | Sequence[str]
 
 class SplitParameters(TensorParallelModule, GemmModule):
     """Base of layers with one GEMM. Without parameters_split they have `weight` [out, in] and `bias` [out]; with it for
-    each name, in order, `NAME_weight` [rows, in] and `NAME_bias` [rows]. Names and state-dict keys are Transformer
-    Engine's.
+    each name, in order, `NAME_weight` [rows, in] and `NAME_bias` [rows].
 
     Raises ValueError for names without rows, rows that do not add up to out, or that ranks cannot share, and beside
     fuse_wgrad_accumulation or delay_wgrad_compute: a joined weight has no main gradient.
@@ -73,8 +72,8 @@ class SplitParameters(TensorParallelModule, GemmModule):
     def weight_names(self) -> tuple[str, ...]:
         return self._names("weight")
 
-    def gemm_weights(self) -> list[tuple[tuple[Tensor, ...], int | None]]:
-        return [((self.joined("weight"),), 0)]
+    def gemm_weights(self) -> dict[int | None, tuple[Any, ...]]:
+        return {0: (self.joined("weight"),)}
 
     def joined(self, kind: str) -> Any:
         """Return the "weight" [out, in] or the "bias" [out], None without one, of this rank."""

@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[[Any], None])
 
 
 def default_init_method(weight: Tensor) -> Tensor:
-    """Fill with N(0, 0.023^2), Transformer Engine's default."""
+    """Fill with N(0, 0.023^2)."""
     return weight if weight.is_meta else nn.init.normal_(weight, mean=0.0, std=0.023)
 
 

@@ -99,7 +99,7 @@ class RecipeStateModule(nn.Module):
         vars(self).update(
             recipe_use=RecipeUse(),
             kind=type(self).__name__,
-            _name=name or "",  # Transformer Engine's None
+            _name=name or "",
             state_in_state_dict=True,
             reduce_amax=True,
             delayed_rule=None,
@@ -293,14 +293,14 @@ class RecipeStateModule(nn.Module):
         return tensors_as_bytes(state_of_recipe) if state_of_recipe else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Tensor | None) -> None:
-        """Take over what `get_extra_state` returned; nothing where it is empty. Raises ValueError for anything else:
-        Transformer Engine pickles its own, and no pickle is opened."""
+        """Take over what `get_extra_state` returned; nothing where it is empty. Raises ValueError for anything else: no
+        pickle is opened."""
         if not holds_something(state):
             return
         if state is None or not written_here(state):
             raise ValueError(
-                "the extra state is not one that get_extra_state returned here: Transformer Engine pickles its own, "
-                f"which is not opened; load_state_dict takes the weights beside it, and {EXTRA_STATE_INSTEAD}"
+                "the extra state is not one that get_extra_state returned here, and what others pickled "
+                f"is not opened; load_state_dict takes the weights beside it, and {EXTRA_STATE_INSTEAD}"
             )
         self.set_recipe_state(tensors_from_bytes(state))
 

@@ -33,13 +33,12 @@ from .encoding import (
     padded_row_count,
 )
 from .group_offsets import GroupOffsets
-from .maker import TensorMaker
-from .tensor_types import TENSOR_TYPES, type_of
+from .tensor_types import TENSOR_TYPES
 from .value import ValueObject, WithUsages, derived
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantizer(NumberFormat, TensorMaker, ValueObject):
+class Quantizer(NumberFormat, ValueObject):
     """Base of all quantizers. rowwise, columnwise: which copies `quantize` makes.
 
     key, in every method that takes one: int64 [2], (seed, counter), what stochastic rounding draws from; formats that
@@ -257,26 +256,6 @@ class Quantizer(NumberFormat, TensorMaker, ValueObject):
         return self.statistics(x.view(x.shape[0] // align, align, x.shape[1]), key, amax, count)
 
     # --- tensors -----------------------------------------------------------------------------------------------------
-
-    def copy(self) -> Self:
-        """Return an equal quantizer that makes the copies that this object was told to make last."""
-        return self.with_usage(**self.get_usages())
-
-    def _asked(self) -> Self:
-        asked = self._usages_asked
-        return self if asked is None else self.with_usage(rowwise=asked[0], columnwise=asked[1])
-
-    def update_quantized(
-        self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None, key: Tensor | None = None
-    ) -> Any:
-        """Quantize src into dst, a tensor of its shape that this quantizer could have made, and return dst.
-
-        noop_flag: a scalar tensor; where it is nonzero dst stays as it is, decided on the device. key: see `Quantizer`.
-        ValueError for another format or other options, and for another shape.
-        """
-        if not isinstance(dst, type_of(self)) or not self.same_numbers(dst.quantizer):
-            raise ValueError(f"{self} cannot update {shown(dst)}; allowed: a tensor that such a quantizer made")
-        return dst.quantize_(src.to(dst.device), noop=noop_flag, key=key)
 
     def quantize_grouped(self, x: Tensor, key: Tensor | None = None) -> Any:
         """Return x: [num_gemms, rows, columns] as one `GroupedTensor`, every member with its own scales."""

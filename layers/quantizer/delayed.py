@@ -31,15 +31,13 @@ from torch import Tensor
 
 from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand
-from te_models.kernels.quantize import cpu_fields
-from te_models.suggestions import shown
+from te_models.kernels.quantize import cpu
 
 from . import Float8CurrentScalingQuantizer, Quantizer
 from .encoding import Fields, Scale, Usage
 from .fp8 import OneScale
 from .group_offsets import GroupOffsets
-from .maker import TensorMaker
-from .tensor_types import TENSOR_TYPES, type_of
+from .tensor_types import TENSOR_TYPES
 from .value import dtype_of_enum, value_class
 
 ROLES = ("input", "weight", "grad_output")
@@ -65,14 +63,14 @@ class DelayedScalingQuantizer(Float8CurrentScalingQuantizer):
         return Float8Quantizer(scale, amax, self.fp8_dtype)
 
 
-class Float8Quantizer(OneScale, TensorMaker):
+class Float8Quantizer(OneScale):
     """A live per-tensor quantizer: multiplies by `scale` and records the largest magnitude it sees in `amax`.
 
     scale: float32 [] or [1], or [G] for G groups of rows; amax: float32 of the same shape, or None to record nothing;
-    both stay on the device. fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2, or `DType`'s. rowwise, columnwise: the
-    usages; they share one copy; `set_usage` changes them. Two quantizers are equal only if they are the same object.
-    The quantizer holds tensors, so it is never a constant of a compiled graph (TypeError): see `__fx_repr__`. Methods
-    ignore `key`: nothing is stochastic. Raises ValueError for a scale that does not fit the groups of rows.
+    both stay on the device. fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2, or an enum's name for
+    one. One copy serves both usages. Two quantizers are equal only if they are the same object. The quantizer holds
+    tensors, so it is never a constant of a compiled graph (TypeError): see `__fx_repr__`. Methods ignore `key`: nothing
+    is stochastic. Raises ValueError for a scale that does not fit the groups of rows.
     """
 
     FORMAT: ClassVar[str] = "float8"
@@ -85,14 +83,10 @@ class Float8Quantizer(OneScale, TensorMaker):
         scale: Tensor,
         amax: Tensor | None,
         fp8_dtype: torch.dtype,
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
     ) -> None:
         self.scale = scale
         self.amax = amax
         self.fp8_dtype = dtype_of_enum(fp8_dtype)
-        self.set_usage(rowwise=rowwise, columnwise=columnwise)
 
     @property
     def value(self) -> Float8CurrentScalingQuantizer:
@@ -122,7 +116,7 @@ class Float8Quantizer(OneScale, TensorMaker):
             return None
         if self.amax is not None:
             self.amax.copy_(q.raised_amax(x, self.amax))
-        values, data = cpu_fields.store_scaled(x, self.scale, dtype)
+        values, data = cpu.store_scaled(x, self.scale, dtype)
         return values, data, torch.div(torch.ones_like(self.scale), self.scale)
 
     def statistics(self, x: Tensor, key: Tensor | None = None, count: Tensor | None = None) -> dict[str, Tensor]:
@@ -166,31 +160,6 @@ class Float8Quantizer(OneScale, TensorMaker):
     def row_block(self, usage: Usage) -> int:
         """Return how many rows one scale spans, for alignment: any number will do."""
         return 1
-
-    def _asked_value(self) -> Quantizer:
-        return self.value
-
-    def calibrate(self, tensor: Tensor) -> None:
-        """Record the amax of a tensor of any shape, as if it was quantized."""
-        self.record(q.amax(tensor.detach().reshape(1, -1)))
-
-    @torch.no_grad()
-    def update_quantized(
-        self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None, key: Tensor | None = None
-    ) -> Any:
-        """Quantize src into dst with this scale, recording its amax, and return dst: see `Quantizer.update_quantized`.
-        ValueError for another format, and for another shape."""
-        if not isinstance(dst, type_of(self)) or dst.quantizer.fp8_dtype != self.fp8_dtype:
-            raise ValueError(
-                f"a Float8Quantizer of {self.fp8_dtype} cannot update {shown(dst)}; allowed: such a Float8Tensor"
-            )
-        if src.shape != dst.shape:
-            raise ValueError(f"cannot quantize shape {tuple(src.shape)} into a tensor of shape {tuple(dst.shape)}")
-        return dst.overwrite(self.quantize_fields(src.to(dst.device).reshape(dst.matrix_shape)), noop=noop_flag)
-
-    def copy(self) -> Float8Quantizer:
-        """Return another quantizer with the same tensors."""
-        return Float8Quantizer(self.scale, self.amax, self.fp8_dtype, **self.get_usages())
 
     def quantize_grouped(self, x: Tensor, key: Tensor | None = None) -> Any:
         """Return x: [G, R, C] as one `GroupedTensor`, recording amaxes; scale and amax are [G]."""

@@ -21,6 +21,7 @@ from te_models.kernels.quantize.fp8.dequantize_grouped import unpad_rows
 from te_models.kernels.quantize.fp8.grouped import pad_rows, padded_length
 
 from .group_offsets import GroupOffsets
+from .tensor_types import quantize_with
 
 Usage = Literal["rowwise", "columnwise"]
 Fields = dict[str, Tensor]
@@ -122,7 +123,21 @@ class NumberFormat:
         `operand_of_fields`."""
         raise NotImplementedError
 
-    # --- what follows ------------------------------------------------------------------------------------------------
+    # --- what follows: tensors ---------------------------------------------------------------------------------------
+
+    def quantize(self, tensor: Tensor, key: Tensor | None = None) -> Any:
+        """Return a tensor [..., C] as a `QuantizedTensor` of the same logical shape.
+
+        Leading dimensions are flattened: what is quantized is the matrix [rows, C], of a tensor without dimensions
+        [1, 1]. The gradient passes unchanged. key: see `Quantizer`.
+        """
+        return quantize_with(self, tensor, key)
+
+    def __call__(self, tensor: Tensor, key: Tensor | None = None) -> Any:
+        """Return `quantize(tensor, key)`."""
+        return self.quantize(tensor, key)
+
+    # --- what follows: fields and operands --------------------------------------------------------------------------
 
     def encoded(self, x: Tensor, scale: Scale, uses: Uses, rows: RowsByGroup | None = None) -> Encoding | None:
         """Return `encode` with the operand that is wanted, whatever the format made of it."""

@@ -1,8 +1,7 @@
-"""The classes of tensors that quantizers make, found by format: `quantize` with a gradient, and `make_empty`."""
+"""The classes of tensors that quantizers make, found by format: `quantize` with a gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,10 +17,8 @@ def type_of(quantizer: Any) -> Any:
     return TENSOR_TYPES.get(quantizer.FORMAT) or TENSOR_TYPES[""]
 
 
-def quantize_with(quantizer: Any, x: Tensor, key: Tensor | None, dtype: torch.dtype | None) -> Any:
-    """Return `Quantizer.quantize` by a value or by the live quantizer of delayed scaling."""
-    if dtype is not None and dtype != x.dtype:
-        return quantize_with(quantizer, x, key, None).to(dtype)
+def quantize_with(quantizer: Any, x: Tensor, key: Tensor | None) -> Any:
+    """Return `NumberFormat.quantize` by a value or by the live quantizer of delayed scaling."""
     if x.requires_grad and torch.is_grad_enabled():
         return _Quantize.apply(x, quantizer, key)
     cls = type_of(quantizer)
@@ -31,21 +28,13 @@ def quantize_with(quantizer: Any, x: Tensor, key: Tensor | None, dtype: torch.dt
     return flat.wrap(flat.fields, shape=x.shape, matrix_shape=flat.shape)
 
 
-def empty_tensor(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> Any:
-    """Return an uninitialised tensor of a quantizer's format, of logical shape [..., C] or [], one number."""
-    cls, size = type_of(quantizer), torch.Size(shape)
-    matrix = (size[:-1].numel(), size[-1]) if size else (1, 1)
-    flat = cls.empty(matrix, quantizer, dtype, torch.get_default_device() if device is None else device)
-    return flat if len(size) == cls.RANK else flat.wrap(flat.fields, shape=size, matrix_shape=flat.shape)
-
-
 class _Quantize(torch.autograd.Function):
     """`quantize_with` with the gradient of the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantizer: Any, key: Tensor | None) -> Any:
         ctx.dtype = x.dtype
-        return quantize_with(quantizer, x.detach(), key, None)
+        return quantize_with(quantizer, x.detach(), key)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

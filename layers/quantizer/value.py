@@ -61,7 +61,7 @@ _MOST_DERIVED = 1024
 
 
 def _derive(instance: Any) -> None:
-    """Compute the derived properties of an instance that has its fields, or take those of an equal one."""
+    """Compute the derived properties of an instance that has its fields, or take an equal one's."""
     key = (type(instance), *vars(instance).values())
     found = _DERIVED.get(key)
     if found is None:

@@ -1,11 +1,12 @@
 """Recipes: frozen values that say which format each operand of fprop, dgrad and wgrad gets, and the active one.
 
-May import: `te_models.kernels`, `..quantizer`, `..tensor`. Transformer Engine: `transformer_engine.common.recipe`. A
+May import: `te_models.kernels`, `..quantizer`, `..tensor`; this door also offers names of the porch, `..te`. A
 program finds the function `recipe` as `te_models.layers.recipe`. It has the names below as attributes, so that `from
 te_models.layers import recipe` gives `recipe.DelayedScaling`, too.
 """
 
-from .base import RECIPES, Format, MMParams, QParams, Recipe, recipe
+from ..te.recipes import MMParams, QParams
+from .base import RECIPES, Format, Recipe, recipe
 from .recipes import (
     CustomRecipe,
     DelayedScaling,

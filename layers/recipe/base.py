@@ -1,6 +1,6 @@
 """What every recipe is: a frozen value that says which format each operand of fprop, dgrad and wgrad gets.
 
-Nothing else decides numerics. Names and defaults follow Transformer Engine's `common.recipe`. Not a recipe's business:
+Nothing else decides numerics. Not a recipe's business:
 where scales live, which kernel runs, when weights are cached. The recipes themselves: `recipes`.
 """
 
@@ -45,7 +45,7 @@ class FormatMax(NamedTuple):
 
 
 class Format(enum.Enum):
-    """Number formats by their names in Transformer Engine; the value has the largest magnitudes, see `FormatMax`.
+    """Number formats; the value has the largest magnitudes, see `FormatMax`.
 
     Recipes take E4M3 (everywhere) and HYBRID (E4M3 in the forward pass, E5M2 for gradients); E2M1 is NVFP4's, and E5M2
     everywhere is in no recipe.
@@ -67,36 +67,6 @@ class Format(enum.Enum):
 
 FP8_FORMATS = (Format.E4M3, Format.HYBRID)
 """What `fp8_format` of a recipe may be."""
-
-
-@dataclass(frozen=True)
-class MMParams:
-    """Options of a GEMM; recipes take them at their defaults. use_split_accumulator: sum FP8 products in float32 and
-    not in the shorter accumulator of some accelerators."""
-
-    use_split_accumulator: bool = True
-
-
-@dataclass(frozen=True)
-class QParams:
-    """How a recipe quantizes one operand, in Transformer Engine's words: `recipe.fp8_quant_fwd_inp` and its like return
-    one, and take one that is assigned. The recipe's own arguments say the same."""
-
-    power_2_scale: bool = False
-    amax_epsilon: float = 0.0
-    random_hadamard_transform: bool = False
-    stochastic_rounding: bool = False
-    fp4_2d_quantization: bool = False
-
-
-def refuse_others(name: str, params: QParams, *allowed: str) -> None:
-    """Raise ValueError where `params`, called `name`, ask for more than these options."""
-    for option in (field.name for field in dataclasses.fields(QParams)):
-        if option not in allowed and getattr(params, option):
-            raise ValueError(
-                f"{name} has {option}={shown(getattr(params, option))}; allowed: {getattr(QParams, option)}, or a "
-                "CustomRecipe, whose quantizers are your own"
-            )
 
 
 @dataclass(frozen=True)
@@ -190,9 +160,8 @@ class Recipe:
     NAME: ClassVar[str]
     PLAIN_FIELDS: ClassVar[tuple[tuple[str, str], ...]] = ()  # the fields that are checked, and what each may be
     LATER_FIELDS: ClassVar[tuple[str, ...]] = ()  # that JSON names only where they are not at their defaults
-    QPARAMS: ClassVar[tuple[str, ...]] = ()  # of Transformer Engine's: what `fields_of` knows
     by_name: ClassVar[bool] = False  # whether `for_module` or `quantizers` look at the module's name
-    assigned: ClassVar[Any] = None  # of an object that was assigned to, see `assignment`
+    stands_for: ClassVar[Callable[[], Recipe] | None] = None  # of an object in whose place regions take another value
 
     backward_override: BackwardOverride | None = None
 
@@ -223,10 +192,9 @@ class Recipe:
         """Return a new quantizer for one role."""
         raise NotImplementedError
 
-    def fields_of(self, asked: dict[str, QParams]) -> tuple[dict[str, Any], str]:
-        """Return (the fields of a recipe that quantizes as `asked`, by the names in QPARAMS, ""), or ({}, a sentence)
-        where these contradict each other. ValueError for what this kind of recipe never does."""
-        raise NotImplementedError
+    def value(self) -> Recipe:
+        """Return what a region takes where it is entered under this object: itself, but for `stands_for`."""
+        return self if self.stands_for is None else self.stands_for()
 
     def weight_quantizer(self) -> Quantizer:
         """Return the quantizer of weights w: [out, in] of a layer without a name."""
@@ -242,47 +210,6 @@ class Recipe:
     def quantizers(self, module: str, name: str) -> GemmQuantizers:
         """Return the quantizers of one module. module: its class name; name: its qualified name."""
         return self._quantizers  # type: ignore[attr-defined]
-
-    # --- which recipe it is, asked as of Transformer Engine's: of a value or of a class ----------------------------
-
-    @classmethod
-    def _named(cls, *names: str) -> bool:
-        return getattr(cls, "NAME", None) in names
-
-    @classmethod
-    def delayed(cls) -> bool:
-        """Whether it is DelayedScaling."""
-        return cls._named("delayed")
-
-    @classmethod
-    def float8_current_scaling(cls) -> bool:
-        """Whether it is Float8CurrentScaling."""
-        return cls._named("current")
-
-    @classmethod
-    def float8_per_tensor_scaling(cls) -> bool:
-        """Whether it is DelayedScaling or Float8CurrentScaling."""
-        return cls._named("delayed", "current")
-
-    @classmethod
-    def float8_block_scaling(cls) -> bool:
-        """Whether it is Float8BlockScaling."""
-        return cls._named("block")
-
-    @classmethod
-    def mxfp8(cls) -> bool:
-        """Whether it is MXFP8BlockScaling."""
-        return cls._named("mxfp8")
-
-    @classmethod
-    def nvfp4(cls) -> bool:
-        """Whether it is NVFP4BlockScaling."""
-        return cls._named("nvfp4")
-
-    @classmethod
-    def custom(cls) -> bool:
-        """Whether it is a CustomRecipe."""
-        return cls._named("custom")
 
     def to_dict(self) -> dict[str, Any]:
         """Return {"recipe": name, field: plain JSON value}."""

@@ -12,7 +12,6 @@ from te_models.kernels.torch_versions import constant_when_traced
 from te_models.suggestions import shown
 
 from ..quantizer import Quantizer
-from .assignment import current_value
 from .base import GemmQuantizers, Recipe
 
 Choice = Recipe | Literal["bf16"]
@@ -33,7 +32,7 @@ class PerModuleRecipe(Recipe):
     """`default`, except where a rule says otherwise: the first pattern that matches a module's name decides.
 
     rules: (pattern, recipe or "bf16") pairs, in order; see `matches_pattern`. "bf16" leaves the module in high
-    precision. Names are those of `model.named_modules()`, which `GPTModel` gives its layers; elsewhere call
+    precision. Names are as in `model.named_modules()`, which `GPTModel` gives its layers; elsewhere call
     `name_modules(model)`: a layer without a name raises ValueError where there are rules. A pattern that matches no
     layer warns once, when an `autocast` region is left in which the recipe was in force, or when `store_weights` has
     used it.
@@ -60,9 +59,9 @@ class PerModuleRecipe(Recipe):
                 raise ValueError(f"the rule for {shown(pattern)} names {shown(choice)}; allowed: a recipe, or 'bf16'")
         if not isinstance(self.default, Recipe):
             raise ValueError(f"default is {shown(self.default)}; allowed: a recipe")
-        rules = tuple((pattern, current_value(c) if isinstance(c, Recipe) else c) for pattern, c in self.rules)
+        rules = tuple((pattern, c.value() if isinstance(c, Recipe) else c) for pattern, c in self.rules)
         object.__setattr__(self, "rules", rules)
-        object.__setattr__(self, "default", current_value(self.default))
+        object.__setattr__(self, "default", self.default.value())
         for inner in (self.default, *(choice for _, choice in self.rules)):
             if isinstance(inner, PerModuleRecipe):
                 raise ValueError("a PerModuleRecipe cannot contain another one; merge their rules")

@@ -1,17 +1,16 @@
 """The recipes. What each computes is defined by the kernels' references; here is only which quantizer serves which
-operand, and the options under Transformer Engine's names."""
+operand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
 from te_models.suggestions import shown
 
-from ..defaults import require_default
 from ..quantizer import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -21,17 +20,10 @@ from ..quantizer import (
     Quantizer,
 )
 from ..quantizer.delayed import DelayedScalingQuantizer
-from .assignment import assign
-from .base import Format, GemmQuantizers, MMParams, QParams, QuantizerRole, Recipe, Role, refuse_others
+from .base import Format, GemmQuantizers, QuantizerRole, Recipe, Role
 
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[Tensor], Tensor]
 DelayedRule = tuple[int, int, AmaxAlgorithm, bool, bool]
-
-
-def _at_defaults(**arguments: tuple[Any, Any]) -> None:
-    """Raise ValueError for an argument of Transformer Engine's, name=(value, default), that is not at its default."""
-    for name, (value, default) in arguments.items():
-        require_default(name, value, default)
 
 
 @dataclass(frozen=True)
@@ -41,9 +33,8 @@ class DelayedScaling(Recipe):
     amax_history_len: how many steps are remembered. amax_compute_algo: "max" over them, "most_recent", or a function
     of the history [length, ...], newest first, that returns amaxes [...]. reduce_amax: take the maximum over the ranks
     of the amax reduction group that `autocast` is given. Weights that `quantized_model_init` stores are scaled by their
-    own amax whenever they are requantized, so a stored weight is never clipped by an old scale. fp8_dpa, fp8_mha,
-    scaling_factor_compute_algo, override_linear_precision, interval: Transformer Engine's, at their defaults. Raises
-    ValueError for an option that is not allowed, and TypeError in `to_dict` if amax_compute_algo is a function.
+    own amax whenever they are requantized, so a stored weight is never clipped by an old scale. Raises ValueError for
+    an option that is not allowed, and TypeError in `to_dict` if amax_compute_algo is a function.
     """
 
     NAME: ClassVar[str] = "delayed"
@@ -51,28 +42,9 @@ class DelayedScaling(Recipe):
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
     amax_compute_algo: AmaxAlgorithm = "max"
-    scaling_factor_compute_algo: InitVar[None] = None
     reduce_amax: bool = True
-    fp8_dpa: InitVar[bool] = False
-    fp8_mha: InitVar[bool] = False
-    override_linear_precision: InitVar[tuple[bool, bool, bool]] = field(default=(False, False, False), kw_only=True)
-    interval: InitVar[int] = field(default=1, kw_only=True)  # of updates; -1 says the same there
 
-    def __post_init__(
-        self,
-        scaling_factor_compute_algo: None,
-        fp8_dpa: bool,
-        fp8_mha: bool,
-        override_linear_precision: Any,
-        interval: int,
-    ) -> None:
-        _at_defaults(
-            scaling_factor_compute_algo=(scaling_factor_compute_algo, None),
-            fp8_dpa=(fp8_dpa, False),
-            fp8_mha=(fp8_mha, False),
-            override_linear_precision=(tuple(override_linear_precision), (False, False, False)),
-            interval=(1 if interval == -1 else interval, 1),
-        )
+    def __post_init__(self) -> None:
         if type(self.amax_history_len) is not int or self.amax_history_len < 1:
             raise ValueError(f"amax_history_len is {shown(self.amax_history_len)}; allowed: a positive integer")
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
@@ -96,74 +68,17 @@ class DelayedScaling(Recipe):
         return super().to_dict()
 
 
-_FP8_QPARAMS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
-_FP4_QPARAMS = ("fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad")
-
-
-class _GemmOptions(Recipe):
-    """What the recipes share that take Transformer Engine's options of GEMMs, fp8_gemm_*, at their defaults: the
-    attributes of the class. Raises ValueError for other options; None: not said."""
-
-    def __post_init__(
-        self,
-        fp8_gemm_fprop: MMParams | None,
-        fp8_gemm_dgrad: MMParams | None,
-        fp8_gemm_wgrad: MMParams | None,
-        fp8_dpa: bool,
-        fp8_mha: bool,
-    ) -> None:
-        said = {"fp8_gemm_fprop": fp8_gemm_fprop, "fp8_gemm_dgrad": fp8_gemm_dgrad, "fp8_gemm_wgrad": fp8_gemm_wgrad}
-        for name, params in said.items():
-            if params is not None:
-                require_default(name, params, getattr(self, name))
-        _at_defaults(fp8_dpa=(fp8_dpa, False), fp8_mha=(fp8_mha, False))
-        super().__post_init__()
-
-    QPARAMS: ClassVar[tuple[str, ...]] = _FP8_QPARAMS
-
-    def fields_of(self, asked: dict[str, QParams]) -> tuple[dict[str, Any], str]:
-        for name, params in asked.items():
-            refuse_others(name, params, "power_2_scale", "amax_epsilon")
-        if len(set(asked.values())) > 1:
-            return (
-                {},
-                f"{', '.join(asked)} differ from each other; allowed: the same QParams for all, or a CustomRecipe",
-            )
-        params = asked[self.QPARAMS[0]]
-        return self._fields_of(params) | {"amax_epsilon": params.amax_epsilon}, ""
-
-    def _fields_of(self, params: QParams) -> dict[str, Any]:
-        """Return the field that says whether scales are powers of two."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
-class Float8CurrentScaling(_GemmOptions):
+class Float8CurrentScaling(Recipe):
     """Per-tensor scales from the amax of this very tensor. HYBRID by default.
 
-    use_power_2_scales rounds scales down to powers of two; amax_epsilon is a floor for amax. fp8_gemm_*, fp8_dpa,
-    fp8_mha: Transformer Engine's, at their defaults.
+    use_power_2_scales rounds scales down to powers of two; amax_epsilon is a floor for amax.
     """
 
     NAME: ClassVar[str] = "current"
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
-    fp8_gemm_fprop: InitVar[MMParams | None] = None
-    fp8_gemm_dgrad: InitVar[MMParams | None] = None
-    fp8_gemm_wgrad: InitVar[MMParams | None] = None
-    fp8_dpa: InitVar[bool] = False
-    fp8_mha: InitVar[bool] = False
     amax_epsilon: float = field(default=0.0, kw_only=True)
-
-    @property
-    def fp8_quant_fwd_inp(self) -> QParams:
-        """How inputs are quantized."""
-        return QParams(power_2_scale=self.use_power_2_scales, amax_epsilon=self.amax_epsilon)
-
-    fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
-
-    def _fields_of(self, params: QParams) -> dict[str, Any]:
-        return {"use_power_2_scales": params.power_2_scale}
 
     def _quantizer(self, role: Role) -> Quantizer:
         return Float8CurrentScalingQuantizer(
@@ -174,12 +89,11 @@ class Float8CurrentScaling(_GemmOptions):
 
 
 @dataclass(frozen=True)
-class Float8BlockScaling(_GemmOptions):
+class Float8BlockScaling(Recipe):
     """DeepSeek-V3's scheme: 1x128 blocks for x and dy, 128x128 for w, E4M3 throughout, power-of-two scales.
 
-    use_f32_scales: keep float32 scales. *_block_scaling_dim: 1 or 2. fp8_gemm_*, fp8_dpa, fp8_mha: Transformer
-    Engine's, at their defaults. Raises ValueError for another value, and where a GEMM would multiply two operands with
-    128x128 blocks.
+    use_f32_scales: keep float32 scales. *_block_scaling_dim: 1 or 2. Raises ValueError for another
+    value, and where a GEMM would multiply two operands with 128x128 blocks.
     """
 
     NAME: ClassVar[str] = "block"
@@ -188,14 +102,9 @@ class Float8BlockScaling(_GemmOptions):
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
-    fp8_gemm_fprop: InitVar[MMParams | None] = None
-    fp8_gemm_dgrad: InitVar[MMParams | None] = None
-    fp8_gemm_wgrad: InitVar[MMParams | None] = None
-    fp8_dpa: InitVar[bool] = False
-    fp8_mha: InitVar[bool] = False
     amax_epsilon: float = field(default=0.0, kw_only=True)
 
-    def __post_init__(self, *options: Any) -> None:
+    def __post_init__(self) -> None:
         dims = {n: getattr(self, f"{n}_block_scaling_dim") for n in ("x", "w", "grad")}
         for name, dim in dims.items():
             if dim not in (1, 2):
@@ -203,17 +112,7 @@ class Float8BlockScaling(_GemmOptions):
         for a, b in (("x", "w"), ("grad", "w"), ("grad", "x")):
             if dims[a] == dims[b] == 2:
                 raise ValueError(f"{a}_block_scaling_dim and {b}_block_scaling_dim are both 2; allowed: one of the two")
-        super().__post_init__(*options)
-
-    @property
-    def fp8_quant_fwd_inp(self) -> QParams:
-        """How inputs are quantized."""
-        return QParams(power_2_scale=not self.use_f32_scales, amax_epsilon=self.amax_epsilon)
-
-    fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
-
-    def _fields_of(self, params: QParams) -> dict[str, Any]:
-        return {"use_f32_scales": not params.power_2_scale}
+        super().__post_init__()
 
     def _quantizer(self, role: Role) -> Quantizer:
         dims = {"input": self.x_block_scaling_dim, "weight": self.w_block_scaling_dim}
@@ -229,20 +128,12 @@ class Float8BlockScaling(_GemmOptions):
 class MXFP8BlockScaling(Recipe):
     """OCP microscaling: 1x32 blocks with a power-of-two scale byte. E4M3 throughout.
 
-    enable_2d_quantization uses 32x32 blocks for weights, whose transpose then has the same numbers. margin, fp8_dpa,
-    fp8_mha: Transformer Engine's, at their defaults.
+    enable_2d_quantization uses 32x32 blocks for weights, whose transpose then has the same numbers.
     """
 
     NAME: ClassVar[str] = "mxfp8"
-    margin: InitVar[int] = 0
     fp8_format: Format = Format.E4M3
-    fp8_dpa: InitVar[bool] = False
-    fp8_mha: InitVar[bool] = False
     enable_2d_quantization: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self, margin: int, fp8_dpa: bool, fp8_mha: bool) -> None:
-        _at_defaults(margin=(margin, 0), fp8_dpa=(fp8_dpa, False), fp8_mha=(fp8_mha, False))
-        super().__post_init__()
 
     def _quantizer(self, role: Role) -> Quantizer:
         two_dimensional = self.enable_2d_quantization and role == "weight"
@@ -261,12 +152,11 @@ class NVFP4BlockScaling(Recipe):
 
     row_scaled_activation: x has a float32 scale per row in fprop. nvfp4_4over6: quantize "weights", "activations" (x)
     or "all" with two candidates per block, see `NVFP4Quantizer`; x only with disable_rht. nvfp4_4over6_e4m3_use_256:
-    which of these have 256 as the largest block scale, and not 448. nvfp4_4over6_err_mode: "MAE" or "MSE". fp4_format,
-    fp8_format, fp8_dpa, fp8_mha: Transformer Engine's, at their defaults. Raises ValueError for other values.
+    which of these have 256 as the largest block scale, and not 448. nvfp4_4over6_err_mode: "MAE" or "MSE". Raises
+    ValueError for other values.
     """
 
     NAME: ClassVar[str] = "nvfp4"
-    QPARAMS: ClassVar[tuple[str, ...]] = _FP4_QPARAMS
     LATER_FIELDS: ClassVar[tuple[str, ...]] = (
         "row_scaled_activation",
         "nvfp4_4over6",
@@ -280,18 +170,8 @@ class NVFP4BlockScaling(Recipe):
     nvfp4_4over6: Scope = "none"
     nvfp4_4over6_e4m3_use_256: Scope = "all"
     nvfp4_4over6_err_mode: Literal["MAE", "MSE"] = "MAE"
-    fp4_format: InitVar[Format] = Format.E2M1
-    fp8_format: InitVar[Format] = Format.E4M3
-    fp8_dpa: InitVar[bool] = False
-    fp8_mha: InitVar[bool] = False
 
-    def __post_init__(self, fp4_format: Format, fp8_format: Format, fp8_dpa: bool, fp8_mha: bool) -> None:
-        _at_defaults(
-            fp4_format=(fp4_format, Format.E2M1),
-            fp8_format=(fp8_format, Format.E4M3),
-            fp8_dpa=(fp8_dpa, False),
-            fp8_mha=(fp8_mha, False),
-        )
+    def __post_init__(self) -> None:
         for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
             if getattr(self, name) not in get_args(Scope):
                 allowed = ", ".join(map(repr, get_args(Scope)))
@@ -301,39 +181,6 @@ class NVFP4BlockScaling(Recipe):
                 f"nvfp4_4over6 is {shown(self.nvfp4_4over6)}; allowed with disable_rht=False: 'none', 'weights'"
             )
         super().__post_init__()
-
-    @property
-    def fp4_quant_fwd_inp(self) -> QParams:
-        """How inputs are quantized."""
-        return QParams(random_hadamard_transform=not self.disable_rht)
-
-    @property
-    def fp4_quant_fwd_weight(self) -> QParams:
-        """How weights are quantized."""
-        return QParams(fp4_2d_quantization=not self.disable_2d_quantization)
-
-    @property
-    def fp4_quant_bwd_grad(self) -> QParams:
-        """How gradients are quantized."""
-        stochastic = not self.disable_stochastic_rounding
-        return QParams(random_hadamard_transform=not self.disable_rht, stochastic_rounding=stochastic)
-
-    def fields_of(self, asked: dict[str, QParams]) -> tuple[dict[str, Any], str]:
-        x, w, dy = [asked[name] for name in self.QPARAMS]
-        refuse_others("fp4_quant_fwd_inp", x, "random_hadamard_transform")
-        refuse_others("fp4_quant_fwd_weight", w, "fp4_2d_quantization")
-        refuse_others("fp4_quant_bwd_grad", dy, "random_hadamard_transform", "stochastic_rounding")
-        if x.random_hadamard_transform != dy.random_hadamard_transform:
-            return {}, (
-                f"fp4_quant_fwd_inp has random_hadamard_transform={x.random_hadamard_transform} and fp4_quant_bwd_grad "
-                f"{dy.random_hadamard_transform}, but in wgrad the transform cancels only against itself; allowed: "
-                "alike for the two"
-            )
-        return {
-            "disable_rht": not x.random_hadamard_transform,
-            "disable_stochastic_rounding": not dy.stochastic_rounding,
-            "disable_2d_quantization": not w.fp4_2d_quantization,
-        }, ""
 
     def _four_over_six(self, scope: Scope) -> dict[str, Any]:
         """Return the options of quantizers of the tensors "weights" or "activations"."""
@@ -371,8 +218,6 @@ class CustomRecipe(Recipe):
     the three tensors of a layer when that layer first runs in the region, once; in a program with compiled layers when
     a region is entered, for all layers that exist then, because a graph cannot call it. It may be called again, so it
     must return equal quantizers for equal roles. An error of the function for a layer is raised when that layer runs.
-    fp8_format says nothing here; it, fp8_dpa, fp8_mha (at their defaults): Transformer Engine's.
-
     Raises TypeError when a layer runs for which qfactory returned no Quantizer, or a quantizer of delayed scaling, and
     in `to_dict`: a function has no JSON form.
 
@@ -388,13 +233,6 @@ class CustomRecipe(Recipe):
     NAME: ClassVar[str] = "custom"
     by_name: ClassVar[bool] = True
     qfactory: Callable[[QuantizerRole], Quantizer]
-    fp8_format: InitVar[Format] = Format.HYBRID
-    fp8_dpa: InitVar[bool] = False
-    fp8_mha: InitVar[bool] = False
-
-    def __post_init__(self, fp8_format: Format, fp8_dpa: bool, fp8_mha: bool) -> None:
-        _at_defaults(fp8_dpa=(fp8_dpa, False), fp8_mha=(fp8_mha, False))
-        super().__post_init__()
 
     def quantizers(self, module: str, name: str) -> GemmQuantizers:
         kind = "grouped_linear" if module == "GroupedLinear" else "linear"
@@ -421,18 +259,3 @@ class CustomRecipe(Recipe):
 
     def to_dict(self) -> dict[str, Any]:
         raise TypeError("a CustomRecipe has no JSON form: its qfactory is a function")
-
-
-# said here and not as the fields' defaults: the compiler would meet those as objects where it traces __init__
-for _cls, _fprop in ((Float8CurrentScaling, MMParams(False)), (Float8BlockScaling, MMParams(True))):
-    for _name, _params in (("fprop", _fprop), ("dgrad", MMParams(True)), ("wgrad", MMParams(True))):
-        setattr(_cls, f"fp8_gemm_{_name}", _params)
-for _cls in (
-    DelayedScaling,
-    Float8CurrentScaling,
-    Float8BlockScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    CustomRecipe,
-):
-    _cls.__setattr__ = assign  # type: ignore[assignment, method-assign]

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..defaults import require_default
+from te_models.suggestions import shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,6 +53,22 @@ DType = enum.Enum(
     module=__name__,
 )
 """Dtypes by their names in Transformer Engine (`tex.DType`); the value is torch's, for E2M1 its name."""
+
+
+def require_default(name: str, value: object, default: object) -> None:
+    """Raise ValueError unless the value is the default, or says "no" as the default does: nobody's option is passed
+    over in silence."""
+    says_no = default in (None, False) and value in (None, False) if isinstance(value, bool | None) else False
+    if not says_no and not (type(value) is type(default) and value == default):
+        raise ValueError(f"{name} is {shown(value)}, which this library does not have; allowed: {shown(default)}")
+
+
+def add_members(cls: type, members: type) -> None:
+    """Give a class of the core the methods and properties of another one."""
+    own = vars(members).items()
+    for name, member in own:
+        if name not in ("__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__firstlineno__"):
+            setattr(cls, name, member)
 
 
 def _noted(call: Any, function: Any, names: Iterable[str], kind: str) -> Any:
@@ -148,3 +165,51 @@ def takes_also(**names: str) -> Callable[[F], F]:
         return _noted(call, function, names, "keyword only")
 
     return decorate
+
+
+def takes_in_order(
+    order: str, also: Mapping[str, Any], without_effect: Mapping[str, Any], **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a constructor take its arguments by position in Transformer Engine's order, and these at their defaults, as
+    `takes_at_default` does; the class has the defaults as attributes. order: the names; also: of some, another value
+    that says the same; without_effect: arguments that may have any value, and their defaults."""
+    names, known = order.split(), {**defaults, **without_effect}
+    # the compiler traces constructors and knows strings, but not what a default may be: it is the class's attribute
+    refused, ignored = tuple(defaults), tuple(without_effect)
+
+    def decorate(constructor: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(constructor)
+        def call(self: Any, *args: Any, **arguments: Any) -> None:
+            if len(args) > len(names):
+                raise TypeError(f"{type(self).__name__} takes {len(names)} arguments by position; got {len(args)}")
+            for name, value in zip(names, args, strict=False):
+                if name in arguments:
+                    raise TypeError(f"{type(self).__name__} got multiple values for argument {name!r}")
+                arguments[name] = value
+            for name in ignored:
+                arguments.pop(name, None)
+            for name in refused:
+                if name not in arguments:
+                    continue
+                value = arguments.pop(name)
+                value = tuple(value) if isinstance(value, list) else value
+                if not (name in also and value == also[name]):
+                    require_default(name, value, getattr(type(self), name))
+            constructor(self, **arguments)
+
+        call.__signature__ = _in_order(inspect.signature(constructor), names, known)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def _in_order(own: inspect.Signature, names: Sequence[str], defaults: Mapping[str, Any]) -> inspect.Signature:
+    """Return the signature with these names by position and all others by keyword."""
+    mine, kinds = own.parameters, inspect.Parameter
+    found = [mine["self"]]
+    by_keyword = [name for name in {**mine, **defaults} if name not in names and name != "self"]
+    for name in (*names, *by_keyword):
+        kind = kinds.POSITIONAL_OR_KEYWORD if name in names else kinds.KEYWORD_ONLY
+        at_default = kinds(name, kind, default=defaults.get(name))
+        found.append(mine[name].replace(kind=kind) if name in mine else at_default)
+    return own.replace(parameters=found)

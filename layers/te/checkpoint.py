@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..defaults import require_default
 from ..recipe.activation_checkpoint import checkpointed
+from .arguments import require_default
 
 
 def checkpoint(

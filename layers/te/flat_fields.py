@@ -19,10 +19,11 @@ from torch import Tensor
 
 from te_models.suggestions import shown
 
-from ..defaults import require_default
 from ..quantizer import Fields, IdentityQuantizer, Quantizer
 from ..quantizer.schema import empty_fields
 from ..tensor.grouped_storage import GroupedTensorStorage
+from ..tensor.grouped_tensor import GroupedRows, GroupedTensor
+from .arguments import add_members, require_default
 
 BUFFERS = {
     "rowwise_data": "data",
@@ -182,3 +183,26 @@ def _takes_flat_buffers(constructor: Callable[..., None]) -> Callable[..., None]
 
 
 GroupedTensorStorage.__init__ = _takes_flat_buffers(GroupedTensorStorage.__init__)  # type: ignore[method-assign]
+
+
+class _OfGroups:
+    @property
+    def num_tensors(self: Any) -> int:
+        """`num_gemms`."""
+        return self.num_gemms
+
+    @property
+    def first_dims(self: Any) -> Tensor | None:
+        """`m_splits`."""
+        return self.m_splits
+
+    def split_into_quantized_tensors(self: Any, splits: Sequence[int] | None = None) -> list[Any]:
+        """Return the members as tensors that share these fields. splits: the values of m_splits; they may be left out
+        on the CPU only."""
+        if self.m_splits is None:
+            return GroupedTensor(self.fields, self.quantizer, self.shape, self.dtype).members()
+        fields = self.fields | {"m_splits": self.m_splits}
+        return GroupedRows(fields, self.quantizer, self.shape, self.dtype).members(splits)
+
+
+add_members(GroupedTensorStorage, _OfGroups)

@@ -16,7 +16,7 @@ from te_models.kernels import quantize as q
 from ..quantizer import Quantizer
 from ..quantizer.group_offsets import GroupOffsets
 from ..tensor.grouped_storage import GroupedTensorStorage
-from ..tensor.mixed_shapes import MixedShapesStorage
+from .mixed_shapes import MixedShapesStorage
 
 
 def group_quantize(

@@ -18,9 +18,9 @@ from torch import Tensor
 from te_models.kernels.asserted import asserted
 from te_models.suggestions import shown
 
-from ..defaults import require_default
 from ..quantizer.schema import field_layouts
 from ..tensor.quantized_tensor import QuantizedTensor
+from .arguments import require_default
 
 MapType = Literal["mask", "index"]
 

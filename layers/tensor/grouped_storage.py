@@ -20,7 +20,6 @@ from ..quantizer import Fields, Quantizer
 from ..quantizer.delayed import Float8Quantizer
 from ..quantizer.schema import empty_fields, field_layouts
 from ..quantizer.state import value_of
-from .formats import CLASSES
 from .storage import QuantizedStorage
 
 
@@ -52,8 +51,7 @@ class GroupedTensorStorage(QuantizedStorage):
     """`GroupedTensorStorage(fields, quantizer, shape, dtype, m_splits=None, amaxes=None)`: fields of all members, in
     any format. m_splits None: logical shape [num_gemms, rows, columns], fields stacked;
     else [T, columns] with m_splits: [num_gemms] integer rows per group, fields as above. amaxes: of each member [G], by
-    usage, where whoever made this passed on what the scales come from. ValueError for a shape of another rank.
-    With num_tensors the constructor takes Transformer Engine's flat buffers instead (docs/porting.md)."""
+    usage, where whoever made this passed on what the scales come from. ValueError for a shape of another rank."""
 
     def __init__(
         self,
@@ -110,30 +108,10 @@ class GroupedTensorStorage(QuantizedStorage):
         return self.shape[0] if self.m_splits is None else self.m_splits.shape[0]
 
     @property
-    def num_tensors(self) -> int:
-        """`num_gemms`, by Transformer Engine's name."""
-        return self.num_gemms
-
-    @property
-    def first_dims(self) -> Tensor | None:
-        """`m_splits`, by Transformer Engine's name."""
-        return self.m_splits
-
-    @property
     def amax(self) -> Tensor | None:
         """The amaxes that the scales of the rowwise copies come from, [G]; columnwise_amax has the amaxes of the
         columnwise copies; None where they are not stored."""
         return self.fields.get("rowwise_amax", self._amaxes.get("rowwise"))
-
-    def split_into_quantized_tensors(self, splits: Sequence[int] | None = None) -> list[Any]:
-        """Return the members as tensors that share these fields. splits: the values of m_splits; they may be left out
-        on the CPU only."""
-        if self.m_splits is None:
-            stacked: Any = CLASSES["GroupedTensor"]
-            return stacked(self.fields, self.quantizer, self.shape, self.dtype).members()
-        fields = self.fields | {"m_splits": self.m_splits}
-        rows: Any = CLASSES["GroupedRows"]
-        return rows(fields, self.quantizer, self.shape, self.dtype).members(splits)
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         if self.m_splits is None:

@@ -3,7 +3,7 @@ with the tensors of `quantized_tensor`, the `torch.Tensor` subclasses that wrap 
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,29 +61,6 @@ class QuantizedFields:
             raise ValueError(
                 f"a view of shape {tuple(self.shape)} of a quantized {tuple(self.matrix_shape)} cannot {what}"
             )
-
-    def update_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Self:
-        """Drop or create the copies for the two GEMM usages, in place; None leaves a usage as it is.
-
-        This tensor gets another quantizer value; the one it was made with does not change, because others may share it.
-        ValueError where a copy is asked for that the stored numbers do not determine.
-        """
-        quantizer = self.quantizer.with_usage(
-            rowwise=self.quantizer.rowwise if rowwise is None else rowwise,
-            columnwise=self.quantizer.columnwise if columnwise is None else columnwise,
-        )
-        before = self.fields
-        missing = [name for name in quantizer.field_names() if name not in before]
-        if missing:
-            usage = missing[0].partition("_")[0]
-            raise ValueError(
-                f"this {quantizer.FORMAT} tensor has no {usage} copy, and its other copy does not determine one: their "
-                f"blocks run along different dimensions. Quantize the original values with {usage}=True instead"
-            )
-        for name in before:
-            delattr(self, name)
-        self._adopt(before, quantizer, self.matrix_shape)
-        return self
 
 
 class QuantizedStorage(QuantizedFields):

@@ -26,6 +26,7 @@ from te_models.kernels.gemm import using_cpu_gemm
 from te_models.kernels.gemm.cpu import CpuGemm, automatic_choice
 from te_models.layers import (
     CustomRecipe,
+    DelayedScaling,
     HybridQuantizer,
     PerModuleRecipe,
     Quantizer,
@@ -191,7 +192,7 @@ def _check_separable(recipe: Recipe | None) -> None:
     for member in members:
         default, rules = getattr(member, "default", None), getattr(member, "rules", ())
         members += [inner for inner in (default, *(choice for _, choice in rules)) if isinstance(inner, Recipe)]
-        what = "takes its scales from a history of both passes" if member.delayed() else ""
+        what = "takes its scales from a history of both passes" if isinstance(member, DelayedScaling) else ""
         what = "has a backward_override" if member.backward_override is not None else what
         if what:
             raise ConfigError(

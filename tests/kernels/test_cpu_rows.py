@@ -20,7 +20,7 @@ from te_models.kernels.norm import reference as norms
 from te_models.kernels.norm import rms_norm
 from te_models.kernels.permute import reference as permutations
 from te_models.kernels.permute import sort_by_expert, unpermute
-from te_models.kernels.quantize.cpu_graph import library as shared
+from te_models.kernels.quantize.cpu import rounding as shared
 from te_models.kernels.rope import apply_rope, rope_tables
 from te_models.kernels.rope import reference as rotations
 

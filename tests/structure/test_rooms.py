@@ -21,14 +21,14 @@ from tests.structure.tree import FOLDERS, ROOT, modules, parsed
 
 ROOMS = {
     "te_models.checkpoints": "io mapping families formats folder write quantized foreign tools",
-    "te_models.layers": "defaults collectives quantizer tensor recipe dynamo gemm distributed module "
+    "te_models.layers": "collectives quantizer tensor recipe dynamo gemm distributed module "
     "attention optimizers te ops utils",
     "te_models.kernels": "launch derivative torch_versions without_autocast asserted custom_op quantize",
 }
 """The rooms of a folder in the order in which they may import each other."""
 PORCH = "te_models.layers.te"
 """What exists because Transformer Engine has it: nothing of the core imports it."""
-DOORS = {f"te_models.layers.{name}__init__" for name in ("", "ops.", "optimizers.", "utils.")}
+DOORS = {f"te_models.layers.{name}__init__" for name in ("", "ops.", "optimizers.", "recipe.", "utils.")}
 """Where users import its names: the module paths of Transformer Engine."""
 MOST_FILES = 20
 BANNED = {

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import cpp_library
 from ...backend import Compiled
-from ...quantize.cpu_graph import library as shared
+from ...quantize.cpu import rounding as shared
 from ...threads import threads_for
 from ..gemv import without_instructions
 from ..operand import ScaledOperand

@@ -16,7 +16,7 @@ from ...backend import Backend, Compiled, choose, has_library
 from ...compiling import compiling
 from ...custom_op import Takes, apart, takes
 from ...threads import threads_for
-from ..cpu_graph import library as shared
+from ..cpu import rounding as shared
 from ..hashed import hash_words
 
 BLOCK = 128

@@ -25,7 +25,6 @@ __all__ = [
     "quantize_grouped_blockwise",
     "quantize_grouped_per_tensor",
     "quantize_per_tensor",
-    "quantize_per_tensor_both",
 ]
 
 
@@ -77,20 +76,6 @@ def quantize_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Ten
     from . import triton_tensor
 
     return triton_tensor.quantize_per_tensor(x, scale, fp8_dtype)[0]
-
-
-def _both_copies(x: Tensor, fp8_dtype: torch.dtype) -> tuple[Output, Output]:
-    return like(x, dtype=fp8_dtype), transposed_copy(x, fp8_dtype)
-
-
-@operation("quantize_per_tensor_both", _both_copies, reference=reference.quantize_per_tensor_both, takes=_SCALED)
-def quantize_per_tensor_both(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `quantize_per_tensor` twice: as it lies, and the same tensor lying transposed in memory on CUDA, where FP8
-    GEMMs need that (elsewhere: the same tensor)."""
-    from . import triton_tensor
-
-    row, col = triton_tensor.quantize_per_tensor(x, scale, fp8_dtype, columnwise=True)
-    return row, col
 
 
 def _grouped_copies(x: Tensor, m_splits: Tensor, fp8_dtype: torch.dtype, align: int, columnwise: bool) -> list[Output]:

@@ -139,12 +139,6 @@ def quantize_per_tensor(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Ten
     return saturating_cast(x.float() * scale, fp8_dtype)
 
 
-def quantize_per_tensor_both(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `quantize_per_tensor` twice, the same tensor."""
-    data = quantize_per_tensor(x, scale, fp8_dtype)
-    return data, data
-
-
 def dequantize_per_tensor(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     """Return data * scale_inv in `dtype`. scale_inv: float32, broadcastable to data."""
     return (fp8_to_float(data) * scale_inv).to(dtype)

@@ -46,24 +46,6 @@ def quantize_nvfp4_transposed(
     return quantize_nvfp4(_transposed(transformed(x, with_rht)), amax=amax, key=key, stream=stream)
 
 
-def quantize_nvfp4_both(
-    x: Tensor,
-    *,
-    with_rht: bool = False,
-    amaxes: tuple[Tensor, Tensor] | None = None,
-    key: Tensor | None = None,
-    streams: tuple[int, int] = (0, 1),
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the rowwise copy of x [..., R, C], by 1x16, and the columnwise one: (packed, scales, amax) of each.
-
-    amaxes, streams: the two of `quantize_nvfp4` and `quantize_nvfp4_transposed`.
-    """
-    row_amax, col_amax = amaxes or (None, None)
-    row = quantize_nvfp4(x, amax=row_amax, key=key, stream=streams[0])
-    col = quantize_nvfp4_transposed(x, with_rht=with_rht, amax=col_amax, key=key, stream=streams[1])
-    return (*row, *col)
-
-
 def transpose_nvfp4(packed: Tensor, scales: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Return the columnwise copy of a matrix [..., R, columns] of 16x16 blocks from its rowwise one: the same numbers,
     packed along the rows, [..., columns, ceil(R / 2)], and their scales, [..., columns, ceil(R / 16)]."""

@@ -30,7 +30,7 @@ from .reference import BLOCK
 
 _TILE = 1 << 18  # elements worked on at a time: a few calls, and buffers that stay in the cache
 _UP_TO_4, _FROM_4 = 2.0**23 - 2, 2.0**24 + 8
-_APART = 0x4B800000 - 0x4AFFFFFC  # of the bits that stand for code 0: those of 2^24 and of 2^23 - 2
+_APART = 0x4B800000 - 0x4AFFFFFC  # from the bits of code 0 in the first sum, 2^23 - 2, to the bits of 2^24
 _LARGEST = torch.finfo(torch.float32).max
 
 

@@ -2,7 +2,7 @@
 
 Between 4 and 6 E2M1 has nothing, so a block with many values near 5/6 of its largest one is better off with that one at
 4. Both are quantized, and the smaller error over the block decides; a tie is 6's (arXiv 2512.02010; rounding, order of
-sums and e4m3_max as in Transformer Engine's reference):
+sums and e4m3_max as NVIDIA's reference has them):
 
     global_encode = e4m3_max * 6 / amax              (e4m3_max 256: room for the scale of 4, 1.5 times as large; or 448)
     scale_6       = e4m3(clamp(block_amax / 6 * global_encode))

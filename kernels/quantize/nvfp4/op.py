@@ -26,7 +26,6 @@ __all__ = [
     "quantize_grouped_four_over_six",
     "quantize_grouped_nvfp4",
     "quantize_nvfp4",
-    "quantize_nvfp4_both",
     "quantize_nvfp4_transposed",
     "random_hadamard",
     "transpose_nvfp4",
@@ -143,26 +142,6 @@ def _amaxes(x: Tensor, m_splits: Tensor | None, with_rht: bool) -> tuple[Tensor,
         return _transformed_amaxes(x, m_splits)
     amax = largest(x) if m_splits is None else grouped_amax(x, m_splits)
     return amax, amax
-
-
-def quantize_nvfp4_both(
-    x: Tensor,
-    *,
-    with_rht: bool = False,
-    amaxes: tuple[Tensor, Tensor] | None = None,
-    key: Tensor | None = None,
-    streams: tuple[int, int] = (0, 1),
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the rowwise copy of x [..., R, C], by 1x16, and the columnwise one: (packed, scales, amax) of each.
-
-    amaxes, streams: the two of `quantize_nvfp4` and `quantize_nvfp4_transposed`. On CUDA the amaxes take one pass over
-    x, both copies another.
-    """
-    if not (x.is_cuda or launch.as_accelerator) or definitions_only():
-        return copies.quantize_nvfp4_both(x, with_rht=with_rht, amaxes=amaxes, key=key, streams=streams)
-    row_amax, col_amax = amaxes or _amaxes(x, None, with_rht)
-    found = _copies(x, row_amax, col_amax, None, key, *streams, 1, with_rht)
-    return found[0], found[1], row_amax, found[2], found[3], col_amax
 
 
 def quantize_grouped_nvfp4(

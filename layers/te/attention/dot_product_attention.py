@@ -18,7 +18,6 @@ from ...attention import dot_product_attention
 from ...attention.dot_product_attention import check_choice, key_value_heads
 from ...attention.mask import AttentionMask, BiasType, Masking, ScoreBias, Window, mask_type_of, window_of
 from ...collectives import ranks_of
-from ...defaults import require_default
 from ...distributed.context_parallel import (
     CpCommType,
     attention_of_chunks,
@@ -27,7 +26,7 @@ from ...distributed.context_parallel import (
     gather_positions,
 )
 from ...module.options import ParameterOptions
-from ..arguments import takes_at_default, takes_parallel_options
+from ..arguments import require_default, takes_at_default, takes_parallel_options
 from ..stands_for import StandsFor
 from .qkv_format import QkvFormat, batch_first, check_qkv_format, from_batch_first
 
@@ -109,7 +108,7 @@ class DotProductAttention(dot_product_attention.DotProductAttention, metaclass=S
         """Share each sequence among these ranks; None: none. Rank r of n has chunks r and 2 n - 1 - r of the 2 n that a
         sequence is cut into, one after the other, of queries, keys and values, and gets its rows of the result. A
         rank's gradients of its keys and values are the sum over the ranks. cp_comm_type: by "p2p" keys and values go
-        round a ring, which has no attention_dropout, by "all_gather" each rank has those of all, by "a2a" all
+        round a ring, which has no attention_dropout, by "all_gather" each rank has the keys of all, by "a2a" all
         positions of a part of the heads. Without meaning: cp_global_ranks, cp_stream.
 
         ValueError for another cp_comm_type ("a2a+p2p" needs two groups), for a group without this rank, and for heads

@@ -156,7 +156,7 @@ class LayerNormMLP(TEState, TensorParallelModule, PrecedingNorm, GemmModule):
         """x: [..., hidden_size] -> (what the activation gets [..., rows of fc1], norm(x), or None where it is not
         `wanted` and the norm may be fused with the quantization)."""
         fc1 = self.fc1_weight
-        call = self.gemm_call((fc1,), is_first_microbatch, 0)
+        call = self.gemm_call(is_first_microbatch, 0)
         if self.set_parallel_mode or wanted:
             normed = self.normed(x, self.for_own_rows if self.set_parallel_mode else None)
             rows = self.whole_rows(normed) if self.set_parallel_mode else normed
@@ -173,7 +173,7 @@ class LayerNormMLP(TEState, TensorParallelModule, PrecedingNorm, GemmModule):
         """hidden, normed: as `forward_fc1` returns them -> (what `forward` returns, the activated hidden values
         [..., ffn_hidden_size], or None where they are not `wanted` and may be fused with the quantization)."""
         fc2, split, activated = self.fc2_weight, self.set_parallel_mode, None
-        call = self.gemm_call((fc2,), is_first_microbatch, 1)
+        call = self.gemm_call(is_first_microbatch, 1)
         bias = None if self.return_bias else self.fc2_bias
         if wanted:
             activated = self._act.forward(hidden)

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_models.kernels.chunks import starts_of, wide
+from te_models.kernels.chunks import wide
+from te_models.kernels.documents import starts_of
 from te_models.kernels.gated_delta import gated_delta_rule
 from te_models.kernels.linear_attention import linear_attention
 from te_models.kernels.short_convolution import short_convolution

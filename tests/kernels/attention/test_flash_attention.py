@@ -17,7 +17,7 @@ from te_models.kernels.cpp_library import CompilationError
 from te_models.kernels.flash_attention import flash_attention, library, op, uses_flash_attention
 from te_models.kernels.gemm.cpu import using_cpu_gemm
 from te_models.kernels.packed_attention import packed_attention, sees_own_document
-from te_models.kernels.quantize.cpu_graph import library as shared
+from te_models.kernels.quantize.cpu import rounding as shared
 from te_models.layers import DotProductAttention
 from te_models.layers.attention import core, dot_product_attention
 from tests.kernels.gemm.test_few_rows import BF16, F32, INSTRUCTIONS

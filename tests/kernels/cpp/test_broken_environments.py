@@ -27,7 +27,7 @@ import torch
 from te_models.kernels.backend import has_library
 from te_models.kernels.cpu_rows import rows
 from te_models.kernels.norm import op, reference
-from te_models.kernels.quantize.cpu_graph import library as shared
+from te_models.kernels.quantize.cpu import rounding as shared
 x = torch.randn(64, 1024)
 with warnings.catch_warnings(record=True) as said, torch.no_grad():
     warnings.simplefilter("always")

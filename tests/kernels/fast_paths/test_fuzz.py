@@ -25,10 +25,9 @@ from te_models.kernels.gemm import dense, few_rows, gemv
 from te_models.kernels.gemm.few_rows import op as few_rows_op
 from te_models.kernels.gemm.operand import ScaledOperand
 from te_models.kernels.grouped_gemm import grouped_gemm, stored_grouped_gemm
-from te_models.kernels.quantize.cpu_fields import library as fields
-from te_models.kernels.quantize.cpu_fields import op as fields_op
-from te_models.kernels.quantize.cpu_graph import library as graph
-from te_models.kernels.quantize.cpu_graph import op as graph_op
+from te_models.kernels.quantize.cpu import fields, fields_op
+from te_models.kernels.quantize.cpu import rounding as graph
+from te_models.kernels.quantize.cpu import rounding_op as graph_op
 from te_models.kernels.quantize.fp8 import reference as fp8
 from te_models.kernels.quantize.nvfp4 import cpu as nvfp4
 from te_models.layers.attention.core import attend

@@ -12,7 +12,7 @@ from te_models.kernels.cpp_library import CompilationError
 from te_models.kernels.gemm import ScaledOperand, explain_gemm, few_rows, gemm_counts, reset_gemm_counts
 from te_models.kernels.gemm.few_rows import library
 from te_models.kernels.gemm.few_rows.op import FEW, dequantized_weight
-from te_models.kernels.quantize.cpu_graph import library as shared
+from te_models.kernels.quantize.cpu import rounding as shared
 from te_models.layers import Linear, MXFP8BlockScaling, quantized_model_init
 from te_models.layers.gemm.product import stored_for_few_rows
 from te_models.layers.quantizer import Quantizer

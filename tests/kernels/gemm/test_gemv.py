@@ -15,7 +15,7 @@ from te_models.kernels.gemm import dense, gemv
 from te_models.kernels.gemm.gemv import FEW, LEAST, MOST_IN_GROUPS
 from te_models.kernels.grouped_gemm import grouped_gemm
 from te_models.kernels.grouped_gemm.reference import multiply
-from te_models.kernels.quantize.cpu_graph import library as shared
+from te_models.kernels.quantize.cpu import rounding as shared
 from te_models.layers import GroupedLinear, Linear
 from tests.build import tiny
 from tests.kernels.gemm.test_few_rows import BF16, F32, INSTRUCTIONS, assert_within_bound, rows

@@ -15,7 +15,7 @@ from te_models.kernels.backend import BackendError, using_backend
 from te_models.kernels.cpp_library import CompilationError
 from te_models.kernels.custom_op import like, operation
 from te_models.kernels.quantize import hadamard
-from te_models.kernels.quantize.cpu_graph import library
+from te_models.kernels.quantize.cpu import rounding as library
 from te_models.kernels.quantize.fp8 import blocks, rounding
 from te_models.kernels.quantize.nvfp4 import cpu as nvfp4_eager
 from te_models.kernels.quantize.nvfp4 import reference as nvfp4

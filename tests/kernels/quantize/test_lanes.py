@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_models.kernels.quantize.cpu_fields import library as fields
-from te_models.kernels.quantize.cpu_graph import library
+from te_models.kernels.quantize.cpu import fields
+from te_models.kernels.quantize.cpu import rounding as library
 from te_models.kernels.quantize.fp8 import rounding
 from te_models.kernels.quantize.fp8.blocks import per_element
 from te_models.kernels.quantize.nvfp4 import reference as nvfp4

@@ -227,7 +227,7 @@ def of_group(values: Tensor, splits: Tensor, length: int) -> Tensor:
 def definitions() -> dict[str, Definition]:
     """Return the definition of every operation that has a kernel for a GPU, by name; its module must be imported."""
     entries = registered()
-    exact = "amax grouped_amax quantize_per_tensor quantize_per_tensor_both quantize_grouped_per_tensor random_hadamard"
+    exact = "amax grouped_amax quantize_per_tensor quantize_grouped_per_tensor random_hadamard"
     exact += " dequantize_per_tensor quantize_blockwise quantize_blockwise_both quantize_grouped_blockwise"
     exact += " dequantize_blockwise dequantize_nvfp4 dequantize_grouped"
     found = {name: Definition(by_reference(entries[name])) for name in exact.split()}

@@ -145,11 +145,10 @@ def _of_blocks(
 
 
 def fp8(device: torch.device) -> Iterator[tuple[str, Arguments]]:
-    """What no quantizer asks for: rows padded for one scale per group, both copies by one scale, other inputs."""
-    m_splits, one = torch.tensor([7, 0, 26], device=device), torch.ones((), device=device)
+    """What no quantizer asks for: rows padded for one scale per group, other inputs."""
+    m_splits = torch.tensor([7, 0, 26], device=device)
     matrices = ordinary((40, 48), BF16).to(device), ordinary((2, 33, 20), F32).to(device)
-    for x, dtype in zip(matrices, (E4M3, E5M2), strict=True):
-        yield "quantize_per_tensor_both", (x, one, dtype)
+    for x in matrices:
         yield "grouped_amax", (x.view(-1, x.shape[-1]), m_splits)
     for align, dtype in ((1, E4M3), (16, E5M2)):
         scale = torch.rand(3, device=device)

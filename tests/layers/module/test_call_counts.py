@@ -137,7 +137,7 @@ def test_the_way_of_a_weight_to_its_gemm_is_short() -> None:
         finally:
             sys.setprofile(None)
     assert "gemm" in functions and len(functions) <= 12, list(functions)
-    assert len({file.parent for file in functions.values()}) <= 7, functions
+    assert len({file.parent for file in functions.values()}) <= 4, functions
     assert len(names) <= 6, names
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -41,6 +43,12 @@ def key_on(device: torch.device, step: int = 2**33 + 5) -> Tensor:
     return torch.tensor([-(2**40) - 3, step], device=device)
 
 
+def both_copies(of: Any, x: Tensor, *, with_rht: bool, key: Tensor | None = None, streams: tuple = (0, 1)) -> tuple:
+    """The rowwise copy and the columnwise one, as two functions of a module make them."""
+    row = of.quantize_nvfp4(x, key=key, stream=streams[0])
+    return row + of.quantize_nvfp4_transposed(x, with_rht=with_rht, key=key, stream=streams[1])
+
+
 def on_cpu(key: Tensor | None) -> Tensor | None:
     return None if key is None else key.cpu()
 
@@ -61,9 +69,8 @@ def test_rowwise(shape, block_rows, device) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_both_copies(shape, with_rht, device) -> None:
     for x in (hard(shape, torch.float32, sum(shape)), ordinary(shape, torch.float32), signed_zeros(shape, BF16)):
-        expected = nvfp4_copies.quantize_nvfp4_both(x, with_rht=with_rht)
-        assert_all(op_nvfp4.quantize_nvfp4_both(x.to(device), with_rht=with_rht), expected)
-        assert_all(op_nvfp4.quantize_nvfp4_transposed(x.to(device), with_rht=with_rht), expected[3:])
+        expected = both_copies(nvfp4_copies, x, with_rht=with_rht)
+        assert_all(both_copies(op_nvfp4, x.to(device), with_rht=with_rht), expected)
 
 
 @pytest.mark.sentinels("1", "17", "31", "129")
@@ -71,8 +78,8 @@ def test_both_copies(shape, with_rht, device) -> None:
 def test_lengths(length, device) -> None:
     for shape in ((3, length), (length, 3)):
         x = ordinary(shape, BF16)
-        got = op_nvfp4.quantize_nvfp4_both(x.to(device), with_rht=True)
-        assert_all(got, nvfp4_copies.quantize_nvfp4_both(x, with_rht=True))
+        got = both_copies(op_nvfp4, x.to(device), with_rht=True)
+        assert_all(got, both_copies(nvfp4_copies, x, with_rht=True))
 
 
 def test_special_values(device) -> None:
@@ -83,8 +90,8 @@ def test_special_values(device) -> None:
                 got = op_nvfp4.quantize_nvfp4(x.to(device), block_rows=block_rows)
                 assert_all(got, nvfp4.quantize_nvfp4(x, block_rows=block_rows))
             for with_rht in (False, True):
-                got = op_nvfp4.quantize_nvfp4_both(x.to(device), with_rht=with_rht)
-                assert_all(got, nvfp4_copies.quantize_nvfp4_both(x, with_rht=with_rht))
+                got = both_copies(op_nvfp4, x.to(device), with_rht=with_rht)
+                assert_all(got, both_copies(nvfp4_copies, x, with_rht=with_rht))
 
 
 def test_every_tie_and_every_half_step(device) -> None:
@@ -111,8 +118,8 @@ def test_stochastic_rounding_draws_the_reference_bits(shape, device) -> None:
         expected = nvfp4.quantize_nvfp4(x, block_rows=block_rows, key=key.cpu(), stream=2**32 - 1)
         assert_all(got, expected)
     for with_rht in (False, True):
-        got = op_nvfp4.quantize_nvfp4_both(x.to(device), with_rht=with_rht, key=key, streams=(7, 9))
-        expected = nvfp4_copies.quantize_nvfp4_both(x, with_rht=with_rht, key=key.cpu(), streams=(7, 9))
+        got = both_copies(op_nvfp4, x.to(device), with_rht=with_rht, key=key, streams=(7, 9))
+        expected = both_copies(nvfp4_copies, x, with_rht=with_rht, key=key.cpu(), streams=(7, 9))
         assert_all(got, expected)
     other = op_nvfp4.quantize_nvfp4(x.to(device), key=key_on(device, 6))
     assert not torch.equal(other[0].cpu(), nvfp4.quantize_nvfp4(x, key=key.cpu())[0])
@@ -154,7 +161,7 @@ def test_grouped_copies_are_those_of_the_groups(device) -> None:
     )
     row_begin, slot = 0, 0
     for group, count in enumerate(splits):
-        alone = nvfp4_copies.quantize_nvfp4_both(x[row_begin : row_begin + count], with_rht=True)
+        alone = both_copies(nvfp4_copies, x[row_begin : row_begin + count], with_rht=True)
         rows, width = slice(row_begin, row_begin + count), -(-count // 16) * 16
         got = (row[rows], row_scale[rows], row_amax[group])
         got += (col[:, slot // 2 : (slot + width) // 2], col_scale[:, slot // 16 : (slot + width) // 16])
@@ -206,8 +213,8 @@ def test_real_sizes(shape, stochastic) -> None:
     x.view(-1)[::1001] *= 1e-3
     key = key_on(x.device) if stochastic else None
     for with_rht in (False, True):
-        got = op_nvfp4.quantize_nvfp4_both(x, with_rht=with_rht, key=key)
-        assert_all(got, nvfp4_copies.quantize_nvfp4_both(x, with_rht=with_rht, key=key))
+        got = both_copies(op_nvfp4, x, with_rht=with_rht, key=key)
+        assert_all(got, both_copies(nvfp4_copies, x, with_rht=with_rht, key=key))
     assert_all(op_nvfp4.quantize_nvfp4(x, block_rows=16), nvfp4.quantize_nvfp4(x, block_rows=16))
     packed, scales, amax = got[:3]
     decoded = op_nvfp4.dequantize_nvfp4(packed, scales, amax, shape[-1], BF16)

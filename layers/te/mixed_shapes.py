@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..quantizer import Fields, Quantizer
 from ..quantizer.schema import empty_fields
-from .formats import TENSOR_CLASSES
-from .quantized_tensor import QuantizedTensor
+from ..tensor.formats import TENSOR_CLASSES
+from ..tensor.quantized_tensor import QuantizedTensor
 
 
 class MixedShapesStorage:

@@ -1,4 +1,4 @@
-"""The C++ library of each dtype of values, for eager layers and conversions of folders.
+"""The C++ library that makes and reads stored fields, of each dtype of values: for eager layers and conversions.
 
 Eagerly a quantization is a dozen passes over memory, and its largest error as many again; here both are one.
 """
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ... import cpp_library, threads
-from ...backend import Backend, Compiled, choose, has_library
+from ...backend import Backend, Compiled, choose, has_library, runs_compiled
 from ...custom_op import takes
 from ...threads import threads_for
-from ..cpu_graph import library as shared
 from ..fp8 import reference
 from ..nvfp4 import cpu as nvfp4
+from . import rounding as shared
 
 _P, _N, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
@@ -112,17 +112,20 @@ def encode_blocks(
     the shape `block`, if there is one: what one GEMM multiplies, and what is stored for another. None as there."""
     if torch.compiler.is_compiling():  # where operations are asked for by themselves
         return None
+    if x.requires_grad and torch.is_grad_enabled():
+        return None
+    found = None
     if block is None:
-        if choose(shared.ROUND_FP8, x, x.dtype, dtype) is not Backend.COMPILED:
-            return None
         if shared.IN_BLOCKS.misfit_on_cpu(x, rounded, torch.float8_e4m3fn, scale_kind):
             return None
-        return shared.round_fp8(x, rounded, torch.float8_e4m3fn, scale_kind, dtype, epsilon), None
-    if choose(ENCODE, x, x.dtype, dtype) is not Backend.COMPILED or _BLOCKS.misfit_on_cpu(x, block, scale_kind):
-        return None
-    found = _quantize_blocks(x, block, scale_kind, epsilon, False)
-    if found is None:
-        return None
+        if not runs_compiled(shared.ROUND_FP8, x.dtype, dtype):
+            return None
+    else:
+        if _BLOCKS.misfit_on_cpu(x, block, scale_kind) or not runs_compiled(ENCODE, x.dtype, dtype):
+            return None
+        found = _quantize_blocks(x, block, scale_kind, epsilon, False)
+        if found is None:
+            return None
     return shared.round_fp8(x, rounded, torch.float8_e4m3fn, scale_kind, dtype, epsilon), found
 
 

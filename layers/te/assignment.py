@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from te_models.suggestions import did_you_mean, shown
 
-from .base import QParams, Recipe
-from .context import state
+from ..recipe.base import Recipe
+from ..recipe.context import state
 
 _USES = ("quantizers", "weight_quantizer", "for_module", "to_dict", "replace")
 """What a recipe whose parts contradict each other refuses."""
@@ -32,32 +32,28 @@ class AssignedRecipe(NamedTuple):
     together yet, by name; why: the sentence of what contradicts what."""
 
     value: Recipe
-    pending: Mapping[str, QParams] = {}
+    pending: Mapping[str, Any] = {}
     why: str = ""
 
-
-def current_value(recipe: Recipe) -> Recipe:
-    """Return what an object means now, a value that no assignment changes. ValueError where its parts contradict each
-    other."""
-    assigned: AssignedRecipe | None = recipe.assigned
-    if assigned is None:
-        return recipe
-    if assigned.pending:
-        raise ValueError(assigned.why)
-    return assigned.value
+    def __call__(self) -> Recipe:
+        """Return what the object means now, a value that no assignment changes. ValueError where its parts contradict
+        each other."""
+        if self.pending:
+            raise ValueError(self.why)
+        return self.value
 
 
-def assign(recipe: Recipe, name: str, value: Any) -> None:
+def assign(recipe: Any, name: str, value: Any) -> None:
     """Do what `recipe.name = value` means, the `__setattr__` of recipes. ValueError for a name that is no part of the
     recipe, for a value that it cannot have, and inside of a region of the recipe."""
     if _is_in_force(recipe):
         raise ValueError(
             f"{name} is assigned to a {type(recipe).__name__} that is in force; allowed: before the region is entered"
         )
-    before: AssignedRecipe = recipe.assigned or AssignedRecipe(dataclasses.replace(recipe))
+    before: AssignedRecipe = recipe.stands_for or AssignedRecipe(dataclasses.replace(recipe))
     pending, why = before.pending, before.why
     if name in recipe.QPARAMS:
-        if not isinstance(value, QParams):
+        if not isinstance(value, type(getattr(before.value, name))):
             raise ValueError(f"{name} is {shown(value)}; allowed: a QParams")
         pending = {**pending, name: value}
         changes, why = recipe.fields_of({each: getattr(before.value, each) for each in recipe.QPARAMS} | pending)
@@ -78,7 +74,7 @@ def assign(recipe: Recipe, name: str, value: Any) -> None:
             object.__setattr__(recipe, use, functools.partial(_refuse, why))
     for field, held in vars(now.value).items():
         object.__setattr__(recipe, field, held)
-    object.__setattr__(recipe, "assigned", now)
+    object.__setattr__(recipe, "stands_for", now)
 
 
 def _is_in_force(recipe: Recipe) -> bool:

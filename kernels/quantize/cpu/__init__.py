@@ -1,6 +1,6 @@
-"""Quantizing matrices into stored fields on CPU in one C++ pass, and reading FP8: with the definitions' bits."""
+"""Quantizing on a CPU in one C++ pass, with the definitions' bits: rounded for a GEMM, or into fields that it reads."""
 
-from .library import (
+from .fields import (
     FIELDS,
     Measured,
     chosen,
@@ -12,7 +12,7 @@ from .library import (
     quantize_nvfp4,
     quantize_scaled,
 )
-from .op import (
+from .fields_op import (
     decoded,
     read_numbers,
     read_nvfp4,

@@ -10,19 +10,18 @@ from torch import Tensor
 
 from ...backend import Backend, choose, has_library
 from ...custom_op import Output, like, operation, takes
-from ..cpu_graph import library as rounding
-from ..cpu_graph.op import matrix_amax
 from ..eager import plain_on_cpu
 from ..fp8 import blocks, reference
 from ..fp8.cpu import fp8_to_float
 from ..nvfp4 import cpu as nvfp4
-from . import library
+from . import fields, rounding
+from .rounding_op import matrix_amax
 
 E4M3 = torch.float8_e4m3fn
 
 
 def _in_one_pass(x: Tensor) -> bool:
-    return choose(library.FIELDS, x) is Backend.COMPILED
+    return choose(fields.FIELDS, x) is Backend.COMPILED
 
 
 def _blocks(x: Tensor, block: list[int], scale_kind: str) -> tuple[Output, Output]:
@@ -46,7 +45,7 @@ def store_blocks(x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: fl
     of every size whether it is 1, and would be another one where all rows are in a single block."""
     found = None
     if _in_one_pass(x):
-        found = library.quantize_blocks(x.contiguous(), block, scale_kind, epsilon, measured=False)
+        found = fields.quantize_blocks(x.contiguous(), block, scale_kind, epsilon, measured=False)
     if found is None:
         found = reference.quantize_blockwise(x, block, E4M3, scale_kind, epsilon=epsilon)
     data, scales = found[0].contiguous(), found[1].contiguous()
@@ -57,16 +56,16 @@ def store_blocks(x: Tensor, block: tuple[int, int], scale_kind: str, epsilon: fl
 def read_blocks(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return `dequantize_blockwise` of E4M3 data [R, C]. scales: as a grid, or as one line."""
     scales = scales.view(blocks.grid(data.shape[0], data.shape[1], block)) if scales.dim() == 1 else scales
-    if choose(library.FIELDS, data, dtype) is Backend.COMPILED:
-        return library.decode_fp8_blocks(data, scales, block, dtype)
+    if choose(fields.FIELDS, data, dtype) is Backend.COMPILED:
+        return fields.decode_fp8_blocks(data, scales, block, dtype)
     return reference.dequantize_blockwise(data, scales, block, dtype)
 
 
 def decoded(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
     """Return E4M3 data [R, C] times its scales by the library or `read_blocks`; None for the definition."""
-    chosen = choose(library.FIELDS, data, dtype) if data.dtype is E4M3 and data.dim() == 2 else Backend.DEFINITION
+    chosen = choose(fields.FIELDS, data, dtype) if data.dtype is E4M3 and data.dim() == 2 else Backend.DEFINITION
     if chosen is Backend.COMPILED and data.is_contiguous():
-        return library.decode_fp8_blocks(data, scales, block, dtype)
+        return fields.decode_fp8_blocks(data, scales, block, dtype)
     return read_blocks(data, scales, block, dtype) if chosen is Backend.OPERATION else None
 
 
@@ -78,9 +77,9 @@ def decoded(data: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.d
 )
 def read_numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Return E4M3 data [R, C] in `dtype`, still scaled: an operation, or the graph would store what it returns."""
-    if choose(library.FIELDS, data, dtype) is Backend.COMPILED:
+    if choose(fields.FIELDS, data, dtype) is Backend.COMPILED:
         one = torch.ones(1, 1, dtype=torch.float32, device=data.device)
-        return library.decode_fp8_blocks(data, one, (data.shape[0], data.shape[1]), dtype)
+        return fields.decode_fp8_blocks(data, one, (data.shape[0], data.shape[1]), dtype)
     return fp8_to_float(data).to(dtype)
 
 
@@ -94,7 +93,7 @@ def store_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return packed values, scales and amax of x [R, C] in 1x16 blocks, C a multiple of 16, rounded to nearest."""
     if _in_one_pass(x):
         amax = matrix_amax(x)
-        found = library.quantize_nvfp4(x.contiguous(), 1, float(amax), measured=False)
+        found = fields.quantize_nvfp4(x.contiguous(), 1, float(amax), measured=False)
         if found is not None:
             return *found[:2], amax
     packed, scales, amax = nvfp4.quantize_nvfp4(x)
@@ -108,8 +107,8 @@ def _unpacked(packed: Tensor, dtype: torch.dtype) -> Output:
 @operation("read_nvfp4", _unpacked, takes=_PACKED, cpu_only=True)
 def read_nvfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `store_nvfp4` made in `dtype`, still scaled by the amax: [R, C]."""
-    if choose(library.FIELDS, packed, dtype) is Backend.COMPILED:
-        return library.decode_nvfp4(packed, scales, dtype)
+    if choose(fields.FIELDS, packed, dtype) is Backend.COMPILED:
+        return fields.decode_nvfp4(packed, scales, dtype)
     return nvfp4.decode_blocks(packed, scales, 2 * packed.shape[1]).to(dtype)
 
 
@@ -140,7 +139,7 @@ def store_scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if _in_one_pass(x) and plain_on_cpu(scale) and has_library(rounding.ROUND_SCALED, x.dtype, dtype):
-        found = library.quantize_scaled(x.contiguous(), float(scale), 1.0, measured=False)
+        found = fields.quantize_scaled(x.contiguous(), float(scale), 1.0, measured=False)
         if found is not None:
             return rounding.round_scaled(x, scale, E4M3, dtype), found[0]
     data = reference.quantize_per_tensor(x, scale, E4M3).contiguous()

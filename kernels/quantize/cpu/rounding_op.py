@@ -19,8 +19,8 @@ from ..fp8 import blocks, rounding
 from ..fp8 import op as fp8_op
 from ..nvfp4 import cpu as nvfp4
 from ..nvfp4 import op as nvfp4_op
-from . import library
-from .library import ROUND_CURRENT, ROUND_FP8, ROUND_NVFP4, ROUND_SCALED, ROW_AMAX, TRANSFORM
+from . import rounding as library
+from .rounding import ROUND_CURRENT, ROUND_FP8, ROUND_NVFP4, ROUND_SCALED, ROW_AMAX, TRANSFORM
 
 __all__ = ["raised_amax", "random_hadamard", "round_blockwise", "round_current", "round_nvfp4", "round_per_tensor"]
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

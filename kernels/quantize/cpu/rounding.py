@@ -1,7 +1,4 @@
-"""The C++ library of each format and pair of dtypes, compiled where it is first called: see `kernels/cpp_library`.
-
-A CPU graph of Inductor's has a C++ compiler anyway.
-"""
+"""The C++ library that rounds, of each format and pair of dtypes, compiled where it is first called."""
 
 from __future__ import annotations
 

@@ -1,0 +1,89 @@
+"""Nothing below the porch knows Transformer Engine: neither its name nor methods that only its scripts call.
+
+What the core imports is in tests/structure/test_rooms.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+
+from tests.structure.test_rooms import DOORS, PORCH
+from tests.structure.tree import modules, parsed
+
+NAMED = re.compile(r"(?i)transformer[\s_#-]*engine(?!-style)|\bTE\b(?!_MODELS)")
+CALLED_ELSEWHERE = {
+    # torch's FSDP2 calls them
+    *("fsdp_pre_all_gather", "fsdp_post_all_gather"),
+    # users, and wrappers such as Megatron's, call them of modules, reports, optimizers and tensors
+    *("backward_dw", "register_wgrad_accumulation_and_reduce_hooks", "layers_asked", "layers_run"),
+    *("reload_model_params", "to_storage"),
+    # what fusible operations, which write their backward passes themselves, need of the other half of these two
+    *("rows_gradient", "summed_gradient"),
+}
+"""Methods of the core that neither the core, nor the models, nor torch's own classes call."""
+
+
+def below() -> list[str]:
+    """The modules of kernels/ and layers/ that are below the porch."""
+    rooms = ("te_models.kernels.", "te_models.layers.")
+    return [name for name in modules() if name.startswith(rooms) and name not in DOORS and not is_porch(name)]
+
+
+def is_porch(name: str) -> bool:
+    return name.startswith(f"{PORCH}.")
+
+
+def used_names(tree: ast.Module, *, door: bool) -> Iterator[str]:
+    """What a file reads, calls, passes or names in a string; a package's `__init__` only passes on what it imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.keyword) and node.arg:
+            yield node.arg
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            yield node.value
+        elif isinstance(node, ast.ImportFrom) and not door:
+            yield from (alias.name for alias in node.names)
+
+
+def methods(tree: ast.Module) -> Iterator[str]:
+    """The public methods and properties of classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from (f.name for f in node.body if isinstance(f, ast.FunctionDef) and not f.name.startswith("_"))
+
+
+def test_nothing_below_the_porch_names_transformer_engine() -> None:
+    for text in ("Transformer Engine's", "transformer_engine", "as in Transformer\n    # Engine", "of TE"):
+        assert NAMED.search(text)
+    found = {}
+    for name in below():
+        named = NAMED.search(modules()[name].read_text(encoding="utf-8"))
+        if named:
+            found[name] = named[0]
+    assert found == {}
+
+
+def test_a_method_below_the_porch_is_called_below_it() -> None:
+    """... by the core, by the models, or by torch: a method that exists for scripts of Transformer Engine alone is
+    added by the porch."""
+    core = [name for name in modules() if name not in DOORS and not is_porch(name)]
+    used = Counter(
+        word for name in core for word in used_names(parsed(modules()[name]), door=name.endswith(".__init__"))
+    )
+    torch_calls = {*dir(torch.Tensor), *dir(torch.nn.Module), *dir(torch.optim.Optimizer)}
+    found = {}
+    for name in below():
+        if name.startswith("te_models.layers."):
+            for method in methods(parsed(modules()[name])):
+                if not used[method] and method not in torch_calls:
+                    found[method] = name
+    assert found.keys() - CALLED_ELSEWHERE == set(), found
+    assert CALLED_ELSEWHERE - found.keys() == set(), "called now"
