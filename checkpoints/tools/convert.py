@@ -11,7 +11,7 @@ from te_models.lazy import later
 from ..folder.checkpoint import Checkpoint, open_checkpoint
 from ..folder.hf_config import choose_family, export_config, weight_dtype
 from ..folder.passthrough import names_in_export, our_names
-from ..folder.provenance import provenance_source
+from ..folder.provenance import provenance_source, with_bias_dtype
 from ..folder.special_tokens import GENERATION, generation_config, ids_to_add
 from ..folder.te_plan import plan_te_folder
 from ..folder.tied_weights import copies_in_export
@@ -182,6 +182,7 @@ def export_hf(
                 passthrough=passthrough,
                 copies=copies,
             )
+            plan = with_bias_dtype(plan, ckpt)
             if passthrough:
                 from ..quantized.passthrough_values import undeclared_passthrough_as_values
 
