@@ -3,28 +3,25 @@ sublayer, DeepSeek-V3's router without groups (Arcee Trinity)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import REQUIRED, Field, Fixed, OneOf, Values, read_typed
+from .base.fields import REQUIRED, Field, Fixed, HFConfig, OneOf, OwnEntry, Values, read_typed
 from .base.layer_fields import LayerPattern
 from .base.moe_fields import FirstDense, SharedExpertCount
 from .base.names import Fused, Names
 from .base.rope import Rope
 
 
-@dataclass(frozen=True)
-class Mup:
+class Mup(OwnEntry):
     """`mup_enabled`: embeddings times the square root of their channels."""
 
-    names: tuple[str, ...] = ("mup_enabled",)
+    names = ("mup_enabled",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         enabled = hf.get("mup_enabled") is not None and read_typed(hf, "mup_enabled", bool, False)
         return {"embedding.multiplier": read_typed(hf, "hidden_size", int, REQUIRED) ** 0.5} if enabled else {}
 

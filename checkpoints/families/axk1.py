@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf, Only, Values, read_typed
+from .base.fields import Field, Fixed, HFConfig, OneOf, Only, OwnEntry, Values, read_typed
 from .base.latent import latent_fields
 from .base.moe_fields import ExpertGroups, LayerKinds, SharedExpertCount, sigmoid_router
 from .base.names import Fused
@@ -21,14 +19,13 @@ from .deepseek_v3 import RopeInterleave
 from .glm4_moe import SIGMOID_NAMES
 
 
-@dataclass(frozen=True)
-class SelectionBias:
+class SelectionBias(OwnEntry):
     """`topk_method`: the router has a bias for the choice where it is "noaux_tc", or absent as in transformers' files;
     the release says otherwise and has no such tensors."""
 
-    names: tuple[str, ...] = ("topk_method",)
+    names = ("topk_method",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return {"moe.router.expert_bias": read_typed(hf, "topk_method", str, "noaux_tc") == "noaux_tc"}
 
     def write(self, config: ModelConfig) -> Values:

@@ -3,26 +3,21 @@ of each head of q and k with one weight per head."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm_entries
 from .base.family import Family
-from .base.fields import Field, Fixed, Values, read_typed
+from .base.fields import Field, Fixed, HFConfig, OwnEntry, Values, read_typed
 from .base.names import Names
 from .base.rope import Rope
 
 
-@dataclass(frozen=True)
-class NormOfEachHead:
+class NormOfEachHead(OwnEntry):
     """`use_qk_norm`: a norm of each head of q and k with one weight per head; null means none."""
 
-    names: tuple[str, ...] = ("use_qk_norm",)
+    names = ("use_qk_norm",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         normed = hf.get("use_qk_norm") is not None and read_typed(hf, "use_qk_norm", bool, False)
         return {"attention.qk_layernorm": "each_head" if normed else "none"}
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS, HeadDim, KeyValueHeads, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf, Only, Values, get_path, read_typed
+from .base.fields import Field, Fixed, HFConfig, OneOf, Only, OwnEntry, Values, get_path, read_typed
 from .base.latent import latent_fields
 from .base.layer_fields import check_names
 from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount
@@ -18,13 +17,12 @@ from .base.names import COMMON, Fused
 from .base.rope import Rope
 
 
-@dataclass(frozen=True)
-class TopKMethod:
+class TopKMethod(OwnEntry):
     """`topk_method`: "greedy", or "group_limited_greedy" with `n_group` and `topk_group`."""
 
-    names: tuple[str, ...] = ("topk_method", "n_group", "topk_group")
+    names = ("topk_method", "n_group", "topk_group")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         methods = ("greedy", "group_limited_greedy")
         (method,) = check_names([read_typed(hf, "topk_method", str, "greedy")], "topk_method", methods)
         return {} if method == "greedy" else ExpertGroups(None, None).read(hf)

@@ -3,15 +3,13 @@ architecture under another name; Moonlight is published as deepseek_v3."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS
 from .base.family import Family
-from .base.fields import Field, OneOf, Only, Values, read_typed
+from .base.fields import Field, HFConfig, OneOf, Only, OwnEntry, Values, read_typed
 from .base.latent import latent_fields
 from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount, sigmoid_router
 from .base.names import Fused
@@ -21,13 +19,12 @@ from .deepseek_v2 import latent_decoder
 from .glm4_moe import MTP_NAMES
 
 
-@dataclass(frozen=True)
-class RopeInterleave:
+class RopeInterleave(OwnEntry):
     """`rope_interleave`: neighbouring channels are rotated, or those half a head apart."""
 
-    names: tuple[str, ...] = ("rope_interleave",)
+    names = ("rope_interleave",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return {"rope.style": "interleaved" if read_typed(hf, "rope_interleave", bool, True) else "half"}
 
     def write(self, config: ModelConfig) -> Values:

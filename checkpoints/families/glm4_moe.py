@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field, OneOf, Values, read_typed
+from .base.fields import Field, HFConfig, OneOf, OwnEntry, Values, read_typed
 from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount, sigmoid_router
 from .base.names import Fused, MTPNames, Names
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
 
 
-@dataclass(frozen=True)
-class UseQKNorm:
+class UseQKNorm(OwnEntry):
     """`use_qk_norm`: a norm of each head of q and k."""
 
-    names: tuple[str, ...] = ("use_qk_norm",)
+    names = ("use_qk_norm",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return {"attention.qk_layernorm": "head" if read_typed(hf, "use_qk_norm", bool, False) else "none"}
 
     def write(self, config: ModelConfig) -> Values:

@@ -4,7 +4,6 @@ pools of tokens that an indexer chooses, a residual stream of several lanes; bes
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS, SILU
 from .base.delta_names import SeparateDeltaNames
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf, Only, Values, read_typed
+from .base.fields import Field, Fixed, HFConfig, OneOf, Only, Values, read_typed
 from .base.indexer import SHARED, IndexerTypes, indexer_fields
 from .base.latent import latent_fields
 from .base.moe_fields import ExpertGroups, LayerKinds, RouterLoss, SharedExpertCount, sigmoid_router
@@ -36,18 +35,17 @@ class LowerBound(MixerField):
     kind: type = float
     default: Any = -5.0
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         inner = hf.get("linear_attn_config")
         bound = None if hf.get(self.hf, self.default) is None else read_typed(hf, self.hf, float, self.default)
         safe = isinstance(inner, dict) and read_typed(inner, "safe_gate", bool, True)
         return {self.name: self.default if bound is None and safe else bound}
 
 
-@dataclass(frozen=True)
 class Glm5Layers(KimiLayers):
     """`layer_types`, and `indexer_types`: whether a layer with attention has an indexer."""
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         found, shared = super().read(hf, nested), IndexerTypes().read(hf, nested)
         kinds = shared.get("layer_mixers")
         if kinds is None:
@@ -65,7 +63,7 @@ class Glm5Layers(KimiLayers):
         return values | {"indexer_types": [SHARED if share else "full" for share in shares]}
 
 
-def _pattern(hf: Mapping[str, Any], layers: int) -> list[str]:
+def _pattern(hf: HFConfig, layers: int) -> list[str]:
     return ["indexed_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
 
 

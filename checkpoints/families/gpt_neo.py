@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import ACTIVATIONS, Dropouts, layer_norm_entries
 from .base.family import Family
-from .base.fields import REQUIRED, Choice, Field, Fixed, OneOf, Values, read_typed, shorten_value
+from .base.fields import REQUIRED, Choice, Field, Fixed, HFConfig, OneOf, OwnEntry, Values, read_typed, shorten_value
 from .base.names import Names
 from .base.unused import Unused
 
 
-@dataclass(frozen=True)
-class AttentionTypes:
+class AttentionTypes(OwnEntry):
     """`attention_types`: lists of "global" and "local", each with how often it is repeated; local layers see
     `window_size` positions."""
 
-    names: tuple[str, ...] = ("attention_types", "window_size", "attention_layers")
+    names = ("attention_types", "window_size", "attention_layers")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         types = read_typed(hf, "attention_types", list, None)
         types = [[["global", "local"], 12]] if types is None else types
         layers = read_typed(hf, "num_layers" if "num_layers" in hf else "num_hidden_layers", int, REQUIRED)
@@ -48,13 +43,12 @@ class AttentionTypes:
         return types | ({} if window is None else {"window_size": window})
 
 
-@dataclass(frozen=True)
-class WidthOrFour:
+class WidthOrFour(OwnEntry):
     """`intermediate_size`; null means four times hidden_size."""
 
-    names: tuple[str, ...] = ("intermediate_size",)
+    names = ("intermediate_size",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         size = read_typed(hf, "intermediate_size", int, None)
         return {"mlp.ffn_hidden_size": 4 * read_typed(hf, "hidden_size", int, 2048) if size is None else size}
 

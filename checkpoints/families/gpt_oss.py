@@ -6,15 +6,13 @@ Its experts are stored [E, in, out], gate and up columns in turn; as MXFP4, the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, Values
+from .base.fields import Field, Fixed, HFConfig, Values
 from .base.layer_fields import LayerPattern
 from .base.moe_fields import ExpertSize, RouterLoss
 from .base.names import Fused, Names, per_expert
@@ -40,7 +38,7 @@ class YarnByDefault:
     rope: Rope = _ROPE
     names: tuple[str, ...] = Rope.names
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         values = hf.get("rope_scaling") or hf.get("rope_parameters") or _DEFAULT_ROPE
         return self.rope.read({**hf, "rope_scaling": values})
 

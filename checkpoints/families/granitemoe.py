@@ -3,26 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
 from .base.family import Family
-from .base.fields import Field, Fixed, Values, get_path, read_typed
+from .base.fields import Field, Fixed, HFConfig, OwnEntry, Values, get_path, read_typed
 from .base.moe_fields import ExpertSize, RouterLoss
 from .base.names import Fused, Names, per_expert
 from .granite import GRANITE_COMMON
 
 
-@dataclass(frozen=True)
-class SharedSize:
+class SharedSize(OwnEntry):
     """`shared_intermediate_size`: 0 means no shared expert."""
 
-    names: tuple[str, ...] = ("shared_intermediate_size",)
+    names = ("shared_intermediate_size",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         size = read_typed(hf, "shared_intermediate_size", int, 0)
         return {"moe.shared_expert_intermediate_size": size} if size else {}
 

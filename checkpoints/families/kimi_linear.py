@@ -13,7 +13,7 @@ from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS, SILU
 from .base.delta_names import SeparateDeltaNames
 from .base.family import Family
-from .base.fields import Entry, Field, Fixed, Only, Values, read_typed, renamed, shorten_value
+from .base.fields import Entry, Field, Fixed, HFConfig, Only, Values, read_typed, renamed, shorten_value
 from .base.latent import latent_fields
 from .base.moe_fields import ExpertGroups, LayerKinds, SharedExpertCount, sigmoid_router
 from .base.names import Fused, Names, PerExpert
@@ -51,7 +51,7 @@ class Alike(MixerField):
     others: tuple[str, ...] = ()
     older: str = ""
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         hf = hf if self.hf in hf or self.older not in hf else {**hf, self.hf: hf[self.older]}
         return dict.fromkeys((self.name, *self.others), read_typed(hf, self.hf, self.kind, self.default))
 
@@ -62,12 +62,11 @@ LATENTS = ("decay_lora_rank", "gate_lora_rank")
 BY_CHANNEL: dict[str, Any] = {"decay_by": "channel", "gate_activation": "sigmoid"}
 
 
-@dataclass(frozen=True)
 class KimiLayers(RecurrentLayers):
     """`linear_attn_config`: sizes of the delta rule, and the numbers, from 1, of the layers with it and with attention;
     transformers' own files have its values outside, and `layer_types`; these win over the numbers."""
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         inner = hf.get("linear_attn_config", {})
         if not isinstance(inner, dict):
             raise CheckpointError(f"config.json has linear_attn_config = {shorten_value(inner)}, which is no object")
@@ -103,7 +102,7 @@ def _of_numbers(inner: Mapping[str, Any], layers: int) -> list[str]:
     return ["full_attention" if number in attends else "linear_attention" for number in range(1, layers + 1)]
 
 
-def _pattern(hf: Mapping[str, Any], layers: int) -> list[str]:
+def _pattern(hf: HFConfig, layers: int) -> list[str]:
     return ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(layers)]
 
 

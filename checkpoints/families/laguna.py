@@ -3,9 +3,7 @@ says, rotation by layer type, a sigmoid router whose logits are capped (poolside
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
@@ -13,20 +11,19 @@ from ..io.errors import CheckpointError
 from .base.attentions import HeadsPerLayer
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf, Only, Values, get_path, read_typed, shorten_value
+from .base.fields import Field, Fixed, HFConfig, OneOf, Only, OwnEntry, Values, get_path, read_typed, shorten_value
 from .base.layer_fields import LayerPattern
 from .base.moe_fields import LayerKinds, RouterLoss
 from .base.names import Fused, Names
 from .base.rope import RopePerLayerType
 
 
-@dataclass(frozen=True)
-class Gating:
+class Gating(OwnEntry):
     """`gating`: true or "per-head", or "per-element"."""
 
-    names: tuple[str, ...] = ("gating",)
+    names = ("gating",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         gating = hf.get("gating", True)
         if gating is not True and gating not in ("per-head", "per-element"):
             raise CheckpointError(
@@ -38,13 +35,12 @@ class Gating:
         return {"gating": "per-element" if config.attention.output_gate_by == "channel" else True}
 
 
-@dataclass(frozen=True)
-class RouterSoftcap:
+class RouterSoftcap(OwnEntry):
     """`moe_router_logit_softcapping`: 0 means none."""
 
-    names: tuple[str, ...] = ("moe_router_logit_softcapping",)
+    names = ("moe_router_logit_softcapping",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         cap = read_typed(hf, "moe_router_logit_softcapping", float, 0.0)
         return {"moe.router.logits_softcap": cap} if cap > 0 else {}
 

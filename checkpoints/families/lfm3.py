@@ -3,22 +3,19 @@ behind mixers and MLPs, too (LFM3)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
 from .base.attentions import Nested
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Fixed, OneOf, Values, read_typed
+from .base.fields import Fixed, HFConfig, OneOf, OwnEntry, Values, read_typed
 from .base.recurrent import MixerField, RecurrentLayers
 from .base.rope import RopePerLayerType
 from .lfm2 import FORM
 
 
-@dataclass(frozen=True)
 class WindowedLayers(RecurrentLayers):
     """`layer_types`, "sliding_attention" among them, and the window, `sliding_window`."""
 
@@ -26,7 +23,7 @@ class WindowedLayers(RecurrentLayers):
     def names(self) -> tuple[str, ...]:
         return (*super().names, "sliding_window")
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         kinds = ["sliding" if kind == "sliding_attention" else "full" for kind in self._words(hf, nested["num_layers"])]
         window = None if hf.get("sliding_window", 256) is None else read_typed(hf, "sliding_window", int, 256)
         attention = nested["attention"] | {"window_size": window}
@@ -39,26 +36,24 @@ class WindowedLayers(RecurrentLayers):
         return values | {"layer_types": kinds, "sliding_window": window}
 
 
-@dataclass(frozen=True)
-class SandwichNorms:
+class SandwichNorms(OwnEntry):
     """`use_sandwich_norm`: norms behind mixers and MLPs as before them, or those before alone."""
 
-    names: tuple[str, ...] = ("use_sandwich_norm",)
+    names = ("use_sandwich_norm",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return {"block": "sandwich" if read_typed(hf, "use_sandwich_norm", bool, True) else "pre"}
 
     def write(self, config: ModelConfig) -> Values:
         return {"use_sandwich_norm": config.block == "sandwich"}
 
 
-@dataclass(frozen=True)
-class HeadGates:
+class HeadGates(OwnEntry):
     """`use_attention_gate`: a gate of each head, the sigmoid of a projection of the input."""
 
-    names: tuple[str, ...] = ("use_attention_gate",)
+    names = ("use_attention_gate",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         gated = read_typed(hf, "use_attention_gate", bool, True)
         return {"attention.output_gate": gated, "attention.output_gate_by": "head" if gated else "channel"}
 
@@ -66,7 +61,7 @@ class HeadGates:
         return {"use_attention_gate": config.attention.output_gate}
 
 
-def _pattern(hf: Mapping[str, Any], layers: int) -> list[str]:
+def _pattern(hf: HFConfig, layers: int) -> list[str]:
     """Of four layers one has a window, but for the first, and one sees everything."""
     words = ("sliding_attention", "conv", "full_attention", "conv")
     return [words[i % 4] if i else "conv" for i in range(layers)]

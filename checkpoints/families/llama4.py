@@ -3,16 +3,14 @@ take their input times a sigmoid, beside a shared expert; llama4 holds one besid
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import REQUIRED, Entry, Field, Fixed, Values, read_typed
+from .base.fields import REQUIRED, Entry, Field, Fixed, HFConfig, OwnEntry, Values, read_typed
 from .base.layer_fields import check_names, layer_type, read_rotating
 from .base.moe_fields import ExpertSize
 from .base.names import Fused, Names, per_expert
@@ -22,13 +20,12 @@ from .base.text_part import TextPart, with_images
 _KINDS = ("chunked_attention", "full_attention")
 
 
-@dataclass(frozen=True)
-class Layers:
+class Layers(OwnEntry):
     """Which layers rotate, `no_rope_layers`, and which see only their chunk, `layer_types`: by default the same."""
 
-    names: tuple[str, ...] = ("no_rope_layers", "no_rope_layer_interval", "layer_types", "attention_chunk_size")
+    names = ("no_rope_layers", "no_rope_layer_interval", "layer_types", "attention_chunk_size")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         rotating = read_rotating(hf)
         kinds = read_typed(hf, "layer_types", list, None)
         if kinds is None:
@@ -53,15 +50,14 @@ class Layers:
         }
 
 
-@dataclass(frozen=True)
-class Tuning:
+class Tuning(OwnEntry):
     """`attn_temperature_tuning`: queries of layers without position encoding grow with the logarithm of position.
 
     In the first files of Scout it is 4; the code of that time took that for true."""
 
-    names: tuple[str, ...] = ("attn_temperature_tuning", "floor_scale", "attn_scale")
+    names = ("attn_temperature_tuning", "floor_scale", "attn_scale")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         tuned = hf.get("attn_temperature_tuning")
         if not (tuned if type(tuned) is int else read_typed(hf, "attn_temperature_tuning", bool, True)):
             return {}
@@ -85,13 +81,12 @@ class Tuning:
         }
 
 
-@dataclass(frozen=True)
-class MLPWidths:
+class MLPWidths(OwnEntry):
     """`intermediate_size_mlp` is the width of dense layers, `intermediate_size` the width of the experts."""
 
-    names: tuple[str, ...] = ("intermediate_size", "intermediate_size_mlp")
+    names = ("intermediate_size", "intermediate_size_mlp")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return {"mlp.ffn_hidden_size": read_typed(hf, "intermediate_size_mlp", int, 16384)}
 
     def write(self, config: ModelConfig) -> Values:
@@ -111,7 +106,7 @@ class Mixture:
     def names(self) -> tuple[str, ...]:
         return tuple(name for entry in self.entries for name in entry.names)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         if not MoELayers().read(hf)["moe.layers"]:
             return {}
         return {path: value for entry in self.entries for path, value in entry.read(hf).items()}
@@ -122,13 +117,12 @@ class Mixture:
         return {name: value for entry in self.entries for name, value in entry.write(config).items()}
 
 
-@dataclass(frozen=True)
-class MoELayers:
+class MoELayers(OwnEntry):
     """`moe_layers`; without it every `interleave_moe_layer_step`-th layer has experts."""
 
-    names: tuple[str, ...] = ("moe_layers", "interleave_moe_layer_step")
+    names = ("moe_layers", "interleave_moe_layer_step")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         layers = read_typed(hf, "moe_layers", list, None)
         if layers is not None:
             return {"moe.layers": layers}
@@ -143,13 +137,12 @@ class MoELayers:
         return {"moe_layers": [i for i in range(config.num_layers) if config.is_moe_layer(i)]}
 
 
-@dataclass(frozen=True)
-class UseL2QKNorm:
+class UseL2QKNorm(OwnEntry):
     """`use_qk_norm`: norms of q and k without weight, in layers that rotate, behind the rotation."""
 
-    names: tuple[str, ...] = ("use_qk_norm",)
+    names = ("use_qk_norm",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return {"attention.qk_layernorm": "l2" if read_typed(hf, "use_qk_norm", bool, True) else "none"}
 
     def write(self, config: ModelConfig) -> Values:

@@ -11,7 +11,7 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Fixed, Only, Values, read_typed
+from .base.fields import Fixed, HFConfig, Only, Values, read_typed
 from .base.names import Names
 from .base.recurrent import Mamba2Names, MixerField, RecurrentLayers, TimeStepLimit
 
@@ -25,7 +25,7 @@ class Expand(MixerField):
     kind: type = int
     default: Any = 2
 
-    def read(self, hf: Mapping[str, Any], nested: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig, nested: Mapping[str, Any]) -> Values:
         expand, heads = read_typed(hf, "expand", int, 2), read_typed(hf, "num_heads", int, 128)
         size = heads * read_typed(hf, "head_dim", int, 64)
         if size != expand * nested["hidden_size"]:

@@ -3,9 +3,7 @@ keys, a third of each head is rotated, DeepSeek-V3's router without a shared exp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
@@ -13,7 +11,7 @@ from ..io.errors import CheckpointError
 from .base.attentions import Nested, SlidingAttention
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, Nullable, OneOf, Values, read_typed, shorten_value
+from .base.fields import Field, Fixed, HFConfig, Nullable, OneOf, OwnEntry, Values, read_typed, shorten_value
 from .base.layer_fields import LayerPattern
 from .base.moe_fields import ExpertGroups, LayerKinds
 from .base.names import Fused, Names
@@ -25,11 +23,10 @@ _PARTIAL = 0.334
 _LAYERS = LayerPattern(window=129, period=6, full=lambda layer, _: layer == 0 or layer % 6 == 5)
 
 
-@dataclass(frozen=True)
-class Agrees:
+class Agrees(OwnEntry):
     """Fields of the published file about windowed layers; here they follow from others; others are refused."""
 
-    names: tuple[str, ...] = (
+    names = (
         "swa_num_attention_heads",
         "swa_num_key_value_heads",
         "swa_head_dim",
@@ -40,7 +37,7 @@ class Agrees:
         "partial_rotary_factor",
     )
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         defaults = (("num_attention_heads", 64), ("num_key_value_heads", 4), ("head_dim", 192), ("v_head_dim", 128))
         heads, groups, head, value = (read_typed(hf, name, int, default) for name, default in defaults)
         window = read_typed(hf, "sliding_window_size", int, None)
@@ -49,19 +46,15 @@ class Agrees:
                 raise CheckpointError(f"config.json has {name} = {shorten_value(hf[name])}; supported: {wanted}")
         return {}
 
-    def write(self, config: ModelConfig) -> Values:
-        return {}
 
-
-@dataclass(frozen=True)
-class PublishedSpelling:
+class PublishedSpelling(OwnEntry):
     """The fields of the published file, as transformers fills them in from its fields: `hybrid_layer_pattern` and
     `moe_layer_freq` with a 1 for windowed layers and for those with experts, `sliding_window_size` without the query's
     own position."""
 
-    names: tuple[str, ...] = (*_LAYERS.names, "sliding_window_size", "hybrid_layer_pattern", "moe_layer_freq")
+    names = (*_LAYERS.names, "sliding_window_size", "hybrid_layer_pattern", "moe_layer_freq")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         kinds = read_typed(hf, "hybrid_layer_pattern", list, None)
         if kinds is not None and hf.get("layer_types") is None:
             hf = {**hf, "layer_types": ["sliding_attention" if kind == 1 else "full_attention" for kind in kinds]}

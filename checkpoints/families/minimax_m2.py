@@ -6,16 +6,14 @@ Published files say `rotary_dim`, and transformers 5.17 ignores it: it rotates t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf, Only, Values, read_typed, shorten_value
+from .base.fields import Field, Fixed, HFConfig, OneOf, Only, Values, read_typed, shorten_value
 from .base.moe_fields import ExpertSize, RouterLoss
 from .base.names import Fused, Names
 from .base.rope import Rope
@@ -37,7 +35,7 @@ class RotaryDim:
     written: bool = False
     names: tuple[str, ...] = (*Rope.names, "rotary_dim")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         channels = read_typed(hf, "rotary_dim", int, None)
         parts = [
             values.get("partial_rotary_factor")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from te_models.config import ModelConfig
 
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import REQUIRED, Values, read_typed
+from .base.fields import REQUIRED, HFConfig, Values, read_typed
 from .base.layer_fields import AllLayersWindow
 from .base.rope import Rope
 
@@ -37,7 +35,7 @@ class ScaledQueries:
     rope: Rope = _ROPE
     names: tuple[str, ...] = Rope.names
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         values = hf.get("rope_scaling") or hf.get("rope_parameters") or _DEFAULT
         result = self.rope.read({**hf, "rope_scaling": values})
         result["attention.temperature_tuning.attn_scale"] = read_typed(values, "llama_4_scaling_beta", float, REQUIRED)

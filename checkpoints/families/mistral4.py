@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from .base.common import ATTENTION_BIAS
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf, Values
+from .base.fields import Field, Fixed, HFConfig, OneOf, Values
 from .base.latent import latent_fields
 from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount
 from .base.names import Fused, Names, per_expert
@@ -29,12 +25,11 @@ _DEFAULT = {
 }
 
 
-@dataclass(frozen=True)
 class LatentQueries(ScaledQueries):
     """As of ministral3. `partial_rotary_factor` says which part of a head the rotated channels are, as their number
     does, and is left out."""
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         values = hf.get("rope_scaling") or hf.get("rope_parameters") or _DEFAULT
         if isinstance(values, dict):
             values = {name: value for name, value in values.items() if name != "partial_rotary_factor"}

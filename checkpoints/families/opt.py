@@ -3,27 +3,24 @@ model, whose norms come after each sum and whose embeddings are narrower than it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import Dropouts, decoder_fields, layer_norm_entries
 from .base.family import Family
-from .base.fields import Field, Fixed, Only, Spread, Values, read_typed
+from .base.fields import Field, Fixed, HFConfig, Only, OwnEntry, Spread, Values, read_typed
 from .base.names import Names
 from .gpt_neox import SameHeadDim
 
 
-@dataclass(frozen=True)
-class EmbeddingWidth:
+class EmbeddingWidth(OwnEntry):
     """`word_embed_proj_dim`: null, or hidden_size; with another one, projections lie between embedding and layers."""
 
-    names: tuple[str, ...] = ("word_embed_proj_dim",)
+    names = ("word_embed_proj_dim",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         width, hidden = read_typed(hf, "word_embed_proj_dim", int, None), read_typed(hf, "hidden_size", int, 768)
         if width not in (None, hidden):
             raise CheckpointError(
@@ -35,13 +32,12 @@ class EmbeddingWidth:
         return {"word_embed_proj_dim": config.hidden_size}
 
 
-@dataclass(frozen=True)
-class AffineNorms:
+class AffineNorms(OwnEntry):
     """`layer_norm_elementwise_affine`: whether norms have a weight and a bias."""
 
-    names: tuple[str, ...] = ("layer_norm_elementwise_affine",)
+    names = ("layer_norm_elementwise_affine",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         affine = read_typed(hf, "layer_norm_elementwise_affine", bool, True)
         return {"norm.has_weight": affine, "norm.bias": affine}
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from .base.common import decoder_fields, layer_norm_entries
 from .base.family import Family
-from .base.fields import Fixed, Only, Values, read_typed
+from .base.fields import Fixed, HFConfig, Only, Values, read_typed
 from .base.names import Names
 from .base.rope import Rope
 from .gpt_neox import SameHeadDim
 from .phi import QKLayerNorm
 
 
-@dataclass(frozen=True)
 class NormedUnlessSaid(QKLayerNorm):
     """`qk_layernorm`, true by default."""
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return super().read({**hf, "qk_layernorm": read_typed(hf, "qk_layernorm", bool, True)})
 
 

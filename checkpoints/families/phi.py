@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from te_models.config import ModelConfig
 
 from .base.common import Dropouts, decoder_fields, layer_norm_entries
 from .base.family import Family
-from .base.fields import Fixed, Values, read_typed
+from .base.fields import Fixed, HFConfig, OwnEntry, Values, read_typed
 from .base.names import Names
 from .base.rope import Rope
 
 
-@dataclass(frozen=True)
-class QKLayerNorm:
+class QKLayerNorm(OwnEntry):
     """`qk_layernorm`: a LayerNorm with bias of each head of q and k."""
 
-    names: tuple[str, ...] = ("qk_layernorm",)
+    names = ("qk_layernorm",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         normed = read_typed(hf, "qk_layernorm", bool, False)
         return {"attention.qk_layernorm": "head" if normed else "none", "attention.qk_layernorm_bias": normed}
 

@@ -3,27 +3,22 @@ attention and MLP side by side (arXiv 2402.17834)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from te_models.config import ModelConfig
 
 from .base.common import decoder_fields, layer_norm_entries
 from .base.family import Family
-from .base.fields import Field, Only, Values, read_typed
+from .base.fields import Field, HFConfig, Only, OwnEntry, Values, read_typed
 from .base.names import Names
 from .base.rope import Rope
 from .gpt_neox import SameHeadDim
 
 
-@dataclass(frozen=True)
-class SharedNormResidual:
+class SharedNormResidual(OwnEntry):
     """`use_parallel_residual`: attention and MLP side by side behind one norm, or one after the other."""
 
-    names: tuple[str, ...] = ("use_parallel_residual",)
+    names = ("use_parallel_residual",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         parallel = read_typed(hf, "use_parallel_residual", bool, False)
         return {"block": "parallel_shared_norm" if parallel else "pre"}
 
@@ -31,13 +26,12 @@ class SharedNormResidual:
         return {"use_parallel_residual": config.block == "parallel_shared_norm"}
 
 
-@dataclass(frozen=True)
-class NormOfHeads:
+class NormOfHeads(OwnEntry):
     """`qk_layernorm`: a LayerNorm of each head of q and k with one weight per head."""
 
-    names: tuple[str, ...] = ("qk_layernorm",)
+    names = ("qk_layernorm",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         normed = read_typed(hf, "qk_layernorm", bool, False)
         return {"attention.qk_layernorm": "each_head" if normed else "none"}
 

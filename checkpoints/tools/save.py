@@ -75,15 +75,15 @@ def save_model(
         if fetch is not None:
             outputs = tuple(_fetched(output, fetch, in_files) for output in outputs)
         plan = replace(moved, outputs=outputs, formats=best_formats)
-        origin = source if provenance is None else provenance_source(provenance, formats)
-        origin = with_stale_weights(
-            origin, provenance, layout, best_formats.keys(), entries, fetch or entries.__getitem__
+        recorded = source if provenance is None else provenance_source(provenance, formats)
+        recorded = with_stale_weights(
+            recorded, provenance, layout, best_formats.keys(), entries, fetch or entries.__getitem__
         )
         return write_folder(
             Path(out_dir),
             plan,
             joined,
-            TEFolder(layout, config, origin).to_bytes(),
+            TEFolder(layout, config, recorded).to_bytes(),
             sidecars_from=provenance.path if provenance is not None else None,
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,

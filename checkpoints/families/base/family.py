@@ -16,7 +16,7 @@ from ...io.errors import CheckpointError, shorten
 from ...mapping.param_shapes import check_counts, expected_tensors, holds_experts, is_table
 from ...mapping.tensor_map import TABLE, Link, Namespace, TensorSpec
 from .attentions import MixerEntry
-from .fields import Entry, Values, get_path, shorten_value
+from .fields import Entry, HFConfig, Values, get_path, shorten_value
 from .names import COMMON, Names
 from .unused import CONSTANTS, COUNTS, Unused, layers_behind
 
@@ -145,7 +145,7 @@ class Family:
     unused: Unused = CONSTANTS
     keeps_dtype: tuple[str, ...] = ("*.router.expert_bias",)
 
-    def read_config(self, hf: Mapping[str, Any], *, mtp: bool = False) -> ModelConfig:
+    def read_config(self, hf: HFConfig, *, mtp: bool = False) -> ModelConfig:
         """Translate config.json; a flag that changes the mathematics and cannot be expressed raises CheckpointError.
         mtp: layers that predict further tokens are a part of the model."""
         for layers, experts in itertools.product(("num_hidden_layers", "n_layer"), _EXPERT_COUNTS):
@@ -178,7 +178,7 @@ class Family:
         """The fields of config.json that the family understands."""
         return frozenset(name for entry in (*self.fields, *filter(None, [self.mixers])) for name in entry.names)
 
-    def _read_mtp(self, hf: Mapping[str, Any]) -> int:
+    def _read_mtp(self, hf: HFConfig) -> int:
         if self.names.mtp is None:
             raise CheckpointError(
                 f"the family {self.model_type!r} has no layers that predict further tokens as parameters; without mtp "

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from te_models.config import ModelConfig
 
 from ...io.errors import CheckpointError
 
 Values = dict[str, Any]
+HFConfig = Mapping[str, Any]
+"""The content of config.json."""
 REQUIRED: Any = object()
 
 
@@ -28,13 +30,24 @@ class Entry(Protocol):
         """The Hugging Face fields that this entry understands."""
         ...
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         """Return ModelConfig path -> value; paths may be left out to keep ModelConfig's default."""
         ...
 
     def write(self, config: ModelConfig) -> Values:
         """Return Hugging Face field -> value."""
         ...
+
+
+@dataclass(frozen=True)
+class OwnEntry:
+    """Base of entries that one family needs, without arguments. It writes nothing unless a class says otherwise."""
+
+    names: ClassVar[tuple[str, ...]] = ()
+
+    def write(self, config: ModelConfig) -> Values:
+        """Return Hugging Face field -> value."""
+        return {}
 
 
 def get_path(config: Any, path: str) -> Any:
@@ -47,7 +60,7 @@ def get_path(config: Any, path: str) -> Any:
     return config
 
 
-def read_typed(hf: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+def read_typed(hf: HFConfig, name: str, kind: type, default: Any) -> Any:
     """Return field `name` as `kind`; `default` where it is absent.
 
     A default of REQUIRED makes absence an error; a default of None allows null as well.
@@ -99,7 +112,7 @@ class Field(_OfOneField):
     default: Any = REQUIRED
     null: bool = False
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         value = self.default
         if not self.null or hf.get(self.hf) is not None:
             value = read_typed(hf, self.hf, self.kind, self.default)
@@ -116,7 +129,7 @@ class Nullable(_OfOneField):
     path: str
     default: float | None
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         value = hf.get(self.hf, self.default)
         return {self.path: None if value is None else read_typed(hf, self.hf, float, self.default)}
 
@@ -133,7 +146,7 @@ class Fixed:
     value: Any
     names: tuple[str, ...] = ()
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return {self.path: self.value}
 
     def write(self, config: ModelConfig) -> Values:
@@ -148,7 +161,7 @@ class Choice(_OfOneField):
     values: dict[str, str]
     default: str
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         value = read_typed(hf, self.hf, str, self.default)
         if value not in self.values:
             raise CheckpointError(
@@ -170,7 +183,7 @@ class Spread(_OfOneField):
     default: bool = False
     null: bool = False
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         absent = self.null and hf.get(self.hf) is None
         return dict.fromkeys(self.paths, self.default if absent else read_typed(hf, self.hf, bool, self.default))
 
@@ -187,7 +200,7 @@ class OneOf:
     kind: type
     default: Any = REQUIRED
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         found = {name: read_typed(hf, name, self.kind, REQUIRED) for name in self.names if name in hf}
         if len(set(found.values())) > 1:
             raise CheckpointError("config.json has " + " and ".join(f"{n} = {hf[n]}" for n in found))
@@ -209,7 +222,7 @@ class Renamed:
     def names(self) -> tuple[str, ...]:
         return (*self.entry.names, *(self.others[name] for name in self.entry.names if name in self.others))
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         found = {}
         for name in self.entry.names:
             other = self.others.get(name)
@@ -241,7 +254,7 @@ class Filled:
     def names(self) -> tuple[str, ...]:
         return self.entry.names
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         for name, value in self.values.items():
             if value is REQUIRED and name not in hf:
                 raise CheckpointError(f"config.json has no {name!r}")
@@ -259,7 +272,7 @@ class Only(_OfOneField):
     value: Any
     null: bool = False
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         value = hf.get(self.hf, self.value)
         if value is None and self.null:
             return {}
@@ -279,7 +292,7 @@ class Flag(_OfOneField):
     false: tuple[tuple[str, Any], ...]
     default: bool = False
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return dict(self.true if read_typed(hf, self.hf, bool, self.default) else self.false)
 
     def write(self, config: ModelConfig) -> Values:
@@ -300,7 +313,7 @@ class Converted(_OfOneField):
     to_theirs: Callable[[float], float]
     whole: bool = False
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         value = read_typed(hf, self.hf, float, self.default)
         if not value > 0:
             raise CheckpointError(f"config.json has {self.hf} = {value}; allowed: a positive number")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from te_models.config import ModelConfig
 
 from ...io.errors import CheckpointError
-from .fields import REQUIRED, Entry, Field, Fixed, Values, read_typed
+from .fields import REQUIRED, Entry, Field, Fixed, HFConfig, Values, read_typed
 from .layer_fields import check_names
 
 
@@ -21,7 +19,7 @@ class RouterLoss:
     default: float = 0.001
     names: tuple[str, ...] = ("router_aux_loss_coef", "output_router_logits")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         used = hf.get("output_router_logits") is not None and read_typed(hf, "output_router_logits", bool, False)
         if not used and hf.get("router_aux_loss_coef") is None:
             return {"moe.aux_loss_coeff": 0.0}
@@ -53,7 +51,7 @@ class ExpertSize:
     def names(self) -> tuple[str, ...]:
         return (self.name,)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         size = read_typed(hf, self.name, int, self.default)
         shared = {"moe.shared_expert_intermediate_size": size} if self.shared else {}
         return {"moe.moe_ffn_hidden_size": size} | shared | ({"mlp.ffn_hidden_size": size} if self.dense else {})
@@ -69,7 +67,7 @@ class ExpertWidth:
     default: int
     names: tuple[str, ...] = ()
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return {"mlp.ffn_hidden_size": read_typed(hf, "moe_intermediate_size", int, self.default)}
 
     def write(self, config: ModelConfig) -> Values:
@@ -89,7 +87,7 @@ class SharedExpertCount:
     def names(self) -> tuple[str, ...]:
         return (self.hf,)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         if hf.get(self.hf, self.default) is None:
             return {}
         number = read_typed(hf, self.hf, int, self.default)
@@ -109,7 +107,7 @@ class ExpertGroups:
     default_topk: int | None = 1
     names: tuple[str, ...] = ("n_group", "topk_group")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         defaults = dict(zip(self.names, (self.default, self.default_topk)))
         groups, topk = (
             None if hf.get(name, default) is None else read_typed(hf, name, int, default)
@@ -148,7 +146,7 @@ class SparseLayers:
     names: tuple[str, ...] = ("decoder_sparse_step", "mlp_only_layers")
     dense: tuple[int, ...] = ()
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         step = read_typed(hf, "decoder_sparse_step", int, 1)
         dense = read_typed(hf, "mlp_only_layers", list, None)
         dense = self.dense if dense is None else dense
@@ -171,7 +169,7 @@ class FirstDense:
     default: int
     names: tuple[str, ...] = ("first_k_dense_replace",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         dense = read_typed(hf, self.names[0], int, self.default)
         return {"moe.layers": list(range(max(dense, 0), read_typed(hf, "num_hidden_layers", int, REQUIRED)))}
 
@@ -187,7 +185,7 @@ class LayerKinds:
     dense: int = 1
     names: tuple[str, ...] = ("mlp_layer_types", "first_k_dense_replace")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         kinds = read_typed(hf, "mlp_layer_types", list, None)
         if kinds is None:
             return FirstDense(self.dense).read(hf)

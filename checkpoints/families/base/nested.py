@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from te_models.config import ModelConfig
 
 from ...io.errors import CheckpointError
-from .fields import REQUIRED, Entry, Values, get_path, read_typed, shorten_value
+from .fields import REQUIRED, Entry, HFConfig, Values, get_path, read_typed, shorten_value
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Within:
     def names(self) -> tuple[str, ...]:
         return (self.hf,)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         values = hf.get(self.hf)
         values = {} if values is None else values
         if not isinstance(values, dict):
@@ -45,7 +43,7 @@ class Repeated:
     def names(self) -> tuple[str, ...]:
         return (self.hf,)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return {}
 
     def write(self, config: ModelConfig) -> Values:
@@ -67,7 +65,7 @@ class TimesHidden:
     def names(self) -> tuple[str, ...]:
         return () if self.hf is None else (self.hf,)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         size = None if self.hf is None else read_typed(hf, self.hf, int, None)
         if size is None:
             name = next((name for name in self.hidden if name in hf), self.hidden[0])
