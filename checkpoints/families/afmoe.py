@@ -9,7 +9,7 @@ from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import REQUIRED, Field, Fixed, HFConfig, OneOf, OwnEntry, Values, read_typed
+from .base.fields import REQUIRED, Field, Fixed, HFConfig, OneOf, OwnEntry, Values, fixed, read_typed
 from .base.layer_fields import LayerPattern
 from .base.moe_fields import FirstDense, SharedExpertCount
 from .base.names import Fused, Names
@@ -42,18 +42,14 @@ AFMOE = Family(
         *decoder_fields(max_positions=16384, norm_eps=1e-5, head_dim=128),
         ATTENTION_BIAS,
         Mup(),
-        Fixed("block", "sandwich"),
-        Fixed("norm.cast_order", "weight_first"),
-        Fixed("attention.qk_layernorm", "head"),
+        *fixed({"block": "sandwich", "norm.cast_order": "weight_first", "attention.qk_layernorm": "head"}),
         Fixed("attention.output_gate", True),
         OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 64),
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 6),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1408),
         SharedExpertCount("num_shared_experts", 2, default_size=1408),
         FirstDense(1, ("num_dense_layers",)),
-        Fixed("moe.router.score", "sigmoid"),
-        Fixed("moe.router.expert_bias", True),
-        Fixed("moe.router.normalize_eps", 1e-20),
+        *fixed({"moe.router.score": "sigmoid", "moe.router.expert_bias": True, "moe.router.normalize_eps": 1e-20}),
         Field("route_scale", "moe.router.scaling_factor", float, 1.0),
         LayerPattern(window=1024, period=4, pattern="global_attn_every_n_layers", unrotated=True),
         Rope(),

@@ -1,7 +1,5 @@
 """arcee: llama with squared ReLU and no gate."""
 
-from __future__ import annotations
-
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed

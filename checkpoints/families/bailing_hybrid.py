@@ -11,7 +11,7 @@ from te_models.config import ModelConfig
 from .base.common import ATTENTION_BIAS, SILU
 from .base.delta_names import SeparateDeltaNames
 from .base.family import Family
-from .base.fields import Fixed, HFConfig, Only, Values, read_typed, renamed
+from .base.fields import Fixed, HFConfig, Only, Values, fixed, read_typed, renamed
 from .base.latent import QueryRank, latent_fields
 from .base.moe_fields import LayerKinds
 from .base.names import Fused, Names
@@ -74,8 +74,7 @@ BAILING_HYBRID = Family(
             Only("q_lora_rank", None),
             ATTENTION_BIAS,
             Fixed("rope.style", "interleaved", ("head_dim", "mtp_loss_scaling_factor", "layer_group_size")),
-            Fixed("attention.output_gate", True),
-            Fixed("attention.output_gate_by", "head"),
+            *fixed({"attention.output_gate": True, "attention.output_gate_by": "head"}),
             *kimi_experts(experts=512, chosen=8, width=768, scale=2.5, groups=(8, 4)),
             LayerKinds(dense=2),
         ),

@@ -1,12 +1,10 @@
 """bloom: ALiBi, normed embeddings, LayerNorm, GELU without gate, biases, q, k and v head by head (arXiv 2211.05100)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.common import Dropouts, layer_norm_entries
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf, Only
+from .base.fields import Field, Fixed, OneOf, Only, fixed
 from .base.names import Names
 from .base.nested import TimesHidden
 
@@ -41,11 +39,8 @@ BLOOM = Family(
         Only("apply_residual_connection_post_layernorm", False),
         *layer_norm_entries(bias=True),
         Fixed("embedding.layernorm", True, ("pretraining_tp", "slow_but_exact")),  # which are of rounding alone
-        Fixed("embedding.position_embedding_type", "alibi"),
-        Fixed("mlp.gated", False),
-        Fixed("mlp.bias", True),
-        Fixed("attention.add_qkv_bias", True),
-        Fixed("attention.add_output_bias", True),
+        *fixed({"embedding.position_embedding_type": "alibi", "mlp.gated": False, "mlp.bias": True}),
+        *fixed({"attention.add_qkv_bias": True, "attention.add_output_bias": True}),
     ),
     names=_FORM,
     other_names=(

@@ -1,7 +1,5 @@
 """cwm: llama with a window in three of four layers, the first of four sees everything (arXiv 2510.02387)."""
 
-from __future__ import annotations
-
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field

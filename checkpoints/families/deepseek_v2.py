@@ -9,7 +9,7 @@ from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS, HeadDim, KeyValueHeads, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, HFConfig, OneOf, Only, OwnEntry, Values, get_path, read_typed
+from .base.fields import Field, Fixed, HFConfig, OneOf, Only, OwnEntry, Values, fixed, get_path, read_typed
 from .base.latent import latent_fields
 from .base.layer_fields import check_names
 from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount
@@ -54,9 +54,7 @@ DEEPSEEK_V2 = Family(
         FirstDense(0),
         Only("scoring_func", "softmax"),
         Only("norm_topk_prob", False),
-        Fixed("moe.router.normalize", False),
-        Fixed("moe.router.dtype", "float32"),
-        Fixed("moe.router.group_score", "max"),
+        *fixed({"moe.router.normalize": False, "moe.router.dtype": "float32", "moe.router.group_score": "max"}),
         Field("routed_scaling_factor", "moe.router.scaling_factor", float, 1.0),
         TopKMethod(),
     ),

@@ -1,7 +1,5 @@
 """dots1: qwen3's attention, DeepSeek-V3's router, shared experts (arXiv 2506.05767)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.common import ATTENTION_BIAS, decoder_fields

@@ -9,7 +9,7 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import REQUIRED, Field, Fixed, HFConfig, OneOf, OwnEntry, Spread, Values, get_path, read_typed
+from .base.fields import REQUIRED, Field, Fixed, HFConfig, OneOf, OwnEntry, Spread, Values, fixed, get_path, read_typed
 from .base.moe_fields import RouterLoss, SharedExpertCount
 from .base.names import Fused, Names
 from .base.rope import Rope
@@ -71,8 +71,7 @@ ERNIE4_5_MOE = Family(
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1536),
         SharedExpertCount("moe_num_shared_experts", 2, default_size=1536),
         LayerRange(),
-        Fixed("moe.router.expert_bias", True),
-        Fixed("moe.router.dtype", "float32"),
+        *fixed({"moe.router.expert_bias": True, "moe.router.dtype": "float32"}),
         SmallestSum(),
         RouterLoss(),
         Fixed("rope.style", "interleaved"),

@@ -1,7 +1,5 @@
 """exaone_moe: windowed layers rotate and full ones do not, DeepSeek-V3's router, shared experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.common import decoder_fields

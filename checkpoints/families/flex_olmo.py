@@ -1,7 +1,5 @@
 """flex_olmo: olmo2's block with experts in every layer (arXiv 2507.07024)."""
 
-from __future__ import annotations
-
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field, OneOf

@@ -6,12 +6,11 @@ from te_models.config import ModelConfig
 
 from .base.common import ACTIVATIONS, ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Choice, Entry, Fixed, HFConfig, OwnEntry, Values, read_typed
+from .base.fields import Choice, Entry, Fixed, HFConfig, OwnEntry, Values, fixed, read_typed
 from .base.rope import Rope
 
 GEMMA_COMMON = (
-    Fixed("norm.layernorm_zero_centered_gamma", True),
-    Fixed("norm.cast_order", "weight_first"),
+    *fixed({"norm.layernorm_zero_centered_gamma": True, "norm.cast_order": "weight_first"}),
     Fixed("embedding.multiplier", "sqrt_hidden_in_weight_dtype"),
     ATTENTION_BIAS,
 )

@@ -14,7 +14,7 @@ from .base.additions import PerLayerEmbeddingSizes, shared_layers, shared_source
 from .base.attentions import Nested, mixers
 from .base.common import ATTENTION_BIAS
 from .base.family import Family
-from .base.fields import REQUIRED, Fixed, HFConfig, Nullable, OwnEntry, Values, read_typed, shorten_value
+from .base.fields import REQUIRED, Fixed, HFConfig, Nullable, OwnEntry, Values, fixed, read_typed, shorten_value
 from .base.layer_fields import LayerPattern
 from .base.names import SANDWICH, Fused, Names, per_expert
 from .base.rope import RopePerLayerType
@@ -23,11 +23,8 @@ from .base.unused import Unused
 from .gemma import gemma_fields
 
 GEMMA_FIXED = (
-    Fixed("norm.cast_order", "weight_first"),
-    Fixed("embedding.multiplier", "sqrt_hidden_in_weight_dtype"),
-    Fixed("block", "sandwich"),
-    Fixed("attention.softmax_scale", 1.0),
-    Fixed("attention.qk_layernorm", "head"),
+    *fixed({"norm.cast_order": "weight_first", "embedding.multiplier": "sqrt_hidden_in_weight_dtype"}),
+    *fixed({"block": "sandwich", "attention.softmax_scale": 1.0, "attention.qk_layernorm": "head"}),
     Fixed("attention.value_layernorm", True),
     ATTENTION_BIAS,
 )

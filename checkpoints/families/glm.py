@@ -1,7 +1,5 @@
 """glm: half of each head rotated in pairs, fused gate and up projection, biases on q, k and v (arXiv 2406.12793)."""
 
-from __future__ import annotations
-
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed

@@ -1,7 +1,5 @@
 """glm4: glm with norms after each sublayer, too."""
 
-from __future__ import annotations
-
 from .base.family import Family
 from .base.fields import Fixed
 from .base.names import Names

@@ -1,7 +1,5 @@
 """glm4_moe_lite: deepseek_v3's layer with layers with experts named one by one (arXiv 2508.06471)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.common import ATTENTION_BIAS

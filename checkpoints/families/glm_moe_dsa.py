@@ -1,8 +1,6 @@
 """glm_moe_dsa (GLM-5): deepseek_v32's layer, in which some layers take the choice of keys of an earlier one (arXiv
 2603.12201)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.family import Family

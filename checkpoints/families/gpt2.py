@@ -8,7 +8,7 @@ from te_models.config import ModelConfig
 
 from .base.common import ACTIVATIONS, Dropouts, layer_norm_entries
 from .base.family import Family
-from .base.fields import REQUIRED, Choice, Field, Fixed, HFConfig, OneOf, OwnEntry, Values, read_typed
+from .base.fields import REQUIRED, Choice, Field, HFConfig, OneOf, OwnEntry, Values, fixed, read_typed
 from .base.names import Names
 from .base.unused import Unused
 
@@ -74,11 +74,8 @@ GPT2 = Family(
         Field("initializer_range", "init_method_std", float, 0.02),
         ScoreScale(),
         *layer_norm_entries(bias=True),
-        Fixed("mlp.gated", False),
-        Fixed("mlp.bias", True),
-        Fixed("attention.add_qkv_bias", True),
-        Fixed("attention.add_output_bias", True),
-        Fixed("embedding.position_embedding_type", "learned_absolute"),
+        *fixed({"mlp.gated": False, "mlp.bias": True, "attention.add_qkv_bias": True}),
+        *fixed({"attention.add_output_bias": True, "embedding.position_embedding_type": "learned_absolute"}),
     ),
     names=_FORM,
     other_names=(

@@ -7,7 +7,18 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import ACTIVATIONS, Dropouts, layer_norm_entries
 from .base.family import Family
-from .base.fields import REQUIRED, Choice, Field, Fixed, HFConfig, OneOf, OwnEntry, Values, read_typed, shorten_value
+from .base.fields import (
+    REQUIRED,
+    Choice,
+    Field,
+    HFConfig,
+    OneOf,
+    OwnEntry,
+    Values,
+    fixed,
+    read_typed,
+    shorten_value,
+)
 from .base.names import Names
 from .base.unused import Unused
 
@@ -74,11 +85,8 @@ GPT_NEO = Family(
         Dropouts("resid_dropout", "embed_dropout"),
         Field("initializer_range", "init_method_std", float, 0.02),
         *layer_norm_entries(bias=True),
-        Fixed("mlp.gated", False),
-        Fixed("mlp.bias", True),
-        Fixed("attention.add_output_bias", True),
-        Fixed("attention.softmax_scale", 1.0),
-        Fixed("embedding.position_embedding_type", "learned_absolute"),
+        *fixed({"mlp.gated": False, "mlp.bias": True, "attention.add_output_bias": True}),
+        *fixed({"attention.softmax_scale": 1.0, "embedding.position_embedding_type": "learned_absolute"}),
     ),
     names=Names(
         embedding="transformer.wte",

@@ -9,7 +9,7 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm_entries
 from .base.family import Family
-from .base.fields import REQUIRED, Field, Fixed, HFConfig, OwnEntry, Values, read_typed
+from .base.fields import REQUIRED, Field, HFConfig, OwnEntry, Values, fixed, read_typed
 from .base.names import Names
 from .base.rope import Rope
 from .base.unused import Unused
@@ -89,8 +89,7 @@ GPT_NEOX = Family(
         *layer_norm_entries(bias=True),
         replace(ATTENTION_BIAS, default=True),
         Field("hidden_dropout", "hidden_dropout", float, 0.0),
-        Fixed("mlp.gated", False),
-        Fixed("mlp.bias", True),
+        *fixed({"mlp.gated": False, "mlp.bias": True}),
         ParallelResidual(),
         NeoXRope(),
     ),

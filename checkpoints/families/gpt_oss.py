@@ -12,7 +12,7 @@ from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, HFConfig, Values
+from .base.fields import Field, Fixed, HFConfig, Values, fixed
 from .base.layer_fields import LayerPattern
 from .base.moe_fields import ExpertSize, RouterLoss
 from .base.names import Fused, Names, per_expert
@@ -55,16 +55,13 @@ GPT_OSS = Family(
         *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8, head_dim=64),
         ExpertSize(),
         replace(ATTENTION_BIAS, default=True),
-        Fixed("attention.sinks", True),
-        Fixed("norm.cast_order", "weight_first"),
+        *fixed({"attention.sinks": True, "norm.cast_order": "weight_first"}),
         Field("swiglu_alpha", "mlp.alpha", float, 1.702),
         Fixed("mlp.up_offset", 1.0),
         Field("swiglu_limit", "mlp.clamp", float, 7.0),
         Field("num_local_experts", "moe.num_moe_experts", int, 128),
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 4),
-        Fixed("moe.bias", True),
-        Fixed("moe.router.linear_bias", True),
-        Fixed("moe.router.score_after_topk", True),
+        *fixed({"moe.bias": True, "moe.router.linear_bias": True, "moe.router.score_after_topk": True}),
         Fixed("moe.router.normalize", False),
         RouterLoss(),
         LayerPattern(window=128, period=2),

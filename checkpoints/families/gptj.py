@@ -20,6 +20,7 @@ from .base.fields import (
     OneOf,
     OwnEntry,
     Values,
+    fixed,
     read_typed,
     shorten_value,
 )
@@ -65,10 +66,7 @@ def gptj_fields(pad: tuple[Entry, ...]) -> tuple[Entry, ...]:
         Dropouts("resid_pdrop", "embd_pdrop"),
         Field("initializer_range", "init_method_std", float, 0.02),
         *layer_norm_entries(bias=True),
-        Fixed("block", "parallel_shared_norm"),
-        Fixed("mlp.gated", False),
-        Fixed("mlp.bias", True),
-        Fixed("embedding.output_bias", True),
+        *fixed({"block": "parallel_shared_norm", "mlp.gated": False, "mlp.bias": True, "embedding.output_bias": True}),
         Fixed("rope.style", "interleaved"),
         *pad,
     )

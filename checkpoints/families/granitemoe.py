@@ -8,7 +8,7 @@ from dataclasses import replace
 from te_models.config import ModelConfig
 
 from .base.family import Family
-from .base.fields import Field, Fixed, HFConfig, OwnEntry, Values, get_path, read_typed
+from .base.fields import Field, HFConfig, OwnEntry, Values, fixed, get_path, read_typed
 from .base.moe_fields import ExpertSize, RouterLoss
 from .base.names import Fused, Names, per_expert
 from .granite import GRANITE_COMMON
@@ -44,8 +44,7 @@ EXPERTS = (
     ExpertSize(),
     Field("num_local_experts", "moe.num_moe_experts", int, 8),
     Field("num_experts_per_tok", "moe.moe_router_topk", int, 2),
-    Fixed("moe.router.score_after_topk", True),
-    Fixed("moe.router.normalize", False),
+    *fixed({"moe.router.score_after_topk": True, "moe.router.normalize": False}),
     RouterLoss(),
 )
 _FIELDS = (*GRANITE_COMMON, *EXPERTS)

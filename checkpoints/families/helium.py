@@ -1,7 +1,5 @@
 """helium: llama with rotation in pairs and the norm's weight applied before rounding."""
 
-from __future__ import annotations
-
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed

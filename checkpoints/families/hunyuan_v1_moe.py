@@ -10,7 +10,7 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Fixed, HFConfig, OneOf, Only, Values, get_path, shorten_value
+from .base.fields import Fixed, HFConfig, OneOf, Only, Values, fixed, get_path, shorten_value
 from .base.moe_fields import ExpertSize
 from .base.names import Fused, Names
 from .base.rope import Rope
@@ -80,8 +80,7 @@ HUNYUAN_V1_MOE = Family(
         ATTENTION_BIAS,
         Only("use_qk_norm", True),
         SwitchedOff(("n_group", "topk_group", "group_limited_greedy", "routed_scaling_factor", "use_cla")),
-        Fixed("attention.qk_layernorm", "head"),
-        Fixed("attention.qk_layernorm_after_rope", True),
+        *fixed({"attention.qk_layernorm": "head", "attention.qk_layernorm_after_rope": True}),
         SameInAllLayers("num_experts", "moe.num_moe_experts", "num_local_experts"),
         SameInAllLayers("moe_topk", "moe.moe_router_topk", "num_experts_per_tok"),
         Fixed("moe.router.dtype", "float32"),

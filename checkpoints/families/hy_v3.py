@@ -1,10 +1,8 @@
 """hy_v3: qwen3's attention, a sigmoid router with a bias for the choice, shared experts."""
 
-from __future__ import annotations
-
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf
+from .base.fields import Field, Fixed, OneOf, fixed
 from .base.moe_fields import LayerKinds, SharedExpertCount
 from .base.names import Fused, Names
 from .base.rope import Rope
@@ -31,9 +29,7 @@ HY_V3 = Family(
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1536),
         SharedExpertCount("num_shared_experts", 1, default_size=1536),
         LayerKinds(),
-        Fixed("moe.router.score", "sigmoid"),
-        Fixed("moe.router.expert_bias", True),
-        Fixed("moe.router.normalize_eps", 1e-20),
+        *fixed({"moe.router.score": "sigmoid", "moe.router.expert_bias": True, "moe.router.normalize_eps": 1e-20}),
         Fixed("moe.router.dtype", "float32"),
         Field("router_scaling_factor", "moe.router.scaling_factor", float, 2.826),
         Rope(theta=11158840.0),

@@ -1,7 +1,5 @@
 """jais2: LayerNorm, squared ReLU without gate, biases everywhere but in the output layer."""
 
-from __future__ import annotations
-
 from .base.common import decoder_fields, layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, Fixed, Spread

@@ -11,7 +11,19 @@ from ..io.errors import CheckpointError
 from .base.attentions import HeadsPerLayer
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, HFConfig, OneOf, Only, OwnEntry, Values, get_path, read_typed, shorten_value
+from .base.fields import (
+    Field,
+    Fixed,
+    HFConfig,
+    OneOf,
+    Only,
+    OwnEntry,
+    Values,
+    fixed,
+    get_path,
+    read_typed,
+    shorten_value,
+)
 from .base.layer_fields import LayerPattern
 from .base.moe_fields import LayerKinds, RouterLoss
 from .base.names import Fused, Names
@@ -69,8 +81,7 @@ LAGUNA = Family(
     fields=(
         *decoder_fields(max_positions=131072, kv_heads=8, head_dim=128),
         ATTENTION_BIAS,
-        Fixed("attention.qk_layernorm", "head"),
-        Fixed("attention.output_gate", True),
+        *fixed({"attention.qk_layernorm": "head", "attention.output_gate": True}),
         Fixed("attention.output_gate_activation", "softplus"),
         Gating(),
         OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 256),
@@ -78,8 +89,7 @@ LAGUNA = Family(
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 512),
         Field("shared_expert_intermediate_size", "moe.shared_expert_intermediate_size", int, 512),
         LayerKinds(),
-        Fixed("moe.router.score", "sigmoid"),
-        Fixed("moe.router.expert_bias", True),
+        *fixed({"moe.router.score": "sigmoid", "moe.router.expert_bias": True}),
         Field("moe_routed_scaling_factor", "moe.router.scaling_factor", float, 1.0),
         Only("moe_apply_router_weight_on_input", False),
         RouterSoftcap(),

@@ -1,7 +1,5 @@
 """lfm2_moe: lfm2's layers with experts behind the first ones, chosen by sigmoid scores and a bias (LFM2)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.common import decoder_fields

@@ -10,7 +10,7 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import REQUIRED, Entry, Field, Fixed, HFConfig, OwnEntry, Values, read_typed
+from .base.fields import REQUIRED, Entry, Field, Fixed, HFConfig, OwnEntry, Values, fixed, read_typed
 from .base.layer_fields import check_names, layer_type, read_rotating
 from .base.moe_fields import ExpertSize
 from .base.names import Fused, Names, per_expert
@@ -163,9 +163,7 @@ _MIXTURE = (
     ExpertSize(shared=True),
     Field("num_local_experts", "moe.num_moe_experts", int, 16),
     Field("num_experts_per_tok", "moe.moe_router_topk", int, 1),
-    Fixed("moe.router.score", "sigmoid"),
-    Fixed("moe.router.score_after_topk", True),
-    Fixed("moe.router.normalize", False),
+    *fixed({"moe.router.score": "sigmoid", "moe.router.score_after_topk": True, "moe.router.normalize": False}),
     Fixed("moe.router.apply_on_input", True),
     # transformers has the fields of a router loss and computes none
     Fixed("moe.aux_loss_coeff", 0.0, ("router_aux_loss_coef", "output_router_logits")),

@@ -9,7 +9,7 @@ from te_models.config import ModelConfig
 
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Entry, Fixed, HFConfig, Only, Values, read_typed
+from .base.fields import Entry, Fixed, HFConfig, Only, Values, fixed, read_typed
 from .base.names import Names
 from .base.recurrent import MambaNames, MixerField, Nested, RecurrentLayers, TimeStepRank
 from .mamba2 import NO_ATTENTION
@@ -46,8 +46,7 @@ _FIELDS: tuple[Entry, ...] = (
         without=(*NO_ATTENTION, "pad_token_id"),
     ),
     Only("hidden_act", "silu"),
-    Fixed("max_position_embeddings", 2**20),
-    Fixed("mlp.ffn_hidden_size", 1),
+    *fixed({"max_position_embeddings": 2**20, "mlp.ffn_hidden_size": 1}),
     Fixed("embedding.position_embedding_type", "none", _WITHOUT_EFFECT),
 )
 _PARTS = (

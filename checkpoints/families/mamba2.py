@@ -11,7 +11,7 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Fixed, HFConfig, Only, Values, read_typed
+from .base.fields import Fixed, HFConfig, Only, Values, fixed, read_typed
 from .base.names import Names
 from .base.recurrent import Mamba2Names, MixerField, RecurrentLayers, TimeStepLimit
 
@@ -61,8 +61,7 @@ MAMBA2 = Family(
             without=(*NO_ATTENTION, "pad_token_id"),
         ),
         Only("hidden_act", "silu"),
-        Fixed("max_position_embeddings", 2**20),
-        Fixed("mlp.ffn_hidden_size", 1),
+        *fixed({"max_position_embeddings": 2**20, "mlp.ffn_hidden_size": 1}),
         Fixed("embedding.position_embedding_type", "none", ("residual_in_fp32",)),  # which is of rounding alone
     ),
     mixers=RecurrentLayers(

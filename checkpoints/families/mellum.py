@@ -1,7 +1,5 @@
 """mellum: qwen3_moe with windows and a rotary base for each kind of layer."""
 
-from __future__ import annotations
-
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed, OneOf

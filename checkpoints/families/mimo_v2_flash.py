@@ -11,7 +11,7 @@ from ..io.errors import CheckpointError
 from .base.attentions import Nested, SlidingAttention
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, HFConfig, Nullable, OneOf, OwnEntry, Values, read_typed, shorten_value
+from .base.fields import Field, Fixed, HFConfig, Nullable, OneOf, OwnEntry, Values, fixed, read_typed, shorten_value
 from .base.layer_fields import LayerPattern
 from .base.moe_fields import ExpertGroups, LayerKinds
 from .base.names import Fused, Names
@@ -88,9 +88,7 @@ MIMO_V2_FLASH = Family(
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 2048),
         LayerKinds(),
-        Fixed("moe.router.score", "sigmoid"),
-        Fixed("moe.router.expert_bias", True),
-        Fixed("moe.router.normalize_eps", 1e-20),
+        *fixed({"moe.router.score": "sigmoid", "moe.router.expert_bias": True, "moe.router.normalize_eps": 1e-20}),
         Fixed("moe.router.dtype", "float32"),
         Field("norm_topk_prob", "moe.router.normalize", bool, True),
         Field("routed_scaling_factor", "moe.router.scaling_factor", float, 1.0, null=True),

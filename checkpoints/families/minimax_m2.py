@@ -13,7 +13,7 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, HFConfig, OneOf, Only, Values, read_typed, shorten_value
+from .base.fields import Field, Fixed, HFConfig, OneOf, Only, Values, fixed, read_typed, shorten_value
 from .base.moe_fields import ExpertSize, RouterLoss
 from .base.names import Fused, Names
 from .base.rope import Rope
@@ -79,8 +79,7 @@ MINIMAX_M2 = Family(
         Fixed("attention.qk_layernorm", "full"),
         OneOf(("num_local_experts", "num_experts"), "moe.num_moe_experts", int, 256),
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Fixed("moe.router.score", "sigmoid"),
-        Fixed("moe.router.expert_bias", True),
+        *fixed({"moe.router.score": "sigmoid", "moe.router.expert_bias": True}),
         Only("use_qk_norm", True),
         Only("scoring_func", "sigmoid"),
         Only("use_routing_bias", True),

@@ -1,7 +1,5 @@
 """ministral: mistral whose layers say one by one whether they have the window."""
 
-from __future__ import annotations
-
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.layer_fields import LayerPattern

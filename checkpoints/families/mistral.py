@@ -1,7 +1,5 @@
 """mistral: llama with a sliding window in every layer (arXiv 2310.06825)."""
 
-from __future__ import annotations
-
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.layer_fields import AllLayersWindow

@@ -1,7 +1,5 @@
 """mixtral: experts in every layer, top-k of a softmax, weights divided by their sum (arXiv 2401.04088)."""
 
-from __future__ import annotations
-
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field

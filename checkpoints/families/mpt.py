@@ -1,7 +1,5 @@
 """mpt: ALiBi, LayerNorm without bias, GELU without gate, no biases, clamped q, k and v in the largest ones."""
 
-from __future__ import annotations
-
 from .base.common import layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, Fixed, Nullable, OneOf, Only

@@ -10,7 +10,7 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Entry, Field, Fixed, HFConfig, Only, OwnEntry, Values, shorten_value
+from .base.fields import Entry, Field, Fixed, HFConfig, Only, OwnEntry, Values, fixed, shorten_value
 from .base.moe_fields import ExpertGroups, sigmoid_router
 from .base.names import Fused, Names, PerExpert
 from .base.recurrent import Mamba2Names, MixerField, Nested, RecurrentLayers
@@ -154,8 +154,7 @@ NEMOTRON_H = Family(
         LayerLetters(),
         Only("tie_word_embeddings", False),  # with true, transformers ties nothing
         Fixed("embedding.position_embedding_type", "none", _WITHOUT_EFFECT),
-        Fixed("norm.cast_order", "weight_first"),
-        Fixed("mlp.gated", False),
+        *fixed({"norm.cast_order": "weight_first", "mlp.gated": False}),
         Field("mlp_bias", "mlp.bias", bool, False),
         Only("mamba_hidden_act", "silu"),
         ExpertGroups(),

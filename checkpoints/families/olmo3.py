@@ -1,7 +1,5 @@
 """olmo3: olmo2 with a window in three of four layers and a rotary embedding for each kind (arXiv 2512.13961)."""
 
-from __future__ import annotations
-
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.layer_fields import LayerPattern

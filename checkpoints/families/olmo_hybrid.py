@@ -12,7 +12,7 @@ from te_models.config import ModelConfig
 from .base.common import ATTENTION_BIAS, SILU, decoder_fields
 from .base.delta_names import SeparateDeltaNames
 from .base.family import Family
-from .base.fields import REQUIRED, Fixed, HFConfig, Values, read_typed
+from .base.fields import REQUIRED, Fixed, HFConfig, Values, fixed, read_typed
 from .base.names import POST, PRE, Names
 from .base.recurrent import MixerField, Nested, RecurrentLayers
 from .base.rope import Rope
@@ -89,8 +89,7 @@ OLMO_HYBRID = Family(
         *decoder_fields(max_positions=65536, pad=100277, activations=SILU),
         ATTENTION_BIAS,
         Fixed("block", "post", _STARTS),
-        Fixed("norm.cast_order", "weight_first"),
-        Fixed("attention.qk_layernorm", "full"),
+        *fixed({"norm.cast_order": "weight_first", "attention.qk_layernorm": "full"}),
         OptionalRope(),
     ),
     mixers=OlmoHybridLayers(

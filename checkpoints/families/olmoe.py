@@ -1,7 +1,5 @@
 """olmoe: llama with norms over all of q and of k, optional clipping, experts in every layer (arXiv 2409.02060)."""
 
-from __future__ import annotations
-
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed, Nullable, OneOf

@@ -10,7 +10,7 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import Dropouts, decoder_fields, layer_norm_entries
 from .base.family import Family
-from .base.fields import Field, Fixed, HFConfig, Only, OwnEntry, Spread, Values, read_typed
+from .base.fields import Field, HFConfig, Only, OwnEntry, Spread, Values, fixed, read_typed
 from .base.names import Names
 from .gpt_neox import SameHeadDim
 
@@ -74,11 +74,9 @@ OPT = Family(
         SameHeadDim(),
         *layer_norm_entries(bias=True),
         AffineNorms(),
-        Fixed("norm.layernorm_epsilon", 1e-5),
-        Fixed("mlp.gated", False),
+        *fixed({"norm.layernorm_epsilon": 1e-5, "mlp.gated": False}),
         Spread("enable_bias", ("mlp.bias", "attention.add_qkv_bias", "attention.add_output_bias"), True),
-        Fixed("embedding.position_embedding_type", "learned_absolute"),
-        Fixed("embedding.position_offset", 2),
+        *fixed({"embedding.position_embedding_type": "learned_absolute", "embedding.position_offset": 2}),
         EmbeddingWidth(),
         Only("do_layer_norm_before", True),
         Only("_remove_final_layer_norm", False),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .base.common import decoder_fields, layer_norm_entries
 from .base.family import Family
-from .base.fields import Fixed, HFConfig, Only, Values, read_typed
+from .base.fields import Fixed, HFConfig, Only, Values, fixed, read_typed
 from .base.names import Names
 from .base.rope import Rope
 from .gpt_neox import SameHeadDim
@@ -31,9 +31,7 @@ PERSIMMON = Family(
         ),
         SameHeadDim(),
         *layer_norm_entries(bias=True),
-        Fixed("mlp.gated", False),
-        Fixed("mlp.bias", True),
-        Fixed("attention.add_qkv_bias", True),
+        *fixed({"mlp.gated": False, "mlp.bias": True, "attention.add_qkv_bias": True}),
         Fixed("attention.add_output_bias", True),
         NormedUnlessSaid(),
         Only("hidden_dropout", 0.0),  # of the MLP's output alone

@@ -6,7 +6,7 @@ from te_models.config import ModelConfig
 
 from .base.common import Dropouts, decoder_fields, layer_norm_entries
 from .base.family import Family
-from .base.fields import Fixed, HFConfig, OwnEntry, Values, read_typed
+from .base.fields import HFConfig, OwnEntry, Values, fixed, read_typed
 from .base.names import Names
 from .base.rope import Rope
 
@@ -31,12 +31,8 @@ PHI = Family(
         *decoder_fields(max_positions=2048, norm_eps=1e-5, norm_name="layer_norm_eps", activation="gelu_new"),
         *layer_norm_entries(bias=True),
         Dropouts("resid_pdrop", "embd_pdrop"),
-        Fixed("block", "parallel_shared_norm"),
-        Fixed("mlp.gated", False),
-        Fixed("mlp.bias", True),
-        Fixed("attention.add_qkv_bias", True),
-        Fixed("attention.add_output_bias", True),
-        Fixed("embedding.output_bias", True),
+        *fixed({"block": "parallel_shared_norm", "mlp.gated": False, "mlp.bias": True, "attention.add_qkv_bias": True}),
+        *fixed({"attention.add_output_bias": True, "embedding.output_bias": True}),
         QKLayerNorm(),
         Rope(partial=0.5),
     ),

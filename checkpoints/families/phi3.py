@@ -1,7 +1,5 @@
 """phi3: llama with fused projections and long-context rotary factors (arXiv 2404.14219)."""
 
-from __future__ import annotations
-
 from .base.common import Dropouts, decoder_fields
 from .base.family import Family
 from .base.layer_fields import AllLayersWindow

@@ -1,7 +1,5 @@
 """qwen2: biases on q, k and v; windows per layer (arXiv 2407.10671)."""
 
-from __future__ import annotations
-
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Fixed

@@ -1,7 +1,5 @@
 """qwen2_moe: qwen2's attention, experts in chosen layers beside a shared one behind a gate (arXiv 2407.10671)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.common import decoder_fields

@@ -1,7 +1,5 @@
 """qwen3: RMSNorm on each query and key head; optional biases; windows per layer (arXiv 2505.09388)."""
 
-from __future__ import annotations
-
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Fixed

@@ -1,7 +1,5 @@
 """qwen3_moe: qwen3's attention, experts in chosen layers, top-k weights divided by their sum on request."""
 
-from __future__ import annotations
-
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed, OneOf

@@ -8,7 +8,7 @@ from typing import Any
 
 from .base.common import ATTENTION_BIAS, SILU, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf
+from .base.fields import Field, Fixed, OneOf, fixed
 from .base.moe_fields import RouterLoss, SparseLayers
 from .base.names import Fused, Names
 from .base.recurrent import GatedDeltaNames, MixerField, RecurrentLayers, every
@@ -41,10 +41,8 @@ QWEN3_NEXT = Family(
     fields=(
         *decoder_fields(max_positions=32768, kv_heads=2, head_dim=256, activations=SILU),
         GATED_BIAS,
-        Fixed("norm.layernorm_zero_centered_gamma", True),
-        Fixed("norm.cast_order", "weight_first"),
-        Fixed("attention.qk_layernorm", "head"),
-        Fixed("attention.output_gate", True),
+        *fixed({"norm.layernorm_zero_centered_gamma": True, "norm.cast_order": "weight_first"}),
+        *fixed({"attention.qk_layernorm": "head", "attention.output_gate": True}),
         OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 512),
         Field("num_experts_per_tok", "moe.moe_router_topk", int, 10),
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 512),

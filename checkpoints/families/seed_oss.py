@@ -1,7 +1,5 @@
 """seed_oss: llama with biases of q, k and v, and one of the output on request."""
 
-from __future__ import annotations
-
 from .base.common import Dropouts, decoder_fields
 from .base.family import Family
 from .base.fields import Field

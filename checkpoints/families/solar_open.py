@@ -1,8 +1,6 @@
 """solar_open: DeepSeek-V3's router with shared experts in every layer, beside grouped-query attention
 (arXiv 2601.07022)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.common import decoder_fields

@@ -9,7 +9,7 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import ACTIVATIONS, PaddingIdx, layer_norm_entries
 from .base.family import Family
-from .base.fields import Choice, Field, Fixed, HFConfig, OneOf, Only, OwnEntry, Values, read_typed
+from .base.fields import Choice, Field, Fixed, HFConfig, OneOf, Only, OwnEntry, Values, fixed, read_typed
 from .base.names import Names
 
 
@@ -48,12 +48,8 @@ XGLM = Family(
         PaddingIdx(1),
         ScaledEmbedding(),
         *layer_norm_entries(bias=True),
-        Fixed("norm.layernorm_epsilon", 1e-5),
-        Fixed("mlp.gated", False),
-        Fixed("mlp.bias", True),
-        Fixed("attention.add_qkv_bias", True),
-        Fixed("attention.add_output_bias", True),
-        Fixed("embedding.position_embedding_type", "sinusoidal"),
+        *fixed({"norm.layernorm_epsilon": 1e-5, "mlp.gated": False, "mlp.bias": True, "attention.add_qkv_bias": True}),
+        *fixed({"attention.add_output_bias": True, "embedding.position_embedding_type": "sinusoidal"}),
         Fixed("embedding.position_offset", 2),
         Only("activation_dropout", 0.0),
         Only("layerdrop", 0.0),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from te_models.config import ModelConfig
 
 from ...io.errors import CheckpointError
-from .fields import REQUIRED, Choice, Entry, Field, Fixed, HFConfig, Spread, Values, read_typed
+from .fields import REQUIRED, Choice, Entry, Field, Fixed, HFConfig, Spread, Values, fixed, read_typed
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -110,9 +110,7 @@ class PaddingIdx:
 def layer_norm_entries(*, bias: bool, weight: bool = True) -> tuple[Entry, ...]:
     """Return what makes the norm a LayerNorm instead of an RMSNorm."""
     return (
-        Fixed("norm.normalization", "LayerNorm"),
-        Fixed("norm.cast_order", "weight_first"),
-        Fixed("norm.has_weight", weight),
+        *fixed({"norm.normalization": "LayerNorm", "norm.cast_order": "weight_first", "norm.has_weight": weight}),
         Fixed("norm.bias", bias),
     )
 

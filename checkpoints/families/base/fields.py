@@ -153,6 +153,11 @@ class Fixed:
         return {}
 
 
+def fixed(values: Mapping[str, Any]) -> tuple[Fixed, ...]:
+    """Return the entries of properties, by path, that every model of the family has."""
+    return tuple(Fixed(path, value) for path, value in values.items())
+
+
 @dataclass(frozen=True)
 class Choice(_OfOneField):
     """A field whose values have other names; of several names of a value the default or the first is written."""

@@ -10,7 +10,7 @@ from te_models.config import AttentionConfig, ModelConfig
 from ...io.errors import CheckpointError
 from ...mapping.layout_ops import At, Layout
 from .attentions import Nested, mixers
-from .fields import REQUIRED, Entry, Field, Fixed, HFConfig, OwnEntry, Values, read_typed, shorten_value
+from .fields import REQUIRED, Entry, Field, HFConfig, OwnEntry, Values, fixed, read_typed, shorten_value
 from .layer_fields import check_names
 
 SHARED = "shared"
@@ -81,6 +81,5 @@ def indexer_fields(*, heads: int, rope_style: str, rotated: str = "first") -> tu
         Field("index_n_heads", "attention.indexer.n_heads", int, heads),
         Field("index_head_dim", "attention.indexer.head_dim", int, 128),
         Field("index_topk", "attention.indexer.topk", int, 2048),
-        Fixed("attention.indexer.rope_style", rope_style),
-        Fixed("attention.indexer.rotated", rotated),
+        *fixed({"attention.indexer.rope_style": rope_style, "attention.indexer.rotated": rotated}),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from te_models.config import ModelConfig
 
 from ...io.errors import CheckpointError
-from .fields import REQUIRED, Entry, Field, Fixed, HFConfig, Values, read_typed
+from .fields import REQUIRED, Entry, Field, Fixed, HFConfig, Values, fixed, read_typed
 from .layer_fields import check_names
 
 
@@ -129,9 +129,7 @@ def sigmoid_router(
 ) -> tuple[Entry, ...]:
     """Return the entries of DeepSeek-V3's router: sigmoid scores, a bias for the choice, groups, a scale."""
     return (
-        Fixed("moe.router.score", "sigmoid"),
-        Fixed("moe.router.expert_bias", True),
-        Fixed("moe.router.normalize_eps", 1e-20),
+        *fixed({"moe.router.score": "sigmoid", "moe.router.expert_bias": True, "moe.router.normalize_eps": 1e-20}),
         Fixed("moe.router.dtype", "float32"),
         Field("norm_topk_prob", "moe.router.normalize", bool, normalize),
         Field(scale, "moe.router.scaling_factor", float, default_scale),
