@@ -9,9 +9,9 @@ from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import REQUIRED, Field, Fixed, HFConfig, OneOf, OwnEntry, Values, fixed, read_typed
+from .base.fields import REQUIRED, Field, Fixed, HFConfig, OwnEntry, Values, fixed, read_typed
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import FirstDense, SharedExpertCount
+from .base.moe_fields import NUM_EXPERTS, FirstDense, SharedExpertCount, expert_sizes
 from .base.names import Fused, Names
 from .base.rope import Rope
 
@@ -44,9 +44,7 @@ AFMOE = Family(
         Mup(),
         *fixed({"block": "sandwich", "norm.cast_order": "weight_first", "attention.qk_layernorm": "head"}),
         Fixed("attention.output_gate", True),
-        OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 64),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 6),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1408),
+        *expert_sizes(NUM_EXPERTS, 64, 6, width=1408),
         SharedExpertCount("num_shared_experts", 2, default_size=1408),
         FirstDense(1, ("num_dense_layers",)),
         *fixed({"moe.router.score": "sigmoid", "moe.router.expert_bias": True, "moe.router.normalize_eps": 1e-20}),

@@ -8,9 +8,9 @@ from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS
 from .base.family import Family
-from .base.fields import Field, Fixed, HFConfig, OneOf, Only, OwnEntry, Values, read_typed
+from .base.fields import Fixed, HFConfig, Only, OwnEntry, Values, read_typed
 from .base.latent import latent_fields
-from .base.moe_fields import ExpertGroups, LayerKinds, SharedExpertCount, sigmoid_router
+from .base.moe_fields import ROUTED_EXPERTS, ExpertGroups, LayerKinds, SharedExpertCount, expert_sizes, sigmoid_router
 from .base.names import Fused
 from .base.rope import Rope
 from .base.unused import Unused
@@ -44,9 +44,7 @@ AXK1 = Family(
         *latent_fields(query_rank=1536, rope=Rope()),
         ATTENTION_BIAS,
         RopeInterleave(),
-        OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 192),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 2048),
+        *expert_sizes(ROUTED_EXPERTS, 192, 8, width=2048),
         SharedExpertCount("n_shared_experts", 1, default_size=2048),
         LayerKinds(),
         Only("scoring_func", "sigmoid"),

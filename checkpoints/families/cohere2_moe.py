@@ -8,9 +8,9 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import REQUIRED, Field, Fixed, HFConfig, OwnEntry, Values, read_typed, shorten_value
+from .base.fields import REQUIRED, Fixed, HFConfig, OwnEntry, Values, read_typed, shorten_value
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import LayerKinds, SharedExpertCount
+from .base.moe_fields import LayerKinds, SharedExpertCount, expert_sizes
 from .base.names import Fused, Names
 from .base.rope import Rope
 from .cohere import COHERE_COMMON
@@ -131,8 +131,7 @@ COHERE2_MOE = Family(
         Widths(),
         LayerKinds(0),
         RotatedPrefix(),
-        Field("num_experts", "moe.num_moe_experts", int, 8),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 2),
+        *expert_sizes("num_experts", 8, 2),
         SharedExpertCount("num_shared_experts", 0, size="intermediate_size"),
         Fixed("moe.router.score_after_topk", True),
         SelectedScores(),

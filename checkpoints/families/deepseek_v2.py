@@ -9,10 +9,10 @@ from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS, HeadDim, KeyValueHeads, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, HFConfig, OneOf, Only, OwnEntry, Values, fixed, get_path, read_typed
+from .base.fields import REQUIRED, Field, Fixed, HFConfig, Only, OwnEntry, Values, fixed, get_path, read_typed
 from .base.latent import latent_fields
 from .base.layer_fields import check_names
-from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount
+from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount, expert_sizes
 from .base.names import COMMON, Fused
 from .base.rope import Rope
 
@@ -47,9 +47,7 @@ DEEPSEEK_V2 = Family(
         ATTENTION_BIAS,
         Field("mlp_bias", "mlp.bias", bool, False),
         Fixed("rope.style", "interleaved"),
-        OneOf(("n_routed_experts", "num_experts", "num_local_experts"), "moe.num_moe_experts", int, 64),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1407),
+        *expert_sizes(("n_routed_experts", "num_experts", "num_local_experts"), 64, REQUIRED, width=1407),
         SharedExpertCount("n_shared_experts", 2, default_size=1407),
         FirstDense(0),
         Only("scoring_func", "softmax"),

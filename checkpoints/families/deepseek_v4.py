@@ -27,7 +27,7 @@ from .base.fields import (
     shorten_value,
 )
 from .base.layer_fields import check_names
-from .base.moe_fields import RouterLoss
+from .base.moe_fields import RouterLoss, expert_sizes
 from .base.names import Fused, Names, PerExpert
 from .base.rope import Rope
 from .base.unused import Unused
@@ -250,8 +250,7 @@ DEEPSEEK_V4 = Family(
         Field("hc_sinkhorn_iters", "hyper_connections.sinkhorn_iterations", int, 20),
         Field("hc_eps", "hyper_connections.epsilon", float, 1e-6),
         Field("swiglu_limit", "mlp.clamp", float, 10.0),
-        OneOf(("n_routed_experts", "num_local_experts"), "moe.num_moe_experts", int, 256),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 6),
+        *expert_sizes(("n_routed_experts", "num_local_experts"), 256, 6),
         OneOf(_WIDTH, "moe.moe_ffn_hidden_size", int, 2048),
         OneOf(_WIDTH, "moe.shared_expert_intermediate_size", int, 2048),
         OneOf(_WIDTH, "mlp.ffn_hidden_size", int, 2048),

@@ -8,8 +8,8 @@ from te_models.config import ModelConfig
 
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field, HFConfig, OneOf, OwnEntry, Values, read_typed
-from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount, sigmoid_router
+from .base.fields import Field, HFConfig, OwnEntry, Values, read_typed
+from .base.moe_fields import ROUTED_EXPERTS, ExpertGroups, FirstDense, SharedExpertCount, expert_sizes, sigmoid_router
 from .base.names import Fused, MTPNames, Names
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
@@ -37,9 +37,7 @@ GLM4_MOE = Family(
         *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8),
         Field("attention_bias", "attention.add_qkv_bias", bool, False),
         UseQKNorm(),
-        OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 128),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1408),
+        *expert_sizes(ROUTED_EXPERTS, 128, 8, width=1408),
         SharedExpertCount("n_shared_experts", 1, default_size=1408),
         FirstDense(1),
         *sigmoid_router(),

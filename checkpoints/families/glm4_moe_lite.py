@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from .base.common import ATTENTION_BIAS
 from .base.family import Family
-from .base.fields import Field, OneOf
 from .base.latent import latent_fields
-from .base.moe_fields import ExpertGroups, LayerKinds, SharedExpertCount, sigmoid_router
+from .base.moe_fields import ROUTED_EXPERTS, ExpertGroups, LayerKinds, SharedExpertCount, expert_sizes, sigmoid_router
 from .base.names import Fused
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
@@ -22,9 +21,7 @@ GLM4_MOE_LITE = Family(
         *latent_fields(query_rank=768, nope=192, value=256, rope=Rope()),
         ATTENTION_BIAS,
         RopeInterleave(),
-        OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 64),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 4),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1536),
+        *expert_sizes(ROUTED_EXPERTS, 64, 4, width=1536),
         SharedExpertCount("n_shared_experts", 1, default_size=1536),
         LayerKinds(),
         *sigmoid_router(default_scale=1.8),

@@ -13,10 +13,10 @@ from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS, SILU
 from .base.delta_names import SeparateDeltaNames
 from .base.family import Family
-from .base.fields import Field, Fixed, HFConfig, OneOf, Only, Values, read_typed
+from .base.fields import Field, Fixed, HFConfig, Only, Values, read_typed
 from .base.indexer import SHARED, IndexerTypes, indexer_fields
 from .base.latent import latent_fields
-from .base.moe_fields import ExpertGroups, LayerKinds, RouterLoss, SharedExpertCount, sigmoid_router
+from .base.moe_fields import ExpertGroups, LayerKinds, RouterLoss, SharedExpertCount, expert_sizes, sigmoid_router
 from .base.names import Fused, Names
 from .base.recurrent import MixerField, Nested
 from .base.text_part import TextPart
@@ -100,9 +100,7 @@ GLM5_NEXT_TEXT = Family(
         Field("hc_eps", "hyper_connections.epsilon", float, 1e-6),
         Fixed("hyper_connections.output", "mean"),
         Field("swiglu_limit", "mlp.clamp", float, 10.0),
-        OneOf(("n_routed_experts", "num_local_experts"), "moe.num_moe_experts", int, 288),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 2048),
+        *expert_sizes(("n_routed_experts", "num_local_experts"), 288, 8, width=2048),
         SharedExpertCount("n_shared_experts", 1, default_size=2048),
         LayerKinds(dense=3),
         *sigmoid_router(default_scale=2.5),

@@ -14,7 +14,7 @@ from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed, HFConfig, Values, fixed
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import ExpertSize, RouterLoss
+from .base.moe_fields import ExpertSize, RouterLoss, expert_sizes
 from .base.names import Fused, Names, per_expert
 from .base.rope import Rope
 
@@ -59,8 +59,7 @@ GPT_OSS = Family(
         Field("swiglu_alpha", "mlp.alpha", float, 1.702),
         Fixed("mlp.up_offset", 1.0),
         Field("swiglu_limit", "mlp.clamp", float, 7.0),
-        Field("num_local_experts", "moe.num_moe_experts", int, 128),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 4),
+        *expert_sizes("num_local_experts", 128, 4),
         *fixed({"moe.bias": True, "moe.router.linear_bias": True, "moe.router.score_after_topk": True}),
         Fixed("moe.router.normalize", False),
         RouterLoss(),

@@ -8,8 +8,8 @@ from dataclasses import replace
 from te_models.config import ModelConfig
 
 from .base.family import Family
-from .base.fields import Field, HFConfig, OwnEntry, Values, fixed, get_path, read_typed
-from .base.moe_fields import ExpertSize, RouterLoss
+from .base.fields import HFConfig, OwnEntry, Values, fixed, get_path, read_typed
+from .base.moe_fields import ExpertSize, RouterLoss, expert_sizes
 from .base.names import Fused, Names, per_expert
 from .granite import GRANITE_COMMON
 
@@ -42,8 +42,7 @@ IN_MEMORY = replace(
 OTHER_FORMS = (IN_MEMORY, per_expert(FORM, "block_sparse_moe.experts"))
 EXPERTS = (
     ExpertSize(),
-    Field("num_local_experts", "moe.num_moe_experts", int, 8),
-    Field("num_experts_per_tok", "moe.moe_router_topk", int, 2),
+    *expert_sizes("num_local_experts", 8, 2),
     *fixed({"moe.router.score_after_topk": True, "moe.router.normalize": False}),
     RouterLoss(),
 )

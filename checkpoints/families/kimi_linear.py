@@ -13,9 +13,9 @@ from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS, SILU
 from .base.delta_names import SeparateDeltaNames
 from .base.family import Family
-from .base.fields import Entry, Field, Fixed, HFConfig, Only, Values, read_typed, renamed, shorten_value
+from .base.fields import Entry, Fixed, HFConfig, Only, Values, read_typed, renamed, shorten_value
 from .base.latent import latent_fields
-from .base.moe_fields import ExpertGroups, LayerKinds, SharedExpertCount, sigmoid_router
+from .base.moe_fields import ExpertGroups, LayerKinds, SharedExpertCount, expert_sizes, sigmoid_router
 from .base.names import Fused, Names, PerExpert
 from .base.recurrent import MixerField, Nested, RecurrentLayers
 from .deepseek_v2 import latent_decoder
@@ -34,9 +34,7 @@ KIMI_SPELLING = {
 def kimi_experts(*, experts: int, chosen: int, width: int, scale: float, groups: tuple[int, int]) -> tuple[Entry, ...]:
     """Return the fields of experts beside a shared one; the arguments are the class's defaults."""
     return (
-        Field("num_local_experts", "moe.num_moe_experts", int, experts),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, chosen),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, width),
+        *expert_sizes("num_local_experts", experts, chosen, width=width),
         SharedExpertCount("n_shared_experts", 1, default_size=width),
         *sigmoid_router(default_scale=scale),
         ExpertGroups(*groups),

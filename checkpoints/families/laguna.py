@@ -15,7 +15,6 @@ from .base.fields import (
     Field,
     Fixed,
     HFConfig,
-    OneOf,
     Only,
     OwnEntry,
     Values,
@@ -25,7 +24,7 @@ from .base.fields import (
     shorten_value,
 )
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import LayerKinds, RouterLoss
+from .base.moe_fields import NUM_EXPERTS, LayerKinds, RouterLoss, expert_sizes
 from .base.names import Fused, Names
 from .base.rope import RopePerLayerType
 
@@ -84,10 +83,7 @@ LAGUNA = Family(
         *fixed({"attention.qk_layernorm": "head", "attention.output_gate": True}),
         Fixed("attention.output_gate_activation", "softplus"),
         Gating(),
-        OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 256),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 512),
-        Field("shared_expert_intermediate_size", "moe.shared_expert_intermediate_size", int, 512),
+        *expert_sizes(NUM_EXPERTS, 256, 8, width=512, shared=512),
         LayerKinds(),
         *fixed({"moe.router.score": "sigmoid", "moe.router.expert_bias": True}),
         Field("moe_routed_scaling_factor", "moe.router.scaling_factor", float, 1.0),

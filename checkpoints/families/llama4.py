@@ -10,9 +10,9 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import REQUIRED, Entry, Field, Fixed, HFConfig, OwnEntry, Values, fixed, read_typed
+from .base.fields import REQUIRED, Entry, Fixed, HFConfig, OwnEntry, Values, fixed, read_typed
 from .base.layer_fields import check_names, layer_type, read_rotating
-from .base.moe_fields import ExpertSize
+from .base.moe_fields import ExpertSize, expert_sizes
 from .base.names import Fused, Names, per_expert
 from .base.rope import Rope
 from .base.text_part import TextPart, with_images
@@ -161,8 +161,7 @@ _FORM = Names(
 _MIXTURE = (
     MoELayers(),
     ExpertSize(shared=True),
-    Field("num_local_experts", "moe.num_moe_experts", int, 16),
-    Field("num_experts_per_tok", "moe.moe_router_topk", int, 1),
+    *expert_sizes("num_local_experts", 16, 1),
     *fixed({"moe.router.score": "sigmoid", "moe.router.score_after_topk": True, "moe.router.normalize": False}),
     Fixed("moe.router.apply_on_input", True),
     # transformers has the fields of a router loss and computes none

@@ -13,7 +13,7 @@ from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed, HFConfig, Nullable, OneOf, OwnEntry, Values, fixed, read_typed, shorten_value
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import ExpertGroups, LayerKinds
+from .base.moe_fields import ROUTED_EXPERTS, ExpertGroups, LayerKinds, expert_sizes
 from .base.names import Fused, Names
 from .base.rope import RopePerLayerType
 from .base.unused import Unused
@@ -84,9 +84,7 @@ MIMO_V2_FLASH = Family(
         Field("attention_bias", "attention.add_qkv_bias", bool, False),
         Field("v_head_dim", "attention.v_head_dim", int, 128),
         Nullable("attention_value_scale", "attention.value_scale", 0.707),
-        OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 256),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 2048),
+        *expert_sizes(ROUTED_EXPERTS, 256, 8, width=2048),
         LayerKinds(),
         *fixed({"moe.router.score": "sigmoid", "moe.router.expert_bias": True, "moe.router.normalize_eps": 1e-20}),
         Fixed("moe.router.dtype", "float32"),

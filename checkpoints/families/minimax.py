@@ -12,7 +12,7 @@ from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field, HFConfig, Only, Values
 from .base.layer_fields import AllLayersWindow
-from .base.moe_fields import ExpertSize, RouterLoss
+from .base.moe_fields import ExpertSize, RouterLoss, expert_sizes
 from .base.names import Fused, Names
 from .base.recurrent import LightningNames, Nested, RecurrentLayers
 from .base.rope import Rope
@@ -62,8 +62,7 @@ MINIMAX = Family(
         *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8, without=("hidden_act",)),
         Only("hidden_act", "silu"),
         ExpertSize(),
-        Field("num_local_experts", "moe.num_moe_experts", int, 8),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 2),
+        *expert_sizes("num_local_experts", 8, 2),
         RouterLoss(),
         AllLayersWindow(default=None),
         RotaryDim(Rope(theta=1e6, partial=1.0), head_dim=None, written=True),

@@ -13,8 +13,8 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, HFConfig, OneOf, Only, Values, fixed, read_typed, shorten_value
-from .base.moe_fields import ExpertSize, RouterLoss
+from .base.fields import Fixed, HFConfig, Only, Values, fixed, read_typed, shorten_value
+from .base.moe_fields import ExpertSize, RouterLoss, expert_sizes
 from .base.names import Fused, Names
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
@@ -77,8 +77,7 @@ MINIMAX_M2 = Family(
         *decoder_fields(max_positions=196608, kv_heads=8, head_dim=128),
         ExpertSize(),
         Fixed("attention.qk_layernorm", "full"),
-        OneOf(("num_local_experts", "num_experts"), "moe.num_moe_experts", int, 256),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
+        *expert_sizes(("num_local_experts", "num_experts"), 256, 8),
         *fixed({"moe.router.score": "sigmoid", "moe.router.expert_bias": True}),
         Only("use_qk_norm", True),
         Only("scoring_func", "sigmoid"),

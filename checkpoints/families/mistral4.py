@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from .base.common import ATTENTION_BIAS
 from .base.family import Family
-from .base.fields import Field, Fixed, HFConfig, OneOf, Values
+from .base.fields import Field, Fixed, HFConfig, Values
 from .base.latent import latent_fields
-from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount
+from .base.moe_fields import ROUTED_EXPERTS, ExpertGroups, FirstDense, SharedExpertCount, expert_sizes
 from .base.names import Fused, Names, per_expert
 from .deepseek_v2 import latent_decoder
 from .deepseek_v3 import RopeInterleave
@@ -46,9 +46,7 @@ MISTRAL4 = Family(
         *latent_fields(query_rank=1024, rank=256, nope=64, rope=LatentQueries()),
         ATTENTION_BIAS,
         RopeInterleave(),
-        OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 128),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 4),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 2048),
+        *expert_sizes(ROUTED_EXPERTS, 128, 4, width=2048),
         SharedExpertCount("n_shared_experts", 1, default_size=2048),
         FirstDense(0),
         Fixed("moe.router.normalize_eps", 1e-20),

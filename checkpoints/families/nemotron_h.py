@@ -11,7 +11,7 @@ from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Entry, Field, Fixed, HFConfig, Only, OwnEntry, Values, fixed, shorten_value
-from .base.moe_fields import ExpertGroups, sigmoid_router
+from .base.moe_fields import ExpertGroups, expert_sizes, sigmoid_router
 from .base.names import Fused, Names, PerExpert
 from .base.recurrent import Mamba2Names, MixerField, Nested, RecurrentLayers
 
@@ -160,9 +160,7 @@ NEMOTRON_H = Family(
         ExpertGroups(),
         ExpertEntries(
             (
-                Field("n_routed_experts", "moe.num_moe_experts", int, 8),
-                Field("num_experts_per_tok", "moe.moe_router_topk", int, 2),
-                Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 7688),
+                *expert_sizes("n_routed_experts", 8, 2, width=7688),
                 Field("moe_latent_size", "moe.moe_latent_size", int, None),
                 Field("moe_shared_expert_intermediate_size", "moe.shared_expert_intermediate_size", int, 7688),
                 *sigmoid_router(),

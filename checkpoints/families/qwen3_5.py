@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from .base.common import SILU, decoder_fields
 from .base.family import Family
-from .base.fields import Entry, Field, OneOf, fixed
-from .base.moe_fields import ExpertSize, RouterLoss
+from .base.fields import Entry, fixed
+from .base.moe_fields import NUM_EXPERTS, ExpertSize, RouterLoss, expert_sizes
 from .base.names import Fused, Names
 from .base.recurrent import GatedDeltaNames
 from .base.rope import Rope
@@ -45,9 +45,7 @@ QWEN3_5_MOE_TEXT = Family(
         ),
         *_COMMON,
         ExpertSize(name="moe_intermediate_size", default=512, dense=True),
-        OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 256),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Field("shared_expert_intermediate_size", "moe.shared_expert_intermediate_size", int, 512),
+        *expert_sizes(NUM_EXPERTS, 256, 8, shared=512),
         *fixed({"moe.shared_expert_gate": True, "moe.router.normalize": True}),
         RouterLoss(),
     ),

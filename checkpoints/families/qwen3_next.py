@@ -8,8 +8,8 @@ from typing import Any
 
 from .base.common import ATTENTION_BIAS, SILU, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf, fixed
-from .base.moe_fields import RouterLoss, SparseLayers
+from .base.fields import Field, Fixed, fixed
+from .base.moe_fields import NUM_EXPERTS, RouterLoss, SparseLayers, expert_sizes
 from .base.names import Fused, Names
 from .base.recurrent import GatedDeltaNames, MixerField, RecurrentLayers, every
 from .base.rope import Rope
@@ -43,10 +43,7 @@ QWEN3_NEXT = Family(
         GATED_BIAS,
         *fixed({"norm.layernorm_zero_centered_gamma": True, "norm.cast_order": "weight_first"}),
         *fixed({"attention.qk_layernorm": "head", "attention.output_gate": True}),
-        OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 512),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 10),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 512),
-        Field("shared_expert_intermediate_size", "moe.shared_expert_intermediate_size", int, 512),
+        *expert_sizes(NUM_EXPERTS, 512, 10, width=512, shared=512),
         Fixed("moe.shared_expert_gate", True),
         Field("norm_topk_prob", "moe.router.normalize", bool, True),
         SparseLayers(),

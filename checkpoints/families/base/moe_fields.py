@@ -7,8 +7,37 @@ from dataclasses import dataclass
 from te_models.config import ModelConfig
 
 from ...io.errors import CheckpointError
-from .fields import REQUIRED, Entry, Field, Fixed, HFConfig, Values, fixed, read_typed
+from .fields import REQUIRED, Entry, Field, Fixed, HFConfig, OneOf, Values, fixed, read_typed
 from .layer_fields import check_names
+
+NUM_EXPERTS = ("num_experts", "num_local_experts")
+ROUTED_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+"""What releases call the number of experts; the first name is written."""
+
+
+def expert_sizes(
+    names: str | tuple[str, ...],
+    experts: int,
+    topk: int,
+    width: int | None = None,
+    shared: int | None = None,
+    normalize: bool | None = None,
+) -> tuple[Entry, ...]:
+    """Return the fields of a mixture's sizes, with the class's defaults: the number of experts, under one of `names`,
+    `num_experts_per_tok`, `moe_intermediate_size`, `shared_expert_intermediate_size` and `norm_topk_prob`. None: the
+    family has no such field, or another one."""
+    count = "moe.num_moe_experts"
+    entries: list[Entry] = [
+        Field(names, count, int, experts) if isinstance(names, str) else OneOf(names, count, int, experts)
+    ]
+    entries.append(Field("num_experts_per_tok", "moe.moe_router_topk", int, topk))
+    for name, path, kind, default in (
+        ("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, width),
+        ("shared_expert_intermediate_size", "moe.shared_expert_intermediate_size", int, shared),
+        ("norm_topk_prob", "moe.router.normalize", bool, normalize),
+    ):
+        entries += [] if default is None else [Field(name, path, kind, default)]
+    return tuple(entries)
 
 
 @dataclass(frozen=True)
