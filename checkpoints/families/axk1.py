@@ -15,7 +15,7 @@ from .base.names import Fused
 from .base.rope import Rope
 from .base.unused import Unused
 from .deepseek_v2 import latent_decoder
-from .deepseek_v3 import RopeInterleave
+from .deepseek_v3 import ROPE_INTERLEAVE
 from .glm4_moe import SIGMOID_NAMES
 
 
@@ -43,7 +43,7 @@ AXK1 = Family(
         *latent_decoder(max_positions=32768),
         *latent_fields(query_rank=1536, rope=Rope()),
         ATTENTION_BIAS,
-        RopeInterleave(),
+        ROPE_INTERLEAVE,
         *expert_sizes(ROUTED_EXPERTS, 192, 8, width=2048),
         SharedExpertCount("n_shared_experts", 1, default_size=2048),
         LayerKinds(),

@@ -1,15 +1,11 @@
 """deepseek_v3: latent attention, sigmoid router with a bias for the choice (arXiv 2412.19437). kimi_k2 is the same
 architecture under another name; Moonlight is published as deepseek_v3."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-
-from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS
 from .base.family import Family
-from .base.fields import HFConfig, Only, OwnEntry, Values, read_typed
+from .base.fields import Only, switch
 from .base.latent import latent_fields
 from .base.moe_fields import ROUTED_EXPERTS, ExpertGroups, FirstDense, SharedExpertCount, expert_sizes, sigmoid_router
 from .base.names import Fused
@@ -18,18 +14,8 @@ from .base.unused import LAYERS_BEHIND
 from .deepseek_v2 import latent_decoder
 from .glm4_moe import MTP_NAMES
 
-
-class RopeInterleave(OwnEntry):
-    """`rope_interleave`: neighbouring channels are rotated, or those half a head apart."""
-
-    names = ("rope_interleave",)
-
-    def read(self, hf: HFConfig) -> Values:
-        return {"rope.style": "interleaved" if read_typed(hf, "rope_interleave", bool, True) else "half"}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"rope_interleave": config.rope.style == "interleaved"}
-
+ROPE_INTERLEAVE = switch("rope_interleave", "rope.style", "interleaved", "half", True)
+"""Neighbouring channels are rotated, or those half a head apart."""
 
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
@@ -38,7 +24,7 @@ DEEPSEEK_V3 = Family(
         *latent_decoder(max_positions=4096),
         *latent_fields(query_rank=1536, rope=Rope()),
         ATTENTION_BIAS,
-        RopeInterleave(),
+        ROPE_INTERLEAVE,
         *expert_sizes(ROUTED_EXPERTS, 256, 8, width=2048),
         SharedExpertCount("n_shared_experts", 1, default_size=2048),
         FirstDense(3),

@@ -1,31 +1,14 @@
 """glm4_moe: grouped-query attention with partial rotation, DeepSeek-V3's router, shared experts (arXiv 2508.06471)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-
-from te_models.config import ModelConfig
 
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field, HFConfig, OwnEntry, Values, read_typed
+from .base.fields import Field, switch
 from .base.moe_fields import ROUTED_EXPERTS, ExpertGroups, FirstDense, SharedExpertCount, expert_sizes, sigmoid_router
 from .base.names import Fused, MTPNames, Names
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
-
-
-class UseQKNorm(OwnEntry):
-    """`use_qk_norm`: a norm of each head of q and k."""
-
-    names = ("use_qk_norm",)
-
-    def read(self, hf: HFConfig) -> Values:
-        return {"attention.qk_layernorm": "head" if read_typed(hf, "use_qk_norm", bool, False) else "none"}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"use_qk_norm": config.attention.qk_layernorm == "head"}
-
 
 SIGMOID_NAMES = Names(selection_bias="mlp.gate.e_score_correction_bias")
 MTP_NAMES = replace(SIGMOID_NAMES, mtp=MTPNames())
@@ -36,7 +19,7 @@ GLM4_MOE = Family(
     fields=(
         *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8),
         Field("attention_bias", "attention.add_qkv_bias", bool, False),
-        UseQKNorm(),
+        switch("use_qk_norm", "attention.qk_layernorm", "head", "none"),
         *expert_sizes(ROUTED_EXPERTS, 128, 8, width=1408),
         SharedExpertCount("n_shared_experts", 1, default_size=1408),
         FirstDense(1),

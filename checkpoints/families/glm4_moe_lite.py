@@ -10,7 +10,7 @@ from .base.names import Fused
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
 from .deepseek_v2 import latent_decoder
-from .deepseek_v3 import RopeInterleave
+from .deepseek_v3 import ROPE_INTERLEAVE
 from .glm4_moe import MTP_NAMES
 
 GLM4_MOE_LITE = Family(
@@ -20,7 +20,7 @@ GLM4_MOE_LITE = Family(
         *latent_decoder(max_positions=202752, norm_eps=1e-5),
         *latent_fields(query_rank=768, nope=192, value=256, rope=Rope()),
         ATTENTION_BIAS,
-        RopeInterleave(),
+        ROPE_INTERLEAVE,
         *expert_sizes(ROUTED_EXPERTS, 64, 4, width=1536),
         SharedExpertCount("n_shared_experts", 1, default_size=1536),
         LayerKinds(),

@@ -9,7 +9,7 @@ from te_models.config import ModelConfig
 
 from .base.common import ACTIVATIONS
 from .base.family import Family
-from .base.fields import REQUIRED, Choice, Fixed, HFConfig, OwnEntry, Values, read_typed
+from .base.fields import REQUIRED, Choice, Fixed, HFConfig, OwnEntry, Values, read_typed, switch
 from .base.unused import Unused
 from .gpt2 import GPT2, ScoreScale
 
@@ -27,18 +27,6 @@ class MultiQuery(OwnEntry):
         return {"multi_query": config.attention.num_query_groups == 1}
 
 
-class ScaledScores(OwnEntry):
-    """`scale_attn_weights`: scores divided by the root of the head's size, or not."""
-
-    names = ("scale_attn_weights",)
-
-    def read(self, hf: HFConfig) -> Values:
-        return {} if read_typed(hf, "scale_attn_weights", bool, True) else {"attention.softmax_scale": 1.0}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"scale_attn_weights": config.attention.softmax_scale is None}
-
-
 _OF_ROUNDING = ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
 
 GPT_BIGCODE = Family(
@@ -47,7 +35,7 @@ GPT_BIGCODE = Family(
     fields=(
         *(entry for entry in GPT2.fields if not isinstance(entry, (ScoreScale, Choice))),
         Choice("activation_function", "mlp.activation", ACTIVATIONS, "gelu_pytorch_tanh"),
-        ScaledScores(),
+        switch("scale_attn_weights", "attention.softmax_scale", None, 1.0, True),
         MultiQuery(),
         Fixed("norm.normalization", "LayerNorm", _OF_ROUNDING),
     ),

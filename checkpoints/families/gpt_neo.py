@@ -20,6 +20,7 @@ from .base.fields import (
     shorten_value,
 )
 from .base.names import Names
+from .base.nested import TimesHidden
 from .base.unused import Unused
 
 
@@ -54,19 +55,6 @@ class AttentionTypes(OwnEntry):
         return types | ({} if window is None else {"window_size": window})
 
 
-class WidthOrFour(OwnEntry):
-    """`intermediate_size`; null means four times hidden_size."""
-
-    names = ("intermediate_size",)
-
-    def read(self, hf: HFConfig) -> Values:
-        size = read_typed(hf, "intermediate_size", int, None)
-        return {"mlp.ffn_hidden_size": 4 * read_typed(hf, "hidden_size", int, 2048) if size is None else size}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"intermediate_size": config.mlp.ffn_hidden_size}
-
-
 GPT_NEO = Family(
     model_type="gpt_neo",
     architecture="GPTNeoForCausalLM",
@@ -76,7 +64,7 @@ GPT_NEO = Family(
         OneOf(("num_layers", "num_hidden_layers"), "num_layers", int),
         OneOf(("num_heads", "num_attention_heads"), "attention.num_attention_heads", int),
         Field("max_position_embeddings", "max_position_embeddings", int, 2048),
-        WidthOrFour(),
+        TimesHidden("intermediate_size", default_hidden=2048),
         AttentionTypes(),
         Choice("activation_function", "mlp.activation", ACTIVATIONS, "gelu_new"),
         Field("layer_norm_epsilon", "norm.layernorm_epsilon", float, 1e-5),

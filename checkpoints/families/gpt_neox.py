@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from te_models.config import ModelConfig
-
 from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm_entries
 from .base.family import Family
-from .base.fields import REQUIRED, Field, HFConfig, OwnEntry, Values, fixed, read_typed
+from .base.fields import REQUIRED, Field, HFConfig, OwnEntry, Values, fixed, read_typed, switch
 from .base.names import Names
-from .base.rope import Rope
+from .base.rope import AroundRope, Rope
 from .base.unused import Unused
 
 
@@ -32,23 +30,11 @@ class SameHeadDim(OwnEntry):
         return {}
 
 
-class ParallelResidual(OwnEntry):
-    """`use_parallel_residual`: attention and MLP side by side, or one after the other."""
-
-    names = ("use_parallel_residual",)
-
-    def read(self, hf: HFConfig) -> Values:
-        return {"block": "parallel" if read_typed(hf, "use_parallel_residual", bool, True) else "pre"}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"use_parallel_residual": config.block == "parallel"}
-
-
 _ROPE = Rope(partial=0.25)
 
 
 @dataclass(frozen=True)
-class NeoXRope:
+class NeoXRope(AroundRope):
     """The rotary embedding, whose base and fraction older files call `rotary_emb_base` and `rotary_pct`; these win."""
 
     rope: Rope = _ROPE
@@ -57,9 +43,6 @@ class NeoXRope:
     def read(self, hf: HFConfig) -> Values:
         older = {"rope_theta": hf.get("rotary_emb_base"), "partial_rotary_factor": hf.get("rotary_pct")}
         return self.rope.read({**hf, **{k: v for k, v in older.items() if v is not None}})
-
-    def write(self, config: ModelConfig) -> Values:
-        return self.rope.write(config)
 
 
 _FORM = Names(
@@ -90,7 +73,7 @@ GPT_NEOX = Family(
         replace(ATTENTION_BIAS, default=True),
         Field("hidden_dropout", "hidden_dropout", float, 0.0),
         *fixed({"mlp.gated": False, "mlp.bias": True}),
-        ParallelResidual(),
+        switch("use_parallel_residual", "block", "parallel", "pre", True),
         NeoXRope(),
     ),
     names=_FORM,

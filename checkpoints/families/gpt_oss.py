@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from te_models.config import ModelConfig
-
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed, HFConfig, Values, fixed
 from .base.layer_fields import LayerPattern
 from .base.moe_fields import ExpertSize, RouterLoss, expert_sizes
 from .base.names import Fused, Names, per_expert
-from .base.rope import Rope
+from .base.rope import AroundRope, Rope
 
 _DEFAULT_ROPE = {
     "rope_type": "yarn",
@@ -32,18 +30,14 @@ _ROPE = Rope(theta=150000.0)
 
 
 @dataclass(frozen=True)
-class YarnByDefault:
+class YarnByDefault(AroundRope):
     """The rotary embedding, extended by yarn where the file says nothing."""
 
     rope: Rope = _ROPE
-    names: tuple[str, ...] = Rope.names
 
     def read(self, hf: HFConfig) -> Values:
         values = hf.get("rope_scaling") or hf.get("rope_parameters") or _DEFAULT_ROPE
         return self.rope.read({**hf, "rope_scaling": values})
-
-    def write(self, config: ModelConfig) -> Values:
-        return self.rope.write(config)
 
 
 _FORM = Names(router="mlp.router", experts=Fused(transposed=True, interleaved=True))

@@ -6,21 +6,9 @@ from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS, HeadDim, decoder_fields
 from .base.family import Family
-from .base.fields import Field, HFConfig, OwnEntry, Values, read_typed
+from .base.fields import Field, HFConfig, OwnEntry, Values, read_typed, switch
 from .base.names import Names
 from .base.rope import Rope
-
-
-class PostNorms(OwnEntry):
-    """`use_post_norm`: a norm after each sublayer beside the one before it."""
-
-    names = ("use_post_norm",)
-
-    def read(self, hf: HFConfig) -> Values:
-        return {"block": "sandwich" if read_typed(hf, "use_post_norm", bool, True) else "pre"}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"use_post_norm": config.block == "sandwich"}
 
 
 class AttentionMultiplier(OwnEntry):
@@ -44,7 +32,7 @@ HYPERCLOVAX = Family(
         *decoder_fields(max_positions=2048),
         ATTENTION_BIAS,
         Field("mlp_bias", "mlp.bias", bool, False),
-        PostNorms(),
+        switch("use_post_norm", "block", "sandwich", "pre", True),
         Field("embedding_multiplier", "embedding.multiplier", float, 1.0),
         AttentionMultiplier(),
         Field("residual_multiplier", "residual_multiplier", float, 1.0),

@@ -10,7 +10,7 @@ from te_models.config import ModelConfig
 from .base.attentions import Nested
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Fixed, HFConfig, OneOf, OwnEntry, Values, read_typed
+from .base.fields import Fixed, Flag, HFConfig, OneOf, Values, read_typed, switch
 from .base.recurrent import MixerField, RecurrentLayers
 from .base.rope import RopePerLayerType
 from .lfm2 import FORM
@@ -36,35 +36,14 @@ class WindowedLayers(RecurrentLayers):
         return values | {"layer_types": kinds, "sliding_window": window}
 
 
-class SandwichNorms(OwnEntry):
-    """`use_sandwich_norm`: norms behind mixers and MLPs as before them, or those before alone."""
-
-    names = ("use_sandwich_norm",)
-
-    def read(self, hf: HFConfig) -> Values:
-        return {"block": "sandwich" if read_typed(hf, "use_sandwich_norm", bool, True) else "pre"}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"use_sandwich_norm": config.block == "sandwich"}
-
-
-class HeadGates(OwnEntry):
-    """`use_attention_gate`: a gate of each head, the sigmoid of a projection of the input."""
-
-    names = ("use_attention_gate",)
-
-    def read(self, hf: HFConfig) -> Values:
-        gated = read_typed(hf, "use_attention_gate", bool, True)
-        return {"attention.output_gate": gated, "attention.output_gate_by": "head" if gated else "channel"}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"use_attention_gate": config.attention.output_gate}
-
-
 def _pattern(hf: HFConfig, layers: int) -> list[str]:
     """Of four layers one has a window, but for the first, and one sees everything."""
     words = ("sliding_attention", "conv", "full_attention", "conv")
     return [words[i % 4] if i else "conv" for i in range(layers)]
+
+
+def _gates(by: str, *, on: bool) -> tuple[tuple[str, object], ...]:
+    return ("attention.output_gate", on), ("attention.output_gate_by", by)
 
 
 _FORM = replace(
@@ -89,8 +68,8 @@ LFM3 = Family(
         OneOf(("norm_eps", "rms_norm_eps"), "norm.layernorm_epsilon", float, 1e-5),
         ATTENTION_BIAS,
         Fixed("attention.qk_layernorm", "head"),
-        HeadGates(),
-        SandwichNorms(),
+        Flag("use_attention_gate", _gates("head", on=True), _gates("channel", on=False), True),
+        switch("use_sandwich_norm", "block", "sandwich", "pre", True),
         RopePerLayerType(theta=1e6, sliding_theta=1e4, older=False, proportional=0.5),
     ),
     mixers=WindowedLayers(

@@ -3,16 +3,14 @@ take their input times a sigmoid, beside a shared expert; llama4 holds one besid
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import REQUIRED, Entry, Fixed, HFConfig, OwnEntry, Values, fixed, read_typed
+from .base.fields import REQUIRED, Fixed, HFConfig, OwnEntry, Values, fixed, read_typed, switch
 from .base.layer_fields import check_names, layer_type, read_rotating
-from .base.moe_fields import ExpertSize, expert_sizes
+from .base.moe_fields import ExpertEntries, ExpertSize, expert_sizes
 from .base.names import Fused, Names, per_expert
 from .base.rope import Rope
 from .base.text_part import TextPart, with_images
@@ -95,26 +93,16 @@ class MLPWidths(OwnEntry):
         return {"intermediate_size": experts, "intermediate_size_mlp": dense}
 
 
-@dataclass(frozen=True)
-class Mixture:
+class Mixture(ExpertEntries):
     """What experts need, in a model that has some. Dense ones (MobileLLM-R1, Llama Guard 4) have no `moe_layers`, and
     mostly zero experts of which zero are used; what else they say of experts means nothing."""
 
-    entries: tuple[Entry, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for entry in self.entries for name in entry.names)
-
     def read(self, hf: HFConfig) -> Values:
-        if not MoELayers().read(hf)["moe.layers"]:
-            return {}
-        return {path: value for entry in self.entries for path, value in entry.read(hf).items()}
+        return super().read(hf) if MoELayers().read(hf)["moe.layers"] else {}
 
     def write(self, config: ModelConfig) -> Values:
-        if config.moe is None:
-            return {"moe_layers": [], "num_local_experts": 0, "num_experts_per_tok": 0}
-        return {name: value for entry in self.entries for name, value in entry.write(config).items()}
+        without = {"moe_layers": [], "num_local_experts": 0, "num_experts_per_tok": 0}
+        return without if config.moe is None else super().write(config)
 
 
 class MoELayers(OwnEntry):
@@ -135,18 +123,6 @@ class MoELayers(OwnEntry):
 
     def write(self, config: ModelConfig) -> Values:
         return {"moe_layers": [i for i in range(config.num_layers) if config.is_moe_layer(i)]}
-
-
-class UseL2QKNorm(OwnEntry):
-    """`use_qk_norm`: norms of q and k without weight, in layers that rotate, behind the rotation."""
-
-    names = ("use_qk_norm",)
-
-    def read(self, hf: HFConfig) -> Values:
-        return {"attention.qk_layernorm": "l2" if read_typed(hf, "use_qk_norm", bool, True) else "none"}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"use_qk_norm": config.attention.qk_layernorm == "l2"}
 
 
 _FORM = Names(
@@ -179,7 +155,7 @@ LLAMA4_TEXT = Family(
         ),
         MLPWidths(),
         ATTENTION_BIAS,
-        UseL2QKNorm(),
+        switch("use_qk_norm", "attention.qk_layernorm", "l2", "none", True),  # of layers that rotate
         Layers(),
         Tuning(),
         Mixture(_MIXTURE),

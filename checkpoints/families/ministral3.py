@@ -10,7 +10,7 @@ from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import REQUIRED, HFConfig, Values, read_typed
 from .base.layer_fields import AllLayersWindow
-from .base.rope import Rope
+from .base.rope import AroundRope, Rope
 
 _DEFAULT = {
     "rope_type": "yarn",
@@ -29,11 +29,10 @@ _ROPE = Rope(extra=("llama_4_scaling_beta", "max_position_embeddings"))
 
 
 @dataclass(frozen=True)
-class ScaledQueries:
+class ScaledQueries(AroundRope):
     """`rope_parameters`, with `llama_4_scaling_beta` and the length by which positions are divided."""
 
     rope: Rope = _ROPE
-    names: tuple[str, ...] = Rope.names
 
     def read(self, hf: HFConfig) -> Values:
         values = hf.get("rope_scaling") or hf.get("rope_parameters") or _DEFAULT

@@ -9,7 +9,7 @@ from .base.latent import latent_fields
 from .base.moe_fields import ROUTED_EXPERTS, ExpertGroups, FirstDense, SharedExpertCount, expert_sizes
 from .base.names import Fused, Names, per_expert
 from .deepseek_v2 import latent_decoder
-from .deepseek_v3 import RopeInterleave
+from .deepseek_v3 import ROPE_INTERLEAVE
 from .ministral3 import ScaledQueries
 
 _DEFAULT = {
@@ -45,7 +45,7 @@ MISTRAL4 = Family(
         *latent_decoder(max_positions=1048576, pad=11),
         *latent_fields(query_rank=1024, rank=256, nope=64, rope=LatentQueries()),
         ATTENTION_BIAS,
-        RopeInterleave(),
+        ROPE_INTERLEAVE,
         *expert_sizes(ROUTED_EXPERTS, 128, 4, width=2048),
         SharedExpertCount("n_shared_experts", 1, default_size=2048),
         FirstDense(0),

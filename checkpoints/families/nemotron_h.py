@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Entry, Field, Fixed, HFConfig, Only, OwnEntry, Values, fixed, shorten_value
-from .base.moe_fields import ExpertGroups, expert_sizes, sigmoid_router
+from .base.fields import Field, Fixed, HFConfig, Only, OwnEntry, Values, fixed, shorten_value
+from .base.moe_fields import ExpertEntries, ExpertGroups, expert_sizes, sigmoid_router
 from .base.names import Fused, Names, PerExpert
 from .base.recurrent import Mamba2Names, MixerField, Nested, RecurrentLayers
 
@@ -84,25 +84,6 @@ def _words(hf: HFConfig) -> list[str] | None:
         return None
     words = [_OLDER.get(word, word) for word in words]
     return words if words and set(words) <= set(_LETTERS.values()) else None
-
-
-@dataclass(frozen=True)
-class ExpertEntries:
-    """What experts need; a model without experts does not write it."""
-
-    entries: tuple[Entry, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for entry in self.entries for name in entry.names)
-
-    def read(self, hf: HFConfig) -> Values:
-        return {path: value for entry in self.entries for path, value in entry.read(hf).items()}
-
-    def write(self, config: ModelConfig) -> Values:
-        if config.moe is None:
-            return {}
-        return {name: value for entry in self.entries for name, value in entry.write(config).items()}
 
 
 class LayerLetters(OwnEntry):

@@ -32,19 +32,6 @@ class EmbeddingWidth(OwnEntry):
         return {"word_embed_proj_dim": config.hidden_size}
 
 
-class AffineNorms(OwnEntry):
-    """`layer_norm_elementwise_affine`: whether norms have a weight and a bias."""
-
-    names = ("layer_norm_elementwise_affine",)
-
-    def read(self, hf: HFConfig) -> Values:
-        affine = read_typed(hf, "layer_norm_elementwise_affine", bool, True)
-        return {"norm.has_weight": affine, "norm.bias": affine}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"layer_norm_elementwise_affine": config.norm.has_weight}
-
-
 _ELSEWHERE = ("head_dim", "num_key_value_heads", "rms_norm_eps", "intermediate_size", "initializer_range")
 _FORM = Names(
     embedding="model.decoder.embed_tokens",
@@ -73,7 +60,7 @@ OPT = Family(
         Field("init_std", "init_method_std", float, 0.02),
         SameHeadDim(),
         *layer_norm_entries(bias=True),
-        AffineNorms(),
+        Spread("layer_norm_elementwise_affine", ("norm.has_weight", "norm.bias"), True),
         *fixed({"norm.layernorm_epsilon": 1e-5, "mlp.gated": False}),
         Spread("enable_bias", ("mlp.bias", "attention.add_qkv_bias", "attention.add_output_bias"), True),
         *fixed({"embedding.position_embedding_type": "learned_absolute", "embedding.position_offset": 2}),

@@ -10,7 +10,7 @@ from .base.fields import REQUIRED, HFConfig, OwnEntry, Values, read_typed
 from .base.latent import latent_fields
 from .base.rope import Rope
 from .deepseek_v2 import latent_decoder
-from .deepseek_v3 import RopeInterleave
+from .deepseek_v3 import ROPE_INTERLEAVE
 
 
 class InitialStd(OwnEntry):
@@ -34,6 +34,6 @@ YOUTU = Family(
         InitialStd(),
         *latent_fields(query_rank=1536, rope=Rope()),
         ATTENTION_BIAS,
-        RopeInterleave(),
+        ROPE_INTERLEAVE,
     ),
 )

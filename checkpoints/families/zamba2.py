@@ -11,7 +11,7 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Fixed, HFConfig, Only, OwnEntry, Spread, Values, read_typed, shorten_value
+from .base.fields import Fixed, HFConfig, Only, OwnEntry, Spread, Values, read_typed, shorten_value, switch
 from .base.names import Names, SharedNames
 from .base.recurrent import Mamba2Names, MixerField, Nested, RecurrentLayers
 from .base.rope import Rope
@@ -53,19 +53,6 @@ class WidthOrFourfold(OwnEntry):
 
     def write(self, config: ModelConfig) -> Values:
         return {"intermediate_size": config.mlp.ffn_hidden_size}
-
-
-class MemoryPositions(OwnEntry):
-    """`use_mem_rope`: whether shared blocks rotate queries and keys."""
-
-    names = ("use_mem_rope",)
-
-    def read(self, hf: HFConfig) -> Values:
-        rotates = read_typed(hf, "use_mem_rope", bool, False)
-        return {"embedding.position_embedding_type": "rope" if rotates else "none"}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"use_mem_rope": config.embedding.position_embedding_type == "rope"}
 
 
 @dataclass(frozen=True)
@@ -147,7 +134,7 @@ ZAMBA2 = Family(
         Fixed("embedding.share_embeddings_and_output_weights", True),
         WidthOrFourfold(),
         WideAttention(),
-        MemoryPositions(),
+        switch("use_mem_rope", "embedding.position_embedding_type", "rope", "none"),  # of shared blocks
         Only("use_long_context", False),
         Spread("add_bias_linear", ("mlp.bias",)),
         Rope(),

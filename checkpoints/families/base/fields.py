@@ -291,17 +291,26 @@ class Only(_OfOneField):
 
 @dataclass(frozen=True)
 class Flag(_OfOneField):
-    """A field that is true or false: the paths and their values where it is one, and where it is the other."""
+    """A field that is true or false: the paths and their values where it is one, and where it is the other; with `null`
+    null means the default, too."""
 
     true: tuple[tuple[str, Any], ...]
     false: tuple[tuple[str, Any], ...]
     default: bool = False
+    null: bool = False
 
     def read(self, hf: HFConfig) -> Values:
-        return dict(self.true if read_typed(hf, self.hf, bool, self.default) else self.false)
+        absent = self.null and hf.get(self.hf) is None
+        said = self.default if absent else read_typed(hf, self.hf, bool, self.default)
+        return dict(self.true if said else self.false)
 
     def write(self, config: ModelConfig) -> Values:
         return {self.hf: all(get_path(config, path) == value for path, value in self.true)}
+
+
+def switch(hf: str, path: str, on: Any, off: Any, default: bool = False, *, null: bool = False) -> Flag:
+    """Return the entry of a field whose true means `on` at a path, and whose false `off`; null: see `Flag`."""
+    return Flag(hf, ((path, on),), ((path, off),), default, null)
 
 
 @dataclass(frozen=True)

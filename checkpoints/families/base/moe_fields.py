@@ -166,6 +166,25 @@ def sigmoid_router(
 
 
 @dataclass(frozen=True)
+class ExpertEntries:
+    """What experts need; a model without experts does not write it."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for entry in self.entries for name in entry.names)
+
+    def read(self, hf: HFConfig) -> Values:
+        return {path: value for entry in self.entries for path, value in entry.read(hf).items()}
+
+    def write(self, config: ModelConfig) -> Values:
+        if config.moe is None:
+            return {}
+        return {name: value for entry in self.entries for name, value in entry.write(config).items()}
+
+
+@dataclass(frozen=True)
 class SparseLayers:
     """A layer has experts if its number from 1 is a multiple of `decoder_sparse_step` and not in `mlp_only_layers`.
     dense: the latter where the file does not say."""

@@ -230,3 +230,15 @@ def _read_original_length(hf: HFConfig, values: Values, result: Values, default:
     result["original_max_position_embeddings"] = original
     if result["factor"] is None:
         result["factor"] = longest / original
+
+
+@dataclass(frozen=True)
+class AroundRope:
+    """Base of entries that read more, or by other names, than a rotary embedding alone, and write what it does."""
+
+    rope: Rope = Rope()
+    names: tuple[str, ...] = Rope.names
+
+    def write(self, config: ModelConfig) -> Values:
+        """Return Hugging Face field -> value."""
+        return self.rope.write(config)
