@@ -36,8 +36,8 @@ class _Later(types.ModuleType):
 
 
 def lazy_names(package: str, hint: str = "", renamed: Mapping[str, str] | None = None) -> tuple[Callable, Callable]:
-    """Return `__getattr__` and `__dir__` of a package, for the names that its `if TYPE_CHECKING:` imports, which nothing
-    runs: that one list says to type checkers and here where each is defined.
+    """Return `__getattr__` and `__dir__` of a package, for the names that its `if TYPE_CHECKING:` imports: nothing runs
+    that, and it says here as to type checkers where each is defined.
 
     hint: what else the AttributeError for another name says. renamed: name of an earlier release -> today's; the old
     one still works, with a DeprecationWarning.
