@@ -1,13 +1,7 @@
 """Names and modules that are imported where they are first used: until then they take no time.
 
-A module that needs torch for some of its work says, at its top,
-
-    if TYPE_CHECKING:
-        import torch
-    else:
-        torch = later("torch")
-
-and does the rest of its work in a process that never imports torch, as the verbs that move bytes do.
+A module that needs torch for some of its work says `from te_models.lazy import torch`, and does the rest of its work in
+a process that never imports torch, as the verbs that move bytes do.
 """
 
 from __future__ import annotations
@@ -18,12 +12,21 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch as torch
 
 
 def later(name: str) -> types.ModuleType:
     """Return a module that is imported when an attribute of it is first asked for; the module itself if it is there."""
     return sys.modules.get(name) or _Later(name)
+
+
+def __getattr__(name: str) -> types.ModuleType:
+    if name == "torch":
+        return later(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class _Later(types.ModuleType):

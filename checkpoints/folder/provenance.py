@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Set
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..families import FAMILIES
 from ..formats.details import ALL, activation_scales, details_of
@@ -19,11 +19,6 @@ from ..mapping.quantized_format import SUFFIXES
 from ..mapping.te_namespace import parameter_names
 from .checkpoint import Checkpoint
 from .te_folder import HFSource
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 
 def provenance_source(ckpt: Checkpoint, quantized: Collection[str] | None = None) -> HFSource | None:

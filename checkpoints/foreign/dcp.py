@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..io.boxes import Box, Range, Shape, extents, intersect, tiles
 from ..io.dtypes import dtype_name, torch_dtype
@@ -23,11 +23,6 @@ from ..io.store import ComputedStore
 from ..io.weight_files import plain_file
 from .plain_pickle import MOST_BYTES, Global, Record, read_plain
 from .torch_file import DTYPES, TensorRef, TorchFile
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint."

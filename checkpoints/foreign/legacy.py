@@ -7,10 +7,10 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from te_models.config import ModelConfig
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..io.boxes import Box, Shape
 from ..io.dtypes import dtype_name, torch_dtype
@@ -21,11 +21,6 @@ from ..io.weight_files import plain_file
 from .ranks import TABLES, ParallelSizes, RankFiles, RankPlace
 from .torch_file import TensorRef, TorchFile
 from .written import Written
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"

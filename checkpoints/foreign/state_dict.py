@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..io.boxes import Box
 from ..io.dtypes import dtype_name
@@ -17,11 +17,6 @@ from ..io.weight_files import open_weights, plain_file
 from .legacy import KNOWN
 from .plain_pickle import Record
 from .torch_file import TensorRef, TorchFile
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 EXTRA_STATE = "_extra_state"
 TORCH_FILES = (".pt", ".pth", ".bin")

@@ -13,20 +13,15 @@ import os
 import zipfile
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..io.box_reads import read_box
 from ..io.boxes import Box, Shape, full, slices
 from ..io.dtypes import dtype_name
 from ..io.errors import CheckpointError, quote
 from .plain_pickle import Global, Record, read_plain
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "bool"),

@@ -28,17 +28,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..io.dtypes import bit_width, dtype_name, torch_dtype
 from ..io.errors import CheckpointError
 
 if TYPE_CHECKING:
-    import torch
-
     from .files import QuantizedFiles
-else:
-    torch = later("torch")
 
 _MOST_VALUES = 4096
 ALL = "*"

@@ -14,20 +14,15 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from .box_reads import read_box
 from .boxes import Box, full, slices
 from .dtypes import bit_width, dtype_name, torch_dtype
 from .errors import CheckpointError, quote
 from .header import Header, TensorInfo, read_header
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 
 class Store(Protocol):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..folder.checkpoint import Checkpoint, open_checkpoint
 from ..folder.hf_config import choose_family, export_config, weight_dtype
@@ -24,11 +24,6 @@ from ..mapping.plan import ConversionPlan, make_plan
 from ..mapping.report import moved_report
 from ..mapping.te_namespace import formats_in_layout, grouped_formats, te_namespace
 from .conversion import Conversion, ConversionKeywords, PathLike
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 
 def import_hf(

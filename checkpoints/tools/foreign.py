@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 from te_models.config import ConfigError, ModelConfig
-from te_models.lazy import later
+from te_models.lazy import torch
 from te_models.sizes import plural
 
 from ..families import family_of
@@ -39,11 +39,6 @@ from ..mapping.te_namespace import te_namespace
 from ..mapping.tensor_map import Namespace
 from ..write.output_folder import write_folder
 from .conversion import ConversionKeywords, PathLike, split_options
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 _CORES = {
     "torchtitan": "tok_embeddings.weight",
