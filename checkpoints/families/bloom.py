@@ -1,11 +1,9 @@
 """bloom: ALiBi, normed embeddings, LayerNorm, GELU without gate, biases, q, k and v head by head (arXiv 2211.05100)."""
 
-from dataclasses import replace
-
 from .base.common import Dropouts, layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, Fixed, OneOf, Only, fixed
-from .base.names import Names
+from .base.names import Names, without_prefix
 from .base.nested import TimesHidden
 
 _FORM = Names(
@@ -43,14 +41,5 @@ BLOOM = Family(
         *fixed({"attention.add_qkv_bias": True, "attention.add_output_bias": True}),
     ),
     names=_FORM,
-    other_names=(
-        replace(
-            _FORM,
-            form="without-prefix",
-            embedding="word_embeddings",
-            embedding_norm="word_embeddings_layernorm",
-            final_norm="ln_f",
-            layer="h.{i}",
-        ),
-    ),
+    other_names=(without_prefix(_FORM, "transformer."),),
 )

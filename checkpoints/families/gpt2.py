@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from te_models.config import ModelConfig
 
 from .base.common import ACTIVATIONS, Dropouts, layer_norm_entries
 from .base.family import Family
 from .base.fields import REQUIRED, Choice, Field, HFConfig, OneOf, OwnEntry, Values, fixed, read_typed
-from .base.names import Names
+from .base.names import Names, without_prefix
 from .base.unused import Unused
 
 
@@ -78,8 +76,6 @@ GPT2 = Family(
         *fixed({"attention.add_output_bias": True, "embedding.position_embedding_type": "learned_absolute"}),
     ),
     names=_FORM,
-    other_names=(
-        replace(_FORM, form="without-prefix", embedding="wte", positions="wpe", final_norm="ln_f", layer="h.{i}"),
-    ),
+    other_names=(without_prefix(_FORM, "transformer."),),
     unused=Unused(("*.attn.bias", "*.attn.masked_bias")),
 )

@@ -11,17 +11,16 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS
 from .base.family import Family
-from .base.fields import Field, HFConfig, OwnEntry, Values, get_path, read_typed
+from .base.fields import Field, HFConfig, OfOneField, OwnEntry, Values, get_path, read_typed
 from .base.latent import latent_fields
 from .base.rope import Rope
 from .deepseek_v2 import latent_decoder
 
 
 @dataclass(frozen=True)
-class BySize:
+class BySize(OfOneField):
     """A number by which a factor of the model is a function of one of its sizes; null means a factor of 1."""
 
-    hf: str
     path: str
     default: float
     size: str
@@ -29,10 +28,6 @@ class BySize:
     factor: Callable[[float, int], float]
     inverse: Callable[[float, int], float]
     whole: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.hf,)
 
     def read(self, hf: HFConfig) -> Values:
         value = hf.get(self.hf, self.default)

@@ -3,15 +3,13 @@ model, whose norms come after each sum and whose embeddings are narrower than it
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import Dropouts, decoder_fields, layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, HFConfig, Only, OwnEntry, Spread, Values, fixed, read_typed
-from .base.names import Names
+from .base.names import Names, without_prefix
 from .gpt_neox import SameHeadDim
 
 
@@ -71,14 +69,5 @@ OPT = Family(
         Dropouts("dropout", None, 0.1),
     ),
     names=_FORM,
-    other_names=(
-        replace(
-            _FORM,
-            form="without-prefix",
-            embedding="decoder.embed_tokens",
-            positions="decoder.embed_positions",
-            final_norm="decoder.final_layer_norm",
-            layer="decoder.layers.{i}",
-        ),
-    ),
+    other_names=(without_prefix(_FORM, "model."),),
 )

@@ -92,7 +92,7 @@ _KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str:
 
 
 @dataclass(frozen=True)
-class _OfOneField:
+class OfOneField:
     """What entries of one Hugging Face field share: its name, `hf`."""
 
     hf: str
@@ -103,7 +103,7 @@ class _OfOneField:
 
 
 @dataclass(frozen=True)
-class Field(_OfOneField):
+class Field(OfOneField):
     """A field that means the same on both sides. `default` None also allows null: ModelConfig's own default. null: null
     means the default, too, because transformers takes it and computes the same."""
 
@@ -123,7 +123,7 @@ class Field(_OfOneField):
 
 
 @dataclass(frozen=True)
-class Nullable(_OfOneField):
+class Nullable(OfOneField):
     """A number that may be null. Null differs from absent: an absent one has the class's `default`."""
 
     path: str
@@ -159,7 +159,7 @@ def fixed(values: Mapping[str, Any]) -> tuple[Fixed, ...]:
 
 
 @dataclass(frozen=True)
-class Choice(_OfOneField):
+class Choice(OfOneField):
     """A field whose values have other names; of several names of a value the default or the first is written."""
 
     path: str
@@ -181,7 +181,7 @@ class Choice(_OfOneField):
 
 
 @dataclass(frozen=True)
-class Spread(_OfOneField):
+class Spread(OfOneField):
     """A field that sets several paths to the same value; with `null` null means the default, too."""
 
     paths: tuple[str, ...]
@@ -270,7 +270,7 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class Only(_OfOneField):
+class Only(OfOneField):
     """A field whose other values would change the model: absent or `value` when read, `value` when written; with `null`
     also null."""
 
@@ -290,7 +290,7 @@ class Only(_OfOneField):
 
 
 @dataclass(frozen=True)
-class Flag(_OfOneField):
+class Flag(OfOneField):
     """A field that is true or false: the paths and their values where it is one, and where it is the other; with `null`
     null means the default, too."""
 
@@ -314,7 +314,7 @@ def switch(hf: str, path: str, on: Any, off: Any, default: bool = False, *, null
 
 
 @dataclass(frozen=True)
-class Converted(_OfOneField):
+class Converted(OfOneField):
     """A number that ModelConfig keeps as another one: `to_ours` of it, and `to_theirs` of that.
 
     Division and square roots do not always invert exactly; a whole number that gives the same value is preferred, and

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from te_models.config import ModelConfig
 
 from ...io.errors import CheckpointError
-from .fields import REQUIRED, Entry, Field, Fixed, HFConfig, OneOf, Values, fixed, read_typed
+from .fields import REQUIRED, Entry, Field, Fixed, HFConfig, OfOneField, OneOf, Values, fixed, read_typed
 from .layer_fields import check_names
 
 NUM_EXPERTS = ("num_experts", "num_local_experts")
@@ -104,17 +104,12 @@ class ExpertWidth:
 
 
 @dataclass(frozen=True)
-class SharedExpertCount:
+class SharedExpertCount(OfOneField):
     """The number of shared experts, which are one MLP so many times as wide as one of the others; 0 or null: none."""
 
-    hf: str
     default: int | None
     size: str = "moe_intermediate_size"
     default_size: int = REQUIRED
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.hf,)
 
     def read(self, hf: HFConfig) -> Values:
         if hf.get(self.hf, self.default) is None:

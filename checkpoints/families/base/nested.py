@@ -7,19 +7,14 @@ from dataclasses import dataclass
 from te_models.config import ModelConfig
 
 from ...io.errors import CheckpointError
-from .fields import REQUIRED, Entry, HFConfig, Values, get_path, read_typed, shorten_value
+from .fields import REQUIRED, Entry, HFConfig, OfOneField, Values, get_path, read_typed, shorten_value
 
 
 @dataclass(frozen=True)
-class Within:
+class Within(OfOneField):
     """`hf`, a nested object whose fields `entries` read; absent or null, they have their defaults."""
 
-    hf: str
     entries: tuple[Entry, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.hf,)
 
     def read(self, hf: HFConfig) -> Values:
         values = hf.get(self.hf)
@@ -33,15 +28,10 @@ class Within:
 
 
 @dataclass(frozen=True)
-class Repeated:
+class Repeated(OfOneField):
     """A field that another entry reads, and that this one writes unless it is zero."""
 
-    hf: str
     path: str
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.hf,)
 
     def read(self, hf: HFConfig) -> Values:
         return {}
