@@ -271,9 +271,11 @@ class Checkpoint:
             self.check_elements()
         if place != WHOLE:
             self.files.take_share(place.number, place.count)
-        from .load import load_params
+        from .load import ParameterLoad
 
-        load_params(self.store, self.namespace, self.config, self.formats, params, place=place)
+        load = ParameterLoad(self.store, self.namespace, self.config, self.formats, params, place)
+        for name in params:
+            load.fill(name)
         self.files.finish_checks()
 
 

@@ -19,7 +19,7 @@ from ..io.header import TensorInfo, byte_count
 from ..io.store import ComputedStore
 from ..io.weight_files import plain_file
 from .ranks import TABLES, ParallelSizes, RankFiles, RankPlace
-from .torch_file import TensorRef, TorchFile
+from .torch_file import TensorRef, TorchFile, open_torch_file
 from .written import Written
 
 FILE = "model_optim_rng.pt"
@@ -111,11 +111,9 @@ class LegacyStore(ComputedStore):
 
     def _open(self, place: RankPlace, path: Path) -> int:
         """Return how many chunks of layers the file holds."""
-        file = plain_file(path, FILE)
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        self._fds.append(fd)
         where = f"{path.name}/{FILE}"
-        opened = TorchFile(fd, 0, file.stat().st_size, where, KNOWN)
+        fd, opened = open_torch_file(path / FILE, where, KNOWN)
+        self._fds.append(fd)
         held = opened.value if isinstance(opened.value, dict) else {}
         models = [held["model"]] if "model" in held else []
         while not models or f"model{len(models)}" in held:

@@ -16,7 +16,7 @@ from ..io.store import ComputedStore, FileStore
 from ..io.weight_files import open_weights, plain_file
 from .legacy import KNOWN
 from .plain_pickle import Record
-from .torch_file import TensorRef, TorchFile
+from .torch_file import TensorRef, open_torch_file
 
 EXTRA_STATE = "_extra_state"
 TORCH_FILES = (".pt", ".pth", ".bin")
@@ -28,10 +28,8 @@ class TorchFileStore(ComputedStore):
     """The tensors of a state dict in a file of torch's."""
 
     def __init__(self, path: Path) -> None:
-        file = plain_file(path.parent, path.name)
-        self._fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._fd, self._file = open_torch_file(path, path.name, KNOWN)
         try:
-            self._file = TorchFile(self._fd, 0, file.stat().st_size, path.name, KNOWN)
             self._refs = _refs(self._file.value, path.name)
         except BaseException:
             os.close(self._fd)

@@ -13,6 +13,7 @@ import os
 import zipfile
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from te_models.lazy import torch
@@ -21,6 +22,7 @@ from ..io.box_reads import read_box
 from ..io.boxes import Box, Shape, full, slices
 from ..io.dtypes import dtype_name
 from ..io.errors import CheckpointError, quote
+from ..io.weight_files import plain_file
 from .plain_pickle import Global, Record, read_plain
 
 DTYPES = (
@@ -106,6 +108,18 @@ class _Window(io.RawIOBase):
         count = os.preadv(self._fd, [view], self._begin + self._at) if len(view) else 0
         self._at += count
         return count
+
+
+def open_torch_file(path: Path, where: str, known: frozenset[str]) -> tuple[int, TorchFile]:
+    """Return the descriptor of a file that torch.save wrote, which the caller closes, and what the file holds. where:
+    names it in errors."""
+    file = plain_file(path.parent, path.name)
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return fd, TorchFile(fd, 0, file.stat().st_size, where, known)
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 class TorchFile:
