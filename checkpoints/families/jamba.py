@@ -28,7 +28,7 @@ def _layers(hf: HFConfig, kind: str, layers: int, period: int, offset: int) -> l
 
 
 def _period(kind: str, found: list[int], layers: int) -> Values:
-    """Return the period and the offset that give these layers, or those of the first of them alone."""
+    """Return the period and the offset that give these layers, or the first of them alone."""
     first = found[0] if found else layers
     period = found[1] - first if len(found) > 1 else max(layers, first + 1)
     return {f"{kind}_layer_period": max(period, first + 1), f"{kind}_layer_offset": first}

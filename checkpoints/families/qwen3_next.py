@@ -16,7 +16,7 @@ from .base.rope import Rope
 from .base.unused import CONSTANTS
 
 GATED_BIAS = replace(ATTENTION_BIAS, paths=(*ATTENTION_BIAS.paths, "attention.output_gate_bias"))
-"""The gate's rows lie between those of q, and have the bias, too."""
+"""The gate's rows lie between the rows of q, and have the bias, too."""
 GATED_DELTA = RecurrentLayers(
     kind="gated_delta",
     parts=(

@@ -126,7 +126,7 @@ class TorchFile:
     """What a file of `torch.save` holds. value: what it says, with a `TensorRef` for each tensor.
 
     fd: of the file, open; it stays so. begin, length: which part of it. known: names that its pickle may contain beside
-    those of tensors.
+    names of tensors.
     """
 
     def __init__(self, fd: int, begin: int, length: int, where: str, known: frozenset[str] = frozenset()) -> None:

@@ -46,7 +46,7 @@ def _file_bytes(store: Store, piece: Piece) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class CopiedBytes:
-    """`nbytes` bytes of an output, from byte `begin` on, are those of the source tensor from `source_begin` on."""
+    """`nbytes` bytes of an output, from byte `begin` on, are the source tensor's from `source_begin` on."""
 
     source: str
     source_begin: int

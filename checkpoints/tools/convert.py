@@ -84,7 +84,7 @@ def plan_import(
     values: Checkpoint | None = None,
     dequantize: bool = False,
 ) -> ConversionPlan:
-    """Return the plan of the import of an open Hugging Face folder; the arguments are those of `import_hf`.
+    """Return the plan of the import of an open Hugging Face folder; arguments as for `import_hf`.
 
     values: the same folder, opened as values, from which weights are requantized; None: none are.
     """

@@ -38,7 +38,7 @@ def import_state_dict(
         layout: of experts, as the model has it.
         qkv_weight_interleaved: as for `import_checkpoint`.
 
-    Raises CheckpointError for tensors that are not those of the model.
+    Raises CheckpointError for tensors that the model does not have.
     """
     check_layout(layout)
     found = read_modules(_in_memory(state_dict), _WHERE, config, system, interleaved=qkv_weight_interleaved)

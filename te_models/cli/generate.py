@@ -74,7 +74,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the prompt and its continuation, write those of many, or answer turns."""
+    """Print the prompt and its continuation, write the continuations of many, or answer turns."""
     _check_options(args)
     from te_models.checkpoints.io.hub import local_folder
 

@@ -142,7 +142,7 @@ def unknown(words: Sequence[str], verb: str, parser: argparse.ArgumentParser) ->
 
 def emit(args: argparse.Namespace, result: dict[str, Any], *parts: str | TextTable) -> None:
     """Print `result` as JSON or the texts and tables, whichever the user asked for. Notes, which standard error has
-    had, are a part of the JSON, behind those of the result."""
+    had, are a part of the JSON, behind the notes of the result."""
     noted = getattr(args, "noted", [])
     result |= {"notes": [*result.get("notes", ()), *noted]} if noted else {}
     if args.json:

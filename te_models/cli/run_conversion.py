@@ -221,8 +221,8 @@ def _convert(
     also: tuple[str, ...] = (),
     unread: tuple[str, ...] = (),
 ) -> int:
-    """Run one conversion with progress, with these options and those of every conversion, and print what it did. also:
-    further options that count; unread: options of every conversion that do nothing in this one."""
+    """Run one conversion with progress, with these options and the options of every conversion, and print what it did.
+    also: further options that count; unread: options of every conversion that do nothing in this one."""
     from te_models.checkpoints.tools.options import ConversionOptions, ShardedOptions
 
     _refuse_others(args, *names, *also, *(name for name in fields_of(ShardedOptions) if name not in unread))

@@ -28,7 +28,7 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
     and with final norm, output layer and the layers that predict further tokens if the last one is. Where embedding and
     output layer share their weight, or further tokens are predicted, the last layer brings the embedding, too, but for
     positions that the model learned. Blocks that layers share are in every stage, and stages hand the embeddings on,
-    which they read. The modules are those of `model`, not copies.
+    which they read. The modules are `model`'s, not copies.
 
     Raises ConfigError for no layer, for a layer that the model does not have, for some layers of a model whose router
     loss is of all of them, and for a layer without the one whose choice of keys it shares.

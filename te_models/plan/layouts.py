@@ -23,7 +23,7 @@ Layout = dict[str, Any]
 
 @dataclass(frozen=True)
 class Refused:
-    """A layout that `te-models train` refuses, and its sentence. sizes, options: as those of a `Plan`."""
+    """A layout that `te-models train` refuses, and its sentence. sizes, options: as of a `Plan`."""
 
     sizes: Layout
     options: Layout

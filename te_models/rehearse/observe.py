@@ -136,7 +136,7 @@ def _product(module: nn.Module, x: Tensor, splits: Tensor | None, dy: Tensor, dt
 
 @contextlib.contextmanager
 def _gradients_of_inputs(model: GPTModel) -> Iterator[None]:
-    """Let the backward pass compute gradients of activations and leave those of the layers' weights out."""
+    """Let the backward pass compute gradients of activations and leave the gradients of the layers' weights out."""
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     recompute, model.decoder.activation_checkpointing = model.decoder.activation_checkpointing, False
     for name, parameter in model.named_parameters():

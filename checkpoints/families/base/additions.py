@@ -21,7 +21,7 @@ _OWN_NORMS = {
 
 def layer_additions(config: ModelConfig, i: int, root: str, at: str, ours: str) -> Iterator[tuple[str, Layout]]:
     """Yield the weight map of what layer number `i` has beside mixers, MLP and their norms. root: what the names of the
-    model begin with in files; at, ours: those of the layer, in files and of parameters."""
+    model begin with in files; at, ours: the names of the layer, in files and of parameters."""
     embedding = config.per_layer_embedding
     if config.laurel_rank is not None:
         for name in ("linear_left", "linear_right"):

@@ -90,7 +90,7 @@ _OLDER_WORDS = {
     "attention": "full_attention",
     "deepseek_sparse_attention": "indexed_attention",
 }
-"""Older words in `layer_types` -> those of transformers 5."""
+"""Older words in `layer_types` -> transformers 5's."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 _TRAINING_ONLY = (

@@ -203,7 +203,7 @@ class GatedDeltaNames:
 
 def _of_heads(name: str, heads: int, sizes: tuple[int, ...], only: int | None = None) -> Layout:
     """Return the rows of each part, of all heads, one part after the other, of a tensor that holds the parts of the
-    first head, then those of the second. sizes: rows of a part of one head; only: of one part alone."""
+    first head, then of the second. sizes: rows of a part of one head; only: of one part alone."""
     group = sum(sizes)
     offsets = [sum(sizes[:part]) for part in range(len(sizes))]
     parts = range(len(sizes)) if only is None else (only,)
@@ -261,7 +261,7 @@ class MambaNames:
 
 @dataclass(frozen=True)
 class LightningNames:
-    """Lightning attention: `qkv_proj` holds the rows of q, k and v of the first head, then those of the second."""
+    """Lightning attention: `qkv_proj` holds the rows of q, k and v of the first head, then of the second."""
 
     at: str = "self_attn."
 

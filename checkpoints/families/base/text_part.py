@@ -36,7 +36,7 @@ class TextPart:
         tied_outside: `tie_word_embeddings` beside `text_config` overrules the one within.
         tied_either: it ties as soon as one of the two says so.
         kind: the `model_type` within, where transformers has one for the text part alone; it means the first family.
-        flat: where a file has no `text_config`, the fields of the text model stand beside those of the whole.
+        flat: where a file has no `text_config`, the fields of the text model stand beside the fields of the whole.
     """
 
     families: tuple[Family, ...]

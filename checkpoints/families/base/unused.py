@@ -27,7 +27,7 @@ class Unused:
         layers_behind: also all of `model.layers.{i}` for the layers behind the last one of the model, as many as
             config.json says under one of the names that families have for it, 1 where it says nothing.
         beside: patterns of the tensors of models beside this one; they do not count in its size.
-        shared_keys: also the keys and values of layers that `num_kv_shared_layers` has read those of another one.
+        shared_keys: also the keys and values of layers that `num_kv_shared_layers` has read another layer's.
     """
 
     patterns: tuple[str, ...] = ("*.rotary_emb.inv_freq",)

@@ -120,7 +120,8 @@ def check_dtype(stored: Tensor, key: Tensor) -> None:
 
 
 def joint_memory(attention: Any, states: StateMemory | None) -> Any:
-    """Return the memory of a layer from those of its attention and of its other mixer, None where it has none."""
+    """Return the memory of a layer from the memories of its attention and of its other mixer, None where it has
+    none."""
     if states is None:
         return attention
     return states if attention is None else PairMemory(attention, states)
