@@ -12,11 +12,7 @@ APERTUS = Family(
     architecture="ApertusForCausalLM",
     fields=(
         *decoder_fields(
-            max_positions=65536,
-            norm_eps=1e-5,
-            activation="xielu",
-            activations={"xielu": "xielu", **ACTIVATIONS},
-            pad=3,
+            max_positions=65536, norm_eps=1e-5, activation="xielu", activations={"xielu": "xielu", **ACTIVATIONS}, pad=3
         ),
         *fixed({"attention.qk_layernorm": "head", "mlp.gated": False}),
         ATTENTION_BIAS,

@@ -57,11 +57,7 @@ class NormKind(OwnEntry):
         epsilon = read_typed(hf, "rms_norm_eps", float, None)
         if epsilon is None:
             return {"norm.layernorm_epsilon": read_typed(hf, "layer_norm_eps", float, 1e-5)}
-        return {
-            "norm.normalization": "RMSNorm",
-            "norm.layernorm_epsilon": epsilon,
-            "norm.cast_order": "weight_last",
-        }
+        return {"norm.normalization": "RMSNorm", "norm.layernorm_epsilon": epsilon, "norm.cast_order": "weight_last"}
 
     def write(self, config: ModelConfig) -> Values:
         epsilon = config.norm.layernorm_epsilon

@@ -77,10 +77,7 @@ class CompressedLayers(OwnEntry):
         base = nested["attention"]["compressed"]
         changes = {
             "sparse": {"compressed": base | shared, "rope": ropes["compress"]},
-            "heavy": {
-                "compressed": base | {"rate": rates["heavily_compressed_attention"]},
-                "rope": ropes["compress"],
-            },
+            "heavy": {"compressed": base | {"rate": rates["heavily_compressed_attention"]}, "rope": ropes["compress"]},
         }
         moe = dict(nested["moe"]) | {"hash_layers": self._hashed(hf, layers)}
         types = ["sliding" if kind == "sliding_attention" else "full" for kind in kinds]

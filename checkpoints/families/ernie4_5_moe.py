@@ -32,11 +32,7 @@ class LayerRange(OwnEntry):
     def write(self, config: ModelConfig) -> Values:
         layers = [i for i in range(config.num_layers) if config.is_moe_layer(i)] or [config.num_layers]
         interval = layers[1] - layers[0] if len(layers) > 1 else 1
-        return {
-            "moe_layer_start_index": layers[0],
-            "moe_layer_end_index": layers[-1],
-            "moe_layer_interval": interval,
-        }
+        return {"moe_layer_start_index": layers[0], "moe_layer_end_index": layers[-1], "moe_layer_interval": interval}
 
 
 class SmallestSum(OwnEntry):

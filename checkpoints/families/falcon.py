@@ -19,13 +19,7 @@ class FalconBlocks(OwnEntry):
     """`new_decoder_architecture` with `num_kv_heads` and `num_ln_in_parallel_attn` (null: 2); or without it
     `multi_query`, one head of keys, and `parallel_attn`, one norm for attention and MLP."""
 
-    names = (
-        "new_decoder_architecture",
-        "multi_query",
-        "num_kv_heads",
-        "parallel_attn",
-        "num_ln_in_parallel_attn",
-    )
+    names = ("new_decoder_architecture", "multi_query", "num_kv_heads", "parallel_attn", "num_ln_in_parallel_attn")
 
     def read(self, hf: HFConfig) -> Values:
         new = read_typed(hf, "new_decoder_architecture", bool, False)

@@ -93,12 +93,7 @@ GEMMA3N_TEXT = Family(
     unused=Unused(shared_keys=True),
 )
 
-_SIZES = {
-    "vocab_size": 262400,
-    "hidden_size": 2048,
-    "num_hidden_layers": 35,
-    "num_attention_heads": 8,
-}
+_SIZES = {"vocab_size": 262400, "hidden_size": 2048, "num_hidden_layers": 35, "num_attention_heads": 8}
 
 GEMMA3N = with_sight_and_hearing(
     with_images("gemma3n", "Gemma3nForConditionalGeneration", TextPart((GEMMA3N_TEXT,), _SIZES), prefix=None)

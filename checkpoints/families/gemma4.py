@@ -46,13 +46,7 @@ class ExpertsBesideMLP(OwnEntry):
     """`enable_moe_block`: experts beside the MLP of every layer; and the widths of the MLPs: `use_double_wide_mlp`
     doubles the width in layers that read another layer's keys."""
 
-    names = (
-        "enable_moe_block",
-        "num_experts",
-        "top_k_experts",
-        "moe_intermediate_size",
-        "use_double_wide_mlp",
-    )
+    names = ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size", "use_double_wide_mlp")
 
     def read(self, hf: HFConfig) -> Values:
         layers, width = (

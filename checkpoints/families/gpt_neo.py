@@ -7,18 +7,7 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import ACTIVATIONS, Dropouts, layer_norm_entries
 from .base.family import Family
-from .base.fields import (
-    REQUIRED,
-    Choice,
-    Field,
-    HFConfig,
-    OneOf,
-    OwnEntry,
-    Values,
-    fixed,
-    read_typed,
-    shorten_value,
-)
+from .base.fields import REQUIRED, Choice, Field, HFConfig, OneOf, OwnEntry, Values, fixed, read_typed, shorten_value
 from .base.names import Names
 from .base.nested import TimesHidden
 from .base.unused import Unused

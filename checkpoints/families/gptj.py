@@ -84,10 +84,4 @@ FORM = Names(
 )
 MASKS = Unused(("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask", "*.attn.embed_positions"))
 
-GPTJ = Family(
-    model_type="gptj",
-    architecture="GPTJForCausalLM",
-    fields=gptj_fields(()),
-    names=FORM,
-    unused=MASKS,
-)
+GPTJ = Family(model_type="gptj", architecture="GPTJForCausalLM", fields=gptj_fields(()), names=FORM, unused=MASKS)

@@ -49,11 +49,7 @@ EXPERTS = (
 _FIELDS = (*GRANITE_COMMON, *EXPERTS)
 
 GRANITEMOE = Family(
-    model_type="granitemoe",
-    architecture="GraniteMoeForCausalLM",
-    fields=_FIELDS,
-    names=FORM,
-    other_names=OTHER_FORMS,
+    model_type="granitemoe", architecture="GraniteMoeForCausalLM", fields=_FIELDS, names=FORM, other_names=OTHER_FORMS
 )
 GRANITEMOESHARED = Family(
     model_type="granitemoeshared",

@@ -35,9 +35,5 @@ class Biases(OwnEntry):
 INTERNLM3 = Family(
     model_type="internlm3",
     architecture="InternLM3ForCausalLM",
-    fields=(
-        *decoder_fields(max_positions=32768, norm_eps=1e-5, kv_heads=2, head_dim=128, pad=2),
-        Biases(),
-        Rope(),
-    ),
+    fields=(*decoder_fields(max_positions=32768, norm_eps=1e-5, kv_heads=2, head_dim=128, pad=2), Biases(), Rope()),
 )

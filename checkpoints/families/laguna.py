@@ -11,18 +11,7 @@ from ..io.errors import CheckpointError
 from .base.attentions import HeadsPerLayer
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import (
-    Field,
-    Fixed,
-    HFConfig,
-    Only,
-    OwnEntry,
-    Values,
-    fixed,
-    get_path,
-    read_typed,
-    shorten_value,
-)
+from .base.fields import Field, Fixed, HFConfig, Only, OwnEntry, Values, fixed, get_path, read_typed, shorten_value
 from .base.layer_fields import LayerPattern
 from .base.moe_fields import NUM_EXPERTS, LayerKinds, RouterLoss, expert_sizes
 from .base.names import Fused, Names

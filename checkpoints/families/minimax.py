@@ -49,11 +49,7 @@ def _pattern(hf: HFConfig, layers: int) -> list[str]:
     return ["linear_attention" if i % 2 else "full_attention" for i in range(layers)]
 
 
-_NAMES = Names(
-    router="block_sparse_moe.gate",
-    experts=W1_W3_W2,
-    mixers={"lightning": LightningNames()},
-)
+_NAMES = Names(router="block_sparse_moe.gate", experts=W1_W3_W2, mixers={"lightning": LightningNames()})
 
 MINIMAX = Family(
     model_type="minimax",

@@ -114,10 +114,7 @@ OLMO_HYBRID = Family(
             mixers={"gated_delta": replace(_DELTA, convolution="thirds")},
         ),
         replace(
-            _FORM,
-            form="in-memory",
-            recurrent_norms=PRE,
-            mixers={"gated_delta": replace(_DELTA, convolution="joined")},
+            _FORM, form="in-memory", recurrent_norms=PRE, mixers={"gated_delta": replace(_DELTA, convolution="joined")}
         ),
     ),
 )

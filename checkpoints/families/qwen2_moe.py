@@ -11,8 +11,7 @@ from .base.names import Fused, Names
 from .base.rope import Rope
 
 _FORM = Names(
-    shared_fc1=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-    shared_fc2="mlp.shared_expert.down_proj",
+    shared_fc1=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), shared_fc2="mlp.shared_expert.down_proj"
 )
 
 QWEN2_MOE = Family(

@@ -97,13 +97,7 @@ class KeysForEveryHead(OwnEntry):
 
 
 def latent_fields(
-    *,
-    query_rank: int | None,
-    rank: int = 512,
-    nope: int = 128,
-    rotated: int = 64,
-    value: int = 128,
-    rope: Entry | None,
+    *, query_rank: int | None, rank: int = 512, nope: int = 128, rotated: int = 64, value: int = 128, rope: Entry | None
 ) -> tuple[Entry, ...]:
     """Return the fields of latent attention; the arguments are the class's defaults. rope: None where nothing rotates,
     the channels that would included."""

@@ -183,13 +183,7 @@ class LayerPattern:
 class UnrotatedLayers(OwnEntry):
     """`no_rope_layers` holds 0 for layers without position encoding; else every `no_rope_layer_interval`-th is one."""
 
-    names = (
-        "no_rope_layers",
-        "no_rope_layer_interval",
-        "layer_types",
-        "sliding_window",
-        "use_sliding_window",
-    )
+    names = ("no_rope_layers", "no_rope_layer_interval", "layer_types", "sliding_window", "use_sliding_window")
 
     def read(self, hf: HFConfig) -> Values:
         rotating = read_rotating(hf)
