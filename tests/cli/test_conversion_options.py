@@ -121,6 +121,8 @@ def test_only_the_verb_that_is_asked_has_its_options() -> None:
         (["eval", "OURS", "--task", "x", "--text-field", "text"], "--text-field needs --text"),
         (["certify", "--check", "x", "--ranks", "8"], "--ranks needs SOURCE"),
         (["verify", "OURS", "--tokens", "256"], "--tokens needs --logits"),
+        (["info", "--dynamic", "auto"], "--dynamic needs --compile-report DIR"),
+        (["info", "--keys", "moe", "--compile-report", "x"], "--compile-report needs no --keys"),
     ],
 )
 def test_an_option_that_does_nothing_is_refused_also_with_its_default(
