@@ -37,7 +37,6 @@ _FORM = Names(
 
 AFMOE = Family(
     model_type="afmoe",
-    architecture="AfmoeForCausalLM",
     fields=(
         *decoder_fields(max_positions=16384, norm_eps=1e-5, head_dim=128),
         ATTENTION_BIAS,

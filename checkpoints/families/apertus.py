@@ -9,7 +9,6 @@ from .base.rope import Rope
 
 APERTUS = Family(
     model_type="apertus",
-    architecture="ApertusForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=65536, norm_eps=1e-5, activation="xielu", activations={"xielu": "xielu", **ACTIVATIONS}, pad=3

@@ -8,7 +8,6 @@ from .base.rope import Rope
 
 ARCEE = Family(
     model_type="arcee",
-    architecture="ArceeForCausalLM",
     fields=(
         *decoder_fields(max_positions=4096, norm_eps=1e-5, activation="relu2"),
         Fixed("mlp.gated", False),

@@ -65,7 +65,6 @@ _IN_MEMORY = Names(
 
 BAILING_HYBRID = Family(
     model_type="bailing_hybrid",
-    architecture="BailingHybridForCausalLM",
     fields=renamed(
         (
             *latent_decoder(max_positions=262144, pad=156892, activations=SILU, without=TIED),

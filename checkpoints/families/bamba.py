@@ -29,7 +29,6 @@ class AttentionIndices(RecurrentLayers):
 
 BAMBA = Family(
     model_type="bamba",
-    architecture="BambaForCausalLM",
     fields=(
         *decoder_fields(max_positions=262144, norm_eps=1e-5, kv_heads=8, pad=0, activations=SILU),
         ATTENTION_BIAS,

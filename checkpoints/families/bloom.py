@@ -20,7 +20,6 @@ _FORM = Names(
 
 BLOOM = Family(
     model_type="bloom",
-    architecture="BloomForCausalLM",
     fields=(
         Field("vocab_size", "vocab_size", int, 250880),
         OneOf(("hidden_size", "n_embed"), "hidden_size", int, 64),

@@ -17,7 +17,6 @@ COHERE_COMMON = (
 
 COHERE = Family(
     model_type="cohere",
-    architecture="CohereForCausalLM",
     fields=(
         *decoder_fields(max_positions=8192, pad=0, norm_eps=1e-5, norm_name="layer_norm_eps", tied=True),
         *COHERE_COMMON,

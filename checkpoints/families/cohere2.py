@@ -10,7 +10,6 @@ from .cohere import COHERE_COMMON
 
 COHERE2 = Family(
     model_type="cohere2",
-    architecture="Cohere2ForCausalLM",
     fields=(
         *decoder_fields(max_positions=8192, pad=0, norm_eps=1e-5, norm_name="layer_norm_eps", tied=True),
         *COHERE_COMMON,

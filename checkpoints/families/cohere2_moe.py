@@ -117,7 +117,6 @@ class SelectedScores(OwnEntry):
 
 COHERE2_MOE = Family(
     model_type="cohere2_moe",
-    architecture="Cohere2MoeForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=8192, pad=0, head_dim=128, tied=True, without=("intermediate_size", "rms_norm_eps")

@@ -17,7 +17,6 @@ _DEFAULT = {
 
 CWM = Family(
     model_type="cwm",
-    architecture="CwmForCausalLM",
     fields=(
         *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8, head_dim=128),
         Field("mlp_bias", "mlp.bias", bool, False),

@@ -130,7 +130,6 @@ _APART = PerExpert(*(f"ffn.experts.mlp.{{e}}.{name}" for name in ("w1", "v1", "w
 
 DBRX = Family(
     model_type="dbrx",
-    architecture="DbrxForCausalLM",
     fields=(
         Field("vocab_size", "vocab_size", int, 32000),
         OneOf(("d_model", "hidden_size"), "hidden_size", int, 2048),

@@ -40,7 +40,6 @@ def latent_decoder(**defaults: Any) -> tuple:
 
 DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
-    architecture="DeepseekV2ForCausalLM",
     fields=(
         *latent_decoder(max_positions=2048),
         *latent_fields(query_rank=1536, rope=Rope()),

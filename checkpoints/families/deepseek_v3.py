@@ -19,7 +19,6 @@ ROPE_INTERLEAVE = switch("rope_interleave", "rope.style", "interleaved", "half",
 
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
-    architecture="DeepseekV3ForCausalLM",
     fields=(
         *latent_decoder(max_positions=4096),
         *latent_fields(query_rank=1536, rope=Rope()),

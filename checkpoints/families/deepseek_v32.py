@@ -39,7 +39,6 @@ def sparse_latent(groups: tuple[int, int], max_positions: int, norm_eps: float, 
 
 DEEPSEEK_V32 = Family(
     model_type="deepseek_v32",
-    architecture="DeepseekV32ForCausalLM",
     fields=(*sparse_latent((8, 4), 163840, 1e-6, query_rank=1536), *indexer_fields(heads=64, rope_style="half")),
     names=MTP_NAMES,
     other_names=(replace(MTP_NAMES, form="fused", experts=Fused()),),

@@ -230,7 +230,6 @@ _IN_MEMORY = Names(
 
 DEEPSEEK_V4 = Family(
     model_type="deepseek_v4",
-    architecture="DeepseekV4ForCausalLM",
     fields=(
         *decoder_fields(max_positions=1048576, without=("intermediate_size", "num_key_value_heads", "head_dim")),
         HeadDim(512),

@@ -13,7 +13,6 @@ from .glm4_moe import SIGMOID_NAMES
 
 DOTS1 = Family(
     model_type="dots1",
-    architecture="Dots1ForCausalLM",
     fields=(
         *decoder_fields(max_positions=2048, kv_heads=32),
         ATTENTION_BIAS,

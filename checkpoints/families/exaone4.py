@@ -10,7 +10,6 @@ from .base.rope import Rope
 
 EXAONE4 = Family(
     model_type="exaone4",
-    architecture="Exaone4ForCausalLM",
     fields=(
         *decoder_fields(max_positions=2048, norm_eps=1e-5, kv_heads=32),
         *fixed({"block": "post", "attention.qk_layernorm": "head"}),

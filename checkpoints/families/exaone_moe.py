@@ -15,7 +15,6 @@ _FORM = Names(selection_bias="mlp.e_score_correction_bias")
 
 EXAONE_MOE = Family(
     model_type="exaone_moe",
-    architecture="ExaoneMoeForCausalLM",
     fields=(
         *decoder_fields(max_positions=2048, pad=0, norm_eps=1e-5, kv_heads=32),
         Fixed("attention.qk_layernorm", "head"),

@@ -52,7 +52,6 @@ class FalconBlocks(OwnEntry):
 
 FALCON = Family(
     model_type="falcon",
-    architecture="FalconForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=2048,

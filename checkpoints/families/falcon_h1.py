@@ -121,7 +121,6 @@ class Gate(MixerField):
 
 FALCON_H1 = Family(
     model_type="falcon_h1",
-    architecture="FalconH1ForCausalLM",
     fields=(
         *decoder_fields(max_positions=8192, norm_eps=1e-5, kv_heads=8, pad=0, without=("hidden_act",)),
         ATTENTION_BIAS,

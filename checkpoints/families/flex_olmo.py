@@ -9,7 +9,6 @@ from .olmo2 import OLMO2_COMMON
 
 FLEX_OLMO = Family(
     model_type="flex_olmo",
-    architecture="FlexOlmoForCausalLM",
     fields=(
         *decoder_fields(max_positions=4096, pad=100277),
         *OLMO2_COMMON,

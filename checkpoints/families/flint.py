@@ -26,7 +26,6 @@ _FORM = Names(
 
 FLINT = Family(
     model_type="flint",
-    architecture="FlintForCausalLM",
     fields=(
         *decoder_fields(max_positions=262144, kv_heads=4, head_dim=128),
         ATTENTION_BIAS,

@@ -52,7 +52,6 @@ class HiddenActivation(OwnEntry):
 
 GEMMA = Family(
     model_type="gemma",
-    architecture="GemmaForCausalLM",
     fields=(
         *decoder_fields(max_positions=8192, pad=0, kv_heads=16, head_dim=256, tied=True, without=("hidden_act",)),
         HiddenActivation(),

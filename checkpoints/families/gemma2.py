@@ -17,7 +17,6 @@ GEMMA2_COMMON = (
 
 GEMMA2 = Family(
     model_type="gemma2",
-    architecture="Gemma2ForCausalLM",
     fields=(
         *gemma_fields(max_positions=8192),
         *GEMMA2_COMMON,

@@ -13,4 +13,4 @@ GLM_COMMON = (
     Rope(partial=0.5),
 )
 
-GLM = Family(model_type="glm", architecture="GlmForCausalLM", fields=GLM_COMMON, names=Names(fc1=("mlp.gate_up_proj",)))
+GLM = Family(model_type="glm", fields=GLM_COMMON, names=Names(fc1=("mlp.gate_up_proj",)))

@@ -7,7 +7,6 @@ from .glm import GLM_COMMON
 
 GLM4 = Family(
     model_type="glm4",
-    architecture="Glm4ForCausalLM",
     fields=(*GLM_COMMON, Fixed("block", "sandwich")),
     names=Names(
         norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),

@@ -15,7 +15,6 @@ MTP_NAMES = replace(SIGMOID_NAMES, mtp=MTPNames())
 
 GLM4_MOE = Family(
     model_type="glm4_moe",
-    architecture="Glm4MoeForCausalLM",
     fields=(
         *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8),
         Field("attention_bias", "attention.add_qkv_bias", bool, False),

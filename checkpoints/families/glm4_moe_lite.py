@@ -15,7 +15,6 @@ from .glm4_moe import MTP_NAMES
 
 GLM4_MOE_LITE = Family(
     model_type="glm4_moe_lite",
-    architecture="Glm4MoeLiteForCausalLM",
     fields=(
         *latent_decoder(max_positions=202752, norm_eps=1e-5),
         *latent_fields(query_rank=768, nope=192, value=256, rope=Rope()),

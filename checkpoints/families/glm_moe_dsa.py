@@ -12,7 +12,6 @@ from .glm4_moe import MTP_NAMES
 
 GLM_MOE_DSA = Family(
     model_type="glm_moe_dsa",
-    architecture="GlmMoeDsaForCausalLM",
     fields=(
         *sparse_latent((1, 1), 202752, 1e-5, query_rank=2048, nope=192, value=256),
         *indexer_fields(heads=32, rope_style="interleaved"),

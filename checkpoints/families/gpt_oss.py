@@ -44,7 +44,6 @@ _FORM = Names(router="mlp.router", experts=Fused(transposed=True, interleaved=Tr
 
 GPT_OSS = Family(
     model_type="gpt_oss",
-    architecture="GptOssForCausalLM",
     fields=(
         *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8, head_dim=64),
         ExpertSize(),

@@ -16,6 +16,5 @@ GRANITE_COMMON = (*decoder_fields(max_positions=2048), ATTENTION_BIAS, *MULTIPLI
 
 GRANITE = Family(
     model_type="granite",
-    architecture="GraniteForCausalLM",
     fields=(*GRANITE_COMMON, Field("mlp_bias", "mlp.bias", bool, False)),
 )

@@ -118,7 +118,6 @@ _NAMES = Names(
 
 JAMBA = Family(
     model_type="jamba",
-    architecture="JambaForCausalLM",
     fields=(
         *decoder_fields(max_positions=262144, kv_heads=8, pad=0, without=("hidden_act", "intermediate_size")),
         Only("hidden_act", "silu"),

@@ -119,7 +119,6 @@ _IN_MEMORY = SeparateDeltaNames(convolution="joined", forget="forget_gate.", dec
 
 KIMI_LINEAR = Family(
     model_type="kimi_linear",
-    architecture="KimiLinearForCausalLM",
     fields=renamed(
         (
             *latent_decoder(max_positions=1048576, norm_eps=1e-5, pad=163839, activations=SILU, without=TIED),

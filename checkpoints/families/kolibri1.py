@@ -25,7 +25,6 @@ _IN_MEMORY = replace(
 
 KOLIBRI1 = Family(
     model_type="kolibri1",
-    architecture="Kolibri1ForCausalLM",
     fields=(
         *decoder_fields(max_positions=262144, kv_heads=4, head_dim=128, without=("intermediate_size",)),
         ExpertSize(name="moe_intermediate_size", default=512, dense=True),

@@ -65,7 +65,6 @@ _IN_MEMORY = replace(
 
 LAGUNA = Family(
     model_type="laguna",
-    architecture="LagunaForCausalLM",
     fields=(
         *decoder_fields(max_positions=131072, kv_heads=8, head_dim=128),
         ATTENTION_BIAS,

@@ -78,7 +78,6 @@ WITHOUT = ("intermediate_size", "tie_word_embeddings", "attention_dropout", "hid
 
 LFM2 = Family(
     model_type="lfm2",
-    architecture="Lfm2ForCausalLM",
     fields=(
         *decoder_fields(max_positions=128_000, norm_eps=1e-5, norm_name="norm_eps", kv_heads=8, pad=0, without=WITHOUT),
         AdjustedWidth(),

@@ -17,7 +17,6 @@ _FORM = replace(
 
 LFM2_MOE = Family(
     model_type="lfm2_moe",
-    architecture="Lfm2MoeForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=128_000,

@@ -55,7 +55,6 @@ _FORM = replace(
 
 LFM3 = Family(
     model_type="lfm3",
-    architecture="Lfm3ForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=128_000,

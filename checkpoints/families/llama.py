@@ -7,6 +7,5 @@ from .base.rope import Rope
 
 LLAMA = Family(
     model_type="llama",
-    architecture="LlamaForCausalLM",
     fields=(*decoder_fields(max_positions=2048), Field("mlp_bias", "mlp.bias", bool, False), ATTENTION_BIAS, Rope()),
 )

@@ -67,7 +67,6 @@ _NAMES = Names(
 
 MAMBA = Family(
     model_type="mamba",
-    architecture="MambaForCausalLM",
     fields=_FIELDS,
     mixers=RecurrentLayers(kind="mamba", parts=_PARTS, extra=("expand",), alone=True),
     names=_NAMES,
@@ -75,7 +74,6 @@ MAMBA = Family(
 )
 FALCON_MAMBA = Family(
     model_type="falcon_mamba",
-    architecture="FalconMambaForCausalLM",
     fields=_FIELDS,
     mixers=RecurrentLayers(
         kind="mamba",

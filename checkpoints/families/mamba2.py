@@ -51,7 +51,6 @@ NO_ATTENTION = (
 
 MAMBA2 = Family(
     model_type="mamba2",
-    architecture="Mamba2ForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=0,

@@ -11,7 +11,6 @@ from .base.unused import Unused
 
 MELLUM = Family(
     model_type="mellum",
-    architecture="MellumForCausalLM",
     fields=(
         *decoder_fields(max_positions=131072, kv_heads=4, head_dim=128),
         Fixed("attention.qk_layernorm", "head"),

@@ -7,6 +7,5 @@ from .base.rope import Rope
 
 MINISTRAL = Family(
     model_type="ministral",
-    architecture="MinistralForCausalLM",
     fields=(*decoder_fields(max_positions=131072, kv_heads=8), LayerPattern(window=4096, period=None), Rope()),
 )

@@ -54,7 +54,6 @@ class ScaledQueries(AroundRope):
 
 MINISTRAL3 = Family(
     model_type="ministral3",
-    architecture="Ministral3ForCausalLM",
     fields=(
         *decoder_fields(max_positions=262144, pad=11, norm_eps=1e-5, kv_heads=8, head_dim=128),
         AllLayersWindow(default=None),

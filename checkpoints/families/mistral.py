@@ -7,6 +7,5 @@ from .base.rope import Rope
 
 MISTRAL = Family(
     model_type="mistral",
-    architecture="MistralForCausalLM",
     fields=(*decoder_fields(max_positions=131072, kv_heads=8), AllLayersWindow(default=4096), Rope()),
 )

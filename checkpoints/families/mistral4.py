@@ -40,7 +40,6 @@ FUSED = Names(experts=Fused())
 
 MISTRAL4 = Family(
     model_type="mistral4",
-    architecture="Mistral4ForCausalLM",
     fields=(
         *latent_decoder(max_positions=1048576, pad=11),
         *latent_fields(query_rank=1024, rank=256, nope=64, rope=LatentQueries()),

@@ -12,7 +12,6 @@ W1_W3_W2 = PerExpert(*(f"block_sparse_moe.experts.{{e}}.{name}" for name in ("w1
 
 MIXTRAL = Family(
     model_type="mixtral",
-    architecture="MixtralForCausalLM",
     fields=(
         *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8),
         ExpertSize(),

@@ -11,7 +11,6 @@ _WITHOUT_EFFECT = ("learned_pos_emb", "init_device", "norm_type", "verbose", "in
 
 MPT = Family(
     model_type="mpt",
-    architecture="MptForCausalLM",
     fields=(
         Field("vocab_size", "vocab_size", int, 50368),
         OneOf(("d_model", "hidden_size"), "hidden_size", int, 2048),

@@ -8,7 +8,6 @@ from .base.rope import Rope
 
 NEMOTRON = Family(
     model_type="nemotron",
-    architecture="NemotronForCausalLM",
     fields=(
         *decoder_fields(max_positions=4096, norm_eps=1e-5, norm_name="norm_eps", activation="relu2", init_std=0.0134),
         *layer_norm_entries(bias=True),

@@ -120,7 +120,6 @@ _FORM = Names(
 
 NEMOTRON_H = Family(
     model_type="nemotron_h",
-    architecture="NemotronHForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=4096,

@@ -7,7 +7,6 @@ from .base.rope import Rope
 
 OLMO = Family(
     model_type="olmo",
-    architecture="OlmoForCausalLM",
     fields=(
         *decoder_fields(max_positions=2048, pad=1, without=("rms_norm_eps",)),
         *layer_norm_entries(bias=False, weight=False),

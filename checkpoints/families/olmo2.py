@@ -13,7 +13,6 @@ OLMO2_COMMON = (
 
 OLMO2 = Family(
     model_type="olmo2",
-    architecture="Olmo2ForCausalLM",
     fields=(*decoder_fields(max_positions=2048, pad=1, norm_eps=1e-5), *OLMO2_COMMON, Rope()),
     names=Names(norms=POST),
 )

@@ -9,7 +9,6 @@ from .olmo2 import OLMO2_COMMON
 
 OLMO3 = Family(
     model_type="olmo3",
-    architecture="Olmo3ForCausalLM",
     fields=(
         *decoder_fields(max_positions=2048, pad=1, norm_eps=1e-5),
         *OLMO2_COMMON,

@@ -84,7 +84,6 @@ _FORM = Names(
 
 OLMO_HYBRID = Family(
     model_type="olmo_hybrid",
-    architecture="OlmoHybridForCausalLM",
     fields=(
         *decoder_fields(max_positions=65536, pad=100277, activations=SILU),
         ATTENTION_BIAS,

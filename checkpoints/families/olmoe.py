@@ -9,7 +9,6 @@ from .base.rope import Rope
 
 OLMOE = Family(
     model_type="olmoe",
-    architecture="OlmoeForCausalLM",
     fields=(
         *decoder_fields(max_positions=4096, pad=1, norm_eps=1e-5),
         ExpertSize(),

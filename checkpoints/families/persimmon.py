@@ -12,7 +12,6 @@ from .phi import QK_LAYERNORM
 
 PERSIMMON = Family(
     model_type="persimmon",
-    architecture="PersimmonForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=16384,

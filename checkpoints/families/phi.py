@@ -15,7 +15,6 @@ QK_LAYERNORM = Flag(
 
 PHI = Family(
     model_type="phi",
-    architecture="PhiForCausalLM",
     fields=(
         *decoder_fields(max_positions=2048, norm_eps=1e-5, norm_name="layer_norm_eps", activation="gelu_new"),
         *layer_norm_entries(bias=True),

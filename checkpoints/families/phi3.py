@@ -8,7 +8,6 @@ from .base.rope import Rope
 
 PHI3 = Family(
     model_type="phi3",
-    architecture="Phi3ForCausalLM",
     fields=(
         *decoder_fields(max_positions=4096, norm_eps=1e-5, pad=32000),
         Dropouts("resid_pdrop", None),  # transformers has `embd_pdrop` and drops no embeddings

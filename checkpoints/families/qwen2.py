@@ -8,7 +8,6 @@ from .base.rope import Rope
 
 QWEN2 = Family(
     model_type="qwen2",
-    architecture="Qwen2ForCausalLM",
     fields=(
         *decoder_fields(max_positions=32768, kv_heads=32),
         Fixed("attention.add_qkv_bias", True),

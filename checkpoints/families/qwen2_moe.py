@@ -16,7 +16,6 @@ _FORM = Names(
 
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
-    architecture="Qwen2MoeForCausalLM",
     fields=(
         *decoder_fields(max_positions=32768, kv_heads=16),
         Field("qkv_bias", "attention.add_qkv_bias", bool, True),

@@ -8,7 +8,6 @@ from .base.rope import Rope
 
 QWEN3 = Family(
     model_type="qwen3",
-    architecture="Qwen3ForCausalLM",
     fields=(
         *decoder_fields(max_positions=32768, kv_heads=32, head_dim=128),
         Fixed("attention.qk_layernorm", "head", ("use_qk_norm",)),  # Qwen3-Coder says so, too

@@ -10,7 +10,6 @@ from .base.rope import Rope
 
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
-    architecture="Qwen3MoeForCausalLM",
     fields=(
         *decoder_fields(max_positions=32768, kv_heads=4),
         Fixed("attention.qk_layernorm", "head", ("use_qk_norm",)),  # Qwen3-Coder says so, too

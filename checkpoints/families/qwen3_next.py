@@ -37,7 +37,6 @@ _FORM = Names(gate_in_q=True, mixers={"gated_delta": GatedDeltaNames(by_key_head
 
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
-    architecture="Qwen3NextForCausalLM",
     fields=(
         *decoder_fields(max_positions=32768, kv_heads=2, head_dim=256, activations=SILU),
         GATED_BIAS,

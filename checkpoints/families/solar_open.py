@@ -13,7 +13,6 @@ from .glm4_moe import SIGMOID_NAMES
 
 SOLAR_OPEN = Family(
     model_type="solar_open",
-    architecture="SolarOpenForCausalLM",
     fields=(
         *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8, head_dim=128, without=("intermediate_size",)),
         Field("attention_bias", "attention.add_qkv_bias", bool, False),

@@ -9,7 +9,6 @@ from .base.rope import Rope
 
 STARCODER2 = Family(
     model_type="starcoder2",
-    architecture="Starcoder2ForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=4096,

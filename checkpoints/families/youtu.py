@@ -28,7 +28,6 @@ class InitialStd(OwnEntry):
 
 YOUTU = Family(
     model_type="youtu",
-    architecture="YoutuForCausalLM",
     fields=(
         *latent_decoder(max_positions=131072, tied=True, without=("initializer_range",)),
         InitialStd(),

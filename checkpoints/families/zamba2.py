@@ -121,7 +121,6 @@ class SharedLayers(RecurrentLayers):
 
 ZAMBA2 = Family(
     model_type="zamba2",
-    architecture="Zamba2ForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=4096,

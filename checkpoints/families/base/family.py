@@ -104,7 +104,8 @@ class Family:
 
     Arguments:
         model_type: the `model_type` of its config.json; also the family's name.
-        architecture: the transformers class, written to `architectures`.
+        architecture: the transformers class, written to `architectures`; by default the words of the model_type:
+            Qwen3MoeForCausalLM for qwen3_moe.
         fields: the configuration map.
         mixers: what says that layers have other mixers than `attention`; read after `fields`.
         names: the weight map; an export writes it.
@@ -114,13 +115,17 @@ class Family:
     """
 
     model_type: str
-    architecture: str
-    fields: tuple[Entry, ...]
+    architecture: str = ""
+    fields: tuple[Entry, ...] = ()
     mixers: MixerEntry | None = None
     names: Names = COMMON
     other_names: tuple[Names, ...] = ()
     unused: Unused = CONSTANTS
     keeps_dtype: tuple[str, ...] = ("*.router.expert_bias",)
+
+    def __post_init__(self) -> None:
+        words = (word[:1].upper() + word[1:] for word in self.model_type.split("_"))
+        object.__setattr__(self, "architecture", self.architecture or f"{''.join(words)}ForCausalLM")
 
     def read_config(self, hf: HFConfig, *, mtp: bool = False) -> ModelConfig:
         """Translate config.json; a flag that changes the mathematics and cannot be expressed raises CheckpointError.
