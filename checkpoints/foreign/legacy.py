@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Self
 
 from te_models.config import ModelConfig
 from te_models.lazy import torch
@@ -16,7 +15,7 @@ from ..io.boxes import Box, Shape
 from ..io.dtypes import dtype_name, torch_dtype
 from ..io.errors import CheckpointError, quote
 from ..io.header import TensorInfo, byte_count
-from ..io.store import ComputedStore
+from ..io.store import Closing, ComputedStore
 from ..io.weight_files import plain_file
 from .ranks import TABLES, ParallelSizes, RankFiles, RankPlace
 from .torch_file import TensorRef, TorchFile, open_torch_file
@@ -55,7 +54,7 @@ def newest_of(folder: Path) -> Path:
     return found
 
 
-class LegacyStore(ComputedStore):
+class LegacyStore(ComputedStore, Closing):
     """The tensors of all ranks' files, by place and name. split: how many ranks there are of each kind. pickled: how
     many modules of Transformer Engine pickled a state."""
 
@@ -147,12 +146,6 @@ class LegacyStore(ComputedStore):
                 if not held:
                     del self.tensors[name]
         return ranks
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close all files."""
