@@ -45,38 +45,6 @@ if TYPE_CHECKING:
         update_expert_bias,
     )
 
-_HOME = {
-    "compile.compile_model": ("compile_model",),
-    "config": (
-        "AttentionConfig",
-        "ConfigError",
-        "EmbeddingConfig",
-        "MLAConfig",
-        "MLPConfig",
-        "MoEConfig",
-        "ModelConfig",
-        "NormConfig",
-        "RopeConfig",
-        "RouterConfig",
-        "TemperatureConfig",
-    ),
-    "generation": ("Draft", "DraftModel", "MTPDraft", "generate", "stream"),
-    "model": (
-        "GPTModel",
-        "KVCache",
-        "MoELayer",
-        "ModelOutput",
-        "ModelRefit",
-        "RouterRecord",
-        "StaticKVCache",
-        "DecoderLayer",
-        "logprobs",
-        "take_expert_load",
-        "update_expert_bias",
-    ),
-}
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-
 __version__ = "0.1.0"
 
 __all__ = [
@@ -111,6 +79,4 @@ __all__ = [
 ]
 
 # te_models.TransformerLayer promised the constructor of te_models.layers.TransformerLayer, and had another
-__getattr__, __dir__ = lazy_names(
-    __name__, _MODULE_OF, "; the layer set is te_models.layers", {"TransformerLayer": "DecoderLayer"}
-)
+__getattr__, __dir__ = lazy_names(__name__, "; the layer set is te_models.layers", {"TransformerLayer": "DecoderLayer"})

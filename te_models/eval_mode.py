@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def in_eval_mode(*models: nn.Module) -> Iterator[None]:
-    """Put models into evaluation mode; at the end, those of their modules that were not into training mode again.
+    """Put models into evaluation mode; at the end, the modules that were not into training mode again.
 
     `model.train(was_training)` would also put modules into training mode that a user had taken out of it (a frozen part
     without dropout), and takes a millisecond for 30 layers, where nothing is to be done.

@@ -259,10 +259,10 @@ class ChatTokenizer:
         """Return the rows of a chat: the ids, for each whether the loss counts it (1) or not (0), and how many answers
         of the row no token ends.
 
-        The ids are those of `apply_chat_template`. The loss counts what the assistant writes, with the token that ends
-        its turn: what the template marks (`{% generation %}`), or what a message adds to the chat before it and the
-        prompt of an answer. Where a template writes earlier answers otherwise when a chat goes on, each of them has a
-        row that ends with it; with `final` there is one row, the chat as it is written at the end. A message with a
+        The ids are what `apply_chat_template` gives. The loss counts what the assistant writes, with the token that
+        ends its turn: what the template marks (`{% generation %}`), or what a message adds to the chat before it and
+        the prompt of an answer. Where a template writes earlier answers otherwise when a chat goes on, each of them has
+        a row that ends with it; with `final` there is one row, the chat as it is written at the end. A message with a
         "weight" of 0 is not counted. Raises TokenizerError where the template refuses the messages, or is absent.
         """
         answer = array("I", self._ask(b"C", messages, tools, 2 * len(messages) + 2)).tolist()

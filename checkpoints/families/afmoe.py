@@ -3,28 +3,25 @@ sublayer, DeepSeek-V3's router without groups (Arcee Trinity)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import REQUIRED, Field, Fixed, OneOf, Values, read_typed
+from .base.fields import REQUIRED, Field, Fixed, HFConfig, OwnEntry, Values, fixed, read_typed
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import FirstDense, SharedExpertCount
+from .base.moe_fields import NUM_EXPERTS, FirstDense, SharedExpertCount, expert_sizes
 from .base.names import Fused, Names
 from .base.rope import Rope
 
 
-@dataclass(frozen=True)
-class Mup:
+class Mup(OwnEntry):
     """`mup_enabled`: embeddings times the square root of their channels."""
 
-    names: tuple[str, ...] = ("mup_enabled",)
+    names = ("mup_enabled",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         enabled = hf.get("mup_enabled") is not None and read_typed(hf, "mup_enabled", bool, False)
         return {"embedding.multiplier": read_typed(hf, "hidden_size", int, REQUIRED) ** 0.5} if enabled else {}
 
@@ -40,23 +37,16 @@ _FORM = Names(
 
 AFMOE = Family(
     model_type="afmoe",
-    architecture="AfmoeForCausalLM",
     fields=(
         *decoder_fields(max_positions=16384, norm_eps=1e-5, head_dim=128),
         ATTENTION_BIAS,
         Mup(),
-        Fixed("block", "sandwich"),
-        Fixed("norm.cast_order", "weight_first"),
-        Fixed("attention.qk_layernorm", "head"),
+        *fixed({"block": "sandwich", "norm.cast_order": "weight_first", "attention.qk_layernorm": "head"}),
         Fixed("attention.output_gate", True),
-        OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 64),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 6),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1408),
+        *expert_sizes(NUM_EXPERTS, 64, 6, width=1408),
         SharedExpertCount("num_shared_experts", 2, default_size=1408),
         FirstDense(1, ("num_dense_layers",)),
-        Fixed("moe.router.score", "sigmoid"),
-        Fixed("moe.router.expert_bias", True),
-        Fixed("moe.router.normalize_eps", 1e-20),
+        *fixed({"moe.router.score": "sigmoid", "moe.router.expert_bias": True, "moe.router.normalize_eps": 1e-20}),
         Field("route_scale", "moe.router.scaling_factor", float, 1.0),
         LayerPattern(window=1024, period=4, pattern="global_attn_every_n_layers", unrotated=True),
         Rope(),

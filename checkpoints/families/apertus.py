@@ -1,27 +1,19 @@
 """apertus: llama with norms of q and k, and MLPs without gate whose activation, xIELU (arXiv 2411.13010), has two
 learned and two stored numbers (arXiv 2509.14233)."""
 
-from __future__ import annotations
-
 from .base.common import ACTIVATIONS, ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Fixed
+from .base.fields import fixed
 from .base.names import Names
 from .base.rope import Rope
 
 APERTUS = Family(
     model_type="apertus",
-    architecture="ApertusForCausalLM",
     fields=(
         *decoder_fields(
-            max_positions=65536,
-            norm_eps=1e-5,
-            activation="xielu",
-            activations={"xielu": "xielu", **ACTIVATIONS},
-            pad=3,
+            max_positions=65536, norm_eps=1e-5, activation="xielu", activations={"xielu": "xielu", **ACTIVATIONS}, pad=3
         ),
-        Fixed("attention.qk_layernorm", "head"),
-        Fixed("mlp.gated", False),
+        *fixed({"attention.qk_layernorm": "head", "mlp.gated": False}),
         ATTENTION_BIAS,
         Rope(
             theta=12e6,

@@ -1,7 +1,5 @@
 """arcee: llama with squared ReLU and no gate."""
 
-from __future__ import annotations
-
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed
@@ -10,7 +8,6 @@ from .base.rope import Rope
 
 ARCEE = Family(
     model_type="arcee",
-    architecture="ArceeForCausalLM",
     fields=(
         *decoder_fields(max_positions=4096, norm_eps=1e-5, activation="relu2"),
         Fixed("mlp.gated", False),

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf, Only, Values, read_typed
+from .base.fields import Fixed, HFConfig, Only, OwnEntry, Values, read_typed
 from .base.latent import latent_fields
-from .base.moe_fields import ExpertGroups, LayerKinds, SharedExpertCount, sigmoid_router
+from .base.moe_fields import ROUTED_EXPERTS, ExpertGroups, LayerKinds, SharedExpertCount, expert_sizes, sigmoid_router
 from .base.names import Fused
 from .base.rope import Rope
 from .base.unused import Unused
 from .deepseek_v2 import latent_decoder
-from .deepseek_v3 import RopeInterleave
+from .deepseek_v3 import ROPE_INTERLEAVE
 from .glm4_moe import SIGMOID_NAMES
 
 
-@dataclass(frozen=True)
-class SelectionBias:
+class SelectionBias(OwnEntry):
     """`topk_method`: the router has a bias for the choice where it is "noaux_tc", or absent as in transformers' files;
     the release says otherwise and has no such tensors."""
 
-    names: tuple[str, ...] = ("topk_method",)
+    names = ("topk_method",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return {"moe.router.expert_bias": read_typed(hf, "topk_method", str, "noaux_tc") == "noaux_tc"}
 
     def write(self, config: ModelConfig) -> Values:
@@ -46,10 +43,8 @@ AXK1 = Family(
         *latent_decoder(max_positions=32768),
         *latent_fields(query_rank=1536, rope=Rope()),
         ATTENTION_BIAS,
-        RopeInterleave(),
-        OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 192),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 2048),
+        ROPE_INTERLEAVE,
+        *expert_sizes(ROUTED_EXPERTS, 192, 8, width=2048),
         SharedExpertCount("n_shared_experts", 1, default_size=2048),
         LayerKinds(),
         Only("scoring_func", "sigmoid"),

@@ -3,7 +3,6 @@ head (Ling 3)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from te_models.config import ModelConfig
 from .base.common import ATTENTION_BIAS, SILU
 from .base.delta_names import SeparateDeltaNames
 from .base.family import Family
-from .base.fields import Fixed, Only, Values, read_typed, renamed
+from .base.fields import Fixed, HFConfig, Only, Values, fixed, read_typed, renamed
 from .base.latent import QueryRank, latent_fields
 from .base.moe_fields import LayerKinds
 from .base.names import Fused, Names
@@ -32,7 +31,7 @@ class SafeGate(MixerField):
     kind: type = bool
     default: Any = True
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         safe = read_typed(hf, self.hf, bool, True)
         return {self.name: read_typed(hf, "kda_lower_bound", float, -5.0) if safe else None}
 
@@ -41,7 +40,6 @@ class SafeGate(MixerField):
         return {self.hf: bound is not None} | ({} if bound is None else {"kda_lower_bound": bound})
 
 
-@dataclass(frozen=True)
 class BothSpellings(Alike):
     """A field that files of transformers' have by one name, others by `older`; both are written."""
 
@@ -67,7 +65,6 @@ _IN_MEMORY = Names(
 
 BAILING_HYBRID = Family(
     model_type="bailing_hybrid",
-    architecture="BailingHybridForCausalLM",
     fields=renamed(
         (
             *latent_decoder(max_positions=262144, pad=156892, activations=SILU, without=TIED),
@@ -76,8 +73,7 @@ BAILING_HYBRID = Family(
             Only("q_lora_rank", None),
             ATTENTION_BIAS,
             Fixed("rope.style", "interleaved", ("head_dim", "mtp_loss_scaling_factor", "layer_group_size")),
-            Fixed("attention.output_gate", True),
-            Fixed("attention.output_gate_by", "head"),
+            *fixed({"attention.output_gate": True, "attention.output_gate_by": "head"}),
             *kimi_experts(experts=512, chosen=8, width=768, scale=2.5, groups=(8, 4)),
             LayerKinds(dense=2),
         ),

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS, SILU, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Values, read_typed
+from .base.fields import Field, HFConfig, Values, read_typed
 from .base.names import Names
 from .base.recurrent import Mamba2Names, RecurrentLayers
 from .base.rope import Rope
 from .granitemoehybrid import MAMBA_PARTS
 
 
-def _pattern(hf: Mapping[str, Any], layers: int) -> list[str]:
+def _pattern(hf: HFConfig, layers: int) -> list[str]:
     full = read_typed(hf, "attn_layer_indices", list, None) or []
     return ["full_attention" if i in full else "linear_attention" for i in range(layers)]
 
 
-@dataclass(frozen=True)
 class AttentionIndices(RecurrentLayers):
     """`attn_layer_indices` in place of `layer_types`."""
 
@@ -34,7 +29,6 @@ class AttentionIndices(RecurrentLayers):
 
 BAMBA = Family(
     model_type="bamba",
-    architecture="BambaForCausalLM",
     fields=(
         *decoder_fields(max_positions=262144, norm_eps=1e-5, kv_heads=8, pad=0, activations=SILU),
         ATTENTION_BIAS,

@@ -1,13 +1,9 @@
 """bloom: ALiBi, normed embeddings, LayerNorm, GELU without gate, biases, q, k and v head by head (arXiv 2211.05100)."""
 
-from __future__ import annotations
-
-from dataclasses import replace
-
 from .base.common import Dropouts, layer_norm_entries
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf, Only
-from .base.names import Names
+from .base.fields import Field, Fixed, OneOf, Only, fixed
+from .base.names import Names, without_prefix
 from .base.nested import TimesHidden
 
 _FORM = Names(
@@ -24,7 +20,6 @@ _FORM = Names(
 
 BLOOM = Family(
     model_type="bloom",
-    architecture="BloomForCausalLM",
     fields=(
         Field("vocab_size", "vocab_size", int, 250880),
         OneOf(("hidden_size", "n_embed"), "hidden_size", int, 64),
@@ -41,21 +36,9 @@ BLOOM = Family(
         Only("apply_residual_connection_post_layernorm", False),
         *layer_norm_entries(bias=True),
         Fixed("embedding.layernorm", True, ("pretraining_tp", "slow_but_exact")),  # which are of rounding alone
-        Fixed("embedding.position_embedding_type", "alibi"),
-        Fixed("mlp.gated", False),
-        Fixed("mlp.bias", True),
-        Fixed("attention.add_qkv_bias", True),
-        Fixed("attention.add_output_bias", True),
+        *fixed({"embedding.position_embedding_type": "alibi", "mlp.gated": False, "mlp.bias": True}),
+        *fixed({"attention.add_qkv_bias": True, "attention.add_output_bias": True}),
     ),
     names=_FORM,
-    other_names=(
-        replace(
-            _FORM,
-            form="without-prefix",
-            embedding="word_embeddings",
-            embedding_norm="word_embeddings_layernorm",
-            final_norm="ln_f",
-            layer="h.{i}",
-        ),
-    ),
+    other_names=(without_prefix(_FORM, "transformer."),),
 )

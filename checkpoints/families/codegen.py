@@ -1,7 +1,5 @@
 """codegen: gptj with one projection for q, k and v, whose rows lie in four blocks (arXiv 2203.13474)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.family import Family

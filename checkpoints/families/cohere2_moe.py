@@ -3,18 +3,14 @@ shared expert, of which the sum or the mean with the others counts (Command A+).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import REQUIRED, Field, Fixed, Values, read_typed, shorten_value
+from .base.fields import REQUIRED, Fixed, HFConfig, OwnEntry, Values, read_typed, shorten_value
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import LayerKinds, SharedExpertCount
+from .base.moe_fields import LayerKinds, SharedExpertCount, expert_sizes
 from .base.names import Fused, Names
 from .base.rope import Rope
 from .cohere import COHERE_COMMON
@@ -22,15 +18,14 @@ from .cohere import COHERE_COMMON
 _PREFIX = "prefix_dense_sliding_window_pattern"
 
 
-@dataclass(frozen=True)
-class RotatedPrefix:
+class RotatedPrefix(OwnEntry):
     """`layer_types`, without which every `sliding_window_pattern`-th layer sees everything, counted from the first with
     experts, and every `prefix_dense_sliding_window_pattern`-th before it. Layers that see everything rotate where they
     are dense and that is 1."""
 
-    names: tuple[str, ...] = (*LayerPattern(4096, 4, pattern=True).names, _PREFIX)
+    names = (*LayerPattern(4096, 4, pattern=True).names, _PREFIX)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         sparse = LayerKinds(0).read(hf)["moe.layers"]
         prefix, period = read_typed(hf, _PREFIX, int, 1), read_typed(hf, "sliding_window_pattern", int, 4)
         if hf.get("layer_types") is None:
@@ -53,21 +48,16 @@ class RotatedPrefix:
         return LayerPattern(4096, 4).write(config) | {_PREFIX: 4 if unrotated else 1}
 
 
-@dataclass(frozen=True)
-class NormKind:
+class NormKind(OwnEntry):
     """`rms_norm_eps`: null means the LayerNorm of cohere2, with `layer_norm_eps`."""
 
-    names: tuple[str, ...] = ("rms_norm_eps", "layer_norm_eps")
+    names = ("rms_norm_eps", "layer_norm_eps")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         epsilon = read_typed(hf, "rms_norm_eps", float, None)
         if epsilon is None:
             return {"norm.layernorm_epsilon": read_typed(hf, "layer_norm_eps", float, 1e-5)}
-        return {
-            "norm.normalization": "RMSNorm",
-            "norm.layernorm_epsilon": epsilon,
-            "norm.cast_order": "weight_last",
-        }
+        return {"norm.normalization": "RMSNorm", "norm.layernorm_epsilon": epsilon, "norm.cast_order": "weight_last"}
 
     def write(self, config: ModelConfig) -> Values:
         epsilon = config.norm.layernorm_epsilon
@@ -76,13 +66,12 @@ class NormKind:
         return {"rms_norm_eps": None, "layer_norm_eps": epsilon}
 
 
-@dataclass(frozen=True)
-class Widths:
+class Widths(OwnEntry):
     """`intermediate_size`, of the experts, and `prefix_dense_intermediate_size`, of MLPs; null means the former."""
 
-    names: tuple[str, ...] = ("intermediate_size", "prefix_dense_intermediate_size")
+    names = ("intermediate_size", "prefix_dense_intermediate_size")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         size = read_typed(hf, "intermediate_size", int, REQUIRED)
         dense = read_typed(hf, "prefix_dense_intermediate_size", int, None)
         return {"moe.moe_ffn_hidden_size": size, "mlp.ffn_hidden_size": size if dense is None else dense}
@@ -93,14 +82,13 @@ class Widths:
         return {"intermediate_size": size, "prefix_dense_intermediate_size": None if dense == size else dense}
 
 
-@dataclass(frozen=True)
-class SelectedScores:
+class SelectedScores(OwnEntry):
     """`expert_selection_fn`: softmax or sigmoid of the chosen logits; `norm_topk_prob`: the latter by their sum.
     `shared_expert_combination_strategy`: average or sum of the shared expert and the others."""
 
-    names: tuple[str, ...] = ("expert_selection_fn", "norm_topk_prob", "shared_expert_combination_strategy")
+    names = ("expert_selection_fn", "norm_topk_prob", "shared_expert_combination_strategy")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         defaults = {"expert_selection_fn": ("softmax", "sigmoid")}
         defaults["shared_expert_combination_strategy"] = ("average", "sum")
         found = {name: hf.get(name, allowed[0]) for name, allowed in defaults.items()}
@@ -129,7 +117,6 @@ class SelectedScores:
 
 COHERE2_MOE = Family(
     model_type="cohere2_moe",
-    architecture="Cohere2MoeForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=8192, pad=0, head_dim=128, tied=True, without=("intermediate_size", "rms_norm_eps")
@@ -139,8 +126,7 @@ COHERE2_MOE = Family(
         Widths(),
         LayerKinds(0),
         RotatedPrefix(),
-        Field("num_experts", "moe.num_moe_experts", int, 8),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 2),
+        *expert_sizes("num_experts", 8, 2),
         SharedExpertCount("num_shared_experts", 0, size="intermediate_size"),
         Fixed("moe.router.score_after_topk", True),
         SelectedScores(),

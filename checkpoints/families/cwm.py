@@ -1,7 +1,5 @@
 """cwm: llama with a window in three of four layers, the first of four sees everything (arXiv 2510.02387)."""
 
-from __future__ import annotations
-
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field
@@ -19,7 +17,6 @@ _DEFAULT = {
 
 CWM = Family(
     model_type="cwm",
-    architecture="CwmForCausalLM",
     fields=(
         *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8, head_dim=128),
         Field("mlp_bias", "mlp.bias", bool, False),

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from te_models.config import ModelConfig
 
@@ -15,7 +13,7 @@ from ..io.errors import CheckpointError
 from ..mapping.layout_ops import Concat, Rows, Stack, Transpose
 from .base.common import ACTIVATIONS, Dropouts, PaddingIdx, layer_norm_entries
 from .base.family import Family
-from .base.fields import Field, Fixed, Nullable, OneOf, Only, Values, read_typed, shorten_value
+from .base.fields import Field, Fixed, HFConfig, Nullable, OneOf, Only, OwnEntry, Values, read_typed, shorten_value
 from .base.names import Names, PerExpert, Weights
 from .base.nested import Repeated, Within
 from .base.rope import Rope
@@ -39,13 +37,12 @@ class FlatExperts:
         yield f"{ours}linear_fc2.weight", Stack(*map(Transpose, down))
 
 
-@dataclass(frozen=True)
-class ExpertActivation:
+class ExpertActivation(OwnEntry):
     """`ffn_act_fn`, an object with the name; null means silu."""
 
-    names: tuple[str, ...] = ("ffn_act_fn",)
+    names = ("ffn_act_fn",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         value = hf.get("ffn_act_fn") or {"name": "silu"}
         if not isinstance(value, dict) or set(value) != {"name"} or value["name"] not in ACTIVATIONS:
             raise CheckpointError(
@@ -59,29 +56,24 @@ class ExpertActivation:
         return {"ffn_act_fn": {"name": name}}
 
 
-@dataclass(frozen=True)
-class NoNoise:
+class NoNoise(OwnEntry):
     """`moe_jitter_eps`, by which training multiplies the router's input at random: null or 0."""
 
-    names: tuple[str, ...] = ("moe_jitter_eps",)
+    names = ("moe_jitter_eps",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         if hf.get("moe_jitter_eps"):
             value = shorten_value(hf["moe_jitter_eps"])
             raise CheckpointError(f"config.json has moe_jitter_eps = {value}; supported: null or 0")
         return {}
 
-    def write(self, config: ModelConfig) -> Values:
-        return {}
 
-
-@dataclass(frozen=True)
-class NormalizedWeights:
+class NormalizedWeights(OwnEntry):
     """`moe_normalize_expert_weights`: 1, weights divided by their sum; null: as they are."""
 
-    names: tuple[str, ...] = ("moe_normalize_expert_weights",)
+    names = ("moe_normalize_expert_weights",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         power = hf.get("moe_normalize_expert_weights", 1.0)
         if power not in (None, 1):
             raise CheckpointError(
@@ -93,11 +85,10 @@ class NormalizedWeights:
         return {"moe_normalize_expert_weights": 1.0 if config.moe and config.moe.router.normalize else None}
 
 
-@dataclass(frozen=True)
 class DbrxRope(Rope):
     """The rotary embedding, whose base `attn_config` may have."""
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         inner = hf.get("attn_config")
         theta = inner.get("rope_theta") if isinstance(inner, dict) else None
         found = super().read(hf if theta is None or "rope_theta" in hf else {**hf, "rope_theta": theta})
@@ -108,13 +99,12 @@ class DbrxRope(Rope):
         return found
 
 
-@dataclass(frozen=True)
-class LossWeight:
+class LossWeight(OwnEntry):
     """`output_router_logits` with `moe_loss_weight` of `ffn_config`: the load-balancing loss."""
 
-    names: tuple[str, ...] = ("output_router_logits",)
+    names = ("output_router_logits",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         inner = hf.get("ffn_config")
         weight = read_typed(inner if isinstance(inner, dict) else {}, "moe_loss_weight", float, 0.01)
         used = hf.get("output_router_logits") is not None and read_typed(hf, "output_router_logits", bool, False)
@@ -140,7 +130,6 @@ _APART = PerExpert(*(f"ffn.experts.mlp.{{e}}.{name}" for name in ("w1", "v1", "w
 
 DBRX = Family(
     model_type="dbrx",
-    architecture="DbrxForCausalLM",
     fields=(
         Field("vocab_size", "vocab_size", int, 32000),
         OneOf(("d_model", "hidden_size"), "hidden_size", int, 2048),

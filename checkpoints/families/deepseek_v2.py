@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS, HeadDim, KeyValueHeads, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf, Only, Values, get_path, read_typed
+from .base.fields import REQUIRED, Field, Fixed, HFConfig, Only, OwnEntry, Values, fixed, get_path, read_typed
 from .base.latent import latent_fields
 from .base.layer_fields import check_names
-from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount
+from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount, expert_sizes
 from .base.names import COMMON, Fused
 from .base.rope import Rope
 
 
-@dataclass(frozen=True)
-class TopKMethod:
+class TopKMethod(OwnEntry):
     """`topk_method`: "greedy", or "group_limited_greedy" with `n_group` and `topk_group`."""
 
-    names: tuple[str, ...] = ("topk_method", "n_group", "topk_group")
+    names = ("topk_method", "n_group", "topk_group")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         methods = ("greedy", "group_limited_greedy")
         (method,) = check_names([read_typed(hf, "topk_method", str, "greedy")], "topk_method", methods)
         return {} if method == "greedy" else ExpertGroups(None, None).read(hf)
@@ -42,23 +40,18 @@ def latent_decoder(**defaults: Any) -> tuple:
 
 DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
-    architecture="DeepseekV2ForCausalLM",
     fields=(
         *latent_decoder(max_positions=2048),
         *latent_fields(query_rank=1536, rope=Rope()),
         ATTENTION_BIAS,
         Field("mlp_bias", "mlp.bias", bool, False),
         Fixed("rope.style", "interleaved"),
-        OneOf(("n_routed_experts", "num_experts", "num_local_experts"), "moe.num_moe_experts", int, 64),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1407),
+        *expert_sizes(("n_routed_experts", "num_experts", "num_local_experts"), 64, REQUIRED, width=1407),
         SharedExpertCount("n_shared_experts", 2, default_size=1407),
         FirstDense(0),
         Only("scoring_func", "softmax"),
         Only("norm_topk_prob", False),
-        Fixed("moe.router.normalize", False),
-        Fixed("moe.router.dtype", "float32"),
-        Fixed("moe.router.group_score", "max"),
+        *fixed({"moe.router.normalize": False, "moe.router.dtype": "float32", "moe.router.group_score": "max"}),
         Field("routed_scaling_factor", "moe.router.scaling_factor", float, 1.0),
         TopKMethod(),
     ),

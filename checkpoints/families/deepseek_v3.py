@@ -1,50 +1,30 @@
 """deepseek_v3: latent attention, sigmoid router with a bias for the choice (arXiv 2412.19437). kimi_k2 is the same
 architecture under another name; Moonlight is published as deepseek_v3."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
-
-from te_models.config import ModelConfig
+from dataclasses import replace
 
 from .base.common import ATTENTION_BIAS
 from .base.family import Family
-from .base.fields import Field, OneOf, Only, Values, read_typed
+from .base.fields import Only, switch
 from .base.latent import latent_fields
-from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount, sigmoid_router
+from .base.moe_fields import ROUTED_EXPERTS, ExpertGroups, FirstDense, SharedExpertCount, expert_sizes, sigmoid_router
 from .base.names import Fused
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
 from .deepseek_v2 import latent_decoder
 from .glm4_moe import MTP_NAMES
 
-
-@dataclass(frozen=True)
-class RopeInterleave:
-    """`rope_interleave`: neighbouring channels are rotated, or those half a head apart."""
-
-    names: tuple[str, ...] = ("rope_interleave",)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        return {"rope.style": "interleaved" if read_typed(hf, "rope_interleave", bool, True) else "half"}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"rope_interleave": config.rope.style == "interleaved"}
-
+ROPE_INTERLEAVE = switch("rope_interleave", "rope.style", "interleaved", "half", True)
+"""Neighbouring channels are rotated, or those half a head apart."""
 
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
-    architecture="DeepseekV3ForCausalLM",
     fields=(
         *latent_decoder(max_positions=4096),
         *latent_fields(query_rank=1536, rope=Rope()),
         ATTENTION_BIAS,
-        RopeInterleave(),
-        OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 256),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 2048),
+        ROPE_INTERLEAVE,
+        *expert_sizes(ROUTED_EXPERTS, 256, 8, width=2048),
         SharedExpertCount("n_shared_experts", 1, default_size=2048),
         FirstDense(3),
         Only("scoring_func", "sigmoid"),

@@ -7,10 +7,10 @@ from typing import Any
 
 from .base.common import ATTENTION_BIAS
 from .base.family import Family
-from .base.fields import Entry, Field, Fixed, OneOf, Only
+from .base.fields import Entry, Fixed, Only
 from .base.indexer import IndexedLayers, indexer_fields
 from .base.latent import latent_fields
-from .base.moe_fields import ExpertGroups, LayerKinds, SharedExpertCount, sigmoid_router
+from .base.moe_fields import ROUTED_EXPERTS, ExpertGroups, LayerKinds, SharedExpertCount, expert_sizes, sigmoid_router
 from .base.names import Fused
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
@@ -25,9 +25,7 @@ def sparse_latent(groups: tuple[int, int], max_positions: int, norm_eps: float, 
         *latent_fields(rope=Rope(), **latent),
         ATTENTION_BIAS,
         Fixed("rope.style", "interleaved"),
-        OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 256),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 2048),
+        *expert_sizes(ROUTED_EXPERTS, 256, 8, width=2048),
         SharedExpertCount("n_shared_experts", 1, default_size=2048),
         LayerKinds(dense=3),
         Only("mlp_bias", False, null=True),
@@ -41,7 +39,6 @@ def sparse_latent(groups: tuple[int, int], max_positions: int, norm_eps: float, 
 
 DEEPSEEK_V32 = Family(
     model_type="deepseek_v32",
-    architecture="DeepseekV32ForCausalLM",
     fields=(*sparse_latent((8, 4), 163840, 1e-6, query_rank=1536), *indexer_fields(heads=64, rope_style="half")),
     names=MTP_NAMES,
     other_names=(replace(MTP_NAMES, form="fused", experts=Fused()),),

@@ -3,9 +3,7 @@ first layers (DeepSeek-V4)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import AttentionConfig, ModelConfig, RopeConfig
 
@@ -14,9 +12,22 @@ from .base.attentions import Nested, mixers
 from .base.common import HeadDim, decoder_fields
 from .base.compressed import CompressedNames
 from .base.family import Family
-from .base.fields import REQUIRED, Choice, Field, Fixed, OneOf, Only, Values, read_typed, shorten_value
+from .base.fields import (
+    REQUIRED,
+    Choice,
+    Field,
+    Fixed,
+    HFConfig,
+    OneOf,
+    Only,
+    OwnEntry,
+    Values,
+    fixed,
+    read_typed,
+    shorten_value,
+)
 from .base.layer_fields import check_names
-from .base.moe_fields import RouterLoss
+from .base.moe_fields import RouterLoss, expert_sizes
 from .base.names import Fused, Names, PerExpert
 from .base.rope import Rope
 from .base.unused import Unused
@@ -33,13 +44,12 @@ _HASHED = 3
 _WIDTH = ("moe_intermediate_size", "intermediate_size")
 
 
-@dataclass(frozen=True)
-class CompressedLayers:
+class CompressedLayers(OwnEntry):
     """What the queries of each layer see, by `layer_types` and `compress_rates`, or `compress_ratios` of each layer (0,
     4 or 128), as published; the two rotary embeddings, of layers with compressed keys and of those without; and the
     layers whose experts a table chooses, by `mlp_layer_types`, or the first `num_hash_layers`."""
 
-    names: tuple[str, ...] = (
+    names = (
         "layer_types",
         "compress_rates",
         "compress_ratios",
@@ -57,7 +67,7 @@ class CompressedLayers:
         "index_topk",
     )
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         layers, rates = read_typed(hf, "num_hidden_layers", int, REQUIRED), self._rates(hf)
         kinds = self._kinds(hf, layers)
         ropes = {name: {**rope, "style": "interleaved"} for name, rope in self._ropes(hf, nested).items()}
@@ -67,10 +77,7 @@ class CompressedLayers:
         base = nested["attention"]["compressed"]
         changes = {
             "sparse": {"compressed": base | shared, "rope": ropes["compress"]},
-            "heavy": {
-                "compressed": base | {"rate": rates["heavily_compressed_attention"]},
-                "rope": ropes["compress"],
-            },
+            "heavy": {"compressed": base | {"rate": rates["heavily_compressed_attention"]}, "rope": ropes["compress"]},
         }
         moe = dict(nested["moe"]) | {"hash_layers": self._hashed(hf, layers)}
         types = ["sliding" if kind == "sliding_attention" else "full" for kind in kinds]
@@ -78,7 +85,7 @@ class CompressedLayers:
         return {"layer_types": types, "rope": ropes["main"], "moe": moe} | found
 
     @staticmethod
-    def _rates(hf: Mapping[str, Any]) -> dict[str, int]:
+    def _rates(hf: HFConfig) -> dict[str, int]:
         said = hf.get("compress_rates") or {}
         if not isinstance(said, dict) or not set(said) <= set(_RATES):
             raise CheckpointError(
@@ -88,7 +95,7 @@ class CompressedLayers:
         return {kind: read_typed(hf, older, int, rates[kind]) for kind, older in _OLDER.items()}
 
     @staticmethod
-    def _kinds(hf: Mapping[str, Any], layers: int) -> list[str]:
+    def _kinds(hf: HFConfig, layers: int) -> list[str]:
         kinds, ratios = read_typed(hf, "layer_types", list, None), read_typed(hf, "compress_ratios", list, None)
         if kinds is None and ratios is not None:
             kinds = [_RATIOS[ratio] for ratio in check_names(ratios, "compress ratio", _RATIOS)]  # type: ignore[index, arg-type]
@@ -100,7 +107,7 @@ class CompressedLayers:
         return kinds[:layers]
 
     @staticmethod
-    def _hashed(hf: Mapping[str, Any], layers: int) -> list[int]:
+    def _hashed(hf: HFConfig, layers: int) -> list[int]:
         kinds = read_typed(hf, "mlp_layer_types", list, None)
         if kinds is None:
             return list(range(min(layers, max(read_typed(hf, "num_hash_layers", int, _HASHED), 0))))
@@ -109,7 +116,7 @@ class CompressedLayers:
         return [i for i, kind in enumerate(kinds[:layers]) if kind == "hash_moe"]
 
     @staticmethod
-    def _ropes(hf: Mapping[str, Any], nested: Nested) -> dict[str, Values]:
+    def _ropes(hf: HFConfig, nested: Nested) -> dict[str, Values]:
         said = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
         if not isinstance(said, dict):
             raise CheckpointError(f"config.json has rope parameters that are not an object: {shorten_value(said)}")
@@ -223,15 +230,12 @@ _IN_MEMORY = Names(
 
 DEEPSEEK_V4 = Family(
     model_type="deepseek_v4",
-    architecture="DeepseekV4ForCausalLM",
     fields=(
         *decoder_fields(max_positions=1048576, without=("intermediate_size", "num_key_value_heads", "head_dim")),
         HeadDim(512),
         Fixed("norm.cast_order", "weight_first"),
         Only("num_key_value_heads", 1),
-        Fixed("attention.num_query_groups", 1),
-        Fixed("attention.key_is_value", True),
-        Fixed("attention.sinks", True),
+        *fixed({"attention.num_query_groups": 1, "attention.key_is_value": True, "attention.sinks": True}),
         Only("attention_bias", False),
         Only("mlp_bias", False),
         Field("sliding_window", "attention.window_size", int, 128),
@@ -242,8 +246,7 @@ DEEPSEEK_V4 = Family(
         Field("hc_sinkhorn_iters", "hyper_connections.sinkhorn_iterations", int, 20),
         Field("hc_eps", "hyper_connections.epsilon", float, 1e-6),
         Field("swiglu_limit", "mlp.clamp", float, 10.0),
-        OneOf(("n_routed_experts", "num_local_experts"), "moe.num_moe_experts", int, 256),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 6),
+        *expert_sizes(("n_routed_experts", "num_local_experts"), 256, 6),
         OneOf(_WIDTH, "moe.moe_ffn_hidden_size", int, 2048),
         OneOf(_WIDTH, "moe.shared_expert_intermediate_size", int, 2048),
         OneOf(_WIDTH, "mlp.ffn_hidden_size", int, 2048),
@@ -255,9 +258,7 @@ DEEPSEEK_V4 = Family(
             "sqrtsoftplus",
         ),
         Only("norm_topk_prob", True),  # transformers does not read it: the scores always add up to 1
-        Fixed("moe.router.expert_bias", True),
-        Fixed("moe.router.normalize_eps", 1e-20),
-        Fixed("moe.router.dtype", "float32"),
+        *fixed({"moe.router.expert_bias": True, "moe.router.normalize_eps": 1e-20, "moe.router.dtype": "float32"}),
         Field("routed_scaling_factor", "moe.router.scaling_factor", float, 1.5),
         RouterLoss(),
     ),

@@ -1,7 +1,5 @@
 """ernie4_5: llama with rotation in pairs and one flag for the biases of all layers."""
 
-from __future__ import annotations
-
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Fixed, Spread

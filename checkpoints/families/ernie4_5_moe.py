@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import REQUIRED, Field, Fixed, OneOf, Spread, Values, get_path, read_typed
+from .base.fields import REQUIRED, Field, Fixed, HFConfig, OneOf, OwnEntry, Spread, Values, fixed, get_path, read_typed
 from .base.moe_fields import RouterLoss, SharedExpertCount
 from .base.names import Fused, Names
 from .base.rope import Rope
 from .base.unused import Unused
 
 
-@dataclass(frozen=True)
-class LayerRange:
+class LayerRange(OwnEntry):
     """Every `moe_layer_interval`-th layer from `moe_layer_start_index` to `moe_layer_end_index` has experts."""
 
-    names: tuple[str, ...] = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+    names = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         start, end, interval = (read_typed(hf, name, int, default) for name, default in zip(self.names, (1, -1, 1)))
         layers = read_typed(hf, "num_hidden_layers", int, REQUIRED)
         if interval < 1:
@@ -35,21 +32,16 @@ class LayerRange:
     def write(self, config: ModelConfig) -> Values:
         layers = [i for i in range(config.num_layers) if config.is_moe_layer(i)] or [config.num_layers]
         interval = layers[1] - layers[0] if len(layers) > 1 else 1
-        return {
-            "moe_layer_start_index": layers[0],
-            "moe_layer_end_index": layers[-1],
-            "moe_layer_interval": interval,
-        }
+        return {"moe_layer_start_index": layers[0], "moe_layer_end_index": layers[-1], "moe_layer_interval": interval}
 
 
-@dataclass(frozen=True)
-class SmallestSum:
+class SmallestSum(OwnEntry):
     """`moe_norm_min`: the sum of the k probabilities is at least this. That equals adding it if it is small enough to
     vanish beside any sum of softmax probabilities in float32."""
 
-    names: tuple[str, ...] = ("moe_norm_min",)
+    names = ("moe_norm_min",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         value = read_typed(hf, "moe_norm_min", float, 1e-12)
         if not 0 <= value <= 1e-9:
             raise CheckpointError(f"config.json has moe_norm_min = {value}; supported: 0 to 1e-9")
@@ -75,8 +67,7 @@ ERNIE4_5_MOE = Family(
         Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1536),
         SharedExpertCount("moe_num_shared_experts", 2, default_size=1536),
         LayerRange(),
-        Fixed("moe.router.expert_bias", True),
-        Fixed("moe.router.dtype", "float32"),
+        *fixed({"moe.router.expert_bias": True, "moe.router.dtype": "float32"}),
         SmallestSum(),
         RouterLoss(),
         Fixed("rope.style", "interleaved"),

@@ -1,14 +1,12 @@
 """exaone_moe: windowed layers rotate and full ones do not, DeepSeek-V3's router, shared experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf
+from .base.fields import Fixed
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import ExpertGroups, LayerKinds, SharedExpertCount, sigmoid_router
+from .base.moe_fields import NUM_EXPERTS, ExpertGroups, LayerKinds, SharedExpertCount, expert_sizes, sigmoid_router
 from .base.names import Fused, Names
 from .base.rope import Rope
 from .base.unused import Unused
@@ -17,13 +15,10 @@ _FORM = Names(selection_bias="mlp.e_score_correction_bias")
 
 EXAONE_MOE = Family(
     model_type="exaone_moe",
-    architecture="ExaoneMoeForCausalLM",
     fields=(
         *decoder_fields(max_positions=2048, pad=0, norm_eps=1e-5, kv_heads=32),
         Fixed("attention.qk_layernorm", "head"),
-        OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 64),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1024),
+        *expert_sizes(NUM_EXPERTS, 64, 8, width=1024),
         SharedExpertCount("num_shared_experts", 1, default_size=1024),
         LayerKinds(),
         *sigmoid_router(default_scale=2.5),

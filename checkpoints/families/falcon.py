@@ -3,36 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import ACTIVATIONS, decoder_fields, layer_norm_entries
 from .base.family import Family
-from .base.fields import REQUIRED, Choice, Fixed, Only, Spread, Values, read_typed
+from .base.fields import REQUIRED, Choice, Fixed, HFConfig, Only, OwnEntry, Spread, Values, read_typed
 from .base.names import Names
 from .base.nested import TimesHidden
 from .base.rope import Rope
 from .gpt_neox import SameHeadDim
 
 
-@dataclass(frozen=True)
-class FalconBlocks:
+class FalconBlocks(OwnEntry):
     """`new_decoder_architecture` with `num_kv_heads` and `num_ln_in_parallel_attn` (null: 2); or without it
     `multi_query`, one head of keys, and `parallel_attn`, one norm for attention and MLP."""
 
-    names: tuple[str, ...] = (
-        "new_decoder_architecture",
-        "multi_query",
-        "num_kv_heads",
-        "parallel_attn",
-        "num_ln_in_parallel_attn",
-    )
+    names = ("new_decoder_architecture", "multi_query", "num_kv_heads", "parallel_attn", "num_ln_in_parallel_attn")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         new = read_typed(hf, "new_decoder_architecture", bool, False)
         one, parallel = (read_typed(hf, name, bool, True) for name in ("multi_query", "parallel_attn"))
         heads = read_typed(hf, "num_attention_heads", int, REQUIRED)
@@ -63,7 +52,6 @@ class FalconBlocks:
 
 FALCON = Family(
     model_type="falcon",
-    architecture="FalconForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=2048,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,18 +12,17 @@ from ..io.errors import CheckpointError
 from .bamba import BAMBA
 from .base.common import ATTENTION_BIAS, HeadDim, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Only, Values, read_typed, shorten_value
+from .base.fields import Field, HFConfig, Only, OwnEntry, Values, read_typed, shorten_value
 from .base.recurrent import MixerField, Nested, RecurrentLayers, TimeStepLimit
 from .base.rope import Rope
 
 
-@dataclass(frozen=True)
-class KeyMultiplier:
+class KeyMultiplier(OwnEntry):
     """`key_multiplier`, a factor of the keys, and so of the scores."""
 
-    names: tuple[str, ...] = ("key_multiplier",)
+    names = ("key_multiplier",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         channels = HeadDim(None).read(hf)["attention.kv_channels"]
         factor = read_typed(hf, "key_multiplier", float, 1.0)
         if not factor > 0:
@@ -39,13 +37,12 @@ class KeyMultiplier:
         return {"key_multiplier": next((x for x in near if x * usual == a.softmax_scale), factor)}
 
 
-@dataclass(frozen=True)
-class MLPMultipliers:
+class MLPMultipliers(OwnEntry):
     """`mlp_multipliers`: of the gate, and of the result."""
 
-    names: tuple[str, ...] = ("mlp_multipliers",)
+    names = ("mlp_multipliers",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return dict(zip(_MLP, _numbers(hf, "mlp_multipliers", 2), strict=True))
 
     def write(self, config: ModelConfig) -> Values:
@@ -55,7 +52,7 @@ class MLPMultipliers:
 _MLP = ("mlp.gate_multiplier", "mlp.output_multiplier")
 
 
-def _numbers(hf: Mapping[str, Any], name: str, count: int) -> list[float]:
+def _numbers(hf: HFConfig, name: str, count: int) -> list[float]:
     """Return a list of this many numbers; ones where the file has none."""
     values = read_typed(hf, name, list, None)
     values = [1.0] * count if values is None else values
@@ -72,7 +69,7 @@ class RowMultipliers(MixerField):
     name: str = "row_multipliers"
     kind: type = list
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         values = _numbers(hf, self.hf, 5)
         return {} if set(values) == {1.0} else {self.name: values}
 
@@ -89,7 +86,7 @@ class Size(MixerField):
     name: str = "head_dim"
     kind: type = int
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         heads = read_typed(hf, "mamba_n_heads", int, 128)
         size = read_typed(hf, "mamba_d_ssm", int, None) if "mamba_d_ssm" in hf else 1024
         size = read_typed(hf, "mamba_expand", int, 2) * nested["hidden_size"] if size is None else size
@@ -113,7 +110,7 @@ class Gate(MixerField):
     name: str = "gate"
     kind: type = bool
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         normed = read_typed(hf, "mamba_rms_norm", bool, False)
         first = read_typed(hf, "mamba_norm_before_gate", bool, True)
         return {"gate": "no_norm" if not normed else "after_norm" if first else "before_norm"}
@@ -124,7 +121,6 @@ class Gate(MixerField):
 
 FALCON_H1 = Family(
     model_type="falcon_h1",
-    architecture="FalconH1ForCausalLM",
     fields=(
         *decoder_fields(max_positions=8192, norm_eps=1e-5, kv_heads=8, pad=0, without=("hidden_act",)),
         ATTENTION_BIAS,

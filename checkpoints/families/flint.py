@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf
+from .base.fields import Field, fixed
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import RouterLoss, SparseLayers
+from .base.moe_fields import NUM_EXPERTS, RouterLoss, SparseLayers, expert_sizes
 from .base.names import Fused, Names
 from .base.rope import Rope
 
@@ -26,20 +26,13 @@ _FORM = Names(
 
 FLINT = Family(
     model_type="flint",
-    architecture="FlintForCausalLM",
     fields=(
         *decoder_fields(max_positions=262144, kv_heads=4, head_dim=128),
         ATTENTION_BIAS,
-        Fixed("norm.cast_order", "weight_first"),
-        Fixed("attention.qk_layernorm", "head"),
-        Fixed("attention.sinks", True),
-        OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 256),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 6),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 512),
-        Field("shared_expert_intermediate_size", "moe.shared_expert_intermediate_size", int, 1024),
+        *fixed({"norm.cast_order": "weight_first", "attention.qk_layernorm": "head", "attention.sinks": True}),
+        *expert_sizes(NUM_EXPERTS, 256, 6, width=512, shared=1024),
         SparseLayers(dense=(0, 1)),
-        Fixed("moe.router.score", "sigmoid"),
-        Fixed("moe.router.dtype", "float32"),
+        *fixed({"moe.router.score": "sigmoid", "moe.router.dtype": "float32"}),
         Field("norm_topk_prob", "moe.router.normalize", bool, True),
         RouterLoss(0.0005),
         LayerPattern(window=513, period=4, unrotated=True, full=_is_full),

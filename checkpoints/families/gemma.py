@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from te_models.config import ModelConfig
 
 from .base.common import ACTIVATIONS, ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Choice, Entry, Fixed, Values, read_typed
+from .base.fields import Choice, Entry, Fixed, HFConfig, OwnEntry, Values, fixed, read_typed
 from .base.rope import Rope
 
 GEMMA_COMMON = (
-    Fixed("norm.layernorm_zero_centered_gamma", True),
-    Fixed("norm.cast_order", "weight_first"),
+    *fixed({"norm.layernorm_zero_centered_gamma": True, "norm.cast_order": "weight_first"}),
     Fixed("embedding.multiplier", "sqrt_hidden_in_weight_dtype"),
     ATTENTION_BIAS,
 )
@@ -37,15 +32,14 @@ def gemma_fields(*, max_positions: int, kv_heads: int = 4, without: tuple[str, .
     )
 
 
-@dataclass(frozen=True)
-class HiddenActivation:
+class HiddenActivation(OwnEntry):
     """`hidden_activation`; without it `hidden_act`, where "gelu" means the tanh form, as published files have it: with
     that Gemma was trained, and transformers 4 computed. transformers 5.17 does not read the first name and takes the
     second at its word."""
 
-    names: tuple[str, ...] = ("hidden_act", "hidden_activation")
+    names = ("hidden_act", "hidden_activation")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         name = "hidden_act" if hf.get("hidden_activation") is None else "hidden_activation"
         value = read_typed(hf, name, str, _TANH)
         value = _TANH if (name, value) == ("hidden_act", "gelu") else value
@@ -58,7 +52,6 @@ class HiddenActivation:
 
 GEMMA = Family(
     model_type="gemma",
-    architecture="GemmaForCausalLM",
     fields=(
         *decoder_fields(max_positions=8192, pad=0, kv_heads=16, head_dim=256, tied=True, without=("hidden_act",)),
         HiddenActivation(),

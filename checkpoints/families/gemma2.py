@@ -1,7 +1,5 @@
 """gemma2: gemma with norms around each sublayer, soft-capping, a window in every other layer (arXiv 2408.00118)."""
 
-from __future__ import annotations
-
 from .base.family import Family
 from .base.fields import Converted, Fixed, Nullable
 from .base.layer_fields import LayerPattern
@@ -19,7 +17,6 @@ GEMMA2_COMMON = (
 
 GEMMA2 = Family(
     model_type="gemma2",
-    architecture="Gemma2ForCausalLM",
     fields=(
         *gemma_fields(max_positions=8192),
         *GEMMA2_COMMON,

@@ -1,8 +1,6 @@
 """gemma3_text: gemma2 with norms of q and k instead of soft-capping, two rotary bases, 5 of 6 layers windowed
 (arXiv 2503.19786); gemma3 holds one beside a model that sees images."""
 
-from __future__ import annotations
-
 from .base.family import Family
 from .base.fields import Fixed, Nullable, Only
 from .base.layer_fields import LayerPattern

@@ -4,17 +4,13 @@ hear."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.additions import PerLayerEmbeddingSizes, shared_layers, shared_sources
 from .base.attentions import Nested, read_list
 from .base.family import Family
-from .base.fields import REQUIRED, Field, Nullable, Values, read_typed, shorten_value
+from .base.fields import REQUIRED, Field, HFConfig, Nullable, OwnEntry, Values, read_typed, shorten_value
 from .base.layer_fields import LayerPattern
 from .base.names import SANDWICH, Names
 from .base.rope import RopePerLayerType
@@ -26,14 +22,13 @@ from .gemma4 import GEMMA_FIXED, with_sight_and_hearing
 _SPARSE_LAYERS, _SPARSITY = 10, 0.95
 
 
-@dataclass(frozen=True)
-class GatesPerLayer:
+class GatesPerLayer(OwnEntry):
     """`intermediate_size`, one number or one of each layer, and `activation_sparsity_pattern`, as many fractions;
     without it the gates of the first layers of deep models are sparse."""
 
-    names: tuple[str, ...] = ("intermediate_size", "activation_sparsity_pattern")
+    names = ("intermediate_size", "activation_sparsity_pattern")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         layers, values = read_typed(hf, "num_hidden_layers", int, REQUIRED), {}
         if isinstance(hf.get("intermediate_size"), list):
             sizes = read_list(hf, "intermediate_size", int) or []
@@ -63,13 +58,12 @@ class GatesPerLayer:
         }
 
 
-@dataclass(frozen=True)
-class SharedKeys:
+class SharedKeys(OwnEntry):
     """`num_kv_shared_layers`."""
 
-    names: tuple[str, ...] = ("num_kv_shared_layers",)
+    names = ("num_kv_shared_layers",)
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         sources = shared_sources(hf, nested["layer_types"], 15)
         return {} if sources is None else {"kv_source_layers": sources}
 
@@ -99,12 +93,7 @@ GEMMA3N_TEXT = Family(
     unused=Unused(shared_keys=True),
 )
 
-_SIZES = {
-    "vocab_size": 262400,
-    "hidden_size": 2048,
-    "num_hidden_layers": 35,
-    "num_attention_heads": 8,
-}
+_SIZES = {"vocab_size": 262400, "hidden_size": 2048, "num_hidden_layers": 35, "num_attention_heads": 8}
 
 GEMMA3N = with_sight_and_hearing(
     with_images("gemma3n", "Gemma3nForConditionalGeneration", TextPart((GEMMA3N_TEXT,), _SIZES), prefix=None)

@@ -4,8 +4,7 @@ of each layer, experts beside the MLP, a stored factor of each layer; gemma4 hol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from te_models.config import AttentionConfig, ModelConfig
@@ -15,7 +14,7 @@ from .base.additions import PerLayerEmbeddingSizes, shared_layers, shared_source
 from .base.attentions import Nested, mixers
 from .base.common import ATTENTION_BIAS
 from .base.family import Family
-from .base.fields import REQUIRED, Fixed, Nullable, Values, read_typed, shorten_value
+from .base.fields import REQUIRED, Fixed, HFConfig, Nullable, OwnEntry, Values, fixed, read_typed, shorten_value
 from .base.layer_fields import LayerPattern
 from .base.names import SANDWICH, Fused, Names, per_expert
 from .base.rope import RopePerLayerType
@@ -24,11 +23,8 @@ from .base.unused import Unused
 from .gemma import gemma_fields
 
 GEMMA_FIXED = (
-    Fixed("norm.cast_order", "weight_first"),
-    Fixed("embedding.multiplier", "sqrt_hidden_in_weight_dtype"),
-    Fixed("block", "sandwich"),
-    Fixed("attention.softmax_scale", 1.0),
-    Fixed("attention.qk_layernorm", "head"),
+    *fixed({"norm.cast_order": "weight_first", "embedding.multiplier": "sqrt_hidden_in_weight_dtype"}),
+    *fixed({"block": "sandwich", "attention.softmax_scale": 1.0, "attention.qk_layernorm": "head"}),
     Fixed("attention.value_layernorm", True),
     ATTENTION_BIAS,
 )
@@ -37,30 +33,22 @@ GEMMA_FIXED = (
 _OVERRIDES = ("head_dim", "num_key_value_heads")
 
 
-@dataclass(frozen=True)
 class LastLayerFull(LayerPattern):
     """`layer_types`, of which transformers makes the last one full."""
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         values = super().read(hf)
         values["layer_types"][-1] = "full"
         return values
 
 
-@dataclass(frozen=True)
-class ExpertsBesideMLP:
+class ExpertsBesideMLP(OwnEntry):
     """`enable_moe_block`: experts beside the MLP of every layer; and the widths of the MLPs: `use_double_wide_mlp`
     doubles the width in layers that read another layer's keys."""
 
-    names: tuple[str, ...] = (
-        "enable_moe_block",
-        "num_experts",
-        "top_k_experts",
-        "moe_intermediate_size",
-        "use_double_wide_mlp",
-    )
+    names = ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size", "use_double_wide_mlp")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         layers, width = (
             read_typed(hf, "num_hidden_layers", int, REQUIRED),
             read_typed(hf, "intermediate_size", int, REQUIRED),
@@ -93,13 +81,12 @@ class ExpertsBesideMLP:
         return values
 
 
-@dataclass(frozen=True)
-class FullAttention:
+class FullAttention(OwnEntry):
     """Layers that see everything: `global_head_dim` channels of a head, with `attention_k_eq_v` one projection for keys
     and values, and `num_global_key_value_heads`; or `per_layer_config`, as transformers writes it, with both for each
     of these layers. And `num_kv_shared_layers`."""
 
-    names: tuple[str, ...] = (
+    names = (
         "global_head_dim",
         "num_global_key_value_heads",
         "attention_k_eq_v",
@@ -107,7 +94,7 @@ class FullAttention:
         "num_kv_shared_layers",
     )
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         kinds, same = nested["layer_types"], read_typed(hf, "attention_k_eq_v", bool, False)
         full = [i for i, kind in enumerate(kinds) if kind == "full"]
         size = read_typed(hf, "global_head_dim", int, 512)

@@ -1,7 +1,5 @@
 """glm: half of each head rotated in pairs, fused gate and up projection, biases on q, k and v (arXiv 2406.12793)."""
 
-from __future__ import annotations
-
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed
@@ -15,9 +13,4 @@ GLM_COMMON = (
     Rope(partial=0.5),
 )
 
-GLM = Family(
-    model_type="glm",
-    architecture="GlmForCausalLM",
-    fields=GLM_COMMON,
-    names=Names(fc1=("mlp.gate_up_proj",)),
-)
+GLM = Family(model_type="glm", fields=GLM_COMMON, names=Names(fc1=("mlp.gate_up_proj",)))

@@ -1,7 +1,5 @@
 """glm4: glm with norms after each sublayer, too."""
 
-from __future__ import annotations
-
 from .base.family import Family
 from .base.fields import Fixed
 from .base.names import Names
@@ -9,7 +7,6 @@ from .glm import GLM_COMMON
 
 GLM4 = Family(
     model_type="glm4",
-    architecture="Glm4ForCausalLM",
     fields=(*GLM_COMMON, Fixed("block", "sandwich")),
     names=Names(
         norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),

@@ -1,48 +1,25 @@
 """glm4_moe: grouped-query attention with partial rotation, DeepSeek-V3's router, shared experts (arXiv 2508.06471)."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
-
-from te_models.config import ModelConfig
+from dataclasses import replace
 
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field, OneOf, Values, read_typed
-from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount, sigmoid_router
+from .base.fields import Field, switch
+from .base.moe_fields import ROUTED_EXPERTS, ExpertGroups, FirstDense, SharedExpertCount, expert_sizes, sigmoid_router
 from .base.names import Fused, MTPNames, Names
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
-
-
-@dataclass(frozen=True)
-class UseQKNorm:
-    """`use_qk_norm`: a norm of each head of q and k."""
-
-    names: tuple[str, ...] = ("use_qk_norm",)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        return {"attention.qk_layernorm": "head" if read_typed(hf, "use_qk_norm", bool, False) else "none"}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"use_qk_norm": config.attention.qk_layernorm == "head"}
-
 
 SIGMOID_NAMES = Names(selection_bias="mlp.gate.e_score_correction_bias")
 MTP_NAMES = replace(SIGMOID_NAMES, mtp=MTPNames())
 
 GLM4_MOE = Family(
     model_type="glm4_moe",
-    architecture="Glm4MoeForCausalLM",
     fields=(
         *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8),
         Field("attention_bias", "attention.add_qkv_bias", bool, False),
-        UseQKNorm(),
-        OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 128),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1408),
+        switch("use_qk_norm", "attention.qk_layernorm", "head", "none"),
+        *expert_sizes(ROUTED_EXPERTS, 128, 8, width=1408),
         SharedExpertCount("n_shared_experts", 1, default_size=1408),
         FirstDense(1),
         *sigmoid_router(),

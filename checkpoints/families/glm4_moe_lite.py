@@ -1,32 +1,26 @@
 """glm4_moe_lite: deepseek_v3's layer with layers with experts named one by one (arXiv 2508.06471)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.common import ATTENTION_BIAS
 from .base.family import Family
-from .base.fields import Field, OneOf
 from .base.latent import latent_fields
-from .base.moe_fields import ExpertGroups, LayerKinds, SharedExpertCount, sigmoid_router
+from .base.moe_fields import ROUTED_EXPERTS, ExpertGroups, LayerKinds, SharedExpertCount, expert_sizes, sigmoid_router
 from .base.names import Fused
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
 from .deepseek_v2 import latent_decoder
-from .deepseek_v3 import RopeInterleave
+from .deepseek_v3 import ROPE_INTERLEAVE
 from .glm4_moe import MTP_NAMES
 
 GLM4_MOE_LITE = Family(
     model_type="glm4_moe_lite",
-    architecture="Glm4MoeLiteForCausalLM",
     fields=(
         *latent_decoder(max_positions=202752, norm_eps=1e-5),
         *latent_fields(query_rank=768, nope=192, value=256, rope=Rope()),
         ATTENTION_BIAS,
-        RopeInterleave(),
-        OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 64),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 4),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1536),
+        ROPE_INTERLEAVE,
+        *expert_sizes(ROUTED_EXPERTS, 64, 4, width=1536),
         SharedExpertCount("n_shared_experts", 1, default_size=1536),
         LayerKinds(),
         *sigmoid_router(default_scale=1.8),

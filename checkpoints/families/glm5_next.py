@@ -4,7 +4,6 @@ pools of tokens that an indexer chooses, a residual stream of several lanes; bes
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +13,10 @@ from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS, SILU
 from .base.delta_names import SeparateDeltaNames
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf, Only, Values, read_typed
+from .base.fields import Field, Fixed, HFConfig, Only, Values, read_typed
 from .base.indexer import SHARED, IndexerTypes, indexer_fields
 from .base.latent import latent_fields
-from .base.moe_fields import ExpertGroups, LayerKinds, RouterLoss, SharedExpertCount, sigmoid_router
+from .base.moe_fields import ExpertGroups, LayerKinds, RouterLoss, SharedExpertCount, expert_sizes, sigmoid_router
 from .base.names import Fused, Names
 from .base.recurrent import MixerField, Nested
 from .base.text_part import TextPart
@@ -36,18 +35,17 @@ class LowerBound(MixerField):
     kind: type = float
     default: Any = -5.0
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         inner = hf.get("linear_attn_config")
         bound = None if hf.get(self.hf, self.default) is None else read_typed(hf, self.hf, float, self.default)
         safe = isinstance(inner, dict) and read_typed(inner, "safe_gate", bool, True)
         return {self.name: self.default if bound is None and safe else bound}
 
 
-@dataclass(frozen=True)
 class Glm5Layers(KimiLayers):
     """`layer_types`, and `indexer_types`: whether a layer with attention has an indexer."""
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         found, shared = super().read(hf, nested), IndexerTypes().read(hf, nested)
         kinds = shared.get("layer_mixers")
         if kinds is None:
@@ -65,7 +63,7 @@ class Glm5Layers(KimiLayers):
         return values | {"indexer_types": [SHARED if share else "full" for share in shares]}
 
 
-def _pattern(hf: Mapping[str, Any], layers: int) -> list[str]:
+def _pattern(hf: HFConfig, layers: int) -> list[str]:
     return ["indexed_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
 
 
@@ -102,9 +100,7 @@ GLM5_NEXT_TEXT = Family(
         Field("hc_eps", "hyper_connections.epsilon", float, 1e-6),
         Fixed("hyper_connections.output", "mean"),
         Field("swiglu_limit", "mlp.clamp", float, 10.0),
-        OneOf(("n_routed_experts", "num_local_experts"), "moe.num_moe_experts", int, 288),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 2048),
+        *expert_sizes(("n_routed_experts", "num_local_experts"), 288, 8, width=2048),
         SharedExpertCount("n_shared_experts", 1, default_size=2048),
         LayerKinds(dense=3),
         *sigmoid_router(default_scale=2.5),

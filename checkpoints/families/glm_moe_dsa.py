@@ -1,8 +1,6 @@
 """glm_moe_dsa (GLM-5): deepseek_v32's layer, in which some layers take the choice of keys of an earlier one (arXiv
 2603.12201)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.family import Family
@@ -14,7 +12,6 @@ from .glm4_moe import MTP_NAMES
 
 GLM_MOE_DSA = Family(
     model_type="glm_moe_dsa",
-    architecture="GlmMoeDsaForCausalLM",
     fields=(
         *sparse_latent((1, 1), 202752, 1e-5, query_rank=2048, nope=192, value=256),
         *indexer_fields(heads=32, rope_style="interleaved"),

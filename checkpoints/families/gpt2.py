@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
-
 from te_models.config import ModelConfig
 
 from .base.common import ACTIVATIONS, Dropouts, layer_norm_entries
 from .base.family import Family
-from .base.fields import REQUIRED, Choice, Field, Fixed, OneOf, Values, read_typed
-from .base.names import Names
+from .base.fields import REQUIRED, Choice, Field, HFConfig, OneOf, OwnEntry, Values, fixed, read_typed
+from .base.names import Names, without_prefix
 from .base.unused import Unused
 
 
-@dataclass(frozen=True)
-class InnerSize:
+class InnerSize(OwnEntry):
     """`n_inner`: null means four times the hidden size."""
 
-    names: tuple[str, ...] = ("n_inner",)
+    names = ("n_inner",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         hidden = read_typed(hf, "n_embd" if "n_embd" in hf else "hidden_size", int, REQUIRED)
         return {"mlp.ffn_hidden_size": read_typed(hf, "n_inner", int, None) or 4 * hidden}
 
@@ -30,15 +25,14 @@ class InnerSize:
         return {"n_inner": None if size == 4 * config.hidden_size else size}
 
 
-@dataclass(frozen=True)
-class ScoreScale:
+class ScoreScale(OwnEntry):
     """`scale_attn_weights`: scores divided by the root of the head's size, or not. `scale_attn_by_inverse_layer_idx`:
     by the number of the layer, too, from 1, as Stanford's Mistral models and codeparrot have it. These also say
     `reorder_and_upcast_attn`, scores in float32. That changes only rounding: torch's attention has them so."""
 
-    names: tuple[str, ...] = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
+    names = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         scaled, by_layer = (read_typed(hf, name, bool, default) for name, default in zip(self.names, (True, False)))
         return {"attention.softmax_scale_by_layer": by_layer} | ({} if scaled else {"attention.softmax_scale": 1.0})
 
@@ -78,15 +72,10 @@ GPT2 = Family(
         Field("initializer_range", "init_method_std", float, 0.02),
         ScoreScale(),
         *layer_norm_entries(bias=True),
-        Fixed("mlp.gated", False),
-        Fixed("mlp.bias", True),
-        Fixed("attention.add_qkv_bias", True),
-        Fixed("attention.add_output_bias", True),
-        Fixed("embedding.position_embedding_type", "learned_absolute"),
+        *fixed({"mlp.gated": False, "mlp.bias": True, "attention.add_qkv_bias": True}),
+        *fixed({"attention.add_output_bias": True, "embedding.position_embedding_type": "learned_absolute"}),
     ),
     names=_FORM,
-    other_names=(
-        replace(_FORM, form="without-prefix", embedding="wte", positions="wpe", final_norm="ln_f", layer="h.{i}"),
-    ),
+    other_names=(without_prefix(_FORM, "transformer."),),
     unused=Unused(("*.attn.bias", "*.attn.masked_bias")),
 )

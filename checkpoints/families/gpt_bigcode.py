@@ -3,44 +3,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
 from .base.common import ACTIVATIONS
 from .base.family import Family
-from .base.fields import REQUIRED, Choice, Fixed, Values, read_typed
+from .base.fields import REQUIRED, Choice, Fixed, HFConfig, OwnEntry, Values, read_typed, switch
 from .base.unused import Unused
 from .gpt2 import GPT2, ScoreScale
 
 
-@dataclass(frozen=True)
-class MultiQuery:
+class MultiQuery(OwnEntry):
     """`multi_query`: whether all queries share one head of keys and values; else each has its own."""
 
-    names: tuple[str, ...] = ("multi_query",)
+    names = ("multi_query",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         heads = read_typed(hf, "n_head" if "n_head" in hf else "num_attention_heads", int, REQUIRED)
         return {"attention.num_query_groups": 1 if read_typed(hf, "multi_query", bool, True) else heads}
 
     def write(self, config: ModelConfig) -> Values:
         return {"multi_query": config.attention.num_query_groups == 1}
-
-
-@dataclass(frozen=True)
-class ScaledScores:
-    """`scale_attn_weights`: scores divided by the root of the head's size, or not."""
-
-    names: tuple[str, ...] = ("scale_attn_weights",)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        return {} if read_typed(hf, "scale_attn_weights", bool, True) else {"attention.softmax_scale": 1.0}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"scale_attn_weights": config.attention.softmax_scale is None}
 
 
 _OF_ROUNDING = ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
@@ -51,7 +35,7 @@ GPT_BIGCODE = Family(
     fields=(
         *(entry for entry in GPT2.fields if not isinstance(entry, (ScoreScale, Choice))),
         Choice("activation_function", "mlp.activation", ACTIVATIONS, "gelu_pytorch_tanh"),
-        ScaledScores(),
+        switch("scale_attn_weights", "attention.softmax_scale", None, 1.0, True),
         MultiQuery(),
         Fixed("norm.normalization", "LayerNorm", _OF_ROUNDING),
     ),

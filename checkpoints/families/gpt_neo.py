@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import ACTIVATIONS, Dropouts, layer_norm_entries
 from .base.family import Family
-from .base.fields import REQUIRED, Choice, Field, Fixed, OneOf, Values, read_typed, shorten_value
+from .base.fields import REQUIRED, Choice, Field, HFConfig, OneOf, OwnEntry, Values, fixed, read_typed, shorten_value
 from .base.names import Names
+from .base.nested import TimesHidden
 from .base.unused import Unused
 
 
-@dataclass(frozen=True)
-class AttentionTypes:
+class AttentionTypes(OwnEntry):
     """`attention_types`: lists of "global" and "local", each with how often it is repeated; local layers see
     `window_size` positions."""
 
-    names: tuple[str, ...] = ("attention_types", "window_size", "attention_layers")
+    names = ("attention_types", "window_size", "attention_layers")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         types = read_typed(hf, "attention_types", list, None)
         types = [[["global", "local"], 12]] if types is None else types
         layers = read_typed(hf, "num_layers" if "num_layers" in hf else "num_hidden_layers", int, REQUIRED)
@@ -48,20 +44,6 @@ class AttentionTypes:
         return types | ({} if window is None else {"window_size": window})
 
 
-@dataclass(frozen=True)
-class WidthOrFour:
-    """`intermediate_size`; null means four times hidden_size."""
-
-    names: tuple[str, ...] = ("intermediate_size",)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        size = read_typed(hf, "intermediate_size", int, None)
-        return {"mlp.ffn_hidden_size": 4 * read_typed(hf, "hidden_size", int, 2048) if size is None else size}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"intermediate_size": config.mlp.ffn_hidden_size}
-
-
 GPT_NEO = Family(
     model_type="gpt_neo",
     architecture="GPTNeoForCausalLM",
@@ -71,7 +53,7 @@ GPT_NEO = Family(
         OneOf(("num_layers", "num_hidden_layers"), "num_layers", int),
         OneOf(("num_heads", "num_attention_heads"), "attention.num_attention_heads", int),
         Field("max_position_embeddings", "max_position_embeddings", int, 2048),
-        WidthOrFour(),
+        TimesHidden("intermediate_size", default_hidden=2048),
         AttentionTypes(),
         Choice("activation_function", "mlp.activation", ACTIVATIONS, "gelu_new"),
         Field("layer_norm_epsilon", "norm.layernorm_epsilon", float, 1e-5),
@@ -80,11 +62,8 @@ GPT_NEO = Family(
         Dropouts("resid_dropout", "embed_dropout"),
         Field("initializer_range", "init_method_std", float, 0.02),
         *layer_norm_entries(bias=True),
-        Fixed("mlp.gated", False),
-        Fixed("mlp.bias", True),
-        Fixed("attention.add_output_bias", True),
-        Fixed("attention.softmax_scale", 1.0),
-        Fixed("embedding.position_embedding_type", "learned_absolute"),
+        *fixed({"mlp.gated": False, "mlp.bias": True, "attention.add_output_bias": True}),
+        *fixed({"attention.softmax_scale": 1.0, "embedding.position_embedding_type": "learned_absolute"}),
     ),
     names=Names(
         embedding="transformer.wte",

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm_entries
 from .base.family import Family
-from .base.fields import REQUIRED, Field, Fixed, Values, read_typed
+from .base.fields import REQUIRED, Field, HFConfig, OwnEntry, Values, fixed, read_typed, switch
 from .base.names import Names
-from .base.rope import Rope
+from .base.rope import AroundRope, Rope
 from .base.unused import Unused
 
 
-@dataclass(frozen=True)
-class SameHeadDim:
+class SameHeadDim(OwnEntry):
     """`head_dim`, a field that transformers' class does not have: its rotation takes it all the same, and its heads do
     not. Null, or what the heads have."""
 
-    names: tuple[str, ...] = ("head_dim",)
+    names = ("head_dim",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         size = read_typed(hf, "head_dim", int, None)
         whole, heads = (read_typed(hf, name, int, REQUIRED) for name in ("hidden_size", "num_attention_heads"))
         if size and heads > 0 and size != whole // heads:
@@ -34,39 +29,20 @@ class SameHeadDim:
             )
         return {}
 
-    def write(self, config: ModelConfig) -> Values:
-        return {}
-
-
-@dataclass(frozen=True)
-class ParallelResidual:
-    """`use_parallel_residual`: attention and MLP side by side, or one after the other."""
-
-    names: tuple[str, ...] = ("use_parallel_residual",)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        return {"block": "parallel" if read_typed(hf, "use_parallel_residual", bool, True) else "pre"}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"use_parallel_residual": config.block == "parallel"}
-
 
 _ROPE = Rope(partial=0.25)
 
 
 @dataclass(frozen=True)
-class NeoXRope:
+class NeoXRope(AroundRope):
     """The rotary embedding, whose base and fraction older files call `rotary_emb_base` and `rotary_pct`; these win."""
 
     rope: Rope = _ROPE
     names: tuple[str, ...] = (*Rope.names, "rotary_emb_base", "rotary_pct")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         older = {"rope_theta": hf.get("rotary_emb_base"), "partial_rotary_factor": hf.get("rotary_pct")}
         return self.rope.read({**hf, **{k: v for k, v in older.items() if v is not None}})
-
-    def write(self, config: ModelConfig) -> Values:
-        return self.rope.write(config)
 
 
 _FORM = Names(
@@ -96,9 +72,8 @@ GPT_NEOX = Family(
         *layer_norm_entries(bias=True),
         replace(ATTENTION_BIAS, default=True),
         Field("hidden_dropout", "hidden_dropout", float, 0.0),
-        Fixed("mlp.gated", False),
-        Fixed("mlp.bias", True),
-        ParallelResidual(),
+        *fixed({"mlp.gated": False, "mlp.bias": True}),
+        switch("use_parallel_residual", "block", "parallel", "pre", True),
         NeoXRope(),
     ),
     names=_FORM,

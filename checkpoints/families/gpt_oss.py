@@ -6,19 +6,15 @@ Its experts are stored [E, in, out], gate and up columns in turn; as MXFP4, the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, Values
+from .base.fields import Field, Fixed, HFConfig, Values, fixed
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import ExpertSize, RouterLoss
+from .base.moe_fields import ExpertSize, RouterLoss, expert_sizes
 from .base.names import Fused, Names, per_expert
-from .base.rope import Rope
+from .base.rope import AroundRope, Rope
 
 _DEFAULT_ROPE = {
     "rope_type": "yarn",
@@ -34,39 +30,30 @@ _ROPE = Rope(theta=150000.0)
 
 
 @dataclass(frozen=True)
-class YarnByDefault:
+class YarnByDefault(AroundRope):
     """The rotary embedding, extended by yarn where the file says nothing."""
 
     rope: Rope = _ROPE
-    names: tuple[str, ...] = Rope.names
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         values = hf.get("rope_scaling") or hf.get("rope_parameters") or _DEFAULT_ROPE
         return self.rope.read({**hf, "rope_scaling": values})
-
-    def write(self, config: ModelConfig) -> Values:
-        return self.rope.write(config)
 
 
 _FORM = Names(router="mlp.router", experts=Fused(transposed=True, interleaved=True))
 
 GPT_OSS = Family(
     model_type="gpt_oss",
-    architecture="GptOssForCausalLM",
     fields=(
         *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8, head_dim=64),
         ExpertSize(),
         replace(ATTENTION_BIAS, default=True),
-        Fixed("attention.sinks", True),
-        Fixed("norm.cast_order", "weight_first"),
+        *fixed({"attention.sinks": True, "norm.cast_order": "weight_first"}),
         Field("swiglu_alpha", "mlp.alpha", float, 1.702),
         Fixed("mlp.up_offset", 1.0),
         Field("swiglu_limit", "mlp.clamp", float, 7.0),
-        Field("num_local_experts", "moe.num_moe_experts", int, 128),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 4),
-        Fixed("moe.bias", True),
-        Fixed("moe.router.linear_bias", True),
-        Fixed("moe.router.score_after_topk", True),
+        *expert_sizes("num_local_experts", 128, 4),
+        *fixed({"moe.bias": True, "moe.router.linear_bias": True, "moe.router.score_after_topk": True}),
         Fixed("moe.router.normalize", False),
         RouterLoss(),
         LayerPattern(window=128, period=2),

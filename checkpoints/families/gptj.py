@@ -4,28 +4,37 @@ alone (Wang and Komatsuzaki, 2021)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import ACTIVATIONS, Dropouts, layer_norm_entries
 from .base.family import Family
-from .base.fields import REQUIRED, Choice, Entry, Field, Fixed, OneOf, Values, read_typed, shorten_value
+from .base.fields import (
+    REQUIRED,
+    Choice,
+    Entry,
+    Field,
+    Fixed,
+    HFConfig,
+    OneOf,
+    OwnEntry,
+    Values,
+    fixed,
+    read_typed,
+    shorten_value,
+)
 from .base.names import Names
 from .base.unused import Unused
 from .gpt2 import InnerSize
 
 
-@dataclass(frozen=True)
-class RotatedChannels:
+class RotatedChannels(OwnEntry):
     """`rotary_dim`: how many channels of each head rotate."""
 
-    names: tuple[str, ...] = ("rotary_dim",)
+    names = ("rotary_dim",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         hidden = read_typed(hf, "n_embd" if "n_embd" in hf else "hidden_size", int, REQUIRED)
         heads = read_typed(hf, "n_head" if "n_head" in hf else "num_attention_heads", int, REQUIRED)
         channels, rotated = hidden // max(heads, 1), read_typed(hf, "rotary_dim", int, 64)
@@ -57,10 +66,7 @@ def gptj_fields(pad: tuple[Entry, ...]) -> tuple[Entry, ...]:
         Dropouts("resid_pdrop", "embd_pdrop"),
         Field("initializer_range", "init_method_std", float, 0.02),
         *layer_norm_entries(bias=True),
-        Fixed("block", "parallel_shared_norm"),
-        Fixed("mlp.gated", False),
-        Fixed("mlp.bias", True),
-        Fixed("embedding.output_bias", True),
+        *fixed({"block": "parallel_shared_norm", "mlp.gated": False, "mlp.bias": True, "embedding.output_bias": True}),
         Fixed("rope.style", "interleaved"),
         *pad,
     )
@@ -78,10 +84,4 @@ FORM = Names(
 )
 MASKS = Unused(("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask", "*.attn.embed_positions"))
 
-GPTJ = Family(
-    model_type="gptj",
-    architecture="GPTJForCausalLM",
-    fields=gptj_fields(()),
-    names=FORM,
-    unused=MASKS,
-)
+GPTJ = Family(model_type="gptj", architecture="GPTJForCausalLM", fields=gptj_fields(()), names=FORM, unused=MASKS)

@@ -1,7 +1,5 @@
 """granite: llama with multipliers of embeddings, scores, residuals and logits (arXiv 2405.04324)."""
 
-from __future__ import annotations
-
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Converted, Field
@@ -18,6 +16,5 @@ GRANITE_COMMON = (*decoder_fields(max_positions=2048), ATTENTION_BIAS, *MULTIPLI
 
 GRANITE = Family(
     model_type="granite",
-    architecture="GraniteForCausalLM",
     fields=(*GRANITE_COMMON, Field("mlp_bias", "mlp.bias", bool, False)),
 )

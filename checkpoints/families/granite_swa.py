@@ -1,7 +1,5 @@
 """granite_swa and granitemoe_swa: granite, and granitemoeshared, with windows, sinks and a rotation by layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.attentions import RopeThetaPerLayer

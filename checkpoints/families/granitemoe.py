@@ -3,26 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
 from .base.family import Family
-from .base.fields import Field, Fixed, Values, get_path, read_typed
-from .base.moe_fields import ExpertSize, RouterLoss
+from .base.fields import HFConfig, OwnEntry, Values, fixed, get_path, read_typed
+from .base.moe_fields import ExpertSize, RouterLoss, expert_sizes
 from .base.names import Fused, Names, per_expert
 from .granite import GRANITE_COMMON
 
 
-@dataclass(frozen=True)
-class SharedSize:
+class SharedSize(OwnEntry):
     """`shared_intermediate_size`: 0 means no shared expert."""
 
-    names: tuple[str, ...] = ("shared_intermediate_size",)
+    names = ("shared_intermediate_size",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         size = read_typed(hf, "shared_intermediate_size", int, 0)
         return {"moe.shared_expert_intermediate_size": size} if size else {}
 
@@ -45,20 +42,14 @@ IN_MEMORY = replace(
 OTHER_FORMS = (IN_MEMORY, per_expert(FORM, "block_sparse_moe.experts"))
 EXPERTS = (
     ExpertSize(),
-    Field("num_local_experts", "moe.num_moe_experts", int, 8),
-    Field("num_experts_per_tok", "moe.moe_router_topk", int, 2),
-    Fixed("moe.router.score_after_topk", True),
-    Fixed("moe.router.normalize", False),
+    *expert_sizes("num_local_experts", 8, 2),
+    *fixed({"moe.router.score_after_topk": True, "moe.router.normalize": False}),
     RouterLoss(),
 )
 _FIELDS = (*GRANITE_COMMON, *EXPERTS)
 
 GRANITEMOE = Family(
-    model_type="granitemoe",
-    architecture="GraniteMoeForCausalLM",
-    fields=_FIELDS,
-    names=FORM,
-    other_names=OTHER_FORMS,
+    model_type="granitemoe", architecture="GraniteMoeForCausalLM", fields=_FIELDS, names=FORM, other_names=OTHER_FORMS
 )
 GRANITEMOESHARED = Family(
     model_type="granitemoeshared",

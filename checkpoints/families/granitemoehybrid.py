@@ -3,7 +3,6 @@ shared MLP or that MLP alone (Granite 4)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,18 +11,17 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS, SILU, decoder_fields
 from .base.family import Family
-from .base.fields import Values, read_typed, shorten_value
+from .base.fields import HFConfig, OwnEntry, Values, read_typed, shorten_value
 from .base.moe_fields import RouterLoss
 from .base.recurrent import Mamba2Names, MixerField, Nested, RecurrentLayers, TimeStepLimit
 from .granite import MULTIPLIERS
 from .granitemoe import FORM, OTHER_FORMS
 
 
-@dataclass(frozen=True)
-class OptionalExperts:
+class OptionalExperts(OwnEntry):
     """`num_local_experts`: 0 means the shared MLP alone, which is then the layer's."""
 
-    names: tuple[str, ...] = (
+    names = (
         "intermediate_size",
         "num_local_experts",
         "num_experts_per_tok",
@@ -31,7 +29,7 @@ class OptionalExperts:
         *RouterLoss().names,
     )
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         shared, experts = (
             read_typed(hf, "shared_intermediate_size", int, 1024),
             read_typed(hf, "num_local_experts", int, 8),
@@ -63,13 +61,12 @@ class OptionalExperts:
         }
 
 
-@dataclass(frozen=True)
-class Positions:
+class Positions(OwnEntry):
     """`position_embedding_type`: "rope", or null for none."""
 
-    names: tuple[str, ...] = ("position_embedding_type",)
+    names = ("position_embedding_type",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         kind = hf.get("position_embedding_type")
         if kind not in (None, "rope", "nope"):
             raise CheckpointError(
@@ -90,7 +87,7 @@ class MambaHeadDim(MixerField):
     kind: type = int
     default: Any = "auto"
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         heads = read_typed(hf, "mamba_n_heads", int, 128)
         size = read_typed(hf, "mamba_expand", int, 2) * nested["hidden_size"]
         value = hf.get(self.hf, "auto")

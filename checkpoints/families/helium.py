@@ -1,7 +1,5 @@
 """helium: llama with rotation in pairs and the norm's weight applied before rounding."""
 
-from __future__ import annotations
-
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed
@@ -9,7 +7,6 @@ from .base.rope import Rope
 
 HELIUM = Family(
     model_type="helium",
-    architecture="HeliumForCausalLM",
     fields=(
         *decoder_fields(max_positions=4096, norm_eps=1e-8, kv_heads=20, head_dim=128, pad=3),
         Fixed("norm.cast_order", "weight_first"),

@@ -1,10 +1,8 @@
 """hunyuan_v1_dense: hunyuan_v1_moe without experts."""
 
-from __future__ import annotations
-
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Fixed, Only
+from .base.fields import Only, fixed
 from .base.names import Names
 from .base.rope import Rope
 from .hunyuan_v1_moe import IGNORED_IN_ROPE, QK_NORMS, SwitchedOff
@@ -17,8 +15,7 @@ HUNYUAN_V1_DENSE = Family(
         ATTENTION_BIAS,
         Only("use_qk_norm", True),
         SwitchedOff(("use_cla", "use_mla", "use_mixed_mlp_moe")),
-        Fixed("attention.qk_layernorm", "head"),
-        Fixed("attention.qk_layernorm_after_rope", True),
+        *fixed({"attention.qk_layernorm": "head", "attention.qk_layernorm_after_rope": True}),
         Rope(alpha=True, extra=IGNORED_IN_ROPE),
     ),
     names=Names(qk_norms=QK_NORMS),

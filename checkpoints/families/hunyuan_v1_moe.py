@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Fixed, OneOf, Only, Values, get_path, shorten_value
+from .base.fields import Fixed, HFConfig, OneOf, Only, Values, fixed, get_path, shorten_value
 from .base.moe_fields import ExpertSize
 from .base.names import Fused, Names
 from .base.rope import Rope
@@ -29,7 +28,7 @@ class SameInAllLayers:
     def names(self) -> tuple[str, ...]:
         return (self.hf, self.other)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         single = {name: _single(name, hf[name]) for name in self.names if name in hf}
         return OneOf(self.names, self.path, int, 1).read(single)
 
@@ -52,7 +51,7 @@ class SwitchedOff:
 
     names: tuple[str, ...]
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         for name in self.names:
             value = hf.get(name)
             if value is not None and value is not False and (value is True or value != 1):
@@ -81,8 +80,7 @@ HUNYUAN_V1_MOE = Family(
         ATTENTION_BIAS,
         Only("use_qk_norm", True),
         SwitchedOff(("n_group", "topk_group", "group_limited_greedy", "routed_scaling_factor", "use_cla")),
-        Fixed("attention.qk_layernorm", "head"),
-        Fixed("attention.qk_layernorm_after_rope", True),
+        *fixed({"attention.qk_layernorm": "head", "attention.qk_layernorm_after_rope": True}),
         SameInAllLayers("num_experts", "moe.num_moe_experts", "num_local_experts"),
         SameInAllLayers("moe_topk", "moe.moe_router_topk", "num_experts_per_tok"),
         Fixed("moe.router.dtype", "float32"),

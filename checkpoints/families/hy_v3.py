@@ -1,11 +1,9 @@
 """hy_v3: qwen3's attention, a sigmoid router with a bias for the choice, shared experts."""
 
-from __future__ import annotations
-
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf
-from .base.moe_fields import LayerKinds, SharedExpertCount
+from .base.fields import Field, Fixed, fixed
+from .base.moe_fields import NUM_EXPERTS, LayerKinds, SharedExpertCount, expert_sizes
 from .base.names import Fused, Names
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
@@ -26,14 +24,10 @@ HY_V3 = Family(
         Fixed("attention.qk_layernorm", "head"),
         ATTENTION_BIAS,
         Field("mlp_bias", "mlp.bias", bool, False),
-        OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 192),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1536),
+        *expert_sizes(NUM_EXPERTS, 192, 8, width=1536),
         SharedExpertCount("num_shared_experts", 1, default_size=1536),
         LayerKinds(),
-        Fixed("moe.router.score", "sigmoid"),
-        Fixed("moe.router.expert_bias", True),
-        Fixed("moe.router.normalize_eps", 1e-20),
+        *fixed({"moe.router.score": "sigmoid", "moe.router.expert_bias": True, "moe.router.normalize_eps": 1e-20}),
         Fixed("moe.router.dtype", "float32"),
         Field("router_scaling_factor", "moe.router.scaling_factor", float, 2.826),
         Rope(theta=11158840.0),

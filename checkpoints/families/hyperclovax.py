@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS, HeadDim, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Values, read_typed
+from .base.fields import Field, HFConfig, OwnEntry, Values, read_typed, switch
 from .base.names import Names
 from .base.rope import Rope
 
 
-@dataclass(frozen=True)
-class PostNorms:
-    """`use_post_norm`: a norm after each sublayer beside the one before it."""
-
-    names: tuple[str, ...] = ("use_post_norm",)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        return {"block": "sandwich" if read_typed(hf, "use_post_norm", bool, True) else "pre"}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"use_post_norm": config.block == "sandwich"}
-
-
-@dataclass(frozen=True)
-class AttentionMultiplier:
+class AttentionMultiplier(OwnEntry):
     """`attention_multiplier`, the factor of the scores; null means 1 / sqrt(head_dim), as the number itself does."""
 
-    names: tuple[str, ...] = ("attention_multiplier",)
+    names = ("attention_multiplier",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         value, size = read_typed(hf, "attention_multiplier", float, None), HeadDim(None).read(hf)
         usual = float(max(size["attention.kv_channels"], 1)) ** -0.5
         return {} if value in (None, usual) else {"attention.softmax_scale": value}
@@ -50,7 +32,7 @@ HYPERCLOVAX = Family(
         *decoder_fields(max_positions=2048),
         ATTENTION_BIAS,
         Field("mlp_bias", "mlp.bias", bool, False),
-        PostNorms(),
+        switch("use_post_norm", "block", "sandwich", "pre", True),
         Field("embedding_multiplier", "embedding.multiplier", float, 1.0),
         AttentionMultiplier(),
         Field("residual_multiplier", "residual_multiplier", float, 1.0),

@@ -1,7 +1,5 @@
 """iquestcoder: llama with other defaults. The release's code knows windows and clipping; no release uses them."""
 
-from __future__ import annotations
-
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Field

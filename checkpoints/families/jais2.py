@@ -1,7 +1,5 @@
 """jais2: LayerNorm, squared ReLU without gate, biases everywhere but in the output layer."""
 
-from __future__ import annotations
-
 from .base.common import decoder_fields, layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, Fixed, Spread
@@ -10,7 +8,6 @@ from .base.rope import Rope
 
 JAIS2 = Family(
     model_type="jais2",
-    architecture="Jais2ForCausalLM",
     fields=(
         *decoder_fields(max_positions=8192, norm_eps=1e-5, norm_name="layer_norm_eps", activation="relu2"),
         *layer_norm_entries(bias=True),

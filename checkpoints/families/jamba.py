@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +10,13 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Fixed, Only, Values, read_typed
+from .base.fields import Fixed, HFConfig, Only, OwnEntry, Values, read_typed
 from .base.moe_fields import RouterLoss
 from .base.names import Fused, Names, PerExpert
 from .base.recurrent import MambaNames, MixerField, Nested, RecurrentLayers, TimeStepRank
 
 
-def _layers(hf: Mapping[str, Any], kind: str, layers: int, period: int, offset: int) -> list[int]:
+def _layers(hf: HFConfig, kind: str, layers: int, period: int, offset: int) -> list[int]:
     """Return the layers whose number is `KIND_layer_offset` modulo `KIND_layer_period`."""
     period = read_typed(hf, f"{kind}_layer_period", int, period)
     offset = read_typed(hf, f"{kind}_layer_offset", int, offset)
@@ -29,24 +28,23 @@ def _layers(hf: Mapping[str, Any], kind: str, layers: int, period: int, offset: 
 
 
 def _period(kind: str, found: list[int], layers: int) -> Values:
-    """Return the period and the offset that give these layers, or those of the first of them alone."""
+    """Return the period and the offset that give these layers, or the first of them alone."""
     first = found[0] if found else layers
     period = found[1] - first if len(found) > 1 else max(layers, first + 1)
     return {f"{kind}_layer_period": max(period, first + 1), f"{kind}_layer_offset": first}
 
 
-@dataclass(frozen=True)
-class PeriodicExperts:
+class PeriodicExperts(OwnEntry):
     """`num_experts` in the layers that `expert_layer_period` and `expert_layer_offset` say, as wide as the MLP of the
     others; 1: MLPs alone. `num_local_experts` is another name of it."""
 
-    names: tuple[str, ...] = (
+    names = (
         *("intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok"),
         *("expert_layer_period", "expert_layer_offset"),
         *RouterLoss().names,
     )
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         size = read_typed(hf, "intermediate_size", int, 14336)
         name = "num_local_experts" if "num_local_experts" in hf else "num_experts"
         experts, layers = read_typed(hf, name, int, 16), read_typed(hf, "num_hidden_layers", int, 32)
@@ -76,16 +74,15 @@ class PeriodicExperts:
         }
 
 
-def _pattern(hf: Mapping[str, Any], layers: int) -> list[str]:
+def _pattern(hf: HFConfig, layers: int) -> list[str]:
     attention = _layers(hf, "attn", layers, 8, 4)
     return ["full_attention" if i in attention else "linear_attention" for i in range(layers)]
 
 
-@dataclass(frozen=True)
 class AttentionPeriod(RecurrentLayers):
     """`attn_layer_period` and `attn_layer_offset` in place of `layer_types`, of which the class takes no notice."""
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         return super().read({name: value for name, value in hf.items() if name != "layer_types"}, nested)
 
     def write(self, config: ModelConfig) -> Values:
@@ -102,7 +99,7 @@ class ExpandedChannels(MixerField):
     name: str = "channels"
     kind: type = int
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         return {"channels": read_typed(hf, "mamba_expand", int, 2) * nested["hidden_size"]}
 
     def write(self, mixer: Any, config: ModelConfig) -> Values:
@@ -121,7 +118,6 @@ _NAMES = Names(
 
 JAMBA = Family(
     model_type="jamba",
-    architecture="JambaForCausalLM",
     fields=(
         *decoder_fields(max_positions=262144, kv_heads=8, pad=0, without=("hidden_act", "intermediate_size")),
         Only("hidden_act", "silu"),

@@ -1,7 +1,5 @@
 """kimi_k25: a deepseek_v3 (kimi_k2 in published files) beside a model that sees images (arXiv 2602.02276)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.text_part import TextPart, with_images

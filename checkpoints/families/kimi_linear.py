@@ -13,9 +13,9 @@ from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS, SILU
 from .base.delta_names import SeparateDeltaNames
 from .base.family import Family
-from .base.fields import Entry, Field, Fixed, Only, Values, read_typed, renamed, shorten_value
+from .base.fields import Entry, Fixed, HFConfig, Only, Values, read_typed, renamed, shorten_value
 from .base.latent import latent_fields
-from .base.moe_fields import ExpertGroups, LayerKinds, SharedExpertCount, sigmoid_router
+from .base.moe_fields import ExpertGroups, LayerKinds, SharedExpertCount, expert_sizes, sigmoid_router
 from .base.names import Fused, Names, PerExpert
 from .base.recurrent import MixerField, Nested, RecurrentLayers
 from .deepseek_v2 import latent_decoder
@@ -34,9 +34,7 @@ KIMI_SPELLING = {
 def kimi_experts(*, experts: int, chosen: int, width: int, scale: float, groups: tuple[int, int]) -> tuple[Entry, ...]:
     """Return the fields of experts beside a shared one; the arguments are the class's defaults."""
     return (
-        Field("num_local_experts", "moe.num_moe_experts", int, experts),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, chosen),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, width),
+        *expert_sizes("num_local_experts", experts, chosen, width=width),
         SharedExpertCount("n_shared_experts", 1, default_size=width),
         *sigmoid_router(default_scale=scale),
         ExpertGroups(*groups),
@@ -51,7 +49,7 @@ class Alike(MixerField):
     others: tuple[str, ...] = ()
     older: str = ""
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         hf = hf if self.hf in hf or self.older not in hf else {**hf, self.hf: hf[self.older]}
         return dict.fromkeys((self.name, *self.others), read_typed(hf, self.hf, self.kind, self.default))
 
@@ -62,12 +60,11 @@ LATENTS = ("decay_lora_rank", "gate_lora_rank")
 BY_CHANNEL: dict[str, Any] = {"decay_by": "channel", "gate_activation": "sigmoid"}
 
 
-@dataclass(frozen=True)
 class KimiLayers(RecurrentLayers):
     """`linear_attn_config`: sizes of the delta rule, and the numbers, from 1, of the layers with it and with attention;
     transformers' own files have its values outside, and `layer_types`; these win over the numbers."""
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         inner = hf.get("linear_attn_config", {})
         if not isinstance(inner, dict):
             raise CheckpointError(f"config.json has linear_attn_config = {shorten_value(inner)}, which is no object")
@@ -103,7 +100,7 @@ def _of_numbers(inner: Mapping[str, Any], layers: int) -> list[str]:
     return ["full_attention" if number in attends else "linear_attention" for number in range(1, layers + 1)]
 
 
-def _pattern(hf: Mapping[str, Any], layers: int) -> list[str]:
+def _pattern(hf: HFConfig, layers: int) -> list[str]:
     return ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(layers)]
 
 
@@ -122,7 +119,6 @@ _IN_MEMORY = SeparateDeltaNames(convolution="joined", forget="forget_gate.", dec
 
 KIMI_LINEAR = Family(
     model_type="kimi_linear",
-    architecture="KimiLinearForCausalLM",
     fields=renamed(
         (
             *latent_decoder(max_positions=1048576, norm_eps=1e-5, pad=163839, activations=SILU, without=TIED),

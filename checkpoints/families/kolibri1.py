@@ -1,15 +1,13 @@
 """kolibri1: windowed layers that rotate beside full ones that do not, norms before and after each sublayer, experts in
 all layers, chosen by logits and a bias."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf
+from .base.fields import Field, Fixed, fixed
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import ExpertSize
+from .base.moe_fields import NUM_EXPERTS, ExpertSize, expert_sizes
 from .base.names import Fused, Names
 from .base.rope import Rope
 
@@ -27,19 +25,14 @@ _IN_MEMORY = replace(
 
 KOLIBRI1 = Family(
     model_type="kolibri1",
-    architecture="Kolibri1ForCausalLM",
     fields=(
         *decoder_fields(max_positions=262144, kv_heads=4, head_dim=128, without=("intermediate_size",)),
         ExpertSize(name="moe_intermediate_size", default=512, dense=True),
-        Fixed("block", "sandwich"),
-        Fixed("attention.qk_layernorm", "head"),
-        OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 384),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 6),
-        Field("shared_expert_intermediate_size", "moe.shared_expert_intermediate_size", int, 512),
+        *fixed({"block": "sandwich", "attention.qk_layernorm": "head"}),
+        *expert_sizes(NUM_EXPERTS, 384, 6, shared=512),
         Fixed("moe.router.score", "sigmoid"),
         Fixed("moe.router.score_after_topk", True),  # the bias is added to logits
-        Fixed("moe.router.expert_bias", True),
-        Fixed("moe.router.dtype", "float32"),
+        *fixed({"moe.router.expert_bias": True, "moe.router.dtype": "float32"}),
         Field("norm_topk_prob", "moe.router.normalize", bool, False),
         LayerPattern(window=513, period=5, unrotated="beside windows"),
         Rope(),

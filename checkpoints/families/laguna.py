@@ -3,9 +3,7 @@ says, rotation by layer type, a sigmoid router whose logits are capped (poolside
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
@@ -13,20 +11,19 @@ from ..io.errors import CheckpointError
 from .base.attentions import HeadsPerLayer
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf, Only, Values, get_path, read_typed, shorten_value
+from .base.fields import Field, Fixed, HFConfig, Only, OwnEntry, Values, fixed, get_path, read_typed, shorten_value
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import LayerKinds, RouterLoss
+from .base.moe_fields import NUM_EXPERTS, LayerKinds, RouterLoss, expert_sizes
 from .base.names import Fused, Names
 from .base.rope import RopePerLayerType
 
 
-@dataclass(frozen=True)
-class Gating:
+class Gating(OwnEntry):
     """`gating`: true or "per-head", or "per-element"."""
 
-    names: tuple[str, ...] = ("gating",)
+    names = ("gating",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         gating = hf.get("gating", True)
         if gating is not True and gating not in ("per-head", "per-element"):
             raise CheckpointError(
@@ -38,13 +35,12 @@ class Gating:
         return {"gating": "per-element" if config.attention.output_gate_by == "channel" else True}
 
 
-@dataclass(frozen=True)
-class RouterSoftcap:
+class RouterSoftcap(OwnEntry):
     """`moe_router_logit_softcapping`: 0 means none."""
 
-    names: tuple[str, ...] = ("moe_router_logit_softcapping",)
+    names = ("moe_router_logit_softcapping",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         cap = read_typed(hf, "moe_router_logit_softcapping", float, 0.0)
         return {"moe.router.logits_softcap": cap} if cap > 0 else {}
 
@@ -69,21 +65,15 @@ _IN_MEMORY = replace(
 
 LAGUNA = Family(
     model_type="laguna",
-    architecture="LagunaForCausalLM",
     fields=(
         *decoder_fields(max_positions=131072, kv_heads=8, head_dim=128),
         ATTENTION_BIAS,
-        Fixed("attention.qk_layernorm", "head"),
-        Fixed("attention.output_gate", True),
+        *fixed({"attention.qk_layernorm": "head", "attention.output_gate": True}),
         Fixed("attention.output_gate_activation", "softplus"),
         Gating(),
-        OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 256),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 512),
-        Field("shared_expert_intermediate_size", "moe.shared_expert_intermediate_size", int, 512),
+        *expert_sizes(NUM_EXPERTS, 256, 8, width=512, shared=512),
         LayerKinds(),
-        Fixed("moe.router.score", "sigmoid"),
-        Fixed("moe.router.expert_bias", True),
+        *fixed({"moe.router.score": "sigmoid", "moe.router.expert_bias": True}),
         Field("moe_routed_scaling_factor", "moe.router.scaling_factor", float, 1.0),
         Only("moe_apply_router_weight_on_input", False),
         RouterSoftcap(),

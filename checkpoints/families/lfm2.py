@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from te_models.config import ModelConfig
 
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Fixed, Values, read_typed
+from .base.fields import Fixed, HFConfig, OwnEntry, Values, read_typed
 from .base.names import Names
 from .base.recurrent import MixerField, RecurrentLayers, ShortConvolutionNames
 from .base.rope import Rope
 
 
-@dataclass(frozen=True)
-class AdjustedWidth:
+class AdjustedWidth(OwnEntry):
     """`intermediate_size` (`block_ff_dim` wins), of which with `block_auto_adjust_ff_dim` two thirds, times a factor,
     rounded up to a multiple, are the width of the MLP. It is written as it is, not adjusted."""
 
-    names: tuple[str, ...] = (
+    names = (
         "intermediate_size",
         "block_ff_dim",
         "block_auto_adjust_ff_dim",
@@ -29,7 +24,7 @@ class AdjustedWidth:
         "block_multiple_of",
     )
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         size = read_typed(hf, "block_ff_dim" if "block_ff_dim" in hf else "intermediate_size", int, 12288)
         if read_typed(hf, "block_auto_adjust_ff_dim", bool, True):
             size = int(2 * size / 3)
@@ -43,13 +38,12 @@ class AdjustedWidth:
         return {"intermediate_size": config.mlp.ffn_hidden_size, "block_auto_adjust_ff_dim": False}
 
 
-@dataclass(frozen=True)
-class Tied:
+class Tied(OwnEntry):
     """`tie_word_embeddings`; in its place older files have `tie_embedding`, and it wins."""
 
-    names: tuple[str, ...] = ("tie_word_embeddings", "tie_embedding")
+    names = ("tie_word_embeddings", "tie_embedding")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         name = "tie_embedding" if "tie_embedding" in hf else "tie_word_embeddings"
         return {"embedding.share_embeddings_and_output_weights": read_typed(hf, name, bool, True)}
 
@@ -57,7 +51,7 @@ class Tied:
         return {"tie_word_embeddings": config.embedding.share_embeddings_and_output_weights}
 
 
-def _pattern(hf: Mapping[str, Any], layers: int) -> list[str]:
+def _pattern(hf: HFConfig, layers: int) -> list[str]:
     """`full_attn_idxs`: the layers with attention; all of them without the field."""
     full = read_typed(hf, "full_attn_idxs", list, None)
     return ["full_attention" if full is None or i in full else "conv" for i in range(layers)]
@@ -84,7 +78,6 @@ WITHOUT = ("intermediate_size", "tie_word_embeddings", "attention_dropout", "hid
 
 LFM2 = Family(
     model_type="lfm2",
-    architecture="Lfm2ForCausalLM",
     fields=(
         *decoder_fields(max_positions=128_000, norm_eps=1e-5, norm_name="norm_eps", kv_heads=8, pad=0, without=WITHOUT),
         AdjustedWidth(),

@@ -1,13 +1,11 @@
 """lfm2_moe: lfm2's layers with experts behind the first ones, chosen by sigmoid scores and a bias (LFM2)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.fields import Field, Fixed
-from .base.moe_fields import FirstDense
+from .base.moe_fields import FirstDense, expert_sizes
 from .base.names import Fused, PerExpert
 from .base.rope import Rope
 from .lfm2 import CONVOLUTIONS, FORM, Tied
@@ -19,7 +17,6 @@ _FORM = replace(
 
 LFM2_MOE = Family(
     model_type="lfm2_moe",
-    architecture="Lfm2MoeForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=128_000,
@@ -31,9 +28,7 @@ LFM2_MOE = Family(
         ),
         Tied(),
         Fixed("attention.qk_layernorm", "head"),
-        Field("num_experts", "moe.num_moe_experts", int, 32),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 4),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 1792),
+        *expert_sizes("num_experts", 32, 4, width=1792),
         FirstDense(2, ("num_dense_layers",)),
         Fixed("moe.router.score", "sigmoid"),
         Field("use_expert_bias", "moe.router.expert_bias", bool, True),

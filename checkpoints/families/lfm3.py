@@ -3,22 +3,19 @@ behind mixers and MLPs, too (LFM3)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
 from .base.attentions import Nested
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Fixed, OneOf, Values, read_typed
+from .base.fields import Fixed, Flag, HFConfig, OneOf, Values, read_typed, switch
 from .base.recurrent import MixerField, RecurrentLayers
 from .base.rope import RopePerLayerType
 from .lfm2 import FORM
 
 
-@dataclass(frozen=True)
 class WindowedLayers(RecurrentLayers):
     """`layer_types`, "sliding_attention" among them, and the window, `sliding_window`."""
 
@@ -26,7 +23,7 @@ class WindowedLayers(RecurrentLayers):
     def names(self) -> tuple[str, ...]:
         return (*super().names, "sliding_window")
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         kinds = ["sliding" if kind == "sliding_attention" else "full" for kind in self._words(hf, nested["num_layers"])]
         window = None if hf.get("sliding_window", 256) is None else read_typed(hf, "sliding_window", int, 256)
         attention = nested["attention"] | {"window_size": window}
@@ -39,37 +36,14 @@ class WindowedLayers(RecurrentLayers):
         return values | {"layer_types": kinds, "sliding_window": window}
 
 
-@dataclass(frozen=True)
-class SandwichNorms:
-    """`use_sandwich_norm`: norms behind mixers and MLPs as before them, or those before alone."""
-
-    names: tuple[str, ...] = ("use_sandwich_norm",)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        return {"block": "sandwich" if read_typed(hf, "use_sandwich_norm", bool, True) else "pre"}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"use_sandwich_norm": config.block == "sandwich"}
-
-
-@dataclass(frozen=True)
-class HeadGates:
-    """`use_attention_gate`: a gate of each head, the sigmoid of a projection of the input."""
-
-    names: tuple[str, ...] = ("use_attention_gate",)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        gated = read_typed(hf, "use_attention_gate", bool, True)
-        return {"attention.output_gate": gated, "attention.output_gate_by": "head" if gated else "channel"}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"use_attention_gate": config.attention.output_gate}
-
-
-def _pattern(hf: Mapping[str, Any], layers: int) -> list[str]:
+def _pattern(hf: HFConfig, layers: int) -> list[str]:
     """Of four layers one has a window, but for the first, and one sees everything."""
     words = ("sliding_attention", "conv", "full_attention", "conv")
     return [words[i % 4] if i else "conv" for i in range(layers)]
+
+
+def _gates(by: str, *, on: bool) -> tuple[tuple[str, object], ...]:
+    return ("attention.output_gate", on), ("attention.output_gate_by", by)
 
 
 _FORM = replace(
@@ -81,7 +55,6 @@ _FORM = replace(
 
 LFM3 = Family(
     model_type="lfm3",
-    architecture="Lfm3ForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=128_000,
@@ -94,8 +67,8 @@ LFM3 = Family(
         OneOf(("norm_eps", "rms_norm_eps"), "norm.layernorm_epsilon", float, 1e-5),
         ATTENTION_BIAS,
         Fixed("attention.qk_layernorm", "head"),
-        HeadGates(),
-        SandwichNorms(),
+        Flag("use_attention_gate", _gates("head", on=True), _gates("channel", on=False), True),
+        switch("use_sandwich_norm", "block", "sandwich", "pre", True),
         RopePerLayerType(theta=1e6, sliding_theta=1e4, older=False, proportional=0.5),
     ),
     mixers=WindowedLayers(

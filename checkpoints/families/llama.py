@@ -1,7 +1,5 @@
 """llama: RMSNorm, grouped-query attention, gated MLP, optional biases (arXiv 2302.13971, 2407.21783)."""
 
-from __future__ import annotations
-
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Field
@@ -9,6 +7,5 @@ from .base.rope import Rope
 
 LLAMA = Family(
     model_type="llama",
-    architecture="LlamaForCausalLM",
     fields=(*decoder_fields(max_positions=2048), Field("mlp_bias", "mlp.bias", bool, False), ATTENTION_BIAS, Rope()),
 )

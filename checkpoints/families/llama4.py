@@ -3,18 +3,14 @@ take their input times a sigmoid, beside a shared expert; llama4 holds one besid
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import REQUIRED, Entry, Field, Fixed, Values, read_typed
+from .base.fields import REQUIRED, Fixed, HFConfig, OwnEntry, Values, fixed, read_typed, switch
 from .base.layer_fields import check_names, layer_type, read_rotating
-from .base.moe_fields import ExpertSize
+from .base.moe_fields import ExpertEntries, ExpertSize, expert_sizes
 from .base.names import Fused, Names, per_expert
 from .base.rope import Rope
 from .base.text_part import TextPart, with_images
@@ -22,13 +18,12 @@ from .base.text_part import TextPart, with_images
 _KINDS = ("chunked_attention", "full_attention")
 
 
-@dataclass(frozen=True)
-class Layers:
+class Layers(OwnEntry):
     """Which layers rotate, `no_rope_layers`, and which see only their chunk, `layer_types`: by default the same."""
 
-    names: tuple[str, ...] = ("no_rope_layers", "no_rope_layer_interval", "layer_types", "attention_chunk_size")
+    names = ("no_rope_layers", "no_rope_layer_interval", "layer_types", "attention_chunk_size")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         rotating = read_rotating(hf)
         kinds = read_typed(hf, "layer_types", list, None)
         if kinds is None:
@@ -53,15 +48,14 @@ class Layers:
         }
 
 
-@dataclass(frozen=True)
-class Tuning:
+class Tuning(OwnEntry):
     """`attn_temperature_tuning`: queries of layers without position encoding grow with the logarithm of position.
 
     In the first files of Scout it is 4; the code of that time took that for true."""
 
-    names: tuple[str, ...] = ("attn_temperature_tuning", "floor_scale", "attn_scale")
+    names = ("attn_temperature_tuning", "floor_scale", "attn_scale")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         tuned = hf.get("attn_temperature_tuning")
         if not (tuned if type(tuned) is int else read_typed(hf, "attn_temperature_tuning", bool, True)):
             return {}
@@ -85,13 +79,12 @@ class Tuning:
         }
 
 
-@dataclass(frozen=True)
-class MLPWidths:
+class MLPWidths(OwnEntry):
     """`intermediate_size_mlp` is the width of dense layers, `intermediate_size` the width of the experts."""
 
-    names: tuple[str, ...] = ("intermediate_size", "intermediate_size_mlp")
+    names = ("intermediate_size", "intermediate_size_mlp")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return {"mlp.ffn_hidden_size": read_typed(hf, "intermediate_size_mlp", int, 16384)}
 
     def write(self, config: ModelConfig) -> Values:
@@ -100,35 +93,24 @@ class MLPWidths:
         return {"intermediate_size": experts, "intermediate_size_mlp": dense}
 
 
-@dataclass(frozen=True)
-class Mixture:
+class Mixture(ExpertEntries):
     """What experts need, in a model that has some. Dense ones (MobileLLM-R1, Llama Guard 4) have no `moe_layers`, and
     mostly zero experts of which zero are used; what else they say of experts means nothing."""
 
-    entries: tuple[Entry, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for entry in self.entries for name in entry.names)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        if not MoELayers().read(hf)["moe.layers"]:
-            return {}
-        return {path: value for entry in self.entries for path, value in entry.read(hf).items()}
+    def read(self, hf: HFConfig) -> Values:
+        return super().read(hf) if MoELayers().read(hf)["moe.layers"] else {}
 
     def write(self, config: ModelConfig) -> Values:
-        if config.moe is None:
-            return {"moe_layers": [], "num_local_experts": 0, "num_experts_per_tok": 0}
-        return {name: value for entry in self.entries for name, value in entry.write(config).items()}
+        without = {"moe_layers": [], "num_local_experts": 0, "num_experts_per_tok": 0}
+        return without if config.moe is None else super().write(config)
 
 
-@dataclass(frozen=True)
-class MoELayers:
+class MoELayers(OwnEntry):
     """`moe_layers`; without it every `interleave_moe_layer_step`-th layer has experts."""
 
-    names: tuple[str, ...] = ("moe_layers", "interleave_moe_layer_step")
+    names = ("moe_layers", "interleave_moe_layer_step")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         layers = read_typed(hf, "moe_layers", list, None)
         if layers is not None:
             return {"moe.layers": layers}
@@ -143,19 +125,6 @@ class MoELayers:
         return {"moe_layers": [i for i in range(config.num_layers) if config.is_moe_layer(i)]}
 
 
-@dataclass(frozen=True)
-class UseL2QKNorm:
-    """`use_qk_norm`: norms of q and k without weight, in layers that rotate, behind the rotation."""
-
-    names: tuple[str, ...] = ("use_qk_norm",)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        return {"attention.qk_layernorm": "l2" if read_typed(hf, "use_qk_norm", bool, True) else "none"}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"use_qk_norm": config.attention.qk_layernorm == "l2"}
-
-
 _FORM = Names(
     fc1=("feed_forward.gate_proj", "feed_forward.up_proj"),
     fc2="feed_forward.down_proj",
@@ -168,11 +137,8 @@ _FORM = Names(
 _MIXTURE = (
     MoELayers(),
     ExpertSize(shared=True),
-    Field("num_local_experts", "moe.num_moe_experts", int, 16),
-    Field("num_experts_per_tok", "moe.moe_router_topk", int, 1),
-    Fixed("moe.router.score", "sigmoid"),
-    Fixed("moe.router.score_after_topk", True),
-    Fixed("moe.router.normalize", False),
+    *expert_sizes("num_local_experts", 16, 1),
+    *fixed({"moe.router.score": "sigmoid", "moe.router.score_after_topk": True, "moe.router.normalize": False}),
     Fixed("moe.router.apply_on_input", True),
     # transformers has the fields of a router loss and computes none
     Fixed("moe.aux_loss_coeff", 0.0, ("router_aux_loss_coef", "output_router_logits")),
@@ -189,7 +155,7 @@ LLAMA4_TEXT = Family(
         ),
         MLPWidths(),
         ATTENTION_BIAS,
-        UseL2QKNorm(),
+        switch("use_qk_norm", "attention.qk_layernorm", "l2", "none", True),  # of layers that rotate
         Layers(),
         Tuning(),
         Mixture(_MIXTURE),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +9,7 @@ from te_models.config import ModelConfig
 
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Entry, Fixed, Only, Values, read_typed
+from .base.fields import Entry, Fixed, HFConfig, Only, Values, fixed, read_typed
 from .base.names import Names
 from .base.recurrent import MambaNames, MixerField, Nested, RecurrentLayers, TimeStepRank
 from .mamba2 import NO_ATTENTION
@@ -24,7 +23,7 @@ class Channels(MixerField):
     name: str = "channels"
     kind: type = int
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         expanded = read_typed(hf, "expand", int, 2) * nested["hidden_size"]
         return {"channels": read_typed(hf, "intermediate_size", int, expanded)}
 
@@ -47,8 +46,7 @@ _FIELDS: tuple[Entry, ...] = (
         without=(*NO_ATTENTION, "pad_token_id"),
     ),
     Only("hidden_act", "silu"),
-    Fixed("max_position_embeddings", 2**20),
-    Fixed("mlp.ffn_hidden_size", 1),
+    *fixed({"max_position_embeddings": 2**20, "mlp.ffn_hidden_size": 1}),
     Fixed("embedding.position_embedding_type", "none", _WITHOUT_EFFECT),
 )
 _PARTS = (
@@ -69,7 +67,6 @@ _NAMES = Names(
 
 MAMBA = Family(
     model_type="mamba",
-    architecture="MambaForCausalLM",
     fields=_FIELDS,
     mixers=RecurrentLayers(kind="mamba", parts=_PARTS, extra=("expand",), alone=True),
     names=_NAMES,
@@ -77,7 +74,6 @@ MAMBA = Family(
 )
 FALCON_MAMBA = Family(
     model_type="falcon_mamba",
-    architecture="FalconMambaForCausalLM",
     fields=_FIELDS,
     mixers=RecurrentLayers(
         kind="mamba",

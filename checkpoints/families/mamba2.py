@@ -11,7 +11,7 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Fixed, Only, Values, read_typed
+from .base.fields import Fixed, HFConfig, Only, Values, fixed, read_typed
 from .base.names import Names
 from .base.recurrent import Mamba2Names, MixerField, RecurrentLayers, TimeStepLimit
 
@@ -25,7 +25,7 @@ class Expand(MixerField):
     kind: type = int
     default: Any = 2
 
-    def read(self, hf: Mapping[str, Any], nested: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig, nested: Mapping[str, Any]) -> Values:
         expand, heads = read_typed(hf, "expand", int, 2), read_typed(hf, "num_heads", int, 128)
         size = heads * read_typed(hf, "head_dim", int, 64)
         if size != expand * nested["hidden_size"]:
@@ -51,7 +51,6 @@ NO_ATTENTION = (
 
 MAMBA2 = Family(
     model_type="mamba2",
-    architecture="Mamba2ForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=0,
@@ -61,8 +60,7 @@ MAMBA2 = Family(
             without=(*NO_ATTENTION, "pad_token_id"),
         ),
         Only("hidden_act", "silu"),
-        Fixed("max_position_embeddings", 2**20),
-        Fixed("mlp.ffn_hidden_size", 1),
+        *fixed({"max_position_embeddings": 2**20, "mlp.ffn_hidden_size": 1}),
         Fixed("embedding.position_embedding_type", "none", ("residual_in_fp32",)),  # which is of rounding alone
     ),
     mixers=RecurrentLayers(

@@ -1,27 +1,21 @@
 """mellum: qwen3_moe with windows and a rotary base for each kind of layer."""
 
-from __future__ import annotations
-
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf
+from .base.fields import Fixed
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import LayerKinds, RouterLoss
+from .base.moe_fields import NUM_EXPERTS, LayerKinds, RouterLoss, expert_sizes
 from .base.names import Fused, Names
 from .base.rope import RopePerLayerType
 from .base.unused import Unused
 
 MELLUM = Family(
     model_type="mellum",
-    architecture="MellumForCausalLM",
     fields=(
         *decoder_fields(max_positions=131072, kv_heads=4, head_dim=128),
         Fixed("attention.qk_layernorm", "head"),
         ATTENTION_BIAS,
-        OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 64),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 896),
-        Field("norm_topk_prob", "moe.router.normalize", bool, True),
+        *expert_sizes(NUM_EXPERTS, 64, 8, width=896, normalize=True),
         LayerKinds(dense=0),
         RouterLoss(),
         LayerPattern(window=1024, period=1),

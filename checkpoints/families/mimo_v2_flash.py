@@ -3,9 +3,7 @@ keys, a third of each head is rotated, DeepSeek-V3's router without a shared exp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
@@ -13,9 +11,9 @@ from ..io.errors import CheckpointError
 from .base.attentions import Nested, SlidingAttention
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, Nullable, OneOf, Values, read_typed, shorten_value
+from .base.fields import Field, Fixed, HFConfig, Nullable, OneOf, OwnEntry, Values, fixed, read_typed, shorten_value
 from .base.layer_fields import LayerPattern
-from .base.moe_fields import ExpertGroups, LayerKinds
+from .base.moe_fields import ROUTED_EXPERTS, ExpertGroups, LayerKinds, expert_sizes
 from .base.names import Fused, Names
 from .base.rope import RopePerLayerType
 from .base.unused import Unused
@@ -25,11 +23,10 @@ _PARTIAL = 0.334
 _LAYERS = LayerPattern(window=129, period=6, full=lambda layer, _: layer == 0 or layer % 6 == 5)
 
 
-@dataclass(frozen=True)
-class Agrees:
+class Agrees(OwnEntry):
     """Fields of the published file about windowed layers; here they follow from others; others are refused."""
 
-    names: tuple[str, ...] = (
+    names = (
         "swa_num_attention_heads",
         "swa_num_key_value_heads",
         "swa_head_dim",
@@ -40,7 +37,7 @@ class Agrees:
         "partial_rotary_factor",
     )
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         defaults = (("num_attention_heads", 64), ("num_key_value_heads", 4), ("head_dim", 192), ("v_head_dim", 128))
         heads, groups, head, value = (read_typed(hf, name, int, default) for name, default in defaults)
         window = read_typed(hf, "sliding_window_size", int, None)
@@ -49,19 +46,15 @@ class Agrees:
                 raise CheckpointError(f"config.json has {name} = {shorten_value(hf[name])}; supported: {wanted}")
         return {}
 
-    def write(self, config: ModelConfig) -> Values:
-        return {}
 
-
-@dataclass(frozen=True)
-class PublishedSpelling:
+class PublishedSpelling(OwnEntry):
     """The fields of the published file, as transformers fills them in from its fields: `hybrid_layer_pattern` and
     `moe_layer_freq` with a 1 for windowed layers and for those with experts, `sliding_window_size` without the query's
     own position."""
 
-    names: tuple[str, ...] = (*_LAYERS.names, "sliding_window_size", "hybrid_layer_pattern", "moe_layer_freq")
+    names = (*_LAYERS.names, "sliding_window_size", "hybrid_layer_pattern", "moe_layer_freq")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         kinds = read_typed(hf, "hybrid_layer_pattern", list, None)
         if kinds is not None and hf.get("layer_types") is None:
             hf = {**hf, "layer_types": ["sliding_attention" if kind == 1 else "full_attention" for kind in kinds]}
@@ -91,13 +84,9 @@ MIMO_V2_FLASH = Family(
         Field("attention_bias", "attention.add_qkv_bias", bool, False),
         Field("v_head_dim", "attention.v_head_dim", int, 128),
         Nullable("attention_value_scale", "attention.value_scale", 0.707),
-        OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 256),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 2048),
+        *expert_sizes(ROUTED_EXPERTS, 256, 8, width=2048),
         LayerKinds(),
-        Fixed("moe.router.score", "sigmoid"),
-        Fixed("moe.router.expert_bias", True),
-        Fixed("moe.router.normalize_eps", 1e-20),
+        *fixed({"moe.router.score": "sigmoid", "moe.router.expert_bias": True, "moe.router.normalize_eps": 1e-20}),
         Fixed("moe.router.dtype", "float32"),
         Field("norm_topk_prob", "moe.router.normalize", bool, True),
         Field("routed_scaling_factor", "moe.router.scaling_factor", float, 1.0, null=True),

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import ATTENTION_BIAS
 from .base.family import Family
-from .base.fields import Field, Values, get_path, read_typed
+from .base.fields import Field, HFConfig, OfOneField, OwnEntry, Values, get_path, read_typed
 from .base.latent import latent_fields
 from .base.rope import Rope
 from .deepseek_v2 import latent_decoder
 
 
 @dataclass(frozen=True)
-class BySize:
+class BySize(OfOneField):
     """A number by which a factor of the model is a function of one of its sizes; null means a factor of 1."""
 
-    hf: str
     path: str
     default: float
     size: str
@@ -31,11 +29,7 @@ class BySize:
     inverse: Callable[[float, int], float]
     whole: bool = False
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.hf,)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         value = hf.get(self.hf, self.default)
         if value is None:
             return {}
@@ -52,13 +46,12 @@ class BySize:
         return {self.hf: int(value) if self.whole and value.is_integer() else value}
 
 
-@dataclass(frozen=True)
-class ValueHeadDim:
+class ValueHeadDim(OwnEntry):
     """`v_head_dim`; null means hidden_size by the heads."""
 
-    names: tuple[str, ...] = ("v_head_dim",)
+    names = ("v_head_dim",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         heads = read_typed(hf, "num_attention_heads", int, 40)
         usual = read_typed(hf, "hidden_size", int, 2560) // max(heads, 1)
         return {"attention.mla.v_head_dim": read_typed(hf, "v_head_dim", int, None) or usual}

@@ -6,15 +6,13 @@ Published files say `rotary_dim`, half of the channels of a head, as the report 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field, Only, Values
+from .base.fields import Field, HFConfig, Only, Values
 from .base.layer_fields import AllLayersWindow
-from .base.moe_fields import ExpertSize, RouterLoss
+from .base.moe_fields import ExpertSize, RouterLoss, expert_sizes
 from .base.names import Fused, Names
 from .base.recurrent import LightningNames, Nested, RecurrentLayers
 from .base.rope import Rope
@@ -31,16 +29,15 @@ _FACTORS = tuple(
 )
 
 
-@dataclass(frozen=True)
 class LightningLayers(RecurrentLayers):
     """Lightning attention has as many heads as attention, of the same size."""
 
-    def mixer(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def mixer(self, hf: HFConfig, nested: Nested) -> Values:
         attention = nested["attention"]
         heads, channels = attention["num_attention_heads"], attention["kv_channels"]
         return super().mixer(hf, nested) | {"num_heads": heads, "head_dim": channels}
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         found = super().read(hf, nested)
         window = nested["attention"].get("window_size")
         names = found.get("layer_mixers", ["attention"] * nested["num_layers"])
@@ -48,15 +45,11 @@ class LightningLayers(RecurrentLayers):
         return found | {"layer_types": kinds}
 
 
-def _pattern(hf: Mapping[str, Any], layers: int) -> list[str]:
+def _pattern(hf: HFConfig, layers: int) -> list[str]:
     return ["linear_attention" if i % 2 else "full_attention" for i in range(layers)]
 
 
-_NAMES = Names(
-    router="block_sparse_moe.gate",
-    experts=W1_W3_W2,
-    mixers={"lightning": LightningNames()},
-)
+_NAMES = Names(router="block_sparse_moe.gate", experts=W1_W3_W2, mixers={"lightning": LightningNames()})
 
 MINIMAX = Family(
     model_type="minimax",
@@ -65,8 +58,7 @@ MINIMAX = Family(
         *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8, without=("hidden_act",)),
         Only("hidden_act", "silu"),
         ExpertSize(),
-        Field("num_local_experts", "moe.num_moe_experts", int, 8),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 2),
+        *expert_sizes("num_local_experts", 8, 2),
         RouterLoss(),
         AllLayersWindow(default=None),
         RotaryDim(Rope(theta=1e6, partial=1.0), head_dim=None, written=True),

@@ -6,17 +6,15 @@ Published files say `rotary_dim`, and transformers 5.17 ignores it: it rotates t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf, Only, Values, read_typed, shorten_value
-from .base.moe_fields import ExpertSize, RouterLoss
+from .base.fields import Fixed, HFConfig, Only, Values, fixed, read_typed, shorten_value
+from .base.moe_fields import ExpertSize, RouterLoss, expert_sizes
 from .base.names import Fused, Names
 from .base.rope import Rope
 from .base.unused import LAYERS_BEHIND
@@ -37,7 +35,7 @@ class RotaryDim:
     written: bool = False
     names: tuple[str, ...] = (*Rope.names, "rotary_dim")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         channels = read_typed(hf, "rotary_dim", int, None)
         parts = [
             values.get("partial_rotary_factor")
@@ -79,10 +77,8 @@ MINIMAX_M2 = Family(
         *decoder_fields(max_positions=196608, kv_heads=8, head_dim=128),
         ExpertSize(),
         Fixed("attention.qk_layernorm", "full"),
-        OneOf(("num_local_experts", "num_experts"), "moe.num_moe_experts", int, 256),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Fixed("moe.router.score", "sigmoid"),
-        Fixed("moe.router.expert_bias", True),
+        *expert_sizes(("num_local_experts", "num_experts"), 256, 8),
+        *fixed({"moe.router.score": "sigmoid", "moe.router.expert_bias": True}),
         Only("use_qk_norm", True),
         Only("scoring_func", "sigmoid"),
         Only("use_routing_bias", True),

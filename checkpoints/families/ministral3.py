@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from te_models.config import ModelConfig
 
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import REQUIRED, Values, read_typed
+from .base.fields import REQUIRED, HFConfig, Values, read_typed
 from .base.layer_fields import AllLayersWindow
-from .base.rope import Rope
+from .base.rope import AroundRope, Rope
 
 _DEFAULT = {
     "rope_type": "yarn",
@@ -31,13 +29,12 @@ _ROPE = Rope(extra=("llama_4_scaling_beta", "max_position_embeddings"))
 
 
 @dataclass(frozen=True)
-class ScaledQueries:
+class ScaledQueries(AroundRope):
     """`rope_parameters`, with `llama_4_scaling_beta` and the length by which positions are divided."""
 
     rope: Rope = _ROPE
-    names: tuple[str, ...] = Rope.names
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         values = hf.get("rope_scaling") or hf.get("rope_parameters") or _DEFAULT
         result = self.rope.read({**hf, "rope_scaling": values})
         result["attention.temperature_tuning.attn_scale"] = read_typed(values, "llama_4_scaling_beta", float, REQUIRED)
@@ -57,7 +54,6 @@ class ScaledQueries:
 
 MINISTRAL3 = Family(
     model_type="ministral3",
-    architecture="Ministral3ForCausalLM",
     fields=(
         *decoder_fields(max_positions=262144, pad=11, norm_eps=1e-5, kv_heads=8, head_dim=128),
         AllLayersWindow(default=None),

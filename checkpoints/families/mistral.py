@@ -1,7 +1,5 @@
 """mistral: llama with a sliding window in every layer (arXiv 2310.06825)."""
 
-from __future__ import annotations
-
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.layer_fields import AllLayersWindow
@@ -9,6 +7,5 @@ from .base.rope import Rope
 
 MISTRAL = Family(
     model_type="mistral",
-    architecture="MistralForCausalLM",
     fields=(*decoder_fields(max_positions=131072, kv_heads=8), AllLayersWindow(default=4096), Rope()),
 )

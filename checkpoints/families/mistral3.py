@@ -1,7 +1,5 @@
 """mistral3: a mistral, a ministral3 or a mistral4 beside a model that sees images."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.names import Fused

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from .base.common import ATTENTION_BIAS
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf, Values
+from .base.fields import Field, Fixed, HFConfig, Values
 from .base.latent import latent_fields
-from .base.moe_fields import ExpertGroups, FirstDense, SharedExpertCount
+from .base.moe_fields import ROUTED_EXPERTS, ExpertGroups, FirstDense, SharedExpertCount, expert_sizes
 from .base.names import Fused, Names, per_expert
 from .deepseek_v2 import latent_decoder
-from .deepseek_v3 import RopeInterleave
+from .deepseek_v3 import ROPE_INTERLEAVE
 from .ministral3 import ScaledQueries
 
 _DEFAULT = {
@@ -29,12 +25,11 @@ _DEFAULT = {
 }
 
 
-@dataclass(frozen=True)
 class LatentQueries(ScaledQueries):
     """As of ministral3. `partial_rotary_factor` says which part of a head the rotated channels are, as their number
     does, and is left out."""
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         values = hf.get("rope_scaling") or hf.get("rope_parameters") or _DEFAULT
         if isinstance(values, dict):
             values = {name: value for name, value in values.items() if name != "partial_rotary_factor"}
@@ -45,15 +40,12 @@ FUSED = Names(experts=Fused())
 
 MISTRAL4 = Family(
     model_type="mistral4",
-    architecture="Mistral4ForCausalLM",
     fields=(
         *latent_decoder(max_positions=1048576, pad=11),
         *latent_fields(query_rank=1024, rank=256, nope=64, rope=LatentQueries()),
         ATTENTION_BIAS,
-        RopeInterleave(),
-        OneOf(("n_routed_experts", "num_local_experts", "num_experts"), "moe.num_moe_experts", int, 128),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 4),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 2048),
+        ROPE_INTERLEAVE,
+        *expert_sizes(ROUTED_EXPERTS, 128, 4, width=2048),
         SharedExpertCount("n_shared_experts", 1, default_size=2048),
         FirstDense(0),
         Fixed("moe.router.normalize_eps", 1e-20),

@@ -1,12 +1,9 @@
 """mixtral: experts in every layer, top-k of a softmax, weights divided by their sum (arXiv 2401.04088)."""
 
-from __future__ import annotations
-
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Field
 from .base.layer_fields import AllLayersWindow
-from .base.moe_fields import ExpertSize, RouterLoss
+from .base.moe_fields import ExpertSize, RouterLoss, expert_sizes
 from .base.names import Fused, Names, PerExpert
 from .base.rope import Rope
 
@@ -15,12 +12,10 @@ W1_W3_W2 = PerExpert(*(f"block_sparse_moe.experts.{{e}}.{name}" for name in ("w1
 
 MIXTRAL = Family(
     model_type="mixtral",
-    architecture="MixtralForCausalLM",
     fields=(
         *decoder_fields(max_positions=131072, norm_eps=1e-5, kv_heads=8),
         ExpertSize(),
-        Field("num_local_experts", "moe.num_moe_experts", int, 8),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 2),
+        *expert_sizes("num_local_experts", 8, 2),
         RouterLoss(),
         AllLayersWindow(default=None),
         Rope(theta=1e6),

@@ -1,7 +1,5 @@
 """mpt: ALiBi, LayerNorm without bias, GELU without gate, no biases, clamped q, k and v in the largest ones."""
 
-from __future__ import annotations
-
 from .base.common import layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, Fixed, Nullable, OneOf, Only
@@ -13,7 +11,6 @@ _WITHOUT_EFFECT = ("learned_pos_emb", "init_device", "norm_type", "verbose", "in
 
 MPT = Family(
     model_type="mpt",
-    architecture="MptForCausalLM",
     fields=(
         Field("vocab_size", "vocab_size", int, 50368),
         OneOf(("d_model", "hidden_size"), "hidden_size", int, 2048),

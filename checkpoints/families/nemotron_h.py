@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Entry, Field, Fixed, Only, Values, shorten_value
-from .base.moe_fields import ExpertGroups, sigmoid_router
+from .base.fields import Field, Fixed, HFConfig, Only, OwnEntry, Values, fixed, shorten_value
+from .base.moe_fields import ExpertEntries, ExpertGroups, expert_sizes, sigmoid_router
 from .base.names import Fused, Names, PerExpert
 from .base.recurrent import Mamba2Names, MixerField, Nested, RecurrentLayers
 
@@ -43,13 +41,12 @@ _ALIASES = {
 """Older names of fields; these win."""
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(OwnEntry):
     """`layers_block_type`, or `hybrid_override_pattern` of a letter for each layer: what each layer is."""
 
-    names: tuple[str, ...] = ("layers_block_type", "layer_types", "hybrid_override_pattern", *_ALIASES, *_MAMBA.names)
+    names = ("layers_block_type", "layer_types", "hybrid_override_pattern", *_ALIASES, *_MAMBA.names)
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         words = _words(hf)
         if words is None:
             found = hf.get("layers_block_type", hf.get("layer_types", hf.get("hybrid_override_pattern")))
@@ -77,7 +74,7 @@ class Blocks:
         return {"layers_block_type": words} | {n: v for n, v in _MAMBA.write(config).items() if n != "layer_types"}
 
 
-def _words(hf: Mapping[str, Any]) -> list[str] | None:
+def _words(hf: HFConfig) -> list[str] | None:
     words, pattern = hf.get("layers_block_type", hf.get("layer_types")), hf.get("hybrid_override_pattern")
     if words is None and pattern is None:
         words = ["linear_attention", "moe", "full_attention", "mlp"]
@@ -89,32 +86,12 @@ def _words(hf: Mapping[str, Any]) -> list[str] | None:
     return words if words and set(words) <= set(_LETTERS.values()) else None
 
 
-@dataclass(frozen=True)
-class ExpertEntries:
-    """What experts need; a model without experts does not write it."""
-
-    entries: tuple[Entry, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for entry in self.entries for name in entry.names)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        return {path: value for entry in self.entries for path, value in entry.read(hf).items()}
-
-    def write(self, config: ModelConfig) -> Values:
-        if config.moe is None:
-            return {}
-        return {name: value for entry in self.entries for name, value in entry.write(config).items()}
-
-
-@dataclass(frozen=True)
-class LayerLetters:
+class LayerLetters(OwnEntry):
     """As many as `layers_block_type` has, whatever `num_hidden_layers` says; both are written."""
 
-    names: tuple[str, ...] = ("num_hidden_layers",)
+    names = ("num_hidden_layers",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return {"num_layers": len(_words(hf) or ()) or 1}
 
     def write(self, config: ModelConfig) -> Values:
@@ -143,7 +120,6 @@ _FORM = Names(
 
 NEMOTRON_H = Family(
     model_type="nemotron_h",
-    architecture="NemotronHForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=4096,
@@ -158,16 +134,13 @@ NEMOTRON_H = Family(
         LayerLetters(),
         Only("tie_word_embeddings", False),  # with true, transformers ties nothing
         Fixed("embedding.position_embedding_type", "none", _WITHOUT_EFFECT),
-        Fixed("norm.cast_order", "weight_first"),
-        Fixed("mlp.gated", False),
+        *fixed({"norm.cast_order": "weight_first", "mlp.gated": False}),
         Field("mlp_bias", "mlp.bias", bool, False),
         Only("mamba_hidden_act", "silu"),
         ExpertGroups(),
         ExpertEntries(
             (
-                Field("n_routed_experts", "moe.num_moe_experts", int, 8),
-                Field("num_experts_per_tok", "moe.moe_router_topk", int, 2),
-                Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 7688),
+                *expert_sizes("n_routed_experts", 8, 2, width=7688),
                 Field("moe_latent_size", "moe.moe_latent_size", int, None),
                 Field("moe_shared_expert_intermediate_size", "moe.shared_expert_intermediate_size", int, 7688),
                 *sigmoid_router(),

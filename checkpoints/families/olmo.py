@@ -1,7 +1,5 @@
 """olmo: LayerNorm without parameters, optional clipping of q, k and v (arXiv 2402.00838)."""
 
-from __future__ import annotations
-
 from .base.common import ATTENTION_BIAS, decoder_fields, layer_norm_entries
 from .base.family import Family
 from .base.fields import Fixed, Nullable
@@ -9,7 +7,6 @@ from .base.rope import Rope
 
 OLMO = Family(
     model_type="olmo",
-    architecture="OlmoForCausalLM",
     fields=(
         *decoder_fields(max_positions=2048, pad=1, without=("rms_norm_eps",)),
         *layer_norm_entries(bias=False, weight=False),

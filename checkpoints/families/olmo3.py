@@ -1,7 +1,5 @@
 """olmo3: olmo2 with a window in three of four layers and a rotary embedding for each kind (arXiv 2512.13961)."""
 
-from __future__ import annotations
-
 from .base.common import decoder_fields
 from .base.family import Family
 from .base.layer_fields import LayerPattern
@@ -11,7 +9,6 @@ from .olmo2 import OLMO2_COMMON
 
 OLMO3 = Family(
     model_type="olmo3",
-    architecture="Olmo3ForCausalLM",
     fields=(
         *decoder_fields(max_positions=2048, pad=1, norm_eps=1e-5),
         *OLMO2_COMMON,

@@ -12,17 +12,16 @@ from te_models.config import ModelConfig
 from .base.common import ATTENTION_BIAS, SILU, decoder_fields
 from .base.delta_names import SeparateDeltaNames
 from .base.family import Family
-from .base.fields import REQUIRED, Fixed, Values, read_typed
+from .base.fields import REQUIRED, Fixed, HFConfig, Values, fixed, read_typed
 from .base.names import POST, PRE, Names
 from .base.recurrent import MixerField, Nested, RecurrentLayers
 from .base.rope import Rope
 
 
-@dataclass(frozen=True)
 class OptionalRope(Rope):
     """The rotary embedding; a base that is null (not absent) turns rotation off."""
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         values = hf.get("rope_scaling") or hf.get("rope_parameters")
         where = values if isinstance(values, dict) and "rope_theta" in values else hf
         if where.get("rope_theta", self.theta) is None:
@@ -41,11 +40,11 @@ class DerivedField(MixerField):
 
     derived: Callable[[Mapping[str, Any]], int] = lambda hf: read_typed(hf, "num_attention_heads", int, REQUIRED)
 
-    def value(self, hf: Mapping[str, Any]) -> int:
+    def value(self, hf: HFConfig) -> int:
         """Return the field, or what follows."""
         return self.derived(hf) if hf.get(self.hf) is None else read_typed(hf, self.hf, int, REQUIRED)
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         return {self.name: self.value(hf)}
 
 
@@ -59,17 +58,16 @@ _KEY_DIM = DerivedField(
 _VALUE_DIM = DerivedField("linear_value_head_dim", "value_head_dim", int, derived=lambda hf: 2 * _KEY_DIM.value(hf))
 
 
-@dataclass(frozen=True)
 class OlmoHybridLayers(RecurrentLayers):
     """`layer_types`; it also says where the norms of a layer are."""
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         found = super().read(hf, nested)
         blocks = ["post" if name == "attention" else "pre" for name in found.get("layer_mixers", ())]
         return found | ({"layer_blocks": blocks} if blocks else {})
 
 
-def _pattern(hf: Mapping[str, Any], layers: int) -> list[str]:
+def _pattern(hf: HFConfig, layers: int) -> list[str]:
     """Every fourth layer has attention, or the last one of fewer."""
     attends = {i for i in range(layers) if i % 4 == 3} or {layers - 1}
     return ["full_attention" if i in attends else "linear_attention" for i in range(layers)]
@@ -86,13 +84,11 @@ _FORM = Names(
 
 OLMO_HYBRID = Family(
     model_type="olmo_hybrid",
-    architecture="OlmoHybridForCausalLM",
     fields=(
         *decoder_fields(max_positions=65536, pad=100277, activations=SILU),
         ATTENTION_BIAS,
         Fixed("block", "post", _STARTS),
-        Fixed("norm.cast_order", "weight_first"),
-        Fixed("attention.qk_layernorm", "full"),
+        *fixed({"norm.cast_order": "weight_first", "attention.qk_layernorm": "full"}),
         OptionalRope(),
     ),
     mixers=OlmoHybridLayers(
@@ -117,10 +113,7 @@ OLMO_HYBRID = Family(
             mixers={"gated_delta": replace(_DELTA, convolution="thirds")},
         ),
         replace(
-            _FORM,
-            form="in-memory",
-            recurrent_norms=PRE,
-            mixers={"gated_delta": replace(_DELTA, convolution="joined")},
+            _FORM, form="in-memory", recurrent_norms=PRE, mixers={"gated_delta": replace(_DELTA, convolution="joined")}
         ),
     ),
 )

@@ -3,27 +3,22 @@ model, whose norms come after each sum and whose embeddings are narrower than it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
-
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import Dropouts, decoder_fields, layer_norm_entries
 from .base.family import Family
-from .base.fields import Field, Fixed, Only, Spread, Values, read_typed
-from .base.names import Names
+from .base.fields import Field, HFConfig, Only, OwnEntry, Spread, Values, fixed, read_typed
+from .base.names import Names, without_prefix
 from .gpt_neox import SameHeadDim
 
 
-@dataclass(frozen=True)
-class EmbeddingWidth:
+class EmbeddingWidth(OwnEntry):
     """`word_embed_proj_dim`: null, or hidden_size; with another one, projections lie between embedding and layers."""
 
-    names: tuple[str, ...] = ("word_embed_proj_dim",)
+    names = ("word_embed_proj_dim",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         width, hidden = read_typed(hf, "word_embed_proj_dim", int, None), read_typed(hf, "hidden_size", int, 768)
         if width not in (None, hidden):
             raise CheckpointError(
@@ -33,20 +28,6 @@ class EmbeddingWidth:
 
     def write(self, config: ModelConfig) -> Values:
         return {"word_embed_proj_dim": config.hidden_size}
-
-
-@dataclass(frozen=True)
-class AffineNorms:
-    """`layer_norm_elementwise_affine`: whether norms have a weight and a bias."""
-
-    names: tuple[str, ...] = ("layer_norm_elementwise_affine",)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        affine = read_typed(hf, "layer_norm_elementwise_affine", bool, True)
-        return {"norm.has_weight": affine, "norm.bias": affine}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"layer_norm_elementwise_affine": config.norm.has_weight}
 
 
 _ELSEWHERE = ("head_dim", "num_key_value_heads", "rms_norm_eps", "intermediate_size", "initializer_range")
@@ -77,12 +58,10 @@ OPT = Family(
         Field("init_std", "init_method_std", float, 0.02),
         SameHeadDim(),
         *layer_norm_entries(bias=True),
-        AffineNorms(),
-        Fixed("norm.layernorm_epsilon", 1e-5),
-        Fixed("mlp.gated", False),
+        Spread("layer_norm_elementwise_affine", ("norm.has_weight", "norm.bias"), True),
+        *fixed({"norm.layernorm_epsilon": 1e-5, "mlp.gated": False}),
         Spread("enable_bias", ("mlp.bias", "attention.add_qkv_bias", "attention.add_output_bias"), True),
-        Fixed("embedding.position_embedding_type", "learned_absolute"),
-        Fixed("embedding.position_offset", 2),
+        *fixed({"embedding.position_embedding_type": "learned_absolute", "embedding.position_offset": 2}),
         EmbeddingWidth(),
         Only("do_layer_norm_before", True),
         Only("_remove_final_layer_norm", False),
@@ -90,14 +69,5 @@ OPT = Family(
         Dropouts("dropout", None, 0.1),
     ),
     names=_FORM,
-    other_names=(
-        replace(
-            _FORM,
-            form="without-prefix",
-            embedding="decoder.embed_tokens",
-            positions="decoder.embed_positions",
-            final_norm="decoder.final_layer_norm",
-            layer="decoder.layers.{i}",
-        ),
-    ),
+    other_names=(without_prefix(_FORM, "model."),),
 )

@@ -1,31 +1,17 @@
 """persimmon: LayerNorm, also of each head of q and k, squared ReLU without gate, half of each head rotated, biases."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 from .base.common import decoder_fields, layer_norm_entries
 from .base.family import Family
-from .base.fields import Fixed, Only, Values, read_typed
+from .base.fields import Fixed, Only, fixed
 from .base.names import Names
 from .base.rope import Rope
 from .gpt_neox import SameHeadDim
-from .phi import QKLayerNorm
-
-
-@dataclass(frozen=True)
-class NormedUnlessSaid(QKLayerNorm):
-    """`qk_layernorm`, true by default."""
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        return super().read({**hf, "qk_layernorm": read_typed(hf, "qk_layernorm", bool, True)})
-
+from .phi import QK_LAYERNORM
 
 PERSIMMON = Family(
     model_type="persimmon",
-    architecture="PersimmonForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=16384,
@@ -36,11 +22,9 @@ PERSIMMON = Family(
         ),
         SameHeadDim(),
         *layer_norm_entries(bias=True),
-        Fixed("mlp.gated", False),
-        Fixed("mlp.bias", True),
-        Fixed("attention.add_qkv_bias", True),
+        *fixed({"mlp.gated": False, "mlp.bias": True, "attention.add_qkv_bias": True}),
         Fixed("attention.add_output_bias", True),
-        NormedUnlessSaid(),
+        replace(QK_LAYERNORM, default=True),
         Only("hidden_dropout", 0.0),  # of the MLP's output alone
         Rope(partial=0.5),
     ),

@@ -1,48 +1,27 @@
 """phi: attention and MLP side by side behind one LayerNorm, biases everywhere, partial rotation (arXiv 2306.11644)."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
-from te_models.config import ModelConfig
-
 from .base.common import Dropouts, decoder_fields, layer_norm_entries
 from .base.family import Family
-from .base.fields import Fixed, Values, read_typed
+from .base.fields import Flag, fixed
 from .base.names import Names
 from .base.rope import Rope
 
-
-@dataclass(frozen=True)
-class QKLayerNorm:
-    """`qk_layernorm`: a LayerNorm with bias of each head of q and k."""
-
-    names: tuple[str, ...] = ("qk_layernorm",)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        normed = read_typed(hf, "qk_layernorm", bool, False)
-        return {"attention.qk_layernorm": "head" if normed else "none", "attention.qk_layernorm_bias": normed}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"qk_layernorm": config.attention.qk_layernorm == "head"}
-
+QK_LAYERNORM = Flag(
+    "qk_layernorm",
+    (("attention.qk_layernorm", "head"), ("attention.qk_layernorm_bias", True)),
+    (("attention.qk_layernorm", "none"), ("attention.qk_layernorm_bias", False)),
+)
+"""A LayerNorm with bias of each head of q and k."""
 
 PHI = Family(
     model_type="phi",
-    architecture="PhiForCausalLM",
     fields=(
         *decoder_fields(max_positions=2048, norm_eps=1e-5, norm_name="layer_norm_eps", activation="gelu_new"),
         *layer_norm_entries(bias=True),
         Dropouts("resid_pdrop", "embd_pdrop"),
-        Fixed("block", "parallel_shared_norm"),
-        Fixed("mlp.gated", False),
-        Fixed("mlp.bias", True),
-        Fixed("attention.add_qkv_bias", True),
-        Fixed("attention.add_output_bias", True),
-        Fixed("embedding.output_bias", True),
-        QKLayerNorm(),
+        *fixed({"block": "parallel_shared_norm", "mlp.gated": False, "mlp.bias": True, "attention.add_qkv_bias": True}),
+        *fixed({"attention.add_output_bias": True, "embedding.output_bias": True}),
+        QK_LAYERNORM,
         Rope(partial=0.5),
     ),
     names=Names(

@@ -1,7 +1,5 @@
 """phi3: llama with fused projections and long-context rotary factors (arXiv 2404.14219)."""
 
-from __future__ import annotations
-
 from .base.common import Dropouts, decoder_fields
 from .base.family import Family
 from .base.layer_fields import AllLayersWindow
@@ -10,7 +8,6 @@ from .base.rope import Rope
 
 PHI3 = Family(
     model_type="phi3",
-    architecture="Phi3ForCausalLM",
     fields=(
         *decoder_fields(max_positions=4096, norm_eps=1e-5, pad=32000),
         Dropouts("resid_pdrop", None),  # transformers has `embd_pdrop` and drops no embeddings

@@ -1,7 +1,5 @@
 """qwen2_5_vl: a qwen2 beside a model that sees images (arXiv 2502.13923); the positions of a text are qwen2's."""
 
-from __future__ import annotations
-
 from .base.text_part import TextPart, with_images
 from .qwen2 import QWEN2
 

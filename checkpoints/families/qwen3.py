@@ -1,7 +1,5 @@
 """qwen3: RMSNorm on each query and key head; optional biases; windows per layer (arXiv 2505.09388)."""
 
-from __future__ import annotations
-
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Fixed
@@ -10,7 +8,6 @@ from .base.rope import Rope
 
 QWEN3 = Family(
     model_type="qwen3",
-    architecture="Qwen3ForCausalLM",
     fields=(
         *decoder_fields(max_positions=32768, kv_heads=32, head_dim=128),
         Fixed("attention.qk_layernorm", "head", ("use_qk_norm",)),  # Qwen3-Coder says so, too

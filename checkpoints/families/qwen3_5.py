@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from .base.common import SILU, decoder_fields
 from .base.family import Family
-from .base.fields import Entry, Field, Fixed, OneOf
-from .base.moe_fields import ExpertSize, RouterLoss
+from .base.fields import Entry, fixed
+from .base.moe_fields import NUM_EXPERTS, ExpertSize, RouterLoss, expert_sizes
 from .base.names import Fused, Names
 from .base.recurrent import GatedDeltaNames
 from .base.rope import Rope
@@ -19,10 +19,8 @@ from .qwen3_next import GATED_BIAS, GATED_DELTA, SHARED_EXPERT
 _MIXERS = {"gated_delta": GatedDeltaNames()}
 _COMMON: tuple[Entry, ...] = (
     GATED_BIAS,
-    Fixed("norm.layernorm_zero_centered_gamma", True),
-    Fixed("norm.cast_order", "weight_first"),
-    Fixed("attention.qk_layernorm", "head"),
-    Fixed("attention.output_gate", True),
+    *fixed({"norm.layernorm_zero_centered_gamma": True, "norm.cast_order": "weight_first"}),
+    *fixed({"attention.qk_layernorm": "head", "attention.output_gate": True}),
     # three positions of a token, all the same in text
     Rope(partial=0.25, extra=("mrope_section", "mrope_interleaved")),
 )
@@ -47,11 +45,8 @@ QWEN3_5_MOE_TEXT = Family(
         ),
         *_COMMON,
         ExpertSize(name="moe_intermediate_size", default=512, dense=True),
-        OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 256),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 8),
-        Field("shared_expert_intermediate_size", "moe.shared_expert_intermediate_size", int, 512),
-        Fixed("moe.shared_expert_gate", True),
-        Fixed("moe.router.normalize", True),
+        *expert_sizes(NUM_EXPERTS, 256, 8, shared=512),
+        *fixed({"moe.shared_expert_gate": True, "moe.router.normalize": True}),
         RouterLoss(),
     ),
     mixers=GATED_DELTA,

@@ -8,15 +8,15 @@ from typing import Any
 
 from .base.common import ATTENTION_BIAS, SILU, decoder_fields
 from .base.family import Family
-from .base.fields import Field, Fixed, OneOf
-from .base.moe_fields import RouterLoss, SparseLayers
+from .base.fields import Field, Fixed, fixed
+from .base.moe_fields import NUM_EXPERTS, RouterLoss, SparseLayers, expert_sizes
 from .base.names import Fused, Names
 from .base.recurrent import GatedDeltaNames, MixerField, RecurrentLayers, every
 from .base.rope import Rope
 from .base.unused import CONSTANTS
 
 GATED_BIAS = replace(ATTENTION_BIAS, paths=(*ATTENTION_BIAS.paths, "attention.output_gate_bias"))
-"""The gate's rows lie between those of q, and have the bias, too."""
+"""The gate's rows lie between the rows of q, and have the bias, too."""
 GATED_DELTA = RecurrentLayers(
     kind="gated_delta",
     parts=(
@@ -37,18 +37,12 @@ _FORM = Names(gate_in_q=True, mixers={"gated_delta": GatedDeltaNames(by_key_head
 
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
-    architecture="Qwen3NextForCausalLM",
     fields=(
         *decoder_fields(max_positions=32768, kv_heads=2, head_dim=256, activations=SILU),
         GATED_BIAS,
-        Fixed("norm.layernorm_zero_centered_gamma", True),
-        Fixed("norm.cast_order", "weight_first"),
-        Fixed("attention.qk_layernorm", "head"),
-        Fixed("attention.output_gate", True),
-        OneOf(("num_experts", "num_local_experts"), "moe.num_moe_experts", int, 512),
-        Field("num_experts_per_tok", "moe.moe_router_topk", int, 10),
-        Field("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, 512),
-        Field("shared_expert_intermediate_size", "moe.shared_expert_intermediate_size", int, 512),
+        *fixed({"norm.layernorm_zero_centered_gamma": True, "norm.cast_order": "weight_first"}),
+        *fixed({"attention.qk_layernorm": "head", "attention.output_gate": True}),
+        *expert_sizes(NUM_EXPERTS, 512, 10, width=512, shared=512),
         Fixed("moe.shared_expert_gate", True),
         Field("norm_topk_prob", "moe.router.normalize", bool, True),
         SparseLayers(),

@@ -1,7 +1,5 @@
 """qwen3_vl: a qwen3 beside a model that sees images (arXiv 2511.21631); the positions of a text are qwen3's."""
 
-from __future__ import annotations
-
 from .base.text_part import TextPart, with_images
 from .qwen3 import QWEN3
 

@@ -1,8 +1,6 @@
 """qwen3_vl_moe: a qwen3_moe beside a model that sees images (arXiv 2511.21631), whose published experts are fused and
 stored [in, out]; the positions of a text are qwen3_moe's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.fields import OneOf, Only

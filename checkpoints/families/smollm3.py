@@ -1,7 +1,5 @@
 """smollm3: llama without position encoding in every fourth layer."""
 
-from __future__ import annotations
-
 from .base.common import ATTENTION_BIAS, decoder_fields
 from .base.family import Family
 from .base.fields import Field

@@ -1,49 +1,12 @@
 """stablelm: llama with LayerNorm, a quarter of each head rotated, and on request a norm of each head of q and k, and
 attention and MLP side by side (arXiv 2402.17834)."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
-from te_models.config import ModelConfig
-
 from .base.common import decoder_fields, layer_norm_entries
 from .base.family import Family
-from .base.fields import Field, Only, Values, read_typed
+from .base.fields import Field, Only, switch
 from .base.names import Names
 from .base.rope import Rope
 from .gpt_neox import SameHeadDim
-
-
-@dataclass(frozen=True)
-class SharedNormResidual:
-    """`use_parallel_residual`: attention and MLP side by side behind one norm, or one after the other."""
-
-    names: tuple[str, ...] = ("use_parallel_residual",)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        parallel = read_typed(hf, "use_parallel_residual", bool, False)
-        return {"block": "parallel_shared_norm" if parallel else "pre"}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"use_parallel_residual": config.block == "parallel_shared_norm"}
-
-
-@dataclass(frozen=True)
-class NormOfHeads:
-    """`qk_layernorm`: a LayerNorm of each head of q and k with one weight per head."""
-
-    names: tuple[str, ...] = ("qk_layernorm",)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        normed = read_typed(hf, "qk_layernorm", bool, False)
-        return {"attention.qk_layernorm": "each_head" if normed else "none"}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"qk_layernorm": config.attention.qk_layernorm == "each_head"}
-
 
 STABLELM = Family(
     model_type="stablelm",
@@ -55,8 +18,8 @@ STABLELM = Family(
         SameHeadDim(),
         *layer_norm_entries(bias=True),
         Field("use_qkv_bias", "attention.add_qkv_bias", bool, False),
-        NormOfHeads(),
-        SharedNormResidual(),
+        switch("qk_layernorm", "attention.qk_layernorm", "each_head", "none"),  # with a weight of each head
+        switch("use_parallel_residual", "block", "parallel_shared_norm", "pre"),
         Only("hidden_dropout", 0.0),  # of the MLP's output alone
         Rope(partial=0.25),
     ),

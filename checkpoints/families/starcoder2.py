@@ -1,7 +1,5 @@
 """starcoder2: LayerNorm, plain GELU MLP, biases, a window in every layer (arXiv 2402.19173)."""
 
-from __future__ import annotations
-
 from .base.common import Dropouts, decoder_fields, layer_norm_entries
 from .base.family import Family
 from .base.fields import Fixed, Spread
@@ -11,7 +9,6 @@ from .base.rope import Rope
 
 STARCODER2 = Family(
     model_type="starcoder2",
-    architecture="Starcoder2ForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=4096,

@@ -1,7 +1,5 @@
 """vaultgemma: gemma2 without the norms after the sublayers (arXiv 2510.15001)."""
 
-from __future__ import annotations
-
 from .base.family import Family
 from .base.fields import Fixed
 from .base.names import Names

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
 from .base.common import ACTIVATIONS, PaddingIdx, layer_norm_entries
 from .base.family import Family
-from .base.fields import Choice, Field, Fixed, OneOf, Only, Values, read_typed
+from .base.fields import Choice, Field, Fixed, HFConfig, OneOf, Only, OwnEntry, Values, fixed, read_typed
 from .base.names import Names
 
 
-@dataclass(frozen=True)
-class ScaledEmbedding:
+class ScaledEmbedding(OwnEntry):
     """`scale_embedding`: embeddings times the root of the hidden size, or not. The position of number `pad_token_id` is
     a zero vector in transformers' class; no token has that position if the number is at most 1."""
 
-    names: tuple[str, ...] = ("scale_embedding",)
+    names = ("scale_embedding",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         pad = hf.get("pad_token_id", 1)
         if isinstance(pad, int) and pad not in (0, 1):
             raise CheckpointError(f"config.json has pad_token_id = {pad}; supported: 0, 1 or null")
@@ -52,12 +48,8 @@ XGLM = Family(
         PaddingIdx(1),
         ScaledEmbedding(),
         *layer_norm_entries(bias=True),
-        Fixed("norm.layernorm_epsilon", 1e-5),
-        Fixed("mlp.gated", False),
-        Fixed("mlp.bias", True),
-        Fixed("attention.add_qkv_bias", True),
-        Fixed("attention.add_output_bias", True),
-        Fixed("embedding.position_embedding_type", "sinusoidal"),
+        *fixed({"norm.layernorm_epsilon": 1e-5, "mlp.gated": False, "mlp.bias": True, "attention.add_qkv_bias": True}),
+        *fixed({"attention.add_output_bias": True, "embedding.position_embedding_type": "sinusoidal"}),
         Fixed("embedding.position_offset", 2),
         Only("activation_dropout", 0.0),
         Only("layerdrop", 0.0),

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS
 from .base.family import Family
-from .base.fields import REQUIRED, Values, read_typed
+from .base.fields import REQUIRED, HFConfig, OwnEntry, Values, read_typed
 from .base.latent import latent_fields
 from .base.rope import Rope
 from .deepseek_v2 import latent_decoder
-from .deepseek_v3 import RopeInterleave
+from .deepseek_v3 import ROPE_INTERLEAVE
 
 
-@dataclass(frozen=True)
-class InitialStd:
+class InitialStd(OwnEntry):
     """`initializer_range`; where the file does not say, 2 / sqrt(5 hidden_size)."""
 
-    names: tuple[str, ...] = ("initializer_range",)
+    names = ("initializer_range",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         std, hidden = read_typed(hf, "initializer_range", float, None), read_typed(hf, "hidden_size", int, REQUIRED)
         return {"init_method_std": 2 / (5 * max(hidden, 1)) ** 0.5 if std is None else std}
 
@@ -33,12 +28,11 @@ class InitialStd:
 
 YOUTU = Family(
     model_type="youtu",
-    architecture="YoutuForCausalLM",
     fields=(
         *latent_decoder(max_positions=131072, tied=True, without=("initializer_range",)),
         InitialStd(),
         *latent_fields(query_rank=1536, rope=Rope()),
         ATTENTION_BIAS,
-        RopeInterleave(),
+        ROPE_INTERLEAVE,
     ),
 )

@@ -3,7 +3,6 @@ share (arXiv 2411.15242)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from te_models.config import ModelConfig
 from ..io.errors import CheckpointError
 from .base.common import decoder_fields
 from .base.family import Family
-from .base.fields import Fixed, Only, Spread, Values, read_typed, shorten_value
+from .base.fields import Fixed, HFConfig, Only, OwnEntry, Spread, Values, read_typed, shorten_value, switch
 from .base.names import Names, SharedNames
 from .base.recurrent import Mamba2Names, MixerField, Nested, RecurrentLayers
 from .base.rope import Rope
@@ -24,55 +23,36 @@ _DEFAULT = ["hybrid" if i in (6, 12, 18, 24, 30, 36, 42, 47, 51) else "linear_at
 """The layers of a file that does not say."""
 
 
-def _derived(hf: Mapping[str, Any], name: str, value: int) -> int:
+def _derived(hf: HFConfig, name: str, value: int) -> int:
     """Return a size that follows from others, with which a file that says it has to agree."""
     if hf.get(name, value) != value:
         raise CheckpointError(f"config.json has {name} = {shorten_value(hf[name])}; allowed: {value}, by other fields")
     return value
 
 
-@dataclass(frozen=True)
-class WideAttention:
+class WideAttention(OwnEntry):
     """The attention of shared blocks: heads over 2 hidden_size channels, scores by the root of half a head."""
 
-    names: tuple[str, ...] = ("attention_head_dim", "attention_hidden_size", "num_query_groups", "kv_channels")
+    names = ("attention_head_dim", "attention_hidden_size", "num_query_groups", "kv_channels")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         hidden, heads = read_typed(hf, "hidden_size", int, 2560), read_typed(hf, "num_attention_heads", int, 32)
         channels = _derived(hf, "attention_head_dim", 2 * hidden // max(heads, 1))
         _derived(hf, "attention_hidden_size", 2 * hidden)
         return {"attention.kv_channels": channels, "attention.softmax_scale": (channels / 2) ** -0.5}
 
-    def write(self, config: ModelConfig) -> Values:
-        return {}
 
-
-@dataclass(frozen=True)
-class WidthOrFourfold:
+class WidthOrFourfold(OwnEntry):
     """`intermediate_size`; 0 or null means four times hidden_size."""
 
-    names: tuple[str, ...] = ("intermediate_size",)
+    names = ("intermediate_size",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         size = read_typed(hf, "intermediate_size", int, None)
         return {"mlp.ffn_hidden_size": size or 4 * read_typed(hf, "hidden_size", int, 2560)}
 
     def write(self, config: ModelConfig) -> Values:
         return {"intermediate_size": config.mlp.ffn_hidden_size}
-
-
-@dataclass(frozen=True)
-class MemoryPositions:
-    """`use_mem_rope`: whether shared blocks rotate queries and keys."""
-
-    names: tuple[str, ...] = ("use_mem_rope",)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        rotates = read_typed(hf, "use_mem_rope", bool, False)
-        return {"embedding.position_embedding_type": "rope" if rotates else "none"}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"use_mem_rope": config.embedding.position_embedding_type == "rope"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +63,7 @@ class SizeByHeads(MixerField):
     name: str = "head_dim"
     kind: type = int
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         size = read_typed(hf, "mamba_expand", int, 2) * nested["hidden_size"]
         heads = read_typed(hf, "n_mamba_heads", int, 8)
         if heads < 1 or size % heads:
@@ -94,7 +74,6 @@ class SizeByHeads(MixerField):
         return {"mamba_expand": mixer.size // config.hidden_size}
 
 
-@dataclass(frozen=True)
 class SharedLayers(RecurrentLayers):
     """`layers_block_type`: "hybrid" for layers that use a shared block."""
 
@@ -103,7 +82,7 @@ class SharedLayers(RecurrentLayers):
         own = ("num_mem_blocks", "adapter_rank", "use_shared_attention_adapter", "hybrid_layer_ids", "mamba_headdim")
         return ("layers_block_type", *own, *super().names)
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         layers, words = nested["num_layers"], read_typed(hf, "layers_block_type", list, None)
         words = _DEFAULT if words is None else words
         if len(words) != layers or not all(word in _WORDS for word in words):
@@ -142,7 +121,6 @@ class SharedLayers(RecurrentLayers):
 
 ZAMBA2 = Family(
     model_type="zamba2",
-    architecture="Zamba2ForCausalLM",
     fields=(
         *decoder_fields(
             max_positions=4096,
@@ -155,7 +133,7 @@ ZAMBA2 = Family(
         Fixed("embedding.share_embeddings_and_output_weights", True),
         WidthOrFourfold(),
         WideAttention(),
-        MemoryPositions(),
+        switch("use_mem_rope", "embedding.position_embedding_type", "rope", "none"),  # of shared blocks
         Only("use_long_context", False),
         Spread("add_bias_linear", ("mlp.bias",)),
         Rope(),

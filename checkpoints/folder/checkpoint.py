@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
 from te_models.config import ModelConfig
 
@@ -16,7 +16,7 @@ from ..formats import declares_quantization, without_quantization
 from ..io.header import TensorInfo
 from ..io.hub import local_folder
 from ..io.model_folder import check_model_folder
-from ..io.store import FileStore, Store
+from ..io.store import Closing, FileStore, Store
 from ..io.strict_json import read_object
 from ..io.weight_files import open_weights, plain_file
 from ..mapping.param_shapes import ExpertLayout, check_held, check_strangers, expected_tensors
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..formats.files import QuantizedFiles
 
 
-class Checkpoint:
+class Checkpoint(Closing):
     """An open checkpoint. Only headers have been read, and they fit the configuration.
 
     Attributes:
@@ -240,12 +240,6 @@ class Checkpoint:
             names = ((n + s, meta["format"] in integers) for n, meta in described.items() for s in suffixes)
             check_scales(self.files, ((name, signed) for name, signed in names if name in self.tensors))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close the files."""
         self.files.close()
@@ -271,9 +265,11 @@ class Checkpoint:
             self.check_elements()
         if place != WHOLE:
             self.files.take_share(place.number, place.count)
-        from .load import load_params
+        from .load import ParameterLoad
 
-        load_params(self.store, self.namespace, self.config, self.formats, params, place=place)
+        load = ParameterLoad(self.store, self.namespace, self.config, self.formats, params, place)
+        for name in params:
+            load.fill(name)
         self.files.finish_checks()
 
 

@@ -93,20 +93,6 @@ class ParameterLoad:
         return stored.entry(name, part.cuts()).to(self._params[name].dtype)
 
 
-def load_params(
-    store: Store,
-    source: Namespace,
-    config: ModelConfig,
-    formats: Formats,
-    params: Mapping[str, torch.Tensor],
-    place: ShardPlace,
-) -> None:
-    """Fill `params` from `store`: see `ParameterLoad`."""
-    load = ParameterLoad(store, source, config, formats, params, place)
-    for name in params:
-        load.fill(name)
-
-
 def _check_scales(name: str, value: QuantizedTensor) -> None:
     for field, scales in value.fields.items():
         if not field.endswith(("_data", "_zero_point")):

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Set
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..families import FAMILIES
-from ..formats.details import activation_scales, details_of
-from ..io.dtypes import FLOATS, dtype_name, with_most_bytes
+from ..formats.details import ALL, activation_scales, details_of
+from ..io.dtypes import FLOATS, dtype_name, torch_dtype, with_most_bytes
+from ..io.errors import shorten
+from ..mapping.param_shapes import EXPERT_BIAS, ExpertLayout
+from ..mapping.parameters import StoredParameters
+from ..mapping.plan import ConversionPlan
+from ..mapping.quantized_format import SUFFIXES
+from ..mapping.te_namespace import parameter_names
 from .checkpoint import Checkpoint
 from .te_folder import HFSource
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 
 def provenance_source(ckpt: Checkpoint, quantized: Collection[str] | None = None) -> HFSource | None:
@@ -26,12 +27,78 @@ def provenance_source(ckpt: Checkpoint, quantized: Collection[str] | None = None
     quantized: the grouped-layout names of its quantized parameters; None: the names of the checkpoint.
     """
     others = quantized is not None and _are_others(ckpt, quantized)
-    if ckpt.kind == "te_models" or ckpt.source is None:
-        if others and ckpt.source is not None and ckpt.source.quantization is not None:
-            return replace(ckpt.source, quantization={**ckpt.source.quantization, "others": True})
-        return ckpt.source
+    if ckpt.source is None:
+        return None
+    source = replace(ckpt.source, bias_dtype=_bias_dtype(ckpt) or ckpt.source.bias_dtype)
+    if ckpt.kind == "te_models":
+        if others and source.quantization is not None:
+            return replace(source, quantization={**source.quantization, "others": True})
+        return source
     details = details_of(ckpt.quantized, others=others) if ckpt.quantized is not None and ckpt.formats else None
-    return replace(ckpt.source, dtype=main_dtype(ckpt), quantization=details, tied_copies=tuple(ckpt.tied_copies))
+    return replace(source, dtype=main_dtype(ckpt), quantization=details, tied_copies=tuple(ckpt.tied_copies))
+
+
+def _bias_dtype(ckpt: Checkpoint) -> str | None:
+    """Return the dtype that all biases which choose experts have; None where that is float32, or they differ."""
+    names = {link.stored for link in ckpt.namespace.links if link.name.endswith(EXPERT_BIAS)}
+    found = {ckpt.tensors[name].dtype for name in names}
+    return found.pop() if len(found) == 1 and "F32" not in found else None
+
+
+def with_bias_dtype(plan: ConversionPlan, ckpt: Checkpoint) -> ConversionPlan:
+    """Return an export's plan in which biases that choose experts have the dtype of the files that the model came from,
+    where that holds their numbers: a model has them in float32."""
+    own = None if ckpt.source is None else ckpt.source.bias_dtype
+    if own is None:
+        return plan
+    outputs, wider = list(plan.outputs), []
+    for number, output in enumerate(outputs):
+        source = output.pieces[0].source if len(output.pieces) == 1 else ""
+        if source.endswith(EXPERT_BIAS) and output.dtype == "F32":
+            values = ckpt.store.view(source)
+            if torch.equal(values.to(torch_dtype(own)).to(values.dtype), values):
+                outputs[number] = replace(output, dtype=own)
+            else:
+                wider.append(output.name)
+    note = (
+        f"biases that choose experts ({shorten(wider, 2)}) stay float32: {own} would round what training made of them"
+    )
+    return replace(plan, outputs=tuple(outputs), notes=(*plan.notes, *([note] if wider else [])))
+
+
+def with_stale_weights(
+    source: HFSource | None,
+    ckpt: Checkpoint | None,
+    layout: ExpertLayout,
+    quantized: Set[str],
+    entries: Container[str],
+    read: Callable[[str], torch.Tensor],
+) -> HFSource | None:
+    """Return `source` with the quantized parameters that training changed, if scales of activations were measured with
+    what they were: exports leave those scales out.
+
+    ckpt: the folder that the model came from, open; None: it is gone, and nothing shows that a parameter is the same.
+    quantized: names in `layout` of quantized parameters. entries: names of what files will hold; read: returns one.
+    """
+    if source is None or source.quantization is None or not source.quantization["activations"]:
+        return source
+    stale = set(source.quantization.get("stale", ()))
+    if ckpt is None:
+        stale |= {ALL}
+    else:
+        stored = StoredParameters(ckpt.store, ckpt.namespace, ckpt.config, ckpt.formats, layout)
+        for name, members in parameter_names(ckpt.config, layout).items():
+            if name in ckpt.formats and quantized >= {*members}:
+                own = (member + suffix for member in members for suffix in SUFFIXES.values())
+                both = [entry for entry in own if entry in stored.tensors and entry in entries]
+                both.sort(key=lambda entry: stored.tensors[entry].nbytes)  # training changes scales, too
+                if not all(_is_same(read(entry), stored.entry(entry)) for entry in both):
+                    stale.add(name)
+    return replace(source, quantization={**source.quantization, "stale": sorted(stale)}) if stale else source
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(_bytes(a.cpu()), _bytes(b))
 
 
 def _are_others(ckpt: Checkpoint, quantized: Collection[str]) -> bool:
@@ -57,7 +124,7 @@ def differing_scales(left: Checkpoint, right: Checkpoint) -> Iterator[str]:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.flatten().view(torch.uint8)
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 def _scales_of(ckpt: Checkpoint) -> tuple[tuple[Any, ...] | None, Mapping[str, torch.Tensor]]:

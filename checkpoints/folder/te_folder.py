@@ -18,6 +18,7 @@ from typing import Any
 from te_models.config import ConfigError, ModelConfig
 
 from ..formats.details import check_details
+from ..io.dtypes import FLOATS
 from ..io.errors import CheckpointError, shown_untrusted
 from ..io.strict_json import dump_object, parse_object
 from ..mapping.param_shapes import ExpertLayout, check_counts, check_layout
@@ -33,7 +34,8 @@ class HFSource:
 
     tied_copies: the tensors of the files that only repeat the embedding; an export writes them again.
     quantization: of weights that are stored as its files quantized them, what config.json does not say; see
-    `formats.details`.
+    `formats.details`. bias_dtype: the dtype of its files' biases that choose experts; None: float32, as models have
+    them.
     """
 
     family: str | None
@@ -42,6 +44,7 @@ class HFSource:
     form: str | None = None
     quantization: Mapping[str, Any] | None = None
     tied_copies: tuple[str, ...] = ()
+    bias_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class TEFolder:
                 source["quantization"] = dict(self.source.quantization)
             if self.source.tied_copies:
                 source["tied_copies"] = list(self.source.tied_copies)
+            if self.source.bias_dtype is not None:
+                source["bias_dtype"] = self.source.bias_dtype
         return {
             "format_version": 1,
             "expert_layout": self.layout,
@@ -101,12 +106,14 @@ def _read_source(values: Any) -> HFSource | None:
         return None
     if not isinstance(values, dict) or not isinstance(values.get("config"), dict):
         raise CheckpointError(f"{CONFIG} has a 'source' that is neither null nor an object with a 'config'")
-    family, dtype, form = (values.get(name) for name in ("family", "dtype", "form"))
+    family, dtype, form, bias = (values.get(name) for name in ("family", "dtype", "form", "bias_dtype"))
     if not all(value is None or isinstance(value, str) for value in (family, dtype, form)):
         raise CheckpointError(f"{CONFIG} has a 'source' whose family, dtype or form is not a string")
+    if bias is not None and bias not in FLOATS:
+        raise CheckpointError(f"{CONFIG} has bias_dtype {shown_untrusted(bias)}; allowed: {', '.join(sorted(FLOATS))}")
     quantization = values.get("quantization")
     quantization = None if quantization is None else check_details(quantization)
     copies = values.get("tied_copies", [])
     if not isinstance(copies, list) or not all(isinstance(name, str) for name in copies):
         raise CheckpointError(f"{CONFIG} has a 'source' whose tied_copies are not a list of names")
-    return HFSource(family, values["config"], dtype, form, quantization, tuple(copies))
+    return HFSource(family, values["config"], dtype, form, quantization, tuple(copies), bias)

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..io.errors import CheckpointError
-from ..io.weight_files import plain_file
 from .legacy import KNOWN
-from .torch_file import TorchFile
+from .torch_file import open_torch_file
 
 COMMON = "common.pt"
 
@@ -18,15 +17,11 @@ def read_common(folder: Path) -> dict[str, Any]:
     """Return the values, with records in place of objects; none where there is no such file."""
     if not (folder / COMMON).exists():
         return {}
-    file = plain_file(folder, COMMON)
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        value = TorchFile(fd, 0, file.stat().st_size, COMMON, KNOWN).value
-    finally:
-        os.close(fd)
-    if not isinstance(value, dict):
+    fd, file = open_torch_file(folder / COMMON, COMMON, KNOWN)
+    os.close(fd)
+    if not isinstance(file.value, dict):
         raise CheckpointError(f"{folder.name}/{COMMON} holds no values by name")
-    return value
+    return file.value
 
 
 def counted_steps(folder: Path) -> int | None:

@@ -11,23 +11,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..io.boxes import Box, Range, Shape, extents, intersect, tiles
 from ..io.dtypes import dtype_name, torch_dtype
 from ..io.errors import CheckpointError, quote
 from ..io.header import TensorInfo, byte_count
-from ..io.store import ComputedStore
+from ..io.store import Closing, ComputedStore
 from ..io.weight_files import plain_file
 from .plain_pickle import MOST_BYTES, Global, Record, read_plain
 from .torch_file import DTYPES, TensorRef, TorchFile
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint."
@@ -53,7 +48,7 @@ class Chunk(NamedTuple):
     length: int
 
 
-class DCPStore(ComputedStore):
+class DCPStore(ComputedStore, Closing):
     """The tensors of a checkpoint, closed by `close` or a with statement. tensors: dtype and shape of each; values:
     the names of what is no tensor, such as numbers of steps."""
 
@@ -108,12 +103,6 @@ class DCPStore(ComputedStore):
             if 0 not in size or not size:
                 found[begin] = Chunk(box, file, at, length)
         self._chunks[name] = list(found.values())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close all files."""

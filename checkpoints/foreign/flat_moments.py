@@ -16,10 +16,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from te_models.config import ModelConfig
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..io.boxes import Box, Range, Shape, extents, full, intersect, slices
 from ..io.dtypes import torch_dtype
@@ -28,11 +28,6 @@ from ..io.header import TensorInfo, byte_count
 from ..io.store import ComputedStore, Store
 from ..mapping.tensor_map import Namespace
 from .ranks import TABLES, ParallelSizes, RankFiles, RankPlace
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 _BUCKET = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(\w+)")
 _ALIGNED = 64

@@ -7,25 +7,19 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
 
 from te_models.config import ModelConfig
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..io.boxes import Box, Shape
 from ..io.dtypes import dtype_name, torch_dtype
 from ..io.errors import CheckpointError, quote
 from ..io.header import TensorInfo, byte_count
-from ..io.store import ComputedStore
+from ..io.store import Closing, ComputedStore
 from ..io.weight_files import plain_file
 from .ranks import TABLES, ParallelSizes, RankFiles, RankPlace
-from .torch_file import TensorRef, TorchFile
+from .torch_file import TensorRef, TorchFile, open_torch_file
 from .written import Written
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -60,7 +54,7 @@ def newest_of(folder: Path) -> Path:
     return found
 
 
-class LegacyStore(ComputedStore):
+class LegacyStore(ComputedStore, Closing):
     """The tensors of all ranks' files, by place and name. split: how many ranks there are of each kind. pickled: how
     many modules of Transformer Engine pickled a state."""
 
@@ -116,11 +110,9 @@ class LegacyStore(ComputedStore):
 
     def _open(self, place: RankPlace, path: Path) -> int:
         """Return how many chunks of layers the file holds."""
-        file = plain_file(path, FILE)
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        self._fds.append(fd)
         where = f"{path.name}/{FILE}"
-        opened = TorchFile(fd, 0, file.stat().st_size, where, KNOWN)
+        fd, opened = open_torch_file(path / FILE, where, KNOWN)
+        self._fds.append(fd)
         held = opened.value if isinstance(opened.value, dict) else {}
         models = [held["model"]] if "model" in held else []
         while not models or f"model{len(models)}" in held:
@@ -154,12 +146,6 @@ class LegacyStore(ComputedStore):
                 if not held:
                     del self.tensors[name]
         return ranks
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close all files."""

@@ -1,6 +1,6 @@
 """How the ranks of Megatron store a model: a file for each tensor parallel rank, pipeline stage and share of experts.
 
-Names are those of Megatron-Core's modules, with layers and experts counted from the first that the rank has. Tensors
+Names are Megatron-Core's, with layers and experts counted from the first that the rank has. Tensors
 are split along their rows or their columns over tensor parallel ranks; every rank has a copy of what is not split.
 """
 
@@ -74,7 +74,7 @@ class RankFiles:
     Attributes:
         found: the tensors that files have, by place and name; None: those to be written.
         local: write the names of Megatron's own modules, in which a norm is apart from the projection behind it and
-            every expert is a module, in place of those of Transformer Engine's.
+            every expert is a module, in place of Transformer Engine's names.
         vocabulary: rows of the tables of all ranks, those that only fill up included.
     """
 

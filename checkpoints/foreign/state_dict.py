@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..io.boxes import Box
 from ..io.dtypes import dtype_name
@@ -16,12 +16,7 @@ from ..io.store import ComputedStore, FileStore
 from ..io.weight_files import open_weights, plain_file
 from .legacy import KNOWN
 from .plain_pickle import Record
-from .torch_file import TensorRef, TorchFile
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
+from .torch_file import TensorRef, open_torch_file
 
 EXTRA_STATE = "_extra_state"
 TORCH_FILES = (".pt", ".pth", ".bin")
@@ -33,10 +28,8 @@ class TorchFileStore(ComputedStore):
     """The tensors of a state dict in a file of torch's."""
 
     def __init__(self, path: Path) -> None:
-        file = plain_file(path.parent, path.name)
-        self._fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._fd, self._file = open_torch_file(path, path.name, KNOWN)
         try:
-            self._file = TorchFile(self._fd, 0, file.stat().st_size, path.name, KNOWN)
             self._refs = _refs(self._file.value, path.name)
         except BaseException:
             os.close(self._fd)

@@ -13,20 +13,17 @@ import os
 import zipfile
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..io.box_reads import read_box
 from ..io.boxes import Box, Shape, full, slices
 from ..io.dtypes import dtype_name
 from ..io.errors import CheckpointError, quote
+from ..io.weight_files import plain_file
 from .plain_pickle import Global, Record, read_plain
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "bool"),
@@ -113,11 +110,23 @@ class _Window(io.RawIOBase):
         return count
 
 
+def open_torch_file(path: Path, where: str, known: frozenset[str]) -> tuple[int, TorchFile]:
+    """Return the descriptor of a file that torch.save wrote, which the caller closes, and what the file holds. where:
+    names it in errors."""
+    file = plain_file(path.parent, path.name)
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return fd, TorchFile(fd, 0, file.stat().st_size, where, known)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
 class TorchFile:
     """What a file of `torch.save` holds. value: what it says, with a `TensorRef` for each tensor.
 
     fd: of the file, open; it stays so. begin, length: which part of it. known: names that its pickle may contain beside
-    those of tensors.
+    names of tensors.
     """
 
     def __init__(self, fd: int, begin: int, length: int, where: str, known: frozenset[str] = frozenset()) -> None:

@@ -49,7 +49,7 @@ def is_transformer_engine(name: str) -> bool:
 
 @dataclass(frozen=True)
 class _Around:
-    """Names outside of layers, and what those of layers begin with."""
+    """Names outside of layers, and what names of layers begin with."""
 
     layers: str = "model.layers."
     embedding: str = "model.embed_tokens.weight"

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..io.boxes import Box
 from ..io.errors import CheckpointError
 from ..io.header import TensorInfo, byte_count
 from ..io.store import ComputedStore, Store
 from ..mapping.tensor_map import TensorSpec
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight", "embed_tokens.weight", "lm_head.weight")
 

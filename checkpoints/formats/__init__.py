@@ -53,12 +53,4 @@ __all__ = [
 ]
 
 # of a folder in high precision nothing more is needed, and torch is not imported for it
-_MODULE_OF: dict[str, str] = {
-    "Declaration": "format",
-    "WeightFormat": "format",
-    **dict.fromkeys(
-        ("WRITABLE", "declared", "format_named", "hf_config_of", "parse", "representing_format", "transformers_note"),
-        "declaration",
-    ),
-}
-__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -4,6 +4,7 @@ It travels in our config.json, under "source":
 
     "quantization": {"separate": ... the content of hf_quant_config.json, or null ...,
                      "others": true, "unkept": ["decoder.layers.0.self_attention.linear_proj.weight"],
+                     "stale": ["decoder.layers.1.mlp.linear_fc1.weight"],
                      "dtypes": {"_scale_inv": "BF16"}, "ones": {"_global_scale": true},
                      "scales": "scale",
                      "numbers": {"model.layers.0.mlp.down_proj.weight_scale_2": 0.0003},
@@ -11,13 +12,14 @@ It travels in our config.json, under "source":
                                       "scales": {"model.layers.0.mlp.down_proj.input_scale": 0.25}}]}
 
 others: other weights are quantized here than in those files, so that their declaration is not true of an export (false
-where it is absent); unkept: parameters whose scales are not the powers of two which that promises; dtypes and ones: how
-tensors are written that may be written in several ways (ones: in shape [1] instead of []), by suffix; for further
-formats of a folder the number of the format precedes it; scales: what scales of blocks are called beside a module's
-weight, where that is not `weight_scale_inv` (absent: it is); numbers: numbers of whole matrices that no amax gives
-back; activations: scales of activations, with which no conversion computes, listed by dtype and shape: a number each,
-or a list where there are several. A mixture has one for each matrix of each expert, so they must be few JSON values.
-Folders written before hold {name: [dtype, shape, [numbers]]} there.
+where it is absent); unkept: parameters whose scales are not the powers of two which that promises; stale: parameters
+that training changed after scales of activations were measured with them ("*": every one); dtypes and ones: how tensors
+are written that may be written in several ways (ones: in shape [1] instead of []), by suffix; for further formats of a
+folder the number of the format precedes it; scales: what scales of blocks are called beside a module's weight, where
+that is not `weight_scale_inv` (absent: it is); numbers: numbers of whole matrices that no amax gives back; activations:
+scales of activations, with which no conversion computes, listed by dtype and shape: a number each, or a list where
+there are several. A mixture has one for each matrix of each expert, so they must be few JSON values. Folders written
+before hold {name: [dtype, shape, [numbers]]} there.
 """
 
 from __future__ import annotations
@@ -26,19 +28,17 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..io.dtypes import bit_width, dtype_name, torch_dtype
 from ..io.errors import CheckpointError
 
 if TYPE_CHECKING:
-    import torch
-
     from .files import QuantizedFiles
-else:
-    torch = later("torch")
 
 _MOST_VALUES = 4096
+ALL = "*"
+"""In place of the name of a stale parameter: every one."""
 _ALWAYS = {"separate", "dtypes", "ones", "numbers", "activations"}
 
 
@@ -122,7 +122,7 @@ def _listed(activations: Any) -> Iterator[tuple[str, Any, Any, list[Any]]]:
 
 def check_details(details: Any) -> Mapping[str, Any]:
     """Return details that were read from a file if they are such; raise CheckpointError otherwise."""
-    if not isinstance(details, dict) or set(details) - {"others", "unkept", "scales"} != _ALWAYS:
+    if not isinstance(details, dict) or set(details) - {"others", "unkept", "stale", "scales"} != _ALWAYS:
         raise CheckpointError("config.json has a 'source' whose quantization is not what an import writes")
     separate, dtypes, ones, numbers = (details[name] for name in ("separate", "dtypes", "ones", "numbers"))
     good = (separate is None or isinstance(separate, dict)) and all(
@@ -131,8 +131,8 @@ def check_details(details: Any) -> Mapping[str, Any]:
     good = good and all(isinstance(x, str) and bit_width(x) is not None for x in dtypes.values())
     good = good and all(isinstance(x, float) for x in numbers.values())
     good = good and all(isinstance(x, bool) for x in (*ones.values(), details.get("others", False)))
-    unkept = details.get("unkept", [])
-    good = good and isinstance(unkept, list) and all(isinstance(x, str) for x in unkept)
+    for names in (details.get("unkept", []), details.get("stale", [])):
+        good = good and isinstance(names, list) and all(isinstance(x, str) for x in names)
     good = good and details.get("scales", "scale") == "scale" and _are_scales(details["activations"])
     if not good:
         raise CheckpointError("config.json has a 'source' whose quantization is not what an import writes")

@@ -139,7 +139,7 @@ def open_quantized(
 
 
 def logical_tensors(files: FileStore, declared: WeightFormat | MixedFormat) -> dict[str, TensorInfo]:
-    """Return the tensors of files by name, of quantized weights those of their numbers by the weights' names."""
+    """Return the tensors of files by name, of quantized weights their numbers, by the weights' names."""
     found = dict(seen_as_values(seen_by_rows(files, declared), declared).tensors)
     for suffix in {form.data.suffix for form in declared.formats} - {""}:
         found = {name.removesuffix(suffix): info for name, info in found.items()}

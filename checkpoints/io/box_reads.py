@@ -12,17 +12,10 @@ import ctypes
 import itertools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from .boxes import Box, Range, Shape, element_count, extents, flat_interval
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
-
 
 ReadBytes = Callable[[int, memoryview], None]
 """Fills a memoryview with the tensor's bytes from the given one on."""

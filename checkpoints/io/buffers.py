@@ -6,15 +6,8 @@ import ctypes
 import mmap
 from concurrent.futures import Future
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from te_models.lazy import later
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
-
+from te_models.lazy import torch
 
 CHUNK_BYTES = 1 << 20
 """Large enough that per-chunk Python costs nothing, small enough that a chunk is in the cache when it is hashed."""

@@ -9,17 +9,10 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from .errors import CheckpointError
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
-
 
 _TABLE: dict[str, tuple[str, int]] = {
     "BOOL": ("bool", 8),

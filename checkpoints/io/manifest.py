@@ -266,7 +266,7 @@ def check_listed(
 ) -> None:
     """Check that the manifest of `folder` describes exactly these files, every byte of them, and says nothing else.
 
-    paths: name in the manifest -> the file, known to be a regular one. read: those of them whose bytes
+    paths: name in the manifest -> the file, known to be a regular one. read: the files whose bytes
     are read, where other readers check the others; None: all. manifest: the name of its file.
 
     Raises:

@@ -14,20 +14,15 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from .box_reads import read_box
 from .boxes import Box, full, slices
 from .dtypes import bit_width, dtype_name, torch_dtype
 from .errors import CheckpointError, quote
 from .header import Header, TensorInfo, read_header
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 
 class Store(Protocol):
@@ -103,7 +98,21 @@ class Guard(Protocol):
         ...
 
 
-class FileStore:
+class Closing:
+    """Base of what is open in a with statement, and closed by `close` at its end."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        raise NotImplementedError
+
+
+class FileStore(Closing):
     """The tensors of safetensors files, opened when first needed, closed by `close` or a with statement.
 
     Several threads may read at the same time.
@@ -141,12 +150,6 @@ class FileStore:
         """Return each file's size and times of change (ns), by which a later run knows that it is the same file."""
         found = {file: path.stat() for file, path in sorted(self.paths.items())}
         return {file: (info.st_size, info.st_mtime_ns, info.st_ctime_ns) for file, info in found.items()}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close all files."""

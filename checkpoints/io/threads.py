@@ -12,18 +12,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from te_models.lazy import later
+from te_models.lazy import torch
 from te_models.memory import reuse_freed_memory
 
 from .errors import CheckpointError
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
-
 
 T = TypeVar("T")
 R = TypeVar("R")

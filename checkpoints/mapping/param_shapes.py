@@ -23,6 +23,8 @@ from ..io.errors import CheckpointError, shorten
 
 ExpertLayout = Literal["grouped", "per-gemm"]
 
+EXPERT_BIAS = ".router.expert_bias"
+"""How the names of biases end that choose experts: models have them in float32."""
 
 XIELU_NUMBERS: dict[str, Shape] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 """What the activation of an MLP learns, and what it stores beside that."""
@@ -347,7 +349,7 @@ def _experts(config: ModelConfig, i: int, p: str) -> Iterator[tuple[str, Shape]]
     if i in moe.hash_layers:
         yield f"{p}mlp.router.expert_of_token", (config.vocab_size, moe.moe_router_topk)
     elif moe.router.expert_bias:
-        yield f"{p}mlp.router.expert_bias", (E,)
+        yield f"{p}mlp{EXPERT_BIAS}", (E,)
     L = moe.moe_latent_size or H
     if moe.moe_latent_size is not None:
         for name, rows, columns in (("fc1", L, H), ("fc2", H, L)):

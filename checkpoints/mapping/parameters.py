@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from te_models.config import ModelConfig
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..io.boxes import Box
 from ..io.dtypes import dtype_name, joint_dtype, torch_dtype
@@ -22,11 +22,7 @@ from .te_namespace import Formats, formats_in_layout, te_namespace
 from .tensor_map import Namespace, Piece, compose
 
 if TYPE_CHECKING:
-    import torch
-
     from te_models.layers import QuantizedTensor
-else:
-    torch = later("torch")
 
 
 class StoredParameters(ComputedStore):

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from te_models.lazy import later
+from te_models.lazy import torch
 from te_models.sizes import format_size, plural
 
 from ..io.boxes import Shape, full
@@ -22,11 +22,6 @@ from ..io.header import TensorInfo, byte_count
 from .quantized_format import Description
 from .report import ConversionReport
 from .tensor_map import Namespace, Piece, TensorSpec, compose
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..io.boxes import Box, Shape, element_count, extents, flat_interval, full, shift, slices
 from ..io.buffers import Buffer, Ring
@@ -16,12 +15,6 @@ from ..io.dtypes import bit_width, check_converted, dtype_name, torch_dtype
 from ..io.store import MemoryStore, Store
 from .plan import ConversionPlan, OutputTensor
 from .tensor_map import Piece
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
-
 
 _UNREAD = 4
 """Pieces of computed tensors that may still be read, so that computing and hashing need not wait for each other."""
@@ -53,7 +46,7 @@ def _file_bytes(store: Store, piece: Piece) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class CopiedBytes:
-    """`nbytes` bytes of an output, from byte `begin` on, are those of the source tensor from `source_begin` on."""
+    """`nbytes` bytes of an output, from byte `begin` on, are the source tensor's from `source_begin` on."""
 
     source: str
     source_begin: int

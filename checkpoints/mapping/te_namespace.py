@@ -8,7 +8,7 @@ from te_models.config import ModelConfig
 
 from ..io.boxes import Shape
 from ..io.errors import CheckpointError, shorten
-from .param_shapes import ExpertLayout, expected_tensors, is_expert_stack, is_table
+from .param_shapes import EXPERT_BIAS, ExpertLayout, expected_tensors, is_expert_stack, is_table
 from .quantized_format import SUFFIXES, Description, field_specs, merge_descriptions
 from .tensor_map import TABLE, Namespace, TensorSpec, identity_namespace, split_stacks
 
@@ -43,7 +43,7 @@ def _plain(name: str, shape: Shape) -> TensorSpec:
     """A router's selection bias compares scores that differ by less than bfloat16 resolves: it keeps its dtype."""
     if is_table(name):
         return TABLE(shape)
-    return TensorSpec(shape, convertible=not name.endswith(".router.expert_bias"))
+    return TensorSpec(shape, convertible=not name.endswith(EXPERT_BIAS))
 
 
 def _order(config: ModelConfig, namespace: Namespace) -> list[str]:

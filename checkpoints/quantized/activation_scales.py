@@ -19,6 +19,7 @@ import torch
 from ..families import FAMILIES
 from ..folder.checkpoint import Checkpoint
 from ..formats import WeightFormat
+from ..formats.details import ALL
 from ..formats.format import scale_beside
 from ..io.boxes import Box, Shape
 from ..io.dtypes import dtype_name
@@ -52,14 +53,14 @@ def scale_outputs(
         high_precision: how the export stores the model; formats: its quantized weights, each with its format.
         occupied: names that other outputs have.
     """
-    scales, changed = _without_changed(scales, formats, high_precision)
+    source = _source(ckpt)
+    scales, changed = _without_changed(scales, formats, high_precision, _stale_weights(ckpt, source))
     modules = {part for name in high_precision.stored for part in _modules(name)}
     forms = tuple(dict.fromkeys(formats.values()))
     beside = {scale_beside(weight, kind) for weight, form in formats.items() for kind in form.activations}
     beside |= {f"{module}.{kind}" for module in modules for form in forms for kind in form.attention}
     own = {n: t for n, t in scales.items() if n not in occupied and (n in beside or n.rpartition(".")[0] in modules)}
     written, used = dict(own), set(own)
-    source = _source(ckpt)
     twins = _twins(high_precision, source)
     by_kind = _by_matrix(ckpt, source, scales, forms)
     for weight, keys in _matrices(high_precision, ckpt).items():
@@ -101,21 +102,35 @@ def is_calibrated(formats: Mapping[str, WeightFormat], written: Collection[str])
     return any(of_form.values()) and all(found[weight] == of_form[form] for weight, form in formats.items())
 
 
+def _stale_weights(ckpt: Checkpoint, source: Namespace | None) -> set[str]:
+    """Return the weights of `source` that training changed after scales of activations were measured with them."""
+    details = None if ckpt.source is None else ckpt.source.quantization
+    stale = () if details is None else details.get("stale", ())
+    links = () if source is None else source.links
+    return {link.stored for link in links if len(link.stored_box) >= 2 and (ALL in stale or link.name in stale)}
+
+
 def _without_changed(
-    scales: Mapping[str, torch.Tensor], formats: Mapping[str, WeightFormat], high_precision: Namespace
+    scales: Mapping[str, torch.Tensor],
+    formats: Mapping[str, WeightFormat],
+    high_precision: Namespace,
+    stale: Collection[str],
 ) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    """Return the scales but for those of modules whose weight was quantized and is values now, and the names of these:
-    nothing quantizes their inputs, and what they were measured on has changed."""
+    """Return the scales but for those of modules whose weight was quantized and is values now, or is another one, and
+    the names of these: nothing quantizes their inputs, or what they were measured on has changed."""
     forms = {*formats.values()}
     kinds = {kind for form in forms for kind in form.activations if kind in _OF_INPUTS}
     values = {name for name, its in high_precision.stored.items() if len(its.shape) == 2 and name not in formats}
+    values |= {*stale}
     changed = {name.removesuffix(".weight") for name in values if any(scale_beside(name, k) in scales for k in kinds)}
+    beside = {scale_beside(name, kind) for name in stale for kind in kinds}
     keys_values = {module.rpartition(".")[0] for module in changed if module.endswith((".k_proj", ".v_proj"))}
     around = {kind for form in forms for kind in form.attention}
     gone = tuple(
         name
         for name in scales
         if name.rpartition(".")[0] in changed
+        or name in beside
         or any(name == f"{parent}.{kind}" for parent in keys_values for kind in around)
     )
     return {name: scale for name, scale in scales.items() if name not in gone}, gone

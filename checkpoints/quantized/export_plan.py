@@ -6,7 +6,7 @@ differently (packed, in another dtype, its inverse) the part is encoded on the w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from te_models.sizes import plural
 
 from ..families import FAMILIES
 from ..folder.checkpoint import Checkpoint
+from ..folder.provenance import with_bias_dtype
 from ..formats import (
     Declaration,
     WeightFormat,
@@ -27,13 +28,13 @@ from ..formats import (
     representing_format,
 )
 from ..formats.declaration import with_unquantized
-from ..formats.details import activation_scales
+from ..formats.details import ALL, activation_scales
 from ..formats.format import MixedFormat
 from ..formats.fp8 import FLOAT_BLOCKS, POW2_BLOCKS
 from ..formats.namespace import FieldNamespace, field_namespace, upright
 from ..formats.separate import IN_CONFIG
 from ..formats.stacks import stacks
-from ..io.errors import CheckpointError
+from ..io.errors import CheckpointError, shorten
 from ..io.store import Store
 from ..mapping.plan import ConversionPlan, OutputTensor, make_plan
 from ..mapping.quantized_format import quantized_metadata, quantizer_from_metadata
@@ -139,6 +140,9 @@ def plan_quantized_export(
     outputs = [output for weight in sorted(formats) for output in by_weight[weight]]
     left_out = moved.plan.ignored
     calibrated = False
+    stale = () if details is None else details.get("stale", ())
+    if stale:
+        declaration = None  # which promises scales of activations
     if details is not None:
         names = {output.name for output in (*outputs, *moved.plan.outputs)}
         of_activations, unsaid = scale_outputs(ckpt, activation_scales(details), formats, high_precision, names)
@@ -160,6 +164,8 @@ def plan_quantized_export(
         name = owners.get(output.name, output.name)  # a copy of the embedding has none
         report.add_values(name, (ckpt.tensors[piece.source].dtype for piece in output.pieces), output.dtype)
     plan = replace(moved.plan, outputs=(*high_precision_outputs, *outputs), ignored=left_out, report=report)
+    if stale:
+        plan = replace(plan, notes=(*plan.notes, _left_out_scales(stale)))
     if declaration is not None:
         config, separate = declaration.config, declaration.separate
     else:
@@ -174,6 +180,11 @@ def plan_quantized_export(
             if declared == modelopt.FP8:
                 plan = replace(plan, notes=(*plan.notes, modelopt.UNCALIBRATED))
     return QuantizedExport(plan, ConversionPlan(tuple(high_precision_outputs)), moved.store, declared, config, separate)
+
+
+def _left_out_scales(stale: Sequence[str]) -> str:
+    which = "weights that nothing shows to be these" if ALL in stale else f"other values of {shorten(stale, 2)}"
+    return f"scales of activations are left out: they were measured with {which}, and are to be calibrated again"
 
 
 def _routes(
@@ -232,7 +243,7 @@ def _move(
         passthrough=passthrough,
         copies=copies,
     )
-    return _Moved(plan, found, store)
+    return _Moved(with_bias_dtype(plan, ckpt), found, store)
 
 
 def _requantized(

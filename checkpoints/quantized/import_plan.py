@@ -62,7 +62,7 @@ def plan_quantized_import(
     routes: dict[str, list[Route]] = {}
     for name in {**forms, **inexact}:
         form = new(name) if name in inexact else quantized.wanted or forms[name]
-        form = form if values is None else _with_copies(form)
+        form = form if values is None else form.with_usage(rowwise=True, columnwise=True)
         routes[name] = [
             choose_route(name, StoredForm(forms.get(name), inexact=inexact.get(name)), StoredForm(form), allowed)
         ]
@@ -176,7 +176,3 @@ def _as_nvfp4(
                 inexact[name] = str(error)
                 break
     return computed, inexact
-
-
-def _with_copies(quantizer: Quantizer) -> Quantizer:
-    return quantizer.with_usage(rowwise=True, columnwise=True)

@@ -1,5 +1,5 @@
 """State dicts with quantized weights as plain tensors and one JSON string, for safetensors and whatever else knows no
-tensor subclasses. Names and metadata are those of our model folders, with the logical shapes beside them."""
+tensor subclasses. Our model folders have these names and this metadata, with the logical shapes beside them."""
 
 from __future__ import annotations
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..folder.checkpoint import Checkpoint, open_checkpoint
 from ..folder.hf_config import choose_family, export_config, weight_dtype
 from ..folder.passthrough import names_in_export, our_names
-from ..folder.provenance import provenance_source
+from ..folder.provenance import provenance_source, with_bias_dtype
 from ..folder.special_tokens import GENERATION, generation_config, ids_to_add
 from ..folder.te_plan import plan_te_folder
 from ..folder.tied_weights import copies_in_export
@@ -24,11 +24,6 @@ from ..mapping.plan import ConversionPlan, make_plan
 from ..mapping.report import moved_report
 from ..mapping.te_namespace import formats_in_layout, grouped_formats, te_namespace
 from .conversion import Conversion, ConversionKeywords, PathLike
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 
 def import_hf(
@@ -89,7 +84,7 @@ def plan_import(
     values: Checkpoint | None = None,
     dequantize: bool = False,
 ) -> ConversionPlan:
-    """Return the plan of the import of an open Hugging Face folder; the arguments are those of `import_hf`.
+    """Return the plan of the import of an open Hugging Face folder; arguments as for `import_hf`.
 
     values: the same folder, opened as values, from which weights are requantized; None: none are.
     """
@@ -182,6 +177,7 @@ def export_hf(
                 passthrough=passthrough,
                 copies=copies,
             )
+            plan = with_bias_dtype(plan, ckpt)
             if passthrough:
                 from ..quantized.passthrough_values import undeclared_passthrough_as_values
 

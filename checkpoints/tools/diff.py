@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..families.base.family import differing_values
 from ..folder.checkpoint import Checkpoint
@@ -23,11 +23,7 @@ from .conversion import PathLike
 from .verify import VerifyReport, canonical_outputs, compare_bits, equal_parts, open_pair, output_layers
 
 if TYPE_CHECKING:
-    import torch
-
     from ..quantized.dequantized_store import ValueStore
-else:
-    torch = later("torch")
 
 
 _PART = 1 << 20

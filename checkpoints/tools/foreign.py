@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 from te_models.config import ConfigError, ModelConfig
-from te_models.lazy import later
+from te_models.lazy import torch
 from te_models.sizes import plural
 
 from ..families import family_of
@@ -39,11 +39,6 @@ from ..mapping.te_namespace import te_namespace
 from ..mapping.tensor_map import Namespace
 from ..write.output_folder import write_folder
 from .conversion import ConversionKeywords, PathLike, split_options
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 _CORES = {
     "torchtitan": "tok_embeddings.weight",
@@ -199,6 +194,8 @@ def read_modules(
     tensors = {name: info for name, info in store.tensors.items() if name not in extra}
     chosen = name_of_state_dict(str(where), store.tensors) if system is None else system
     core = {MODULES: None, "transformers": "model.embed_tokens.weight"}.get(chosen, "embedding.word_embeddings.weight")
+    if chosen != MODULES:
+        _check_interleaved(interleaved, where, chosen)
     prefix = "" if core is None else without_prefix(tensors, core)
     names = {name.removeprefix(prefix): name for name in tensors}
     held: Mapping[str, TensorInfo] = {name: tensors[stored] for name, stored in names.items()}
@@ -246,6 +243,8 @@ def import_checkpoint(
     path = Path(src) if Path(src).is_file() else newest_of(Path(src))
     with ExitStack() as opened:
         target = te_namespace(model, layout)
+        if is_legacy(path) or (path / METADATA).is_file():
+            _check_interleaved(qkv_weight_interleaved, src, RANKS if is_legacy(path) else system or "torch")
         if is_legacy(path):
             if system not in (None, RANKS):
                 raise CheckpointError(f"{src} has files of Megatron's ranks, and the system is {system!r}")
@@ -263,6 +262,12 @@ def import_checkpoint(
         folder = Path(config) if Path(config).is_dir() else None
         content = TEFolder(layout, model, source).to_bytes()
         return write_folder(Path(dst), plan, store, content, sidecars_from=folder, **how)
+
+
+def _check_interleaved(interleaved: bool, where: PathLike, system: str) -> None:
+    """Raise CheckpointError where another order of queries, keys and values is asked of what has but one."""
+    if not interleaved:
+        raise CheckpointError(f"qkv_weight_interleaved is of {MODULES!r}, and {where} is a checkpoint of {system!r}")
 
 
 def _of_pickled(count: int) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 from te_models.config import ModelConfig
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..folder.checkpoint import open_checkpoint
 from ..foreign.known import MODULES, OWN, RANKS, SYSTEMS
@@ -29,11 +29,6 @@ from ..mapping.stream import read_rows
 from ..write.shards import MAX_SHARD_BYTES, split_shards
 from ..write.writer import write_small_file, write_weights
 from .conversion import ConversionKeywords, PathLike, split_options
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 TARGETS = (*SYSTEMS, RANKS, MODULES)
 

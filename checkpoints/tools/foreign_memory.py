@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from te_models.config import ModelConfig
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..foreign.transformer_engine import transformer_engine
 from ..io.boxes import full
@@ -18,11 +17,6 @@ from ..mapping.stream import carry_out
 from ..mapping.te_namespace import te_namespace
 from ..mapping.tensor_map import Namespace
 from .foreign import Opened, read_modules
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
 
 _WHERE = "the state dict"
 
@@ -44,7 +38,7 @@ def import_state_dict(
         layout: of experts, as the model has it.
         qkv_weight_interleaved: as for `import_checkpoint`.
 
-    Raises CheckpointError for tensors that are not those of the model.
+    Raises CheckpointError for tensors that the model does not have.
     """
     check_layout(layout)
     found = read_modules(_in_memory(state_dict), _WHERE, config, system, interleaved=qkv_weight_interleaved)

@@ -19,7 +19,7 @@ System = Literal[
     "torchtitan", "torch_dist", "fsdp_dtensor", "te_models", "transformers", "megatron", "transformer_engine"
 ]
 """Whose names checkpoints have: distributed ones, where torch_dist is Megatron-Core and fsdp_dtensor Megatron-FSDP;
-those of Megatron's ranks; state dicts of Transformer Engine's modules."""
+files of Megatron's ranks; state dicts of Transformer Engine's modules."""
 Recipe = Literal["delayed", "current", "block", "mxfp8", "nvfp4"]
 """Those that a word says; `te_models.layers`, which knows them, imports torch."""
 RECIPES = get_args(Recipe)

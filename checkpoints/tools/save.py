@@ -15,7 +15,7 @@ from te_models.layers import QuantizedTensor
 from ..folder.checkpoint import open_checkpoint
 from ..folder.load import check_shapes, layout_of_names
 from ..folder.passthrough import our_names
-from ..folder.provenance import provenance_source
+from ..folder.provenance import provenance_source, with_stale_weights
 from ..folder.te_folder import HFSource, TEFolder
 from ..io.errors import CheckpointError
 from ..io.store import JoinedStore, MemoryStore, Store
@@ -75,13 +75,15 @@ def save_model(
         if fetch is not None:
             outputs = tuple(_fetched(output, fetch, in_files) for output in outputs)
         plan = replace(moved, outputs=outputs, formats=best_formats)
+        recorded = source if provenance is None else provenance_source(provenance, formats)
+        recorded = with_stale_weights(
+            recorded, provenance, layout, best_formats.keys(), entries, fetch or entries.__getitem__
+        )
         return write_folder(
             Path(out_dir),
             plan,
             joined,
-            TEFolder(
-                layout, config, provenance_source(provenance, formats) if provenance is not None else source
-            ).to_bytes(),
+            TEFolder(layout, config, recorded).to_bytes(),
             sidecars_from=provenance.path if provenance is not None else None,
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,

@@ -180,8 +180,8 @@ def _kept(part: ToyPart, small: Namespace) -> tuple[Link, ...]:
 
 
 def unused_outputs(part: ToyPart, target: Namespace) -> Iterator[OutputTensor]:
-    """Yield what the toy has of the tensors that the model does not use: not those of layers and experts that are not
-    taken. target: how the toy is stored."""
+    """Yield what the toy has of the tensors that the model does not use: not the tensors of layers and experts that are
+    not taken. target: how the toy is stored."""
     files, layer = part.checkpoint.files.tensors, _layer_with_experts(part, target)
     for name in part.checkpoint.passthrough:
         info, new = files[name], part.renamed(name)

@@ -6,9 +6,9 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from te_models.lazy import later
+from te_models.lazy import torch
 from te_models.sizes import plural
 
 from ..families.base.family import differing_values
@@ -25,12 +25,6 @@ from ..mapping.quantized_format import SUFFIXES
 from ..mapping.stream import stream_output
 from ..mapping.tensor_map import Piece, compose, identity_namespace
 from .conversion import PathLike
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
-
 
 P = TypeVar("P", "torch.Tensor", memoryview)
 _SHOWN = 20

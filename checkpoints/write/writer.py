@@ -17,9 +17,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from te_models.lazy import later
+from te_models.lazy import torch
 
 from ..io.atomic import flush
 from ..io.buffers import Buffer
@@ -34,12 +34,6 @@ from ..mapping.stream import stream_output
 from .resume import Journal
 from .shards import Shard, alignment_key, header_bytes, index_bytes
 from .shared_digests import SharedDigests
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = later("torch")
-
 
 MAX_FILES_AT_ONCE = 4
 """Each file at work has buffers of 12 MiB."""

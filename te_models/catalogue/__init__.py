@@ -26,9 +26,4 @@ __all__ = [
     "toy_config",
 ]
 
-_HOME = {
-    "entries": ("CatalogueError", "CatalogueEntry", "entry", "names", "near_names"),
-    "listing": ("Listed", "model_listing", "matching"),
-    "toy": ("random_toy", "toy_config"),
-}
-__getattr__, __dir__ = lazy_names(__name__, {name: module for module, names in _HOME.items() for name in names})
+__getattr__, __dir__ = lazy_names(__name__)

@@ -134,7 +134,7 @@ def _certificate(source: CheckpointFiles, folder: Path, store: HeaderStore, scal
     try:
         plan, ckpt = _exact_plan(folder, store, found)
     except (CheckpointError, ConfigError) as error:
-        exact_reason = _said(error, source, folder)
+        exact_reason = " ".join(str(error).replace(str(folder), source.name).split())
         found.verdict, found.reason = "convertible with loss", exact_reason
         try:
             plan, ckpt = _plan_of_values(folder, store)
@@ -174,8 +174,3 @@ def _plan_of_values(folder: Path, store: HeaderStore) -> tuple[ConversionPlan, C
     if ckpt.quantized is None:
         raise CheckpointError("nothing is quantized")
     return plan_import(ckpt, dequantize=True), ckpt
-
-
-def _said(error: Exception, source: CheckpointFiles, folder: Path) -> str:
-    """Return what an error says, with the source's name in place of the scratch folder's."""
-    return " ".join(str(error).replace(str(folder), source.name).split())

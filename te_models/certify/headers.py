@@ -23,7 +23,7 @@ _FIRST = 64 << 10
 """Bytes of a weight file that are asked for at once: the header of a file of usual size fits."""
 _AT_A_TIME = 8
 _ONE = {"F32": b"\0\0\x80?", "F16": b"\0<", "BF16": b"\x80?", "F8_E8M0": b"\x7f", "U8": b"\x7f", "F8_E4M3": b"8"}
-"""The bytes of a 1, with which scales stand in that are not read; those of MX formats are exponents."""
+"""The bytes of a 1, with which scales stand in that are not read; scales of MX formats are exponents."""
 
 
 class HeaderStore(FileStore):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from te_models.checkpoints.io.model_folder import ADAPTER, check_model_folder
 
 from ..terminal import say_while_waiting
-from .parser import Verbs, dtype, emit, integer, verb
+from .parser import Verbs, dtype, emit, integer, needs, verb
 
 if TYPE_CHECKING:
     from ..model import GPTModel
@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     from ..lora.files import MUCH
     from .run_conversion import check_replaceable
 
+    if args.rounding != "stochastic":
+        needs(args, ("seed",), "--rounding stochastic")
     out, begun = Path(args.out), time.perf_counter()
     check_replaceable(out, force=args.force)
     folder = local_folder(args.model)

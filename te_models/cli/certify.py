@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..sizes import format_size
 from ..terminal import TextTable, say_while_waiting
-from .parser import Verbs, emit, positive_count, verb
+from .parser import Verbs, emit, needs, positive_count, verb
 
 if TYPE_CHECKING:
     from ..certify import Certificate
@@ -40,14 +40,13 @@ def add(verbs: Verbs) -> None:
 
 def layouts(found: Certificate, ranks: int) -> tuple[list[dict[str, Any]], TextTable]:
     """Return the plans of training a certified model in bfloat16 in the layouts that ranks allow."""
-    from ..plan import Hardware, Refused, plan_layouts
+    from ..plan import Hardware, plan_layouts
     from .training.plan import layouts_table, usual_run
 
     config = usual_run({"config": found.config}, found.config["max_position_embeddings"])
     say_while_waiting("running a micro-batch of each layout on tensors without values")
     plans = plan_layouts(config, ranks, Hardware())
-    told = [{"sizes": p.sizes, "refused": p.reason} if isinstance(p, Refused) else p.to_dict() for p in plans]
-    return told, layouts_table(plans, ranks, Hardware())
+    return [plan.to_dict() for plan in plans], layouts_table(plans, ranks, Hardware())
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.source is None) == (args.check is None):
         raise ValueError("certify needs SOURCE, or --check FILE in place of it")
     if args.check is not None:
+        needs(args, ("ranks", "card"), "SOURCE")
         found, differs = check_card(Path(args.check), scales=args.scales)
         said = "; ".join(differs) or f"{args.check} still holds: {found.verdict}"
         emit(args, found.to_dict() | {"differs": differs}, said)

@@ -10,7 +10,7 @@ from typing import Any
 from ..terminal import TextTable, say_while_waiting
 from .adapters import adapter_folder, check_is_model, load_model
 from .codec import Codec, check_device, open_codec
-from .parser import Verbs, dtype, emit, integer, positive_count, verb
+from .parser import Verbs, dtype, emit, integer, needs, positive_count, verb
 
 DESCRIPTION = """\
 Measure a model folder (ours or Hugging Face's). --text: perplexity, nats per token and bits per
@@ -59,6 +59,10 @@ def run(args: argparse.Namespace) -> int:
 
     if not args.text and not args.task:
         raise ValueError("eval needs --text or --task")
+    if not args.text:
+        needs(args, ("text_field", "seq_length", "stride", "no_verify", "tokenizer"), "--text")
+    if not args.task:
+        needs(args, ("task_folder", "num_fewshot", "limit"), "--task")
     check_device(args.device)
     result: dict[str, Any] = {}
     parts: list[str | TextTable] = []

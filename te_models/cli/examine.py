@@ -8,7 +8,7 @@ from typing import Any
 
 from ..sizes import plural
 from ..terminal import TextTable, say_while_waiting
-from .parser import Verbs, dtype, emit, number, positive_count, read_text, verb
+from .parser import Verbs, dtype, emit, needs, number, positive_count, read_text, verb
 from .progress import byte_progress, loading_bars
 
 
@@ -108,8 +108,7 @@ def run_verify(args: argparse.Namespace) -> int:
         return _compare_logits(args, chosen | {"verify": not args.no_verify})
     if args.no_verify:
         raise ValueError("--no-verify needs --logits; two folders are compared without their manifests")
-    if chosen:
-        raise ValueError(f"--{next(iter(chosen))} needs --logits")
+    needs(args, options, "--logits")
     if args.b is None:
         return _check_training(args) if (Path(args.a) / "training.json").exists() else _check_one(args)
 

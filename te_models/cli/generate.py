@@ -17,7 +17,7 @@ from ..terminal import is_terminal, say, say_while_waiting
 from ..tokenizer import ends_of
 from .adapters import adapter_folder, check_is_model, load_model
 from .codec import Codec, check_device, open_codec
-from .parser import Verbs, dtype, emit, integer, number, read_text, verb
+from .parser import Verbs, dtype, emit, integer, needs, number, read_text, verb
 
 if TYPE_CHECKING:
     from ..generation import Draft, TextStream
@@ -74,7 +74,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the prompt and its continuation, write those of many, or answer turns."""
+    """Print the prompt and its continuation, write the continuations of many, or answer turns."""
     _check_options(args)
     from te_models.checkpoints.io.hub import local_folder
 
@@ -105,16 +105,14 @@ def _check_options(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; allowed: 1 or more")
-    for option in ("top_k", "top_p"):
-        if getattr(args, option) is not None and args.temperature == 0:
-            raise ValueError(f"--{option.replace('_', '-')} needs --temperature above 0: at 0 the best token is taken")
-    for option, needed, there in (
-        ("system", "--chat", args.chat),
-        ("output", "--prompts", args.prompts is not None),
-        ("batch_size", "--prompts", args.prompts is not None),
-    ):
-        if getattr(args, option) is not None and not there:
-            raise ValueError(f"--{option.replace('_', '-')} needs {needed}")
+    if args.temperature == 0:
+        needs(args, ("top_k", "top_p", "seed"), "--temperature above 0: at 0 the best token is taken")
+    if not args.chat:
+        needs(args, ("system",), "--chat")
+    if args.prompts is None:
+        needs(args, ("output", "batch_size"), "--prompts")
+    if args.draft_model is None and not args.draft_mtp:
+        needs(args, ("num_draft_tokens",), "--draft-model or --draft-mtp")
     asked = {"--compile": args.compile, "--draft-model": args.draft_model is not None, "--draft-mtp": args.draft_mtp}
     first, *others = [option for option, there in asked.items() if there] or [""]
     if others:

@@ -11,7 +11,7 @@ from typing import Any
 from ..extras import EXTRAS, installed
 from ..sizes import plural
 from ..terminal import TextTable, say_while_waiting
-from .parser import Verbs, emit, help_width, verb
+from .parser import Verbs, emit, help_width, needs, verb
 
 PACKAGES = (
     "te_models",
@@ -77,7 +77,10 @@ def add(verbs: Verbs) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what there is; 1 if a compile report has breaks."""
+    of_report = ("recipe", "mode", "dynamic", "activation_checkpointing", "no_verify")
+    needs(args, () if args.compile_report and args.keys is None else of_report, "--compile-report DIR")
     if args.keys is not None:
+        needs(args, ("compile_report",), "no --keys")
         from ..config import ModelConfig
         from ..config.keys import tables_of
         from .training.keys import keys_json, keys_text, select_tables
@@ -87,9 +90,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.compile_report:
         return _compile_report(args)
-    for option in ("recipe", "mode", "dynamic", "activation_checkpointing", "no_verify"):
-        if getattr(args, option):
-            raise ValueError(f"--{option.replace('_', '-')} needs --compile-report DIR")
     result = collect()
     extras = [(n, "installed" if here else f"pip install 'te_models[{n}]'") for n, here in result["extras"].items()]
     emit(
@@ -107,13 +107,16 @@ def run(args: argparse.Namespace) -> int:
 
 def collect() -> dict[str, Any]:
     """Return the information as plain JSON values."""
+    from te_models.checkpoints import FAMILIES
+    from te_models.layers.recipe import base
+
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {name: _version(name) for name in PACKAGES},
         "devices": _devices(),
-        "recipes": _recipes(),
-        "families": _families(),
+        "recipes": {name: RECIPES[name] for name in base.RECIPES},
+        "families": sorted(FAMILIES),
         "extras": {name: installed(name) for name in EXTRAS},
     }
 
@@ -180,15 +183,3 @@ def _device_rows(device: dict[str, Any]) -> list[tuple[str, str]]:
     """A line of the table for each part of what is said of a device."""
     first, *others = device["detail"].split("; ")
     return [(device["name"], first), *(("", other) for other in others)]
-
-
-def _recipes() -> dict[str, str]:
-    from te_models.layers.recipe import base
-
-    return {name: RECIPES[name] for name in base.RECIPES}
-
-
-def _families() -> list[str]:
-    from te_models.checkpoints import FAMILIES
-
-    return sorted(FAMILIES)

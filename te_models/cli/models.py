@@ -58,7 +58,7 @@ def _parts(found: list[Listed]) -> list[str | TextTable]:
 
 def _details(one: Listed) -> list[str | TextTable]:
     entry = one.entry
-    published = _published(entry.parameters)
+    published = entry.parameters if isinstance(entry.parameters, str) else f"{entry.parameters:,}"
     facts = [
         ("hub id", entry.hub_id + (f"@{entry.revision}" if entry.revision else "")),
         ("family", entry.hf["model_type"]),
@@ -74,10 +74,6 @@ def _details(one: Listed) -> list[str | TextTable]:
         rows.append((name, *(format_size(uses[name]) for uses in (one.serve, one.fine_tune, one.train))))
     cache = f"keys, values and states of 1,024 positions: {format_size(one.cache_bytes)}"
     return [TextTable(facts, entry.name), TextTable(rows, "memory", heading=True), cache]
-
-
-def _published(number: int | str) -> str:
-    return number if isinstance(number, str) else f"{number:,}"
 
 
 def _count(number: int) -> str:

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,9 +26,17 @@ _SHORTER = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that says what is wrong in one sentence, and ends with exit code 2. verbs: what has those."""
+    """An argparse parser that says what is wrong in one sentence, and ends with exit code 2. verbs: what has those. The
+    parsed arguments have `written`, the names of those that the command line says, defaults included."""
 
     verbs: Verbs
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and note what was written."""
+        found, rest = super().parse_known_args(args, namespace)
+        said = (self._option_string_actions.get(word.partition("=")[0]) for word in args or ())
+        found.written = {action.dest for action in said if action is not None} | getattr(found, "written", set())
+        return found, rest
 
     def error(self, message: str) -> NoReturn:
         of_option = re.fullmatch(r"argument ([^:]+): (.*)", message, re.DOTALL)
@@ -79,6 +87,13 @@ def verb(
     return parser
 
 
+def needs(args: argparse.Namespace, options: Iterable[str], needed: str) -> None:
+    """Raise ValueError for the first of these options that was written: it does nothing without what is `needed`."""
+    for option in options:
+        if option in args.written:
+            raise ValueError(f"--{option.replace('_', '-')} needs {needed}")
+
+
 def integer(text: str) -> int:
     """The value of an option that takes a whole number."""
     try:
@@ -127,7 +142,7 @@ def unknown(words: Sequence[str], verb: str, parser: argparse.ArgumentParser) ->
 
 def emit(args: argparse.Namespace, result: dict[str, Any], *parts: str | TextTable) -> None:
     """Print `result` as JSON or the texts and tables, whichever the user asked for. Notes, which standard error has
-    had, are a part of the JSON, behind those of the result."""
+    had, are a part of the JSON, behind the notes of the result."""
     noted = getattr(args, "noted", [])
     result |= {"notes": [*result.get("notes", ()), *noted]} if noted else {}
     if args.json:

@@ -39,7 +39,8 @@ def run_import(args: argparse.Namespace) -> int:
     _refuse(args, ("storage", "allow_requantize", "mtp", "dequantize"), why)
     if args.run_file is not None:
         return _import_run(args)
-    return _convert(args, import_checkpoint, "config", "system", "dtype", "layout", "qkv_weight_interleaved")
+    names = ("config", "system", "dtype", "layout", "qkv_weight_interleaved")
+    return _convert(args, import_checkpoint, *names, unread=("verify",))
 
 
 def _import_file(args: argparse.Namespace) -> int:
@@ -50,14 +51,22 @@ def _import_file(args: argparse.Namespace) -> int:
     _refuse(args, ("storage", "allow_requantize", "mtp"), why)
     why = f"is of distributed checkpoints, and {args.source} is a file"
     _refuse(args, ("config", "system", "run_file", "step"), why)
-    return _convert(args, import_gguf, "dtype", "layout")
+    read = ("dequantize",) if args.dequantize else ()  # as which it is read anyway
+    return _convert(args, import_gguf, "dtype", "layout", also=read)
 
 
 def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
-    """Raise ValueError for the first option of these fields that has another value than its default."""
+    """Raise ValueError for the first of these options that was written."""
     for name in names:
-        if getattr(args, name) != fields_of(args.part)[name].default:
+        if name in args.written:
             raise ValueError(f"{flag_of(args.part, name)} {why}")
+
+
+def _refuse_others(args: argparse.Namespace, *read: str) -> None:
+    """Raise ValueError for an option that was written and is none of those that are read."""
+    known = fields_of(args.part)
+    allowed = ", ".join(flag_of(args.part, name) for name in known if name in read)
+    _refuse(args, (name for name in known if name not in read), f"does nothing here; allowed: {allowed}")
 
 
 def _import_run(args: argparse.Namespace) -> int:
@@ -65,6 +74,7 @@ def _import_run(args: argparse.Namespace) -> int:
     from ..training.config.file import read_config
     from ..training.exchange import import_run
 
+    _refuse_others(args, "config", "run_file", "step", "system")
     config = read_config(Path(args.run_file)).replace(output_dir=args.out)
     folder = import_run(Path(args.source), config, model=Path(args.config), system=args.system, step=args.step)
     result = {"verb": args.verb, "source": args.source, "out": str(folder)}
@@ -79,6 +89,7 @@ def run_export(args: argparse.Namespace) -> int:
         _refuse(args, names, "is of models; allowed with --adapter: --base-model, --family")
         from .adapters import run_adapter_export
 
+        _refuse_others(args, "adapter", "base_model", "family", "overwrite", "verify")
         return run_adapter_export(args)
     from te_models.checkpoints.tools.options import RanksOptions
 
@@ -98,9 +109,12 @@ def run_export(args: argparse.Namespace) -> int:
     names = ("family", "form", "format", "dequantize", "allow_requantize")
     _refuse(args, names, f"is of Hugging Face folders, and --to {args.to} writes none")
     if not is_run:
-        return _convert(args, export_checkpoint, "to", "dtype", "layout", *fields_of(RanksOptions))
+        sizes = () if args.to == "transformer_engine" and not Path(args.out).suffix else ("max_shard_bytes",)
+        names = ("to", "dtype", "layout", *fields_of(RanksOptions))
+        return _convert(args, export_checkpoint, *names, unread=("file_digests", *sizes))
     from ..training.exchange import export_run
 
+    _refuse_others(args, "to", "overwrite")
     export_run(Path(args.source), Path(args.out), to=args.to, overwrite=args.overwrite)
     emit(args, {"verb": args.verb, "source": args.source, "out": args.out}, f"wrote {args.out}, model and moments")
     return 0
@@ -131,7 +145,7 @@ def _export(args: argparse.Namespace) -> int:
     from te_models.checkpoints import export_hf
 
     names = ("family", "form", "format", "allow_requantize", "dequantize", "dtype")
-    code = _convert(args, export_hf, *names)
+    code = _convert(args, export_hf, *names, also=("to",))
     if not args.json and not args.dry_run:
         show(*_missing_reader(Path(args.out)))
     return code
@@ -143,6 +157,7 @@ def _export_file(args: argparse.Namespace) -> int:
 
     names = ("format", "form", "dtype", "dry_run", "allow_requantize")
     _refuse(args, names, "is of Hugging Face folders; allowed with --to gguf: --type, --family, --force")
+    _refuse_others(args, "to", "type", "family", "dequantize", "overwrite")
     start = time.perf_counter()
     with byte_progress(args.verb) as progress:
         options = {"type": args.type or "f16", "family": args.family, "overwrite": args.overwrite}
@@ -199,10 +214,18 @@ def _model_of(args: argparse.Namespace) -> str:
     return str(getattr(args, "model", args.source))
 
 
-def _convert(args: argparse.Namespace, function: Callable[..., Any], *names: str) -> int:
-    """Run one conversion with progress, with these options and those of every conversion, and print what it did."""
-    from te_models.checkpoints.tools.options import ConversionOptions
+def _convert(
+    args: argparse.Namespace,
+    function: Callable[..., Any],
+    *names: str,
+    also: tuple[str, ...] = (),
+    unread: tuple[str, ...] = (),
+) -> int:
+    """Run one conversion with progress, with these options and the options of every conversion, and print what it did.
+    also: further options that count; unread: options of every conversion that do nothing in this one."""
+    from te_models.checkpoints.tools.options import ConversionOptions, ShardedOptions
 
+    _refuse_others(args, *names, *also, *(name for name in fields_of(ShardedOptions) if name not in unread))
     out, start = Path(args.out), time.perf_counter()
     check_replaceable(out, force=args.overwrite)
     options = {name: getattr(args, name) for name in (*fields_of(ConversionOptions), *names)}

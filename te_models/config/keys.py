@@ -148,7 +148,8 @@ def _plain(value: Any) -> Any:
 
 @functools.cache
 def field_docs(part: type[ConfigPart]) -> dict[str, str]:
-    """Return the sentence below each field of a part, read from its source and those of the parts that it extends."""
+    """Return the sentence below each field of a part, read from its source and the sources of the parts that it
+    extends."""
     docs = {}
     for base in part.__bases__:
         if issubclass(base, ConfigPart) and base is not ConfigPart:

@@ -120,9 +120,9 @@ class MoEConfig(ConfigPart):
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "joint_aux_loss"] = (
         "aux_loss"
     )
-    """Over which tokens the load-balancing loss compares experts: those of a micro-batch on a rank (aux_loss), of each
-    sequence (seq_aux_loss), of all ranks and the micro-batches of a step so far (global_aux_loss), each layer by
-    itself; or those of a micro-batch in all layers together, as transformers does (joint_aux_loss)."""
+    """Over which tokens the load-balancing loss compares experts: the tokens of a micro-batch on a rank (aux_loss), of
+    each sequence (seq_aux_loss), of all ranks and the micro-batches of a step so far (global_aux_loss), each layer by
+    itself; or the tokens of a micro-batch in all layers together, as transformers does (joint_aux_loss)."""
     aux_loss_coeff: float = 0.0
     """Weight of the load-balancing loss (arXiv 2101.03961)."""
     z_loss_coeff: float = 0.0
@@ -131,7 +131,7 @@ class MoEConfig(ConfigPart):
     """An expert takes at most this many times its even share of a micro-batch's tokens on a rank, and drops the others;
     unset means that no token is dropped."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
-    """Which tokens a full expert keeps: those of the largest weights (probs), or the first ones (position)."""
+    """Which tokens a full expert keeps: the tokens of the largest weights (probs), or the first ones (position)."""
     moe_pad_expert_input_to_capacity: bool = False
     """Whether each expert of other ranks is sent as many rows as it takes, filled up: nothing waits for the router."""
     router: RouterConfig = field(default_factory=RouterConfig)

@@ -133,54 +133,45 @@ def speculative_steps(
     check_speculative(model, "model")
     room = ids.shape[1] + max_new_tokens
     draft.begin(model, room)
-    return _steps(model, draft, ids, max_new_tokens, num_draft_tokens, sampler, ends)
 
+    def steps() -> Iterator[Tensor]:
+        dtype = compute_dtype(model.embedding.word_embeddings.weight)
+        # a recurrent model goes back to the states before a call, and the next call begins with them
+        recurrent = model.config.is_recurrent
+        rollback = 2 * num_draft_tokens + 1 if recurrent else num_draft_tokens
+        cache = KVCache(model.config, 1, room, dtype=dtype, device=ids.device, rollback=rollback)
+        tokens, hidden, new = ids, None, 0
+        models = [model, *([draft.model] if isinstance(draft, DraftModel) else [])]
+        with in_eval_mode(*models):
+            while new < max_new_tokens:
+                with torch.no_grad():
+                    # the call itself gives one token, and before the prompt is read there are no hidden states
+                    count = min(num_draft_tokens, max_new_tokens - new - 1)
+                    count = count if draft.most is None else min(count, draft.most)
+                    count = 0 if (draft.needs_hidden_states or recurrent) and not cache.length else count
+                    proposed, guessed = ids[0, :0], None
+                    if count:
+                        proposed, guessed = draft.propose(tokens, hidden, count, sampler)
+                    unread = torch.cat((tokens[:, cache.length :], proposed[None]), dim=1)
+                    begin, read = cache.length, tokens.shape[1]
+                    with short_steps(model, unread.numel()):
+                        output = model(unread, cache=cache, return_hidden_states=draft.needs_hidden_states)
+                    assert output.logits is not None
+                    wanted = sampler.probabilities(output.logits[0, unread.shape[1] - count - 1 :])
+                    accepted, last = _checked(proposed, guessed, wanted, sampler)
+                    cache.crop(read + accepted)
+                    if draft.needs_hidden_states:
+                        states = output.hidden_states[-1][:, : unread.shape[1] - count + accepted]
+                        hidden = states if hidden is None else torch.cat((hidden[:, :begin], states), dim=1)
+                draft.proposed += count
+                draft.accepted += accepted
+                for token in torch.cat((proposed[:accepted], last)).split(1):
+                    tokens, new = torch.cat((tokens, token[None]), dim=1), new + 1
+                    yield token
+                    if int(token) in ends:
+                        return
 
-def _steps(
-    model: GPTModel,
-    draft: Draft,
-    ids: Tensor,
-    max_new_tokens: int,
-    num_draft_tokens: int,
-    sampler: Sampler,
-    ends: tuple[int, ...],
-) -> Iterator[Tensor]:
-    dtype = compute_dtype(model.embedding.word_embeddings.weight)
-    room = ids.shape[1] + max_new_tokens
-    # a recurrent model goes back to the states before a call, and the next call begins with them
-    recurrent = model.config.is_recurrent
-    rollback = 2 * num_draft_tokens + 1 if recurrent else num_draft_tokens
-    cache = KVCache(model.config, 1, room, dtype=dtype, device=ids.device, rollback=rollback)
-    tokens, hidden, new = ids, None, 0
-    models = [model, *([draft.model] if isinstance(draft, DraftModel) else [])]
-    with in_eval_mode(*models):
-        while new < max_new_tokens:
-            with torch.no_grad():
-                # the call itself gives one token, and before the prompt is read there are no hidden states
-                count = min(num_draft_tokens, max_new_tokens - new - 1)
-                count = count if draft.most is None else min(count, draft.most)
-                count = 0 if (draft.needs_hidden_states or recurrent) and not cache.length else count
-                proposed, guessed = ids[0, :0], None
-                if count:
-                    proposed, guessed = draft.propose(tokens, hidden, count, sampler)
-                unread = torch.cat((tokens[:, cache.length :], proposed[None]), dim=1)
-                begin, read = cache.length, tokens.shape[1]
-                with short_steps(model, unread.numel()):
-                    output = model(unread, cache=cache, return_hidden_states=draft.needs_hidden_states)
-                assert output.logits is not None
-                wanted = sampler.probabilities(output.logits[0, unread.shape[1] - count - 1 :])
-                accepted, last = _checked(proposed, guessed, wanted, sampler)
-                cache.crop(read + accepted)
-                if draft.needs_hidden_states:
-                    states = output.hidden_states[-1][:, : unread.shape[1] - count + accepted]
-                    hidden = states if hidden is None else torch.cat((hidden[:, :begin], states), dim=1)
-            draft.proposed += count
-            draft.accepted += accepted
-            for token in torch.cat((proposed[:accepted], last)).split(1):
-                tokens, new = torch.cat((tokens, token[None]), dim=1), new + 1
-                yield token
-                if int(token) in ends:
-                    return
+    return steps()
 
 
 def _checked(proposed: Tensor, guessed: Tensor | None, wanted: Tensor, sampler: Sampler) -> tuple[int, Tensor]:

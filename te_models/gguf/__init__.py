@@ -12,4 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["export_gguf", "import_gguf"]
 
-__getattr__, __dir__ = lazy_names(__name__, {"import_gguf": "reading", "export_gguf": "writing"})
+__getattr__, __dir__ = lazy_names(__name__)

@@ -1,4 +1,4 @@
-"""Adapters of weights that are divided in other ways: from ours to those of files, and back.
+"""Adapters of weights that are divided in other ways: from our weights to the weights of files, and back.
 
 A weight of ours that is several in a file, such as q, k and v, has rows of each. An adapter of it becomes one for each
 part; they share A and divide the rows of B. The adapters of the parts become one of ours whose rank is the sum of
@@ -29,7 +29,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Factors:
-    """An adapter of one weight, `scaling * b @ a`. a: [..., r, in]; b: [..., out, r]; lengths: those of DoRA,
+    """An adapter of one weight, `scaling * b @ a`. a: [..., r, in]; b: [..., out, r]; lengths: DoRA's,
     [..., out], NaN for rows without adapter."""
 
     a: Tensor
@@ -103,8 +103,8 @@ def is_transposed(link: Link) -> bool:
 def moved_adapter(
     moves: Sequence[WeightRows], sources: Mapping[str, Factors], shape: tuple[int, ...], shared: Callable[[str], Tensor]
 ) -> Factors | None:
-    """Return the adapter of a target weight, whose shape is [..., out, in], from those of the weights that its rows are
-    in; None where it has none. shared: which columns of a source's B have numbers at all."""
+    """Return the adapter of a target weight, whose shape is [..., out, in], from the adapters of the weights that its
+    rows are in; None where it has none. shared: which columns of a source's B have numbers at all."""
     *experts, rows, columns = shape
     used = torch.zeros(tuple(experts), dtype=torch.int64, device="cpu")
     placed: list[tuple[WeightRows, int, Tensor, Tensor]] = []

@@ -57,7 +57,7 @@ def load_adapter(model: GPTModel, folder: str | Path) -> None:
     """Put the adapters of a folder over the layers of a model, and the whole weights that it may have in place of the
     model's; of a model that ranks share, each rank takes its part.
 
-    The folder has the names of our layers (`save_adapter`), or those of transformers' model of the family, as peft
+    The folder has the names of our layers (`save_adapter`), or the names of transformers' model of the family, as peft
     writes them: adapters of modules that are one layer here become one, whose rank is the sum of theirs. Raises
     CheckpointError for a folder of another model's adapters, or with what no layer here can do, ValueError for a model
     that cannot have adapters.

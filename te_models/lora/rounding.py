@@ -9,7 +9,7 @@ from torch import Tensor
 
 Rounding = Literal["nearest", "stochastic"]
 _DROPPED_BITS = {torch.bfloat16: 16}
-"""Bits of float32 that a dtype does not have, where its numbers are those of float32 cut short."""
+"""Bits of float32 that a dtype does not have, where its numbers are float32's cut short."""
 
 
 class MergeErrors(NamedTuple):

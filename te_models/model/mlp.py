@@ -116,7 +116,7 @@ class SharedExperts(nn.Module):
     `sigmoid(x gate_weight^T)`."""
 
     draws_first = True
-    """Whether a new module draws its own parameters before those of its projections."""
+    """Whether a new module draws its own parameters before its projections do."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()

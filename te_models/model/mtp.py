@@ -141,7 +141,7 @@ class MultiTokenPrediction(nn.Module):
         return MTPOutput(torch.stack(losses).mean(), routed, index_losses)
 
     def _of_all_tokens(self, embedded: Tensor, batch_size: int) -> Tensor:
-        """Return embeddings [B, S, H] of those of a rank's tokens."""
+        """Return embeddings [B, S, H] of a rank's tokens."""
         if self.sequence_shard is not None:
             embedded = gather_tokens_of_ranks(embedded, self.sequence_shard).unflatten(0, (batch_size, -1))
         return embedded if self.context_shard is None else gather_positions(embedded, self.context_shard)

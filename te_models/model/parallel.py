@@ -61,7 +61,7 @@ class SharedModel(nn.Module):
 
     @property
     def etp_group(self) -> dist.ProcessGroup | None:
-        """The ranks over which each expert is split; None if these are those of `tp_group`."""
+        """The ranks over which each expert is split; None if these are the ranks of `tp_group`."""
         return None if self._etp_group_name is None else resolve_group(self._etp_group_name)
 
     def set_context_parallel_group(

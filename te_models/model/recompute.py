@@ -32,7 +32,8 @@ GROUPS = {
 
 
 def operations(names: Sequence[str]) -> list[Any]:
-    """Return torch's operations by names: "NAMESPACE.OPERATION", with or without an overload, or those of `GROUPS`.
+    """Return torch's operations by names: "NAMESPACE.OPERATION", with or without an overload, or the groups in
+    `GROUPS`.
 
     Raises ValueError for a name that torch does not know."""
     found: list[Any] = []

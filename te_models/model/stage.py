@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, nn
 
@@ -28,12 +28,12 @@ def with_layers(model: GPTModel, layers: Sequence[int]) -> GPTModel:
     and with final norm, output layer and the layers that predict further tokens if the last one is. Where embedding and
     output layer share their weight, or further tokens are predicted, the last layer brings the embedding, too, but for
     positions that the model learned. Blocks that layers share are in every stage, and stages hand the embeddings on,
-    which they read. The modules are those of `model`, not copies.
+    which they read. The modules are `model`'s, not copies.
 
     Raises ConfigError for no layer, for a layer that the model does not have, for some layers of a model whose router
     loss is of all of them, and for a layer without the one whose choice of keys it shares.
     """
-    whole, own = model.config.num_layers, {int(name): layer for name, layer in _layers(model).items()}
+    whole, own = model.config.num_layers, {int(name): layer for name, layer in model.decoder.layers._modules.items()}
     missing = [layer for layer in layers if layer not in own]
     if missing or not layers or list(layers) != sorted(set(layers)):
         raise ConfigError(
@@ -114,10 +114,6 @@ def size_of_parts(model: GPTModel, x: Tensor, position_ids: Tensor | None) -> tu
             "part of what the stage before returned"
         )
     return batch, length
-
-
-def _layers(model: GPTModel) -> dict[str, Any]:
-    return model.decoder.layers._modules
 
 
 def _copy_without(module: M, names: Collection[str]) -> M:

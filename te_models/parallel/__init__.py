@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from .sharding import parallelize
     from .stage_layout import StageLayout
 
-_MODULE_OF = {"ParallelDims": "dims", "ParallelMesh": "mesh", "parallelize": "sharding"}
-_MODULE_OF |= {"StageLayout": "stage_layout"}
-
 __all__ = ["ParallelDims", "ParallelMesh", "StageLayout", "parallelize"]
 
-__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
+__getattr__, __dir__ = lazy_names(__name__)

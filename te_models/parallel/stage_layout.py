@@ -60,7 +60,7 @@ class StageLayout:
 
     @property
     def is_later(self) -> bool:
-        """Whether weight gradients are computed apart from those of activations."""
+        """Whether weight gradients are computed apart from the gradients of activations."""
         return self.schedule.lower() in _LATER
 
     def of_rank(self, rank: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from .stages import record_stages
 
 OPTIONS = (
     *("pipeline_schedule", "virtual_pipeline_model_parallel_size", "use_distributed_optimizer"),
-    *("reduce_gradients", "expert_dispatch", "reshard_after_forward", "cpu_offload"),
+    *("cp_comm_type", "reduce_gradients", "expert_dispatch", "reshard_after_forward", "cpu_offload"),
 )
 """Keys of [parallel] that are no sizes and that a plan depends on."""
 
@@ -49,8 +49,7 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
     flops /= dims.tensor_model_parallel_size * dims.context_parallel_size * pipeline
     waits, communication = waits_of(config, model, layout, found, flops, hardware)
     return Plan(
-        sizes={**dims.sizes(), "sequence_parallel": config.parallel.sequence_parallel}
-        | {"cp_comm_type": config.parallel.cp_comm_type},
+        sizes={**dims.sizes(), "sequence_parallel": config.parallel.sequence_parallel},
         options={name: getattr(config.parallel, name) for name in OPTIONS},
         ranks=ranks,
         parameters=round(found.parameters),

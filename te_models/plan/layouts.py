@@ -18,15 +18,26 @@ from .process import model_of, plan_each
 from .result import Hardware, Plan
 
 Layout = dict[str, Any]
-"""Sizes by name; "sequence_parallel" is a bool, and "cp_comm_type" one of its values."""
+"""Keys of [parallel] with their values: sizes, and choices such as "cp_comm_type"."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A layout that `te-models train` refuses, and its sentence."""
+    """A layout that `te-models train` refuses, and its sentence. sizes, options: as of a `Plan`."""
 
     sizes: Layout
+    options: Layout
     reason: str
+
+    @classmethod
+    def of(cls, layout: Layout, error: object) -> Refused:
+        """Return what says that `layout` is refused with this error."""
+        options = {"cp_comm_type": layout["cp_comm_type"]}
+        return cls({name: layout[name] for name in layout if name not in options}, options, str(error))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {"sizes": self.sizes, "options": self.options, "refused": self.reason}
 
 
 Told = Callable[[int, int], object]
@@ -50,7 +61,7 @@ def plan_layouts(
         try:
             runs.append((its, _run(config, ranks, its)))
         except ConfigError as error:
-            found.append(Refused(its, str(error)))
+            found.append(Refused.of(its, error))
     planned: list[tuple[Plan, TrainConfig]] = []
 
     def plan(some: Sequence[tuple[Layout, TrainConfig]], *, refused: bool) -> None:
@@ -59,7 +70,7 @@ def plan_layouts(
             if isinstance(plan, Plan):
                 planned.append((plan, run))
             elif refused:
-                found.append(Refused(its, str(plan)))
+                found.append(Refused.of(its, plan))
         planned.sort(key=lambda each: _rank(each[0]))
 
     plan(runs, refused=True)
@@ -119,7 +130,7 @@ def layouts_of(
     sequence_length: int = 1,
     tokens: int = 0,
 ) -> Iterator[Layout]:
-    """Yield the sizes to try: tensor parallelism inside a node by powers of two, with sequence parallelism where the
+    """Yield the layouts to try: tensor parallelism inside a node by powers of two, with sequence parallelism where the
     tokens of a micro-batch can be shared; pipeline stages over each number of ranks that divides them, up to the
     micro-batches of a step and the layers; long sequences over 1, 4 and 16 ranks, by each way that attention has;
     experts over 1, 4, 16, ... ranks, split as the other layers or not at all; and everything sharded over the ranks
@@ -174,10 +185,10 @@ def _powers(base: int, most: int) -> Iterator[int]:
         size *= base
 
 
-def _run(config: TrainConfig, ranks: int, sizes: Layout) -> TrainConfig:
+def _run(config: TrainConfig, ranks: int, layout: Layout) -> TrainConfig:
     fixed = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    shards = -1 if ranks > math.prod(sizes[name] for name in fixed) else 1
-    every = {"data_parallel_replicate_size": None, "data_parallel_shard_size": shards, **sizes}
+    shards = -1 if ranks > math.prod(layout[name] for name in fixed) else 1
+    every = {"data_parallel_replicate_size": None, "data_parallel_shard_size": shards, **layout}
     return config.replace(parallel=config.parallel.replace(**every))
 
 

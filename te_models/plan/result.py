@@ -66,15 +66,14 @@ class Hardware:
 class Plan:
     """What one rank takes, the one that takes the most memory. Bytes; FLOPs and seconds are of one optimizer step.
 
-    sizes: of the layout, by name, whether it has sequence parallelism, and `cp_comm_type`. options: its other choices,
-    by the names of their keys in [parallel]. parameters: as they are stored on this rank.
-    optimizer: moments, masters and main gradients. activations: the most that a micro-batch takes beyond those,
-    gradients and gathered parameters included. host: what is in main memory, where the run offloads. traffic:
-    (collective, dimension of the mesh) -> `Traffic` of a step.
-    compute_s, communication_s: of a step, with what a pipeline waits while it fills and empties (nothing under
+    sizes: of the layout, by name, and whether it has sequence parallelism. options: its other choices, by the names of
+    their keys in [parallel]. parameters: as they are stored on this rank. optimizer: moments, masters and main
+    gradients. activations: the most that a micro-batch takes beyond those, gradients and gathered parameters included.
+    host: what is in main memory, where the run offloads. traffic: (collective, dimension of the mesh) -> `Traffic` of a
+    step. compute_s, communication_s: of a step, with what a pipeline waits while it fills and empties (nothing under
     schedules that compute weight gradients meanwhile); step_s: communication of sharded parameters overlaps with
-    compute, all other waits. waits: what a step consists of, in seconds by name, that
-    add up to step_s. memory_limit, peak_flops: of a device.
+    compute, all other waits. waits: what a step consists of, in seconds by name, that add up to step_s. memory_limit,
+    peak_flops: of a device.
     """
 
     sizes: dict[str, int | bool | str | None]

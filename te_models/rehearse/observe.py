@@ -42,7 +42,7 @@ def units_of(model: GPTModel) -> list[Unit]:
     """Return the layers of a model that recipes apply to, in order."""
     moe, found = model.config.moe, []
     for name, module in quantized_modules(model):
-        flops = float(sum(_numel(getattr(module, weight)) for weight in module.weight_names()))
+        flops = float(sum(getattr(module, weight).numel() for weight in module.weight_names()))
         if moe is not None and is_expert_stack(f"{name}.weight"):
             flops *= moe.moe_router_topk / moe.num_moe_experts
         parts = _LAYER.match(name)
@@ -136,7 +136,7 @@ def _product(module: nn.Module, x: Tensor, splits: Tensor | None, dy: Tensor, dt
 
 @contextlib.contextmanager
 def _gradients_of_inputs(model: GPTModel) -> Iterator[None]:
-    """Let the backward pass compute gradients of activations and leave those of the layers' weights out."""
+    """Let the backward pass compute gradients of activations and leave the gradients of the layers' weights out."""
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     recompute, model.decoder.activation_checkpointing = model.decoder.activation_checkpointing, False
     for name, parameter in model.named_parameters():
@@ -151,7 +151,3 @@ def _gradients_of_inputs(model: GPTModel) -> Iterator[None]:
 
 def _plain(weight: Tensor) -> Tensor:
     return (weight.dequantize() if isinstance(weight, QuantizedTensor) else weight).detach()
-
-
-def _numel(weight: Tensor) -> int:
-    return weight.numel()

@@ -6,8 +6,8 @@ is put in by the caller, who searches again with other gaps (`predict`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 MOST = 1500
 """Points of a front that are carried from unit to unit; of more, one for each of as many equal spans of cost."""
@@ -31,6 +31,9 @@ class _State(NamedTuple):
     before: _State | None
 
 
+_P = TypeVar("_P", Point, _State)
+
+
 def front(choices: Choices) -> list[Point]:
     """Return the assignments that no other beats in both cost and gap, cheapest first.
 
@@ -46,7 +49,7 @@ def front(choices: Choices) -> list[Point]:
             for state in states
             for name, (cost, gap) in options.items()
         ]
-        states = _thinned(_undominated(found))
+        states = _thinned(undominated(found))
     return [Point(state.cost, state.gap, _formats(state)) for state in states]
 
 
@@ -62,20 +65,12 @@ def best_within(points: Sequence[Point], cost: float) -> Point | None:
     return min(fitting, key=lambda point: (point.gap, point.cost)) if fitting else None
 
 
-def undominated(points: Sequence[Point]) -> list[Point]:
-    """Return the points that no other beats in both cost and gap, cheapest first."""
-    found: list[Point] = []
+def undominated(points: Iterable[_P]) -> list[_P]:
+    """Return the points, or states, that no other beats in both cost and gap, cheapest first."""
+    found: list[_P] = []
     for point in sorted(points, key=lambda point: (point.cost, point.gap)):
         if not found or point.gap < found[-1].gap:
             found.append(point)
-    return found
-
-
-def _undominated(states: list[_State]) -> list[_State]:
-    found: list[_State] = []
-    for state in sorted(states, key=lambda state: (state.cost, state.gap)):
-        if not found or state.gap < found[-1].gap:
-            found.append(state)
     return found
 
 

@@ -46,43 +46,6 @@ if TYPE_CHECKING:
     from .ranks.monitor import LostRankError
     from .step import TrainingError
 
-_HOME = {
-    "callbacks": ("Callback", "CallbackError", "PushToHub", "RunView", "model_card", "push_to_hub"),
-    "checkpoints.checks": ("TrainingCheckpointError",),
-    "checkpoints.files": ("latest_checkpoint", "list_checkpoints"),
-    "config": (
-        "CheckpointConfig",
-        "DataConfig",
-        "DiLoCoConfig",
-        "EvaluationConfig",
-        "HubConfig",
-        "LogConfig",
-        "LoRAConfig",
-        "ModelSource",
-        "OptimizerConfig",
-        "ParallelConfig",
-        "PosttrainingConfig",
-        "PrecisionConfig",
-        "ProfileConfig",
-        "ScheduleConfig",
-        "TrainConfig",
-    ),
-    "config.file": ("load_config",),
-    "data.dataset": ("TokenDataset",),
-    "data.errors": ("DataError",),
-    "data.options": ("DocumentOptions",),
-    "data.tokenize": ("build_dataset",),
-    "data.windows": ("Windows",),
-    "data.writer": ("write_dataset",),
-    "loop": ("TrainResult", "train"),
-    "log.curves": ("plot_loss",),
-    "metrics": ("MetricsError", "read_metrics"),
-    "optimizer.schedule": ("lr_at",),
-    "ranks.monitor": ("LostRankError",),
-    "step": ("TrainingError",),
-}
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-
 __all__ = [
     "Callback",
     "CallbackError",
@@ -125,4 +88,4 @@ __all__ = [
     "write_dataset",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -79,7 +79,7 @@ def import_run(
     on from it. Returns its folder.
 
     Arguments:
-        config: the run that goes on; its windows of a step are those of one process.
+        config: the run that goes on; its windows of a step are the windows of one process.
         model: the model's config.json, or the folder that has one.
         system: as for `import_checkpoint`.
         step: how many steps are done; None: as many as the optimizer counted.

@@ -55,7 +55,7 @@ class MetricsFile:
 
 
 def recipe_changes(rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
-    """Return (step, recipe) of each row, of those of a run with a schedule of recipes, that follows one of another."""
+    """Return (step, recipe) of each row of a run with a schedule of recipes, that follows one of another."""
     named = [(row["step"], row["recipe"]) for row in rows if "recipe" in row]
     return [now for before, now in pairwise(named) if now[1] != before[1]]
 

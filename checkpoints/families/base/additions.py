@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from te_models.config import ModelConfig
 
 from ...io.errors import CheckpointError
 from ...mapping.layout_ops import At, Columns, Layout, Rows
-from .fields import REQUIRED, Values, get_path, read_typed
+from .fields import REQUIRED, HFConfig, Values, get_path, read_typed
 
 _OWN_NORMS = {
     "pre_shared": "pre_feedforward_layernorm",
@@ -22,7 +21,7 @@ _OWN_NORMS = {
 
 def layer_additions(config: ModelConfig, i: int, root: str, at: str, ours: str) -> Iterator[tuple[str, Layout]]:
     """Yield the weight map of what layer number `i` has beside mixers, MLP and their norms. root: what the names of the
-    model begin with in files; at, ours: those of the layer, in files and of parameters."""
+    model begin with in files; at, ours: the names of the layer, in files and of parameters."""
     embedding = config.per_layer_embedding
     if config.laurel_rank is not None:
         for name in ("linear_left", "linear_right"):
@@ -77,7 +76,7 @@ class PerLayerEmbeddingSizes:
     optional: bool = True
     names: tuple[str, ...] = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         channels = hf.get("hidden_size_per_layer_input", self.channels)
         if self.optional and channels in (None, 0):
             return {}
@@ -93,7 +92,7 @@ class PerLayerEmbeddingSizes:
         return {"hidden_size_per_layer_input": channels, "vocab_size_per_layer_input": words}
 
 
-def shared_sources(hf: Mapping[str, Any], kinds: list[str], default: int) -> list[int] | None:
+def shared_sources(hf: HFConfig, kinds: list[str], default: int) -> list[int] | None:
     """Return `kv_source_layers` by `num_kv_shared_layers`, the number of last layers that share: each reads the keys of
     the last layer of its kind before them. kinds: of all layers."""
     shared, layers = read_typed(hf, "num_kv_shared_layers", int, default), len(kinds)
@@ -112,7 +111,7 @@ def shared_sources(hf: Mapping[str, Any], kinds: list[str], default: int) -> lis
     return [layer if layer < own else last[kinds[layer]] for layer in range(layers)]
 
 
-def first_shared(hf: Mapping[str, Any]) -> int:
+def first_shared(hf: HFConfig) -> int:
     """Return the number of the first layer that `num_kv_shared_layers` leaves without keys."""
     text = hf.get("text_config") if isinstance(hf.get("text_config"), dict) else hf
     assert text is not None

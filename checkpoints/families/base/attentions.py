@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from te_models.config import ModelConfig
 
 from ...io.errors import CheckpointError
-from .fields import REQUIRED, Values, read_typed, shorten_value
+from .fields import REQUIRED, HFConfig, OwnEntry, Values, read_typed, shorten_value
 
 Nested = Mapping[str, Any]
 """A ModelConfig as nested dictionaries."""
@@ -26,7 +26,7 @@ class MixerEntry(Protocol):
         """The Hugging Face fields that this entry understands."""
         ...
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         """Return fields of ModelConfig. nested: what the other entries said."""
         ...
 
@@ -48,7 +48,7 @@ def mixers(nested: Nested, names: Sequence[str], changes: Mapping[str, Values]) 
     return {"mixers": found, "layer_mixers": list(names)}
 
 
-def read_list(hf: Mapping[str, Any], name: str, kind: type) -> list[Any] | None:
+def read_list(hf: HFConfig, name: str, kind: type) -> list[Any] | None:
     """Return a list with a value for each layer; None for attention without one. CheckpointError for another number,
     and for values that are none."""
     values = read_typed(hf, name, list, None)
@@ -60,13 +60,13 @@ def read_list(hf: Mapping[str, Any], name: str, kind: type) -> list[Any] | None:
 
 @dataclass(frozen=True)
 class SlidingAttention:
-    """Sliding layers have an attention that is other than that of full layers. changes: in which fields, from those of
-    full layers."""
+    """Sliding layers have an attention that is other than that of full layers. changes: in which fields, from the one
+    of full layers."""
 
     changes: Callable[[Nested], Values]
     names: tuple[str, ...] = ()
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         names = ["sliding" if kind == "sliding" else "attention" for kind in nested["layer_types"]]
         return mixers(nested, names, {"sliding": self.changes(nested["attention"])})
 
@@ -74,13 +74,12 @@ class SlidingAttention:
         return {}
 
 
-@dataclass(frozen=True)
-class HeadsPerLayer:
+class HeadsPerLayer(OwnEntry):
     """`num_attention_heads_per_layer`: as many query heads in each layer, in place of `num_attention_heads`."""
 
-    names: tuple[str, ...] = ("num_attention_heads_per_layer",)
+    names = ("num_attention_heads_per_layer",)
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         heads = read_list(hf, "num_attention_heads_per_layer", int) or []
         usual = nested["attention"]["num_attention_heads"]
         names = ["attention" if number == usual else f"heads_{number}" for number in heads]
@@ -91,14 +90,13 @@ class HeadsPerLayer:
         return {"num_attention_heads_per_layer": [attention.num_attention_heads for attention in attentions]}
 
 
-@dataclass(frozen=True)
-class RopeThetaPerLayer:
+class RopeThetaPerLayer(OwnEntry):
     """`layer_rope_theta`: the base of the rotary embedding of each layer, 0 in layers without one; absent: the model's
     in all. It is written with `layer_types`."""
 
-    names: tuple[str, ...] = ("layer_rope_theta",)
+    names = ("layer_rope_theta",)
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         thetas = read_list(hf, "layer_rope_theta", float)
         if thetas is None:
             return {}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from te_models.config import ModelConfig
 
 from ...io.errors import CheckpointError
-from .fields import REQUIRED, Choice, Entry, Field, Fixed, Spread, Values, read_typed
+from .fields import REQUIRED, Choice, Entry, Field, Fixed, HFConfig, Spread, Values, fixed, read_typed
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -79,7 +78,7 @@ class Dropouts:
     def names(self) -> tuple[str, ...]:
         return (self.hidden,) if self.embedding is None else (self.hidden, self.embedding)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         hidden = read_typed(hf, self.hidden, float, self.default)
         embedding = 0.0 if self.embedding is None else read_typed(hf, self.embedding, float, self.default)
         return {"hidden_dropout": hidden} | ({} if embedding == hidden else {"embedding.embedding_dropout": embedding})
@@ -97,7 +96,7 @@ class PaddingIdx:
     default: int | None
     names: tuple[str, ...] = ()
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         token, words = hf.get("pad_token_id", self.default), read_typed(hf, "vocab_size", int, REQUIRED)
         token = None if token is None else read_typed({"pad_token_id": token}, "pad_token_id", int, None)
         known = token is not None and -words <= token < words
@@ -111,14 +110,12 @@ class PaddingIdx:
 def layer_norm_entries(*, bias: bool, weight: bool = True) -> tuple[Entry, ...]:
     """Return what makes the norm a LayerNorm instead of an RMSNorm."""
     return (
-        Fixed("norm.normalization", "LayerNorm"),
-        Fixed("norm.cast_order", "weight_first"),
-        Fixed("norm.has_weight", weight),
+        *fixed({"norm.normalization": "LayerNorm", "norm.cast_order": "weight_first", "norm.has_weight": weight}),
         Fixed("norm.bias", bias),
     )
 
 
-def _int_or_null(hf: Mapping[str, Any], name: str, default: int | None) -> int | None:
+def _int_or_null(hf: HFConfig, name: str, default: int | None) -> int | None:
     """Return an integer, `default` where it is absent, None where it is null."""
     return read_typed(hf, name, int, None) if name in hf else default
 
@@ -130,7 +127,7 @@ class KeyValueHeads:
     default: int | None
     names: tuple[str, ...] = ("num_key_value_heads",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         heads = _int_or_null(hf, "num_key_value_heads", self.default)
         return {} if heads is None else {"attention.num_query_groups": heads}
 
@@ -145,7 +142,7 @@ class HeadDim:
     default: int | None
     names: tuple[str, ...] = ("head_dim",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         size = _int_or_null(hf, "head_dim", self.default)
         if size is None:
             heads = read_typed(hf, "num_attention_heads", int, REQUIRED)

@@ -16,73 +16,50 @@ from ...io.errors import CheckpointError, shorten
 from ...mapping.param_shapes import check_counts, expected_tensors, holds_experts, is_table
 from ...mapping.tensor_map import TABLE, Link, Namespace, TensorSpec
 from .attentions import MixerEntry
-from .fields import Entry, Values, get_path, shorten_value
+from .fields import Entry, HFConfig, Values, get_path, shorten_value
 from .names import COMMON, Names
 from .unused import CONSTANTS, COUNTS, Unused, layers_behind
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Fields of some family that change the mathematics -> the values with which they do not. A family that has the
     # field names it in its map; in any other it must be neutral; this also catches wrongly labelled folders.
-    "attention_bias": (None, False),
-    "attention_value_scale": (None, 1),
-    "attention_chunk_size": (None,),
-    "attention_multiplier": (None,),
-    "attn_logit_softcapping": (None,),
-    "add_cross_attention": (None, False),
-    "alibi": (None, False),
-    "attention_out_bias": (None, False),
-    "clip_qkv": (None,),
-    "embedding_multiplier": (None, 1),
-    "final_logit_softcapping": (None,),
-    "first_k_dense_replace": (None, 0),
-    "hc_mult": (None, 1),
-    "hidden_size_per_layer_input": (None, 0),
-    "index_topk": (None,),
-    "is_encoder_decoder": (None, False),
-    "gating": (None,),
-    "kv_lora_rank": (None,),
-    "layer_rope_theta": (None,),
-    "layer_types": (None,),
-    "logit_scale": (None, 1),
-    "logits_scaling": (None, 1),
-    "mlp_bias": (None, False),
-    "moe_layer_freq": (None, 1),
-    "n_group": (None, 1),
-    "n_routed_experts": (None, 0),
-    "n_shared_experts": (None, 0),
-    "no_rope_layers": (None,),
-    "num_experts": (None, 0, 1),  # Hunyuan's dense models say 1
-    "num_local_experts": (None, 0),
-    "moe_router_logit_softcapping": (None, 0),
-    "mup_enabled": (None, False),
-    "num_attention_heads_per_layer": (None,),
-    "num_kv_shared_layers": (None, 0),
-    "num_shared_experts": (None, 0),
-    "parallel_attn": (None, False),
-    "q_lora_rank": (None,),
-    "qk_layernorm": (None, False),
-    "quantization_config": (None,),
-    "query_pre_attn_scalar": (None,),
-    "residual_multiplier": (None, 1),
-    "rope_interleaved": (None, False),
-    "rotary_dim": (None,),
-    "routed_scaling_factor": (None, 1),
-    "router_jitter_noise": (None, 0),
-    "scale_embeddings": (None, False),
-    "shared_expert_intermediate_size": (None, 0),
-    "sliding_window": (None,),
-    "swiglu_alpha": (None,),
-    "swiglu_limit": (None,),
-    "scale_attn_by_inverse_layer_idx": (None, False),
+    **dict.fromkeys(
+        (
+            *("attention_chunk_size", "attention_multiplier", "attn_logit_softcapping", "clip_qkv"),
+            *("final_logit_softcapping", "gating", "index_topk", "kv_lora_rank", "layer_rope_theta", "layer_types"),
+            *("no_rope_layers", "num_attention_heads_per_layer", "q_lora_rank", "quantization_config"),
+            *("query_pre_attn_scalar", "rotary_dim", "sliding_window", "swiglu_alpha", "swiglu_limit", "v_head_dim"),
+        ),
+        (None,),
+    ),
+    **dict.fromkeys(
+        (
+            *("add_cross_attention", "alibi", "attention_bias", "attention_out_bias", "is_encoder_decoder"),
+            *("mlp_bias", "mup_enabled", "parallel_attn", "qk_layernorm", "rope_interleaved"),
+            *("scale_attn_by_inverse_layer_idx", "scale_embeddings", "use_bias", "use_mrope", "use_parallel_residual"),
+            *("use_qk_norm", "use_sliding_window"),
+        ),
+        (None, False),
+    ),
+    **dict.fromkeys(
+        (
+            *("first_k_dense_replace", "hidden_size_per_layer_input", "moe_router_logit_softcapping"),
+            *("n_routed_experts", "n_shared_experts", "num_kv_shared_layers", "num_local_experts"),
+            *("num_shared_experts", "router_jitter_noise", "shared_expert_intermediate_size"),
+            "shared_intermediate_size",
+        ),
+        (None, 0),
+    ),
+    **dict.fromkeys(
+        (
+            *("attention_value_scale", "embedding_multiplier", "hc_mult", "logit_scale", "logits_scaling"),
+            *("moe_layer_freq", "n_group", "residual_multiplier", "routed_scaling_factor"),
+        ),
+        (None, 1),
+    ),
     "scale_attn_weights": (None, True),
-    "shared_intermediate_size": (None, 0),
-    "use_bias": (None, False),
+    "num_experts": (None, 0, 1),  # Hunyuan's dense models say 1
     "use_bidirectional_attention": (None, False, "vision"),  # which concerns images alone
-    "use_mrope": (None, False),
-    "use_parallel_residual": (None, False),
-    "use_qk_norm": (None, False),
-    "use_sliding_window": (None, False),
-    "v_head_dim": (None,),
 }
 
 _OLDER_WORDS = {
@@ -90,7 +67,7 @@ _OLDER_WORDS = {
     "attention": "full_attention",
     "deepseek_sparse_attention": "indexed_attention",
 }
-"""Older words in `layer_types` -> those of transformers 5."""
+"""Older words in `layer_types` -> transformers 5's."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 _TRAINING_ONLY = (
@@ -127,7 +104,8 @@ class Family:
 
     Arguments:
         model_type: the `model_type` of its config.json; also the family's name.
-        architecture: the transformers class, written to `architectures`.
+        architecture: the transformers class, written to `architectures`; by default the words of the model_type:
+            Qwen3MoeForCausalLM for qwen3_moe.
         fields: the configuration map.
         mixers: what says that layers have other mixers than `attention`; read after `fields`.
         names: the weight map; an export writes it.
@@ -137,15 +115,19 @@ class Family:
     """
 
     model_type: str
-    architecture: str
-    fields: tuple[Entry, ...]
+    architecture: str = ""
+    fields: tuple[Entry, ...] = ()
     mixers: MixerEntry | None = None
     names: Names = COMMON
     other_names: tuple[Names, ...] = ()
     unused: Unused = CONSTANTS
     keeps_dtype: tuple[str, ...] = ("*.router.expert_bias",)
 
-    def read_config(self, hf: Mapping[str, Any], *, mtp: bool = False) -> ModelConfig:
+    def __post_init__(self) -> None:
+        words = (word[:1].upper() + word[1:] for word in self.model_type.split("_"))
+        object.__setattr__(self, "architecture", self.architecture or f"{''.join(words)}ForCausalLM")
+
+    def read_config(self, hf: HFConfig, *, mtp: bool = False) -> ModelConfig:
         """Translate config.json; a flag that changes the mathematics and cannot be expressed raises CheckpointError.
         mtp: layers that predict further tokens are a part of the model."""
         for layers, experts in itertools.product(("num_hidden_layers", "n_layer"), _EXPERT_COUNTS):
@@ -178,7 +160,7 @@ class Family:
         """The fields of config.json that the family understands."""
         return frozenset(name for entry in (*self.fields, *filter(None, [self.mixers])) for name in entry.names)
 
-    def _read_mtp(self, hf: Mapping[str, Any]) -> int:
+    def _read_mtp(self, hf: HFConfig) -> int:
         if self.names.mtp is None:
             raise CheckpointError(
                 f"the family {self.model_type!r} has no layers that predict further tokens as parameters; without mtp "

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from te_models.config import ModelConfig
 
 from ...io.errors import CheckpointError
 
 Values = dict[str, Any]
+HFConfig = Mapping[str, Any]
+"""The content of config.json."""
 REQUIRED: Any = object()
 
 
@@ -28,13 +30,24 @@ class Entry(Protocol):
         """The Hugging Face fields that this entry understands."""
         ...
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         """Return ModelConfig path -> value; paths may be left out to keep ModelConfig's default."""
         ...
 
     def write(self, config: ModelConfig) -> Values:
         """Return Hugging Face field -> value."""
         ...
+
+
+@dataclass(frozen=True)
+class OwnEntry:
+    """Base of entries that one family needs, without arguments. It writes nothing unless a class says otherwise."""
+
+    names: ClassVar[tuple[str, ...]] = ()
+
+    def write(self, config: ModelConfig) -> Values:
+        """Return Hugging Face field -> value."""
+        return {}
 
 
 def get_path(config: Any, path: str) -> Any:
@@ -47,7 +60,7 @@ def get_path(config: Any, path: str) -> Any:
     return config
 
 
-def read_typed(hf: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+def read_typed(hf: HFConfig, name: str, kind: type, default: Any) -> Any:
     """Return field `name` as `kind`; `default` where it is absent.
 
     A default of REQUIRED makes absence an error; a default of None allows null as well.
@@ -79,7 +92,7 @@ _KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str:
 
 
 @dataclass(frozen=True)
-class _OfOneField:
+class OfOneField:
     """What entries of one Hugging Face field share: its name, `hf`."""
 
     hf: str
@@ -90,7 +103,7 @@ class _OfOneField:
 
 
 @dataclass(frozen=True)
-class Field(_OfOneField):
+class Field(OfOneField):
     """A field that means the same on both sides. `default` None also allows null: ModelConfig's own default. null: null
     means the default, too, because transformers takes it and computes the same."""
 
@@ -99,7 +112,7 @@ class Field(_OfOneField):
     default: Any = REQUIRED
     null: bool = False
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         value = self.default
         if not self.null or hf.get(self.hf) is not None:
             value = read_typed(hf, self.hf, self.kind, self.default)
@@ -110,13 +123,13 @@ class Field(_OfOneField):
 
 
 @dataclass(frozen=True)
-class Nullable(_OfOneField):
+class Nullable(OfOneField):
     """A number that may be null. Null differs from absent: an absent one has the class's `default`."""
 
     path: str
     default: float | None
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         value = hf.get(self.hf, self.default)
         return {self.path: None if value is None else read_typed(hf, self.hf, float, self.default)}
 
@@ -133,22 +146,27 @@ class Fixed:
     value: Any
     names: tuple[str, ...] = ()
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return {self.path: self.value}
 
     def write(self, config: ModelConfig) -> Values:
         return {}
 
 
+def fixed(values: Mapping[str, Any]) -> tuple[Fixed, ...]:
+    """Return the entries of properties, by path, that every model of the family has."""
+    return tuple(Fixed(path, value) for path, value in values.items())
+
+
 @dataclass(frozen=True)
-class Choice(_OfOneField):
+class Choice(OfOneField):
     """A field whose values have other names; of several names of a value the default or the first is written."""
 
     path: str
     values: dict[str, str]
     default: str
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         value = read_typed(hf, self.hf, str, self.default)
         if value not in self.values:
             raise CheckpointError(
@@ -163,14 +181,14 @@ class Choice(_OfOneField):
 
 
 @dataclass(frozen=True)
-class Spread(_OfOneField):
+class Spread(OfOneField):
     """A field that sets several paths to the same value; with `null` null means the default, too."""
 
     paths: tuple[str, ...]
     default: bool = False
     null: bool = False
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         absent = self.null and hf.get(self.hf) is None
         return dict.fromkeys(self.paths, self.default if absent else read_typed(hf, self.hf, bool, self.default))
 
@@ -187,7 +205,7 @@ class OneOf:
     kind: type
     default: Any = REQUIRED
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         found = {name: read_typed(hf, name, self.kind, REQUIRED) for name in self.names if name in hf}
         if len(set(found.values())) > 1:
             raise CheckpointError("config.json has " + " and ".join(f"{n} = {hf[n]}" for n in found))
@@ -209,7 +227,7 @@ class Renamed:
     def names(self) -> tuple[str, ...]:
         return (*self.entry.names, *(self.others[name] for name in self.entry.names if name in self.others))
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         found = {}
         for name in self.entry.names:
             other = self.others.get(name)
@@ -241,7 +259,7 @@ class Filled:
     def names(self) -> tuple[str, ...]:
         return self.entry.names
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         for name, value in self.values.items():
             if value is REQUIRED and name not in hf:
                 raise CheckpointError(f"config.json has no {name!r}")
@@ -252,14 +270,14 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class Only(_OfOneField):
+class Only(OfOneField):
     """A field whose other values would change the model: absent or `value` when read, `value` when written; with `null`
     also null."""
 
     value: Any
     null: bool = False
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         value = hf.get(self.hf, self.value)
         if value is None and self.null:
             return {}
@@ -272,22 +290,31 @@ class Only(_OfOneField):
 
 
 @dataclass(frozen=True)
-class Flag(_OfOneField):
-    """A field that is true or false: the paths and their values where it is one, and where it is the other."""
+class Flag(OfOneField):
+    """A field that is true or false: the paths and their values where it is one, and where it is the other; with `null`
+    null means the default, too."""
 
     true: tuple[tuple[str, Any], ...]
     false: tuple[tuple[str, Any], ...]
     default: bool = False
+    null: bool = False
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
-        return dict(self.true if read_typed(hf, self.hf, bool, self.default) else self.false)
+    def read(self, hf: HFConfig) -> Values:
+        absent = self.null and hf.get(self.hf) is None
+        said = self.default if absent else read_typed(hf, self.hf, bool, self.default)
+        return dict(self.true if said else self.false)
 
     def write(self, config: ModelConfig) -> Values:
         return {self.hf: all(get_path(config, path) == value for path, value in self.true)}
 
 
+def switch(hf: str, path: str, on: Any, off: Any, default: bool = False, *, null: bool = False) -> Flag:
+    """Return the entry of a field whose true means `on` at a path, and whose false `off`; null: see `Flag`."""
+    return Flag(hf, ((path, on),), ((path, off),), default, null)
+
+
 @dataclass(frozen=True)
-class Converted(_OfOneField):
+class Converted(OfOneField):
     """A number that ModelConfig keeps as another one: `to_ours` of it, and `to_theirs` of that.
 
     Division and square roots do not always invert exactly; a whole number that gives the same value is preferred, and
@@ -300,7 +327,7 @@ class Converted(_OfOneField):
     to_theirs: Callable[[float], float]
     whole: bool = False
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         value = read_typed(hf, self.hf, float, self.default)
         if not value > 0:
             raise CheckpointError(f"config.json has {self.hf} = {value}; allowed: a positive number")

@@ -3,16 +3,14 @@ indexer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 from te_models.config import AttentionConfig, ModelConfig
 
 from ...io.errors import CheckpointError
 from ...mapping.layout_ops import At, Layout
 from .attentions import Nested, mixers
-from .fields import REQUIRED, Entry, Field, Fixed, Values, read_typed, shorten_value
+from .fields import REQUIRED, Entry, Field, HFConfig, OwnEntry, Values, fixed, read_typed, shorten_value
 from .layer_fields import check_names
 
 SHARED = "shared"
@@ -31,13 +29,12 @@ def indexer_weights(a: AttentionConfig, at: str, ours: str) -> Iterator[tuple[st
                 yield f"{ours}indexer.{name}", At(f"{at}self_attn.indexer.index_kpool_compress_{theirs}")
 
 
-@dataclass(frozen=True)
-class IndexedLayers:
+class IndexedLayers(OwnEntry):
     """`layer_types` of a family whose layers all have an indexer, or the choice of one: it says nothing else."""
 
-    names: tuple[str, ...] = ("layer_types",)
+    names = ("layer_types",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         types = read_typed(hf, "layer_types", list, None)
         layers = read_typed(hf, "num_hidden_layers", int, REQUIRED)
         if types is not None and len(check_names(types, "layer type", ("indexed_attention",))) != layers:
@@ -48,14 +45,13 @@ class IndexedLayers:
         return {"layer_types": ["indexed_attention"] * config.num_layers}
 
 
-@dataclass(frozen=True)
-class IndexerTypes:
+class IndexerTypes(OwnEntry):
     """`indexer_types`, "full" or "shared" for each layer; without it `index_topk_pattern` ("FS..." or a list), or every
     `index_topk_freq`-th layer from number `index_skip_topk_offset` - 1 on is full, and all before it."""
 
-    names: tuple[str, ...] = ("indexer_types",)
+    names = ("indexer_types",)
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         layers = read_typed(hf, "num_hidden_layers", int, REQUIRED)
         kinds = read_typed(hf, "indexer_types", list, None)
         pattern = hf.get("index_topk_pattern")
@@ -85,6 +81,5 @@ def indexer_fields(*, heads: int, rope_style: str, rotated: str = "first") -> tu
         Field("index_n_heads", "attention.indexer.n_heads", int, heads),
         Field("index_head_dim", "attention.indexer.head_dim", int, 128),
         Field("index_topk", "attention.indexer.topk", int, 2048),
-        Fixed("attention.indexer.rope_style", rope_style),
-        Fixed("attention.indexer.rotated", rotated),
+        *fixed({"attention.indexer.rope_style": rope_style, "attention.indexer.rotated": rotated}),
     )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from te_models.config import AttentionConfig, ModelConfig
 
 from ...io.errors import CheckpointError
 from ...mapping.layout_ops import At, Concat, Layout
-from .fields import Entry, Field, Values, read_typed
+from .fields import Entry, Field, HFConfig, OwnEntry, Values, read_typed
 from .indexer import indexer_weights
 from .rope import Rope
 
@@ -49,7 +48,7 @@ class QueryRank:
     default: int | None
     names: tuple[str, ...] = ("q_lora_rank",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         if hf.get("q_lora_rank", self.default) is None:
             return {"attention.mla.q_lora_rank": None}
         return {"attention.mla.q_lora_rank": read_typed(hf, "q_lora_rank", int, self.default)}
@@ -68,7 +67,7 @@ class YarnScores:
     rope: Entry
     names: tuple[str, ...] = Rope.names
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         result = self.rope.read(hf)
         mscale, factor = result.get("rope.mscale_all_dim"), result.get("rope.factor")
         if result["rope.scaling"] == "yarn" and mscale and factor:
@@ -84,14 +83,13 @@ class YarnScores:
         return self.rope.write(config)
 
 
-@dataclass(frozen=True)
-class KeysForEveryHead:
+class KeysForEveryHead(OwnEntry):
     """`num_key_value_heads`, from which transformers computes how often it repeats keys: it must be the number of
     heads, whatever the class's default is."""
 
-    names: tuple[str, ...] = ("num_key_value_heads",)
+    names = ("num_key_value_heads",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return {}
 
     def write(self, config: ModelConfig) -> Values:
@@ -99,13 +97,7 @@ class KeysForEveryHead:
 
 
 def latent_fields(
-    *,
-    query_rank: int | None,
-    rank: int = 512,
-    nope: int = 128,
-    rotated: int = 64,
-    value: int = 128,
-    rope: Entry | None,
+    *, query_rank: int | None, rank: int = 512, nope: int = 128, rotated: int = 64, value: int = 128, rope: Entry | None
 ) -> tuple[Entry, ...]:
     """Return the fields of latent attention; the arguments are the class's defaults. rope: None where nothing rotates,
     the channels that would included."""

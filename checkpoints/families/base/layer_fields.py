@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from te_models.config import LayerType, ModelConfig
 
 from ...io.errors import CheckpointError
-from .fields import REQUIRED, Values, read_typed, shorten_value
+from .fields import REQUIRED, HFConfig, OwnEntry, Values, read_typed, shorten_value
 
 
 def check_names(values: list[Any], what: str, allowed: Iterable[str]) -> list[str]:
@@ -31,7 +31,7 @@ class AllLayersWindow:
     enabled_by: str | None = None
     names: tuple[str, ...] = field(default=("sliding_window", "use_sliding_window"))
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         if self.enabled_by is not None and not read_typed(hf, self.enabled_by, bool, False):
             return {}
         window = hf.get("sliding_window", self.default)
@@ -60,7 +60,7 @@ class PerLayerWindow:
     alternating: bool = False
     names: tuple[str, ...] = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         used = read_typed(hf, "use_sliding_window", bool, False) and hf.get("sliding_window", self.default) is not None
         window = read_typed(hf, "sliding_window", int, self.default) if used else None
         types = read_typed(hf, "layer_types", list, None)
@@ -96,7 +96,7 @@ class WindowedFrom:
     first: int
     names: tuple[str, ...] = ("sliding_window", "max_window_layers", "layer_types")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         pattern = LayerPattern(self.window, 1)
         if hf.get("layer_types") is None and hf.get("sliding_window", self.window) is not None:
             first = read_typed(hf, "max_window_layers", int, self.first)
@@ -136,7 +136,7 @@ class LayerPattern:
     def _pattern(self) -> str:
         return self.pattern if isinstance(self.pattern, str) else "sliding_window_pattern"
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         window = hf.get("sliding_window", self.window)
         if window is not None:
             window = read_typed(hf, "sliding_window", int, self.window)
@@ -152,7 +152,7 @@ class LayerPattern:
             raise CheckpointError("config.json has sliding_attention layers, but sliding_window is null")
         return {"layer_types": kinds} | ({} if window is None else {"attention.window_size": window})
 
-    def _types(self, hf: Mapping[str, Any], window: int | None) -> list[str]:
+    def _types(self, hf: HFConfig, window: int | None) -> list[str]:
         layers = range(read_typed(hf, "num_hidden_layers", int, REQUIRED))
         period = hf.get(self._pattern, self.period) if self.pattern else self.period
         if window is None and (period is None or self.letters):
@@ -180,19 +180,12 @@ class LayerPattern:
         }
 
 
-@dataclass(frozen=True)
-class UnrotatedLayers:
+class UnrotatedLayers(OwnEntry):
     """`no_rope_layers` holds 0 for layers without position encoding; else every `no_rope_layer_interval`-th is one."""
 
-    names: tuple[str, ...] = (
-        "no_rope_layers",
-        "no_rope_layer_interval",
-        "layer_types",
-        "sliding_window",
-        "use_sliding_window",
-    )
+    names = ("no_rope_layers", "no_rope_layer_interval", "layer_types", "sliding_window", "use_sliding_window")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         rotating = read_rotating(hf)
         used = read_typed(hf, "use_sliding_window", bool, False) and hf.get("sliding_window") is not None
         types = read_typed(hf, "layer_types", list, None)
@@ -223,7 +216,7 @@ def layer_type(seen: str, rotates: bool) -> LayerType:
     return found
 
 
-def read_rotating(hf: Mapping[str, Any]) -> list[Any]:
+def read_rotating(hf: HFConfig) -> list[Any]:
     """Return, for each layer, whether it rotates: `no_rope_layers` or what `no_rope_layer_interval` implies."""
     rotating = read_typed(hf, "no_rope_layers", list, None)
     if rotating:

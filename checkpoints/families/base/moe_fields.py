@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from te_models.config import ModelConfig
 
 from ...io.errors import CheckpointError
-from .fields import REQUIRED, Entry, Field, Fixed, Values, read_typed
+from .fields import REQUIRED, Entry, Field, Fixed, HFConfig, OfOneField, OneOf, Values, fixed, read_typed
 from .layer_fields import check_names
+
+NUM_EXPERTS = ("num_experts", "num_local_experts")
+ROUTED_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+"""What releases call the number of experts; the first name is written."""
+
+
+def expert_sizes(
+    names: str | tuple[str, ...],
+    experts: int,
+    topk: int,
+    width: int | None = None,
+    shared: int | None = None,
+    normalize: bool | None = None,
+) -> tuple[Entry, ...]:
+    """Return the fields of a mixture's sizes, with the class's defaults: the number of experts, under one of `names`,
+    `num_experts_per_tok`, `moe_intermediate_size`, `shared_expert_intermediate_size` and `norm_topk_prob`. None: the
+    family has no such field, or another one."""
+    count = "moe.num_moe_experts"
+    entries: list[Entry] = [
+        Field(names, count, int, experts) if isinstance(names, str) else OneOf(names, count, int, experts)
+    ]
+    entries.append(Field("num_experts_per_tok", "moe.moe_router_topk", int, topk))
+    for name, path, kind, default in (
+        ("moe_intermediate_size", "moe.moe_ffn_hidden_size", int, width),
+        ("shared_expert_intermediate_size", "moe.shared_expert_intermediate_size", int, shared),
+        ("norm_topk_prob", "moe.router.normalize", bool, normalize),
+    ):
+        entries += [] if default is None else [Field(name, path, kind, default)]
+    return tuple(entries)
 
 
 @dataclass(frozen=True)
@@ -21,7 +48,7 @@ class RouterLoss:
     default: float = 0.001
     names: tuple[str, ...] = ("router_aux_loss_coef", "output_router_logits")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         used = hf.get("output_router_logits") is not None and read_typed(hf, "output_router_logits", bool, False)
         if not used and hf.get("router_aux_loss_coef") is None:
             return {"moe.aux_loss_coeff": 0.0}
@@ -53,7 +80,7 @@ class ExpertSize:
     def names(self) -> tuple[str, ...]:
         return (self.name,)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         size = read_typed(hf, self.name, int, self.default)
         shared = {"moe.shared_expert_intermediate_size": size} if self.shared else {}
         return {"moe.moe_ffn_hidden_size": size} | shared | ({"mlp.ffn_hidden_size": size} if self.dense else {})
@@ -69,7 +96,7 @@ class ExpertWidth:
     default: int
     names: tuple[str, ...] = ()
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return {"mlp.ffn_hidden_size": read_typed(hf, "moe_intermediate_size", int, self.default)}
 
     def write(self, config: ModelConfig) -> Values:
@@ -77,19 +104,14 @@ class ExpertWidth:
 
 
 @dataclass(frozen=True)
-class SharedExpertCount:
+class SharedExpertCount(OfOneField):
     """The number of shared experts, which are one MLP so many times as wide as one of the others; 0 or null: none."""
 
-    hf: str
     default: int | None
     size: str = "moe_intermediate_size"
     default_size: int = REQUIRED
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.hf,)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         if hf.get(self.hf, self.default) is None:
             return {}
         number = read_typed(hf, self.hf, int, self.default)
@@ -109,7 +131,7 @@ class ExpertGroups:
     default_topk: int | None = 1
     names: tuple[str, ...] = ("n_group", "topk_group")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         defaults = dict(zip(self.names, (self.default, self.default_topk)))
         groups, topk = (
             None if hf.get(name, default) is None else read_typed(hf, name, int, default)
@@ -131,13 +153,30 @@ def sigmoid_router(
 ) -> tuple[Entry, ...]:
     """Return the entries of DeepSeek-V3's router: sigmoid scores, a bias for the choice, groups, a scale."""
     return (
-        Fixed("moe.router.score", "sigmoid"),
-        Fixed("moe.router.expert_bias", True),
-        Fixed("moe.router.normalize_eps", 1e-20),
+        *fixed({"moe.router.score": "sigmoid", "moe.router.expert_bias": True, "moe.router.normalize_eps": 1e-20}),
         Fixed("moe.router.dtype", "float32"),
         Field("norm_topk_prob", "moe.router.normalize", bool, normalize),
         Field(scale, "moe.router.scaling_factor", float, default_scale),
     )
+
+
+@dataclass(frozen=True)
+class ExpertEntries:
+    """What experts need; a model without experts does not write it."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for entry in self.entries for name in entry.names)
+
+    def read(self, hf: HFConfig) -> Values:
+        return {path: value for entry in self.entries for path, value in entry.read(hf).items()}
+
+    def write(self, config: ModelConfig) -> Values:
+        if config.moe is None:
+            return {}
+        return {name: value for entry in self.entries for name, value in entry.write(config).items()}
 
 
 @dataclass(frozen=True)
@@ -148,7 +187,7 @@ class SparseLayers:
     names: tuple[str, ...] = ("decoder_sparse_step", "mlp_only_layers")
     dense: tuple[int, ...] = ()
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         step = read_typed(hf, "decoder_sparse_step", int, 1)
         dense = read_typed(hf, "mlp_only_layers", list, None)
         dense = self.dense if dense is None else dense
@@ -171,7 +210,7 @@ class FirstDense:
     default: int
     names: tuple[str, ...] = ("first_k_dense_replace",)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         dense = read_typed(hf, self.names[0], int, self.default)
         return {"moe.layers": list(range(max(dense, 0), read_typed(hf, "num_hidden_layers", int, REQUIRED)))}
 
@@ -187,7 +226,7 @@ class LayerKinds:
     dense: int = 1
     names: tuple[str, ...] = ("mlp_layer_types", "first_k_dense_replace")
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         kinds = read_typed(hf, "mlp_layer_types", list, None)
         if kinds is None:
             return FirstDense(self.dense).read(hf)

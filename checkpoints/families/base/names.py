@@ -91,7 +91,7 @@ class MixerNames(Protocol):
 
     def weights(self, config: ModelConfig, mixer: Any, at: str, ours: str) -> Weights:
         """Yield canonical parameter name -> where its parts are stored, of one layer, without the norm before it: `at`
-        begins the names of files, `ours` those of parameters. mixer: the configuration of the layer's mixer."""
+        begins the names of files, `ours` names of parameters. mixer: the configuration of the layer's mixer."""
         ...
 
 
@@ -135,7 +135,7 @@ class Names:
         qkv, fc1, shared_fc1: the projections that ours holds one after the other; one name: fused in that order.
         qk_norms: of q and of k; with `{h}`, the number of a head, one for each.
         gate: the projection of attention's output gate. gate_in_q: the projection of q holds, head by head, the rows
-            of q and those of the gate.
+            of q and of the gate.
         heads_in_turn: the fused projection holds the queries, key and value of the first head of keys, then of the
             second, and so on.
         halves_swapped: each head of q and k has its second half first, as where the rotation turns the other way.
@@ -296,7 +296,7 @@ class Names:
         return pairs
 
     def _layer(self, config: ModelConfig, i: int, at: str, ours: str) -> Weights:
-        """A layer of the kind of number `i`: `at` begins the names of files, `ours` those of parameters."""
+        """A layer of the kind of number `i`: `at` begins the names of files, `ours` names of parameters."""
         if config.shared_block_of(i) is not None and self.shared is not None:
             yield from self._shared_use(config, i, f"{ours}shared_use.")
             at += self.shared.inner
@@ -462,3 +462,9 @@ def _norm(config: ModelConfig, ours: str, theirs: str) -> Weights:
         yield f"{ours}weight", At(f"{theirs}.weight")
     if config.norm.bias:
         yield f"{ours}bias", At(f"{theirs}.bias")
+
+
+def without_prefix(names: Names, prefix: str) -> Names:
+    """Return the form of files that hold the model within alone, so that their names do not begin with `prefix`."""
+    own = ("embedding", "positions", "embedding_norm", "final_norm", "layer")
+    return replace(names, form="without-prefix", **{name: getattr(names, name).removeprefix(prefix) for name in own})

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from te_models.config import ModelConfig
 
 from ...io.errors import CheckpointError
-from .fields import REQUIRED, Entry, Values, get_path, read_typed, shorten_value
+from .fields import REQUIRED, Entry, HFConfig, OfOneField, Values, get_path, read_typed, shorten_value
 
 
 @dataclass(frozen=True)
-class Within:
+class Within(OfOneField):
     """`hf`, a nested object whose fields `entries` read; absent or null, they have their defaults."""
 
-    hf: str
     entries: tuple[Entry, ...]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.hf,)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         values = hf.get(self.hf)
         values = {} if values is None else values
         if not isinstance(values, dict):
@@ -35,17 +28,12 @@ class Within:
 
 
 @dataclass(frozen=True)
-class Repeated:
+class Repeated(OfOneField):
     """A field that another entry reads, and that this one writes unless it is zero."""
 
-    hf: str
     path: str
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.hf,)
-
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         return {}
 
     def write(self, config: ModelConfig) -> Values:
@@ -67,7 +55,7 @@ class TimesHidden:
     def names(self) -> tuple[str, ...]:
         return () if self.hf is None else (self.hf,)
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         size = None if self.hf is None else read_typed(hf, self.hf, int, None)
         if size is None:
             name = next((name for name in self.hidden if name in hf), self.hidden[0])

@@ -23,7 +23,7 @@ from te_models.config import (
 from ...io.errors import CheckpointError
 from ...mapping.layout_ops import At, Concat, Layout, Rows, Unsqueezed
 from .attentions import Nested
-from .fields import REQUIRED, Values, read_typed, shorten_value
+from .fields import REQUIRED, HFConfig, Values, read_typed, shorten_value
 
 Weights = Iterator[tuple[str, Layout]]
 
@@ -37,7 +37,7 @@ class MixerField:
     kind: type
     default: Any = REQUIRED
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         """Return fields of the mixer. nested: what the other entries of the family said."""
         return {self.name: read_typed(hf, self.hf, self.kind, self.default)}
 
@@ -54,7 +54,7 @@ class TimeStepLimit(MixerField):
     name: str = ""
     kind: type = list
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         limit = hf.get(self.hf)
         limit = [0.0, math.inf] if limit is None else limit
         pair = [_number(value) for value in limit] if isinstance(limit, (list, tuple)) else []
@@ -77,7 +77,7 @@ class TimeStepRank(MixerField):
     kind: type = int
     default: Any = "auto"
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         if hf.get(self.hf, "auto") == "auto":
             return {self.name: -(-nested["hidden_size"] // 16)}
         return {self.name: read_typed(hf, self.hf, int, REQUIRED)}
@@ -122,7 +122,7 @@ class RecurrentLayers:
     def names(self) -> tuple[str, ...]:
         return ("layer_types", *self.extra, *(part.hf for part in self.parts))
 
-    def read(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def read(self, hf: HFConfig, nested: Nested) -> Values:
         layers = nested["num_layers"]
         kinds = [self.word[0]] * layers if self.alone or self.beside else self._words(hf, layers)
         if not set(kinds) & set(self.word):
@@ -132,14 +132,14 @@ class RecurrentLayers:
         found = {"mixers": {self.kind: self.mixer(hf, nested)}, "layer_mixers": names}
         return found | ({"mlp_layers": []} if self.alone else {})
 
-    def mixer(self, hf: Mapping[str, Any], nested: Nested) -> Values:
+    def mixer(self, hf: HFConfig, nested: Nested) -> Values:
         """Return the mixer's fields, and its kind."""
         mixer: Values = {"kind": self.kind, **self.fixed}
         for part in self.parts:
             mixer |= part.read(hf, nested)
         return mixer | ({} if self.hidden_as is None else {self.hidden_as: nested["hidden_size"]})
 
-    def _words(self, hf: Mapping[str, Any], layers: int) -> list[str]:
+    def _words(self, hf: HFConfig, layers: int) -> list[str]:
         known, kinds = (*self.attention, *self.word), read_typed(hf, "layer_types", list, None)
         if kinds is None:
             kinds = [self.attention[0]] * layers if self.pattern is None else self.pattern(hf, layers)
@@ -164,7 +164,7 @@ class RecurrentLayers:
 def every(period_field: str, period: int) -> Callable[[Mapping[str, Any], int], list[str]]:
     """Return a pattern: of every `period` layers the last has attention."""
 
-    def words(hf: Mapping[str, Any], layers: int) -> list[str]:
+    def words(hf: HFConfig, layers: int) -> list[str]:
         n = read_typed(hf, period_field, int, period)
         if n < 1:
             raise CheckpointError(f"config.json has {period_field} = {n}; allowed: a positive integer")
@@ -203,7 +203,7 @@ class GatedDeltaNames:
 
 def _of_heads(name: str, heads: int, sizes: tuple[int, ...], only: int | None = None) -> Layout:
     """Return the rows of each part, of all heads, one part after the other, of a tensor that holds the parts of the
-    first head, then those of the second. sizes: rows of a part of one head; only: of one part alone."""
+    first head, then of the second. sizes: rows of a part of one head; only: of one part alone."""
     group = sum(sizes)
     offsets = [sum(sizes[:part]) for part in range(len(sizes))]
     parts = range(len(sizes)) if only is None else (only,)
@@ -261,7 +261,7 @@ class MambaNames:
 
 @dataclass(frozen=True)
 class LightningNames:
-    """Lightning attention: `qkv_proj` holds the rows of q, k and v of the first head, then those of the second."""
+    """Lightning attention: `qkv_proj` holds the rows of q, k and v of the first head, then of the second."""
 
     at: str = "self_attn."
 

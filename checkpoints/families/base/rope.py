@@ -14,7 +14,7 @@ from typing import Any
 from te_models.config import ModelConfig, RopeConfig
 
 from ...io.errors import CheckpointError
-from .fields import REQUIRED, Values, read_typed, shorten_value
+from .fields import REQUIRED, HFConfig, Values, read_typed, shorten_value
 
 _PROPORTIONAL = "proportional"
 _TYPES = {
@@ -78,12 +78,12 @@ class Rope:
         "original_max_position_embeddings",
     )
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         values = hf.get("rope_scaling") or hf.get("rope_parameters") or self.default
         outside = {name: hf[name] for name in ("rope_theta", "partial_rotary_factor") if hf.get(name) is not None}
         return {f"rope.{name}": value for name, value in self.rope_fields(hf, values, outside).items()}
 
-    def rope_fields(self, hf: Mapping[str, Any], values: Any, outside: Values) -> Values:
+    def rope_fields(self, hf: HFConfig, values: Any, outside: Values) -> Values:
         """Return the fields of RopeConfig that `values` give, those in `outside` where it does not have them."""
         if not isinstance(values, dict):
             raise CheckpointError(f"config.json has rope parameters that are not an object: {shorten_value(values)}")
@@ -167,7 +167,7 @@ class RopePerLayerType:
     default: tuple[float, float] | None = None
     proportional: float | None = None
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         if not self.older:
             hf = {name: hf[name] for name in ("rope_parameters", "max_position_embeddings") if name in hf}
         nested = hf.get("rope_parameters") or {}
@@ -217,7 +217,7 @@ def _overlaid(values: Any, scaling: Any) -> Any:
     return {name: value for name, value in values.items() if not (older and name == "rope_type")} | scaling
 
 
-def _read_original_length(hf: Mapping[str, Any], values: Values, result: Values, default: int | None) -> None:
+def _read_original_length(hf: HFConfig, values: Values, result: Values, default: int | None) -> None:
     """Fill the length before extension (a field outside wins) and an absent factor, as the lengths imply it."""
     original = read_typed(hf, "original_max_position_embeddings", int, default)
     original = original or read_typed(values, "original_max_position_embeddings", int, None)
@@ -230,3 +230,15 @@ def _read_original_length(hf: Mapping[str, Any], values: Values, result: Values,
     result["original_max_position_embeddings"] = original
     if result["factor"] is None:
         result["factor"] = longest / original
+
+
+@dataclass(frozen=True)
+class AroundRope:
+    """Base of entries that read more, or by other names, than a rotary embedding alone, and write what it does."""
+
+    rope: Rope = Rope()
+    names: tuple[str, ...] = Rope.names
+
+    def write(self, config: ModelConfig) -> Values:
+        """Return Hugging Face field -> value."""
+        return self.rope.write(config)

@@ -14,7 +14,7 @@ from te_models.config import ModelConfig
 
 from ...io.errors import CheckpointError
 from .family import Family, first_that_expresses
-from .fields import Values, read_typed, shorten_value
+from .fields import HFConfig, Values, read_typed, shorten_value
 from .names import Names
 from .unused import Unused
 
@@ -36,7 +36,7 @@ class TextPart:
         tied_outside: `tie_word_embeddings` beside `text_config` overrules the one within.
         tied_either: it ties as soon as one of the two says so.
         kind: the `model_type` within, where transformers has one for the text part alone; it means the first family.
-        flat: where a file has no `text_config`, the fields of the text model stand beside those of the whole.
+        flat: where a file has no `text_config`, the fields of the text model stand beside the fields of the whole.
     """
 
     families: tuple[Family, ...]
@@ -56,10 +56,10 @@ class TextPart:
         """The fields that the text families understand."""
         return tuple(name for family in self.families for name in sorted(family.known))
 
-    def _is_flat(self, hf: Mapping[str, Any]) -> bool:
+    def _is_flat(self, hf: HFConfig) -> bool:
         return self.flat and hf.get("text_config") is None
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         text = {k: v for k, v in hf.items() if k != "model_type"} if self._is_flat(hf) else hf.get("text_config")
         if not isinstance(text, dict):
             raise CheckpointError(f"config.json has text_config = {shorten_value(text)}, which is not an object")

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from .additions import first_shared
-from .fields import REQUIRED, read_typed
+from .fields import REQUIRED, HFConfig, read_typed
 
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
 _KEYS = re.compile(r"layers\.(0|[1-9][0-9]{0,8})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
@@ -29,7 +27,7 @@ class Unused:
         layers_behind: also all of `model.layers.{i}` for the layers behind the last one of the model, as many as
             config.json says under one of the names that families have for it, 1 where it says nothing.
         beside: patterns of the tensors of models beside this one; they do not count in its size.
-        shared_keys: also the keys and values of layers that `num_kv_shared_layers` has read those of another one.
+        shared_keys: also the keys and values of layers that `num_kv_shared_layers` has read another layer's.
     """
 
     patterns: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
@@ -37,7 +35,7 @@ class Unused:
     beside: tuple[str, ...] = ()
     shared_keys: bool = False
 
-    def holds(self, name: str, hf: Mapping[str, Any]) -> bool:
+    def holds(self, name: str, hf: HFConfig) -> bool:
         """Whether a tensor of this name is one, in a folder whose config.json is `hf`."""
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns) or self.is_beside(name):
             return True
@@ -55,7 +53,7 @@ class Unused:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.beside)
 
 
-def layers_behind(hf: Mapping[str, Any]) -> int:
+def layers_behind(hf: HFConfig) -> int:
     """Return how many layers that predict further tokens config.json counts, 1 where it says nothing."""
     said = next((count for count in COUNTS if hf.get(count) is not None), COUNTS[0])
     return 1 if hf.get(said) is None else read_typed(hf, said, int, 1)

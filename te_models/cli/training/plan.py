@@ -28,7 +28,6 @@ _SHORT = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
     "context_parallel_size": "cp",
-    "cp_comm_type": "by",
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
     "sequence_parallel": "sp",
@@ -96,8 +95,7 @@ def run(args: argparse.Namespace) -> int:
         return 0 if plan.fits else 1
     plans = plan_layouts(config, args.ranks, hardware, told=say_how_many)
     fitting = [plan for plan in plans if not isinstance(plan, Refused) and plan.fits]
-    values = [{"sizes": p.sizes, "refused": p.reason} if isinstance(p, Refused) else p.to_dict() for p in plans]
-    emit(args, {"layouts": values}, layouts_table(plans, args.ranks, hardware))
+    emit(args, {"layouts": [plan.to_dict() for plan in plans]}, layouts_table(plans, args.ranks, hardware))
     return 0 if fitting else 1
 
 
@@ -137,6 +135,7 @@ def usual_run(model: dict[str, Any], positions: int) -> TrainConfig:
 
 def _tables(plan: Plan, hardware: Hardware) -> list[TextTable]:
     sizes = ", ".join(f"{_SHORT[name]} {_size(size)}" for name, size in plan.sizes.items() if name in _SHORT)
+    sizes += f", by {plan.options['cp_comm_type']}" if plan.sizes["context_parallel_size"] != 1 else ""
     verdict = "fits" if plan.fits else "does not fit"
     memory = TextTable(
         [
@@ -176,11 +175,11 @@ def _differs(name: str, plans: list[Plan | Refused]) -> bool:
         return True
     if name == "expert_tensor_parallel_size":
         return any(plan.sizes[name] != plan.sizes["tensor_model_parallel_size"] for plan in plans)
-    usual = {"sequence_parallel": False, "cp_comm_type": "all_gather"}.get(name, 1)
-    return any(plan.sizes[name] != usual for plan in plans)
+    return any(plan.sizes[name] != (False if name == "sequence_parallel" else 1) for plan in plans)
 
 
 _OPTIONS = {
+    "cp_comm_type": "by",
     "pipeline_schedule": "schedule",
     "virtual_pipeline_model_parallel_size": "vp",
     "use_distributed_optimizer": "zero1",
@@ -190,7 +189,7 @@ _OPTIONS = {
 
 
 def _option(plan: Plan | Refused, name: str) -> str:
-    value = getattr(plan, "options", {}).get(name)
+    value = plan.options.get(name)
     return "" if value is None else _size(value)
 
 

@@ -278,7 +278,7 @@ class AttentionConfig(MixerConfig):
         return 0 if self.indexer is None or self.indexer.shared else self.indexer.key_channels
 
     def cached_sizes(self, tp_size: int = 1) -> tuple[int, tuple[int, int]]:
-        """Return the heads of what decoding keeps of a token, those of a rank of `tp_size`, and the channels of the two
+        """Return the heads of what decoding keeps of a token, on a rank of `tp_size`, and the channels of the two
         tensors that it is kept in."""
         if self.mla is not None:
             return 1, (self.mla.kv_lora_rank, self.mla.qk_pos_emb_head_dim + self.index_channels)

@@ -49,7 +49,7 @@ class MixerConfig(ConfigPart):
         raise NotImplementedError(self.kind)
 
     def flops(self, length: float) -> float:
-        """Return the FLOPs per token of a forward pass over `length` tokens beyond those of parameters with two
+        """Return the FLOPs per token of a forward pass over `length` tokens beyond the FLOPs of parameters with two
         dimensions (two per element)."""
         raise NotImplementedError(self.kind)
 

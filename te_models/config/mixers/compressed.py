@@ -51,7 +51,7 @@ class CompressedConfig(ConfigPart):
         return 2 if self.overlap else 1
 
     def cached_channels(self, channels: int) -> int:
-        """Channels that a cache holds of a token for compressed keys: keys and gates, and those of the indexer."""
+        """Channels that a cache holds of a token for compressed keys: keys and gates, and the indexer's."""
         index = 0 if self.index_topk is None else self.index_head_dim
         return 0 if self.rate is None else 2 * self.series * (channels + index)
 

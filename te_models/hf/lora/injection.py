@@ -116,15 +116,10 @@ _BASE = ".base_layer"
 
 def own_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield our layers of a model, under the names that they had without adapters."""
-    copies = _names_of_copies(model)
+    copies = tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "modules_to_save"))
     for name, module in model.named_modules():
         if isinstance(module, LAYERS) and not name.startswith(copies):
             yield f".{name}".replace(_BASE, "")[1:], module
-
-
-def _names_of_copies(model: nn.Module) -> tuple[str, ...]:
-    """Return how the names begin of what `modules_to_save` trains whole: adapters are for the rest."""
-    return tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "modules_to_save"))
 
 
 def targeted_modules(tuner: BaseTuner, config: Any, model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -120,7 +120,8 @@ def check_dtype(stored: Tensor, key: Tensor) -> None:
 
 
 def joint_memory(attention: Any, states: StateMemory | None) -> Any:
-    """Return the memory of a layer from those of its attention and of its other mixer, None where it has none."""
+    """Return the memory of a layer from the memories of its attention and of its other mixer, None where it has
+    none."""
     if states is None:
         return attention
     return states if attention is None else PairMemory(attention, states)
@@ -130,6 +131,25 @@ def reach_of(config: ModelConfig, layer: int) -> int | None:
     """Return how many positions before its own a query of a layer sees at most; None: all."""
     bounds = [size for size in (config.window_size(layer), config.chunk_size(layer)) if size is not None]
     return min(bounds) - 1 if bounds else None
+
+
+def check_sizes(batch_size: int, max_length: int) -> None:
+    """Raise ValueError for a cache without sequences or without tokens."""
+    if batch_size < 1 or max_length < 1:
+        raise ValueError(f"a cache of {batch_size} sequences of {max_length} tokens; allowed: at least 1 of each")
+
+
+def cached_shapes(
+    config: ModelConfig, layer: int, batch_size: int, max_length: int, tp_size: int, beside_reach: int
+) -> list[tuple[int, ...]]:
+    """Return the shapes [B, capacity, G, D] of the keys and the values of a layer; none for a layer that caches none. A
+    bounded layer has `beside_reach` positions more than are in reach."""
+    attention, reach = config.attention_of(layer), reach_of(config, layer)
+    if attention is None or config.kv_source(layer) is not None:
+        return []
+    groups, sizes = attention.cached_sizes(tp_size)
+    capacity = max_length if reach is None else min(max_length, reach + beside_reach)
+    return [(batch_size, capacity, groups, size) for size in sizes]
 
 
 class KVCache:
@@ -161,8 +181,7 @@ class KVCache:
         rollback: int = 0,
         layers: Sequence[int] | None = None,
     ) -> None:
-        if batch_size < 1 or max_length < 1:
-            raise ValueError(f"a cache of {batch_size} sequences of {max_length} tokens; allowed: at least 1 of each")
+        check_sizes(batch_size, max_length)
         self.batch_size = batch_size
         self.max_length = max_length
         self.length = 0
@@ -170,15 +189,11 @@ class KVCache:
         self._keys: dict[int, LayerCache] = {}
         self._states: list[StateMemory] = []
         for i in range(config.num_layers) if layers is None else layers:
-            attention, mixer, states = config.attention_of(i), config.mixer_of(i), None
-            if attention is not None and config.kv_source(i) is None:
-                groups, sizes = attention.cached_sizes(tp_size)
-                reach = reach_of(config, i)
-                capacity = max_length if reach is None else min(max_length, reach + rollback + SLACK)
-                shapes = ((batch_size, capacity, groups, size) for size in sizes)
+            mixer, states = config.mixer_of(i), None
+            if shapes := cached_shapes(config, i, batch_size, max_length, tp_size, rollback + SLACK):
                 # empty: `update` returns no position that was not written
                 key, value = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
-                self._keys[len(self.layers)] = LayerCache(key, value, reach, rollback)
+                self._keys[len(self.layers)] = LayerCache(key, value, reach_of(config, i), rollback)
             if mixer is not None:
                 states = StateMemory(mixer, batch_size, tp_size, dtype, device, rollback=rollback)
                 self._states.append(states)

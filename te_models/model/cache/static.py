@@ -17,7 +17,7 @@ from torch import Tensor
 from te_models.kernels.asserted import asserted
 
 from ...config import ModelConfig
-from .kv_cache import check_dtype, joint_memory, reach_of
+from .kv_cache import cached_shapes, check_dtype, check_sizes, joint_memory
 from .states import StateMemory
 
 
@@ -128,8 +128,7 @@ class StaticKVCache:
         device: torch.device | str | None = None,
         tp_size: int = 1,
     ) -> None:
-        if batch_size < 1 or max_length < 1:
-            raise ValueError(f"a cache of {batch_size} sequences of {max_length} tokens; allowed: at least 1 of each")
+        check_sizes(batch_size, max_length)
         self.batch_size = batch_size
         self.max_length = max_length
         self.length = 0
@@ -139,12 +138,8 @@ class StaticKVCache:
         self._states: list[StateMemory] = []
         steps: list[Any] = []
         for i in range(config.num_layers):
-            attention, mixer, prompt, states = config.attention_of(i), config.mixer_of(i), None, None
-            if attention is not None and config.kv_source(i) is None:
-                groups, sizes = attention.cached_sizes(tp_size)
-                reach = reach_of(config, i)
-                slots = max_length if reach is None else min(max_length, reach + 1)
-                shapes = ((batch_size, slots, groups, size) for size in sizes)
+            mixer, prompt, states = config.mixer_of(i), None, None
+            if shapes := cached_shapes(config, i, batch_size, max_length, tp_size, 1):
                 key, value = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
                 bounds = config.window_size(i), config.chunk_size(i)
                 prompt = StaticLayerCache(key, value, position, self.padding, *bounds)

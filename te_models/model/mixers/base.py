@@ -14,7 +14,7 @@ from te_models.layers.distributed.context_parallel import ContextShard
 from ..rotary import Rotary
 
 KeysValues = tuple[Tensor, Tensor]
-"""Keys [B, L, G, D] and values [B, L, G, Dv] that a layer attends with, those of a cache included."""
+"""Keys [B, L, G, D] and values [B, L, G, Dv] that a layer attends with, a cache's included."""
 
 
 class TokenInputs(NamedTuple):

@@ -54,7 +54,7 @@ class HighPrecisionLinear(nn.Module):
             return linear(x.to(dtype), self.weight.to(dtype), None)
 
 
-class HighPrecisionRowParallel(nn.Module):
+class HighPrecisionRowParallel(HighPrecisionLinear):
     """A projection in high precision, as `HighPrecisionLinear`, of a rank's own features: its results are summed over
     the ranks.
 
@@ -62,7 +62,7 @@ class HighPrecisionRowParallel(nn.Module):
     """
 
     def __init__(self, config: ModelConfig, rows: int, columns: int, build: Build) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.start, self.columns, self.build = init_method(config), columns, build
         self.weight = build.parameter(rows, columns // build.tp_size)
         self.reset_parameters()
@@ -75,12 +75,6 @@ class HighPrecisionRowParallel(nn.Module):
         elif not self.weight.is_meta:
             whole = self.start(self.weight.new_empty(self.weight.shape[0], self.columns))
             self.weight.copy_(whole.chunk(self.build.tp_size, 1)[self.build.tp_group.rank()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [B, S, columns] -> [B, S, rows]."""
-        dtype = compute_dtype(x)
-        with without_autocast(x):
-            return linear(x.to(dtype), self.weight.to(dtype), None)
 
 
 def all_tokens(x: Tensor, inputs: MixerInputs, shard: SequenceShard | None) -> Tensor:

@@ -17,9 +17,9 @@ from te_models.kernels.sparse_attention import select_keys
 
 
 def choose_pools(bias: Tensor, q: Tensor, k: Tensor, weights: Tensor, pools: int, hidden: Tensor | None) -> Tensor:
-    """Return the tokens that each query sees, int32 [B, S, pools P + P - 1], -1 for none: those of the best pools, and
-    those behind the last whole pool. bias: [P, I]; k: [B, L, 2 I], each token's key and the logits of its weight in a
-    pool; q, weights and hidden: as of `select_keys`."""
+    """Return the tokens that each query sees, int32 [B, S, pools P + P - 1], -1 for none: the tokens of the best pools,
+    and those behind the last whole pool. bias: [P, I]; k: [B, L, 2 I], each token's key and the logits of its weight in
+    a pool; q, weights and hidden: as of `select_keys`."""
     size, (keys, gates), length = bias.shape[0], k.chunk(2, -1), k.shape[1]
     position = torch.arange(length, device=k.device)
     inside = position - text_starts(hidden, position) + 1

@@ -232,7 +232,7 @@ class AllToAllDispatcher(Dispatcher):
     def _sent_back(
         self, results: Tensor, send: list[int], receive: list[int], formats: RowFormats, beside: ComputedBeside | None
     ) -> Tensor:
-        """Return the results of this rank's tokens, in exchange for those of the tokens of others."""
+        """Return the results of this rank's tokens, in exchange for the results of other ranks' tokens."""
         if self._ranks == 1:
             return results
         if beside is None:

@@ -54,7 +54,7 @@ class RouterRecord:
         """Record the calls of a model inside, in place of what was recorded before.
 
         model: a `GPTModel`, or a `TEModelForCausalLM`. Calls with a cache add columns behind those in the cache, and
-        overwrite what was taken back from it; a call without one begins again. Rows are those of the calls: what
+        overwrite what was taken back from it; a call without one begins again. Rows are the calls': what
         reorders the rows of a cache (beam search) cannot be recorded. Raises ValueError for a model without experts,
         one whose ranks share sequences, and where no call was recorded: of compiled calls only those of
         `generate(compile=True)` are.
@@ -84,7 +84,7 @@ class RouterRecord:
             )
 
     def write(self, indices: Tensor, begin: int) -> None:
-        """Take the choices of a call, int64 [L, B, S, K], as those of columns begin to begin + S - 1."""
+        """Take the choices of a call, int64 [L, B, S, K], as the choices of columns begin to begin + S - 1."""
         before = self.indices
         if begin and before is not None:
             if before.shape[2] < begin or before.shape[:2] != indices.shape[:2]:

@@ -107,7 +107,7 @@ class PushToHub(Callback):
     """
 
     def __init__(self, repo_id: str, **options: Any) -> None:
-        """options: those of `push_to_hub`."""
+        """options: of `push_to_hub`."""
         require("huggingface_hub", "hf", feature="hub.repo_id")
         self.repo_id, self.options = repo_id, options
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from te_models.checkpoints import CheckpointError, check_manifest
-from te_models.checkpoints.io.errors import quote, shorten
+from te_models.checkpoints.io.errors import quote, shorten, shown_untrusted
 from te_models.checkpoints.io.header import read_header
 from te_models.checkpoints.io.manifest import MANIFEST, check_listed, read_manifest
 from te_models.checkpoints.io.strict_json import read_object
@@ -123,7 +123,7 @@ def read_values(folder: Path, *, share: tuple[int, int] = (0, 1)) -> tuple[dict[
         if type(version) is not int or version not in (SHARDED_VERSIONS if is_sharded else (1, VERSION)):
             allowed = "3 or 4" if is_sharded else "1 or 2"
             raise CheckpointError(
-                f"checkpoint version {shortened_value(version)} is not one that this release reads, {allowed}"
+                f"checkpoint version {shown_untrusted(version)} is not one that this release reads, {allowed}"
             )
         if version > 1 and not has_manifest:
             raise CheckpointError(f"it has no {MANIFEST}")
@@ -141,18 +141,12 @@ def read_values(folder: Path, *, share: tuple[int, int] = (0, 1)) -> tuple[dict[
     return values, metadata
 
 
-def shortened_value(value: object) -> str:
-    """Return a value for a message, cut where it is long."""
-    text = repr(value) if not isinstance(value, int) or abs(value) < 2**64 else "a larger number"
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
 def _integer(values: Mapping[str, Any], name: str, where: str, least: int) -> int:
     if name not in values:
         raise CheckpointError(f"{where} has no {name!r}")
     value = values[name]
     if type(value) is not int or not least <= value < _LIMIT:
-        raise CheckpointError(f"{where} has {name} {shortened_value(value)}; allowed: an integer of at least {least}")
+        raise CheckpointError(f"{where} has {name} {shown_untrusted(value)}; allowed: an integer of at least {least}")
     return value
 
 
@@ -171,16 +165,16 @@ def check_training_state(values: Mapping[str, Any], metadata: Mapping[str, str],
     digest = values.get("data_digest")
     if values["version"] > 1 and not (isinstance(digest, str) and _SHA256.fullmatch(digest)):
         raise CheckpointError(
-            f"data_digest in {VALUES} is {shortened_value(digest)}; allowed: a SHA-256 in 64 hexadecimal digits"
+            f"data_digest in {VALUES} is {shown_untrusted(digest)}; allowed: a SHA-256 in 64 hexadecimal digits"
         )
     config = values.get("config")
     if not isinstance(config, dict):
-        raise CheckpointError(f"config in {VALUES} is {shortened_value(config)}; allowed: an object")
+        raise CheckpointError(f"config in {VALUES} is {shown_untrusted(config)}; allowed: an object")
     if values["version"] > 1:
         _check_config(config)
     for name in _TABLES:
         if not isinstance(config.get(name, {}), dict):
-            raise CheckpointError(f"config.{name} in {VALUES} is {shortened_value(config[name])}; allowed: an object")
+            raise CheckpointError(f"config.{name} in {VALUES} is {shown_untrusted(config[name])}; allowed: an object")
     if values["version"] in SHARDED_VERSIONS:
         own = _integer(values, "data_ranks", VALUES, 1)
         if ranks % own:
@@ -191,7 +185,7 @@ def check_training_state(values: Mapping[str, Any], metadata: Mapping[str, str],
         shared = (config.get("parallel") or {}).get("context_parallel_size", 1)
         if type(shared) is not int or shared < 1 or ranks % shared:
             where = f"config.parallel in {VALUES} has context_parallel_size"
-            raise CheckpointError(f"{where} {shortened_value(shared)}; allowed: a divisor of world_size, {ranks}")
+            raise CheckpointError(f"{where} {shown_untrusted(shared)}; allowed: a divisor of world_size, {ranks}")
         ranks //= shared
     data, where = config.get("data", {}), f"config.data in {VALUES}"
     per_step = ranks * _integer(data, "micro_batch_size", where, 1) * _integer(data, "gradient_accumulation", where, 1)

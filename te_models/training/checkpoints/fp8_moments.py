@@ -94,7 +94,7 @@ def load_pieces(folder: Path, optimizer: Optimizer, own: ModelParts) -> None:
 
 @torch.no_grad()
 def load_whole(tensors: Mapping[str, Tensor], optimizer: Optimizer, own: ModelParts) -> None:
-    """Take this rank's FP8 moments from those of a whole model; nothing where moments are wider. Errors as for
+    """Take this rank's FP8 moments from the moments of a whole model; nothing where moments are wider. Errors as for
     `Optimizer.load_state_tensors`."""
     for name, state, part in _states(optimizer, own):
         shape = own.shape(name)

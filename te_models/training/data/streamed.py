@@ -30,7 +30,7 @@ def is_stream(text: str) -> bool:
 
 
 def path_of(name: str) -> Path:
-    """Return the path that stands for a data set beside those of files; it has one slash."""
+    """Return the path that stands for a data set beside the paths of files; it has one slash."""
     return Path("hf:") / quote(name.removeprefix("hf://"), safe="")
 
 

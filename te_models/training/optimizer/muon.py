@@ -2,8 +2,8 @@
 replaced by the nearest one with singular values of about 1, by five Newton-Schulz steps in bfloat16.
 
 Of a stack of experts [num_gemms, out, in] every member is orthogonalised by itself, in batched products; of a weight
-that joins projections, such as q, k and v, each of them (as in arXiv 2502.16982). On matrices the numbers are those of
-`torch.optim.Muon` with Nesterov momentum, of which this differs in what it reads and writes: `main_grad`, float32
+that joins projections, such as q, k and v, each of them (as in arXiv 2502.16982). On matrices the numbers are the ones
+of `torch.optim.Muon` with Nesterov momentum, of which this differs in what it reads and writes: `main_grad`, float32
 masters, a float32 momentum, and a step that a tensor can switch off.
 
 Where ranks have parts of a matrix, each puts the whole of its update together, orthogonalises it and keeps its part:

@@ -105,8 +105,8 @@ class InOrder:
     """Buckets that all ranks sum in one order, each once a step.
 
     Collectives meet by their order, and a rank's backward pass may reach gradients in another one than a second rank's.
-    So a bucket starts when its gradients and those of all buckets before it are complete, and what a backward pass does
-    not reach starts at the end.
+    So a bucket starts when its gradients and the gradients of all buckets before it are complete, and what a backward
+    pass does not reach starts at the end.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:

@@ -282,6 +282,7 @@ def test_the_command_says_whether_it_fits(tmp_path: Path, capsys: pytest.Capture
     plan = Plan.from_dict(values)
     assert not plan.fits and plan.to_dict() == values
     assert plan.memory == plan.parameters + plan.optimizer + plan.activations > 0.0001 * 2**30
+    assert plan.options["cp_comm_type"] == "all_gather" and "cp_comm_type" not in plan.sizes
 
 
 KILLED = """
@@ -337,6 +338,7 @@ def test_layouts_are_planned_by_utilization_and_refused_ones_come_last(
         "allowed with expert_model_parallel_size: data_parallel_shard_size = 1",
     )
     assert all(any(reason in refused.reason for reason in why) for refused in found[len(plans) :])
+    assert all("cp_comm_type" in plan.options and "cp_comm_type" not in plan.sizes for plan in found)
     assert [plan.mfu for plan in plans] == sorted((plan.mfu for plan in plans), reverse=True)
 
 

@@ -50,7 +50,7 @@ _MOST_NAME = 1024
 
 
 def write_file(folder: Path, index: CheckpointIndex) -> FileRecord:
-    """Write the index of a folder of parts, whose files are those of ranks; return its digests."""
+    """Write the index of a folder of parts, whose files are the ranks'; return its digests."""
     numbers: dict[int, int] = {}
     cuttings: list[Cutting] = []
     for stored in index.tensors.values():
