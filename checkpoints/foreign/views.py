@@ -28,7 +28,7 @@ class RenamedStore(ComputedStore):
         return self.store.read(self.names[name], box)
 
 
-def without_prefix(names: Collection[str], core: str) -> str:
+def common_prefix(names: Collection[str], core: str) -> str:
     """Return what all names of a model begin with, before the name that ends in `core`; "" where it is that name."""
     found = sorted({name.removesuffix(core) for name in names if name.endswith(core) and "optim" not in name})
     if len(found) > 1:

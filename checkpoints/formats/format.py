@@ -112,7 +112,7 @@ class WeightFormat:
         element: what the numbers are, before scales.
         parts: the tensors of a weight, data first.
         storages: the forms of ours that hold it exactly, by the name that `te-models import --storage` takes; the first
-            is the default. Empty: there is none.
+            is the default. Empty: no form holds it.
         then: further forms that hold it exactly if its numbers allow it, made from the first of the storages.
         takes: whether a form of ours can be written in it, wherever its numbers come from.
         takes_even: whether one with smaller blocks can, where its scales are the same throughout each larger block.

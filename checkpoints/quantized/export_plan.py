@@ -155,14 +155,7 @@ def plan_quantized_export(
     rest = [o for o in moved.plan.outputs if o.name not in moved.found.fields and o.name not in formats]
     high_precision_outputs = [output for output in rest if output.name not in moved.plan.passthrough]
     outputs += [output for output in rest if output.name in moved.plan.passthrough]
-    for name in moved.found.formats:
-        meta, encoded, error = ckpt.formats[name], name in target.reencoded, target.number_error(name)
-        what = str(meta["format"]) + (" rowwise copy" if len(meta["usage"]) > 1 else "")
-        report.add_exact(name, what, formats_of[name].name, encoded=encoded, error=error)
-    owners = moved.found.owners
-    for output in high_precision_outputs:
-        name = owners.get(output.name, output.name)  # a copy of the embedding has none
-        report.add_values(name, (ckpt.tensors[piece.source].dtype for piece in output.pieces), output.dtype)
+    _report_values(report, ckpt, moved, target, formats_of, high_precision_outputs)
     plan = replace(moved.plan, outputs=(*high_precision_outputs, *outputs), ignored=left_out, report=report)
     if stale:
         plan = replace(plan, notes=(*plan.notes, _left_out_scales(stale)))
@@ -180,6 +173,25 @@ def plan_quantized_export(
             if declared == modelopt.FP8:
                 plan = replace(plan, notes=(*plan.notes, modelopt.UNCALIBRATED))
     return QuantizedExport(plan, ConversionPlan(tuple(high_precision_outputs)), moved.store, declared, config, separate)
+
+
+def _report_values(
+    report: ConversionReport,
+    ckpt: Checkpoint,
+    moved: _Moved,
+    target: FileTarget,
+    formats_of: Mapping[str, WeightFormat],
+    outputs: Sequence[OutputTensor],
+) -> None:
+    """Report what quantized weights become, and the dtypes of `outputs` in high precision."""
+    for name in moved.found.formats:
+        meta, encoded, error = ckpt.formats[name], name in target.reencoded, target.number_error(name)
+        what = str(meta["format"]) + (" rowwise copy" if len(meta["usage"]) > 1 else "")
+        report.add_exact(name, what, formats_of[name].name, encoded=encoded, error=error)
+    owners = moved.found.owners
+    for output in outputs:
+        name = owners.get(output.name, output.name)  # a copy of the embedding has none
+        report.add_values(name, (ckpt.tensors[piece.source].dtype for piece in output.pieces), output.dtype)
 
 
 def _left_out_scales(stale: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from ..foreign.ranks import ParallelSizes, RankFiles, RankPlace
 from ..foreign.state_dict import EXTRA_STATE, is_state_dict, open_state_dict
 from ..foreign.system import MOMENTS, System
 from ..foreign.transformer_engine import transformer_engine
-from ..foreign.views import RenamedStore, without_padding, without_prefix
+from ..foreign.views import RenamedStore, without_padding, common_prefix
 from ..formats import without_quantization
 from ..io.dtypes import as_torch_dtype
 from ..io.errors import CheckpointError
@@ -103,7 +103,7 @@ def open_foreign(
     weights = [name for name in store.tensors if "optim" not in name.partition(".")[0]]
     chosen = find_system(store.folder, weights) if system is None else SYSTEMS[system]
     core = _CORES.get(chosen.name, "embedding.word_embeddings.weight")
-    prefix = without_prefix(weights, core)
+    prefix = common_prefix(weights, core)
     names = {name.removeprefix(prefix): name for name in weights if name.startswith(prefix)}
     others = {name for name in names if chosen.is_other(name)}
     names = {name: stored for name, stored in names.items() if name not in others}
@@ -196,7 +196,7 @@ def read_modules(
     core = {MODULES: None, "transformers": "model.embed_tokens.weight"}.get(chosen, "embedding.word_embeddings.weight")
     if chosen != MODULES:
         _check_interleaved(interleaved, where, chosen)
-    prefix = "" if core is None else without_prefix(tensors, core)
+    prefix = "" if core is None else common_prefix(tensors, core)
     names = {name.removeprefix(prefix): name for name in tensors}
     held: Mapping[str, TensorInfo] = {name: tensors[stored] for name, stored in names.items()}
     if chosen == RANKS:

@@ -105,7 +105,7 @@ class OneScale(NumberFormat):
 
     def stored_by_operation(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the values of x [R, C] in `dtype`, its data, and what is left to multiply with, by the operation of a
-        graph that makes both; None where there is none for this scale."""
+        graph that makes both; None where this scale has no operation."""
         raise NotImplementedError
 
     def rounded_by(self, x: Tensor, scale: Tensor, per_row: Tensor, dtype: torch.dtype) -> Operand:

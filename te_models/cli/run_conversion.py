@@ -63,7 +63,7 @@ def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
 
 
 def _refuse_others(args: argparse.Namespace, *read: str) -> None:
-    """Raise ValueError for an option that was written and is none of those that are read."""
+    """Raise ValueError for an option that was written, when it is not one that this run reads."""
     known = fields_of(args.part)
     allowed = ", ".join(flag_of(args.part, name) for name in known if name in read)
     _refuse(args, (name for name in known if name not in read), f"does nothing here; allowed: {allowed}")
