@@ -62,6 +62,12 @@ def stands_alone(code: str) -> bool:
     return {node.id for node in nodes if isinstance(node, ast.Name)} <= bound
 
 
+def search_boost(page: Path) -> float:
+    """Return the weight of a page, a path within the site, in searches: a name leads to the guide that explains it,
+    before the reference that lists it (1) and what was decided or changed."""
+    return 0.5 if page.name == "changelog.md" or page.parts[0] == "design" else 4
+
+
 def main() -> None:
     """Write build/site afresh."""
     shutil.rmtree(OUT, ignore_errors=True)
@@ -77,8 +83,7 @@ def main() -> None:
     for page in pages.rglob("*.md"):
         source = ROOT / page.name if page.name in roots and page.parent == pages else ROOT / "docs" / page.name
         text = continued(relinked(page.read_text(encoding="utf-8"), source))
-        # a search for a name finds the guide that explains it before the reference that lists it
-        boost = 0.5 if page.name == "changelog.md" or "design" in page.parts else 4
+        boost = search_boost(page.relative_to(pages))
         page.write_text(f"---\nsearch:\n  boost: {boost}\n---\n\n{text}", encoding="utf-8")
     (pages / "style.css").write_text(STYLE, encoding="utf-8")
     navigation = reference.write(OUT / "package", pages)

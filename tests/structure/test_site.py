@@ -70,6 +70,11 @@ def test_every_page_is_in_the_navigation() -> None:
     assert pages <= listed
 
 
+def test_a_search_finds_guides_first() -> None:
+    pages = ("recipes.md", "contributing/tests.md", "design/tests.md", "changelog.md")
+    assert [site.search_boost(Path(page)) for page in pages] == [4, 4, 0.5, 0.5]
+
+
 def test_public_names_are_grouped_by_what_they_are_for() -> None:
     groups = {name.name: (name.group, name.is_class) for name in reference.names(ROOT, "te_models.layers")}
     assert groups["Linear"] == ("module", True) and groups["autocast"] == ("module", True)
