@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from te_models.kernels.quantize import cpu, e8m0_to_float, fp8_to_float, global_decode
+from te_models.kernels.quantize import e8m0_to_float, fp8_to_float, global_decode
+from te_models.kernels.quantize.cpu import fields as cpu_fields
 
 from ..io.box_reads import cut_rows
 from ..io.errors import CheckpointError
@@ -168,7 +169,7 @@ def check_elements(name: str, data: memoryview, dtype: str) -> None:
     """Raise CheckpointError where these bytes of the tensor `name`, in F8_E4M3 or F8_E5M2, hold a NaN."""
     raw = torch.frombuffer(data, dtype=torch.uint8)
     if dtype == "F8_E4M3":
-        found = cpu.has_nan(raw)
+        found = cpu_fields.has_nan(raw)
     else:
         found = bool(raw.view(torch.float8_e5m2).float().isnan().any())
     if found:

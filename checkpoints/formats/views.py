@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.backend import has_library
-from te_models.kernels.quantize import cpu, fp8_to_float
+from te_models.kernels.quantize import fp8_to_float
+from te_models.kernels.quantize.cpu import fields as cpu_fields
 from te_models.kernels.quantize.fp8.blocks import times_blocks
 from te_models.layers.quantizer import IntQuantizer, Quantizer
 from te_models.layers.quantizer.schema import field_layouts
@@ -143,13 +144,15 @@ def _decoded_in_one_pass(
     (scale,), data, columns = weight_format.scales, weight_format.data, box[-1]
     if scale.block is None or scale.meaning == "divisor" or columns.step != 1 or columns.start % scale.block[1]:
         return None
-    if not (math.prod(extents(box)) and has_library(cpu.FIELDS, dtype)):
+    if not (math.prod(extents(box)) and has_library(cpu_fields.FIELDS, dtype)):
         return None
     found = region(files, weight + data.suffix, data, box, (1, 1), torch.Tensor.contiguous)
     width = scale.block[1]
     entries = (*box[:-1], Range(columns.start // width, -(-columns.stop // width)))
     factors = region(files, weight + scale.suffix, scale, entries, (1, width), numbers.scale_to_float)
-    return cpu.decode_e4m3(found.flatten(0, -2), factors.flatten(0, -2).contiguous(), width, dtype).view(found.shape)
+    return cpu_fields.decode_e4m3(found.flatten(0, -2), factors.flatten(0, -2).contiguous(), width, dtype).view(
+        found.shape
+    )
 
 
 def _scaled(files: FileStore, weight: str, part: Part, box: Box, values: Tensor) -> Tensor:

@@ -18,8 +18,6 @@ from ..launch import as_matrix
 from . import reference
 from .reference import ACTIVATIONS
 
-__all__ = ["ACTIVATIONS", "activation", "activation_bwd", "activation_fwd", "gated_activation"]
-
 
 def _result(x: Tensor, gated: bool) -> Output:
     return like(x, (*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1]))

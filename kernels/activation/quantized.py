@@ -25,8 +25,6 @@ from ..torch_versions import own_result, saturating_cast
 from . import op, reference
 from .op import check_name, flat_probabilities
 
-__all__ = ["activation_quantized", "activation_quantized_op", "gated_activation_quantized"]
-
 
 def _copies(x: Tensor, gated: bool, output: QuantizedOutput) -> list[Output]:
     return output.results(matrix_like(x, x.shape[-1] // 2 if gated else None))

@@ -52,10 +52,7 @@ def valid_count(labels: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean over valid tokens of `logsumexp(logits) - logits[label]`, a float32 scalar; 0 if none is valid.
-
-    logits: [T, V]; labels: [T] int64, -100 where a token does not count.
-    """
+    """As the public function: the mean over valid tokens of `logsumexp(logits) - logits[label]`."""
     total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
     return total / valid_count(labels)
 

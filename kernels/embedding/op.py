@@ -15,8 +15,6 @@ from ..asserted import asserted
 from ..compiling import compiling
 from ..custom_op import like, operation
 
-__all__ = ["embedding", "embedding_accumulate_", "embedding_backward"]
-
 
 @operation("embedding_backward", lambda grad, num_rows: like(grad, (num_rows, grad.shape[1])))
 def embedding_backward(grad: Tensor, ids: Tensor, num_rows: int) -> Tensor:

@@ -19,8 +19,6 @@ from .cpu import in_float32
 from .operand import ScaledOperand, emulation_dtype
 from .reference import Operand, gemm
 
-__all__ = ["Operand", "explain_gemm", "gemm", "scaled_gemm", "scaled_gemm_accumulate_"]
-
 
 def scaled_gemm(
     left: ScaledOperand,

@@ -13,27 +13,6 @@ from ..documents import starts_of
 from . import chunked, reference
 
 
-def lightning_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor,
-    *,
-    scale: float = 1.0,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return linear attention whose decay is fixed by head, exp(-slopes) (arXiv 2401.04658). slopes: [H], 0 or more.
-
-    Other arguments, results and errors: as for `linear_attention`.
-    """
-    g = -slopes.to(wide(v)).expand(v.shape[:3])
-    return linear_attention(
-        q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, documents=documents
-    )
-
-
 def linear_attention(
     q: Tensor,
     k: Tensor,

@@ -16,8 +16,6 @@ from ..derivative import keeping_inputs
 from ..launch import as_matrix
 from . import reference
 
-__all__ = ["layer_norm", "norm_bwd", "norm_fwd", "rms_norm"]
-
 
 def output_dtype(x: Tensor, weight: Tensor | None, bias: Tensor | None, weight_last: bool) -> torch.dtype:
     """Return the dtype of a norm's result: x's, promoted with the parameters' that multiply after rounding."""

@@ -22,8 +22,6 @@ from ..launch import as_matrix
 from ..quantize.output import QuantizedOutput
 from . import op, reference
 
-__all__ = ["layer_norm_quantized", "norm_quantized", "rms_norm_quantized"]
-
 
 def _results(x: Tensor, centered: bool, output: QuantizedOutput) -> list[Output]:
     copies = output.results(matrix_like(x))

@@ -26,11 +26,7 @@ def _scale_and_round(
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, *, zero_centered: bool = False, cast_order: str = "weight_last"
 ) -> Tensor:
-    """Return `gamma * x / sqrt(mean(x^2) + eps)` over the last dimension.
-
-    x: [..., H]; weight: [H] or None; gamma is `weight`, or `1 + weight` when zero_centered. Output: [..., H], in x's
-    dtype (promoted with weight's for "weight_last").
-    """
+    """As the public function: `gamma * x / sqrt(mean(x^2) + eps)` over the last dimension."""
     # one use of x, whose gradient is then rounded once, and summed before what else x is used for adds to it
     exact = x.view_as(x) if x.dtype is torch.float32 else x.float()
     x_hat = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
@@ -63,10 +59,7 @@ def layer_norm(
     zero_centered: bool = False,
     cast_order: str = "weight_first",
 ) -> Tensor:
-    """Return `gamma * (x - mean) / sqrt(var + eps) + bias` over the last dimension, biased variance.
-
-    x: [..., H]; weight, bias: [H] or None. Output: [..., H] in x's dtype.
-    """
+    """As the public function: `gamma * (x - mean) / sqrt(var + eps) + bias`, biased variance."""
     if cast_order == "weight_first":
         gamma = weight.float() + 1 if weight is not None and zero_centered else weight
         gamma, beta = (None if t is None else t.float() for t in (gamma, bias))

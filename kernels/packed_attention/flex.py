@@ -26,8 +26,6 @@ from ..custom_op import Output, like, operation
 from ..documents import begins_of, first_positions
 from .op import check_documents
 
-__all__ = ["block_mask_of", "flex_packed_attention", "seen_intervals"]
-
 BLOCK = 128
 """Positions of a block of queries, and of keys: what FlexAttention's kernels are made for."""
 

@@ -32,8 +32,6 @@ from ..flash_attention import ATTENTION, BACKWARD, attention_backward, attention
 from ..gemm.cpu import in_float32
 from .softcap import softcapped_bwd, softcapped_fwd
 
-__all__ = ["packed_attention", "packed_attention_bwd", "packed_attention_fwd"]
-
 
 def _results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Output, Output]:
     return like(q, (*q.shape[:-1], v.shape[-1])), like(q, q.shape[:-1], torch.float32)

@@ -15,8 +15,6 @@ from ..torch_versions import own_result
 from . import reference
 from .reference import Permutation, row_count
 
-__all__ = ["Permutation", "permute", "sort_by_expert", "unpermute"]
-
 
 def _permutation(indices: Tensor, num_experts: int, align: int) -> tuple[Output, ...]:
     slots = indices.numel()

@@ -13,9 +13,6 @@ from ..quantize.output import QuantizedOutput
 from . import reference
 from .reference import Permutation
 
-__all__ = ["permute_quantized", "permute_quantized_op"]
-
-
 _TAKES = takes(f"x: {FLOATS} [S, H]; slot_of_row: int64 [R]; scale: float32?; scale is None or scale.numel() == 1")
 
 

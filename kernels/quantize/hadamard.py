@@ -54,10 +54,7 @@ def check_hadamard_dtype(x: Tensor) -> None:
 
 
 def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
-    """Transform groups of 16 along `dim` (-1 or -2): bfloat16 to bfloat16, sums in float32 in the order of the stages.
-
-    The dimension comes back rounded up to a multiple of 16; what is past a ragged end counts as zero.
-    """
+    """As the public function, sums in the order of the stages."""
     check_hadamard_dtype(x)
     if eager_on_cpu(x):
         return _by_stages(x, dim)

@@ -35,11 +35,7 @@ def check_rope(x: Tensor, cos: Tensor, style: str) -> None:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "half") -> Tensor:
-    """Rotate the first R channels of x by the tables' angles.
-
-    x: [B, S, N, D]; cos, sin: [B or 1, S, R/2] from `rope_tables`; style: "half" or "interleaved". Returns
-    [B, S, N, D] in x's dtype.
-    """
+    """As the public function: x [B, S, N, D], its first R channels rotated."""
     rotated = 2 * cos.shape[-1]
     cos, sin = cos[:, :, None], sin[:, :, None]
     turning = x[..., :rotated]

@@ -41,16 +41,8 @@ _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
 class DotProductAttention(nn.Module):
-    """Grouped-query attention over given q, k, v, [batch, length, heads, channels].
-
-    kv_channels: channels of a head, or a pair, of q and k and of v. attn_mask_type: see `MaskType`; a KV cache wants
-    "causal_bottom_right", in which the last query sees all keys. window_size: a pair, how many keys are visible before
-    and behind a query's own place, or, with a causal type, one number of visible positions, the query's own included.
-    softcap: `softcap * tanh(score / softcap)` (Gemma 2). softmax_type "off-by-one": one extra logit, 0, that takes
-    probability and adds nothing; "learnable": one per head, parameter softmax_offset [N] (gpt-oss sinks). softmax_scale
-    None: 1/sqrt(channels of q). It may be assigned later: from then on it is data, and queries are multiplied by it, so
-    that another value recompiles nothing. ValueError for options that it does not have.
-    """
+    """Grouped-query attention over given q, k, v, [batch, length, heads, channels]: the core of
+    `te_models.layers.DotProductAttention`, which says what the arguments are."""
 
     get_rng_state_tracker: Callable[[], Any] | None = None
     max_logits: Tensor | None = None

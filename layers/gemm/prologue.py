@@ -29,7 +29,7 @@ from ..recipe.base import GemmQuantizers
 from ..recipe.context import state as active
 from ..tensor.formats import TENSOR_CLASSES
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.storage import STORAGE_CLASSES, QuantizedStorage
+from ..tensor.storage import QuantizedStorage, storage_of
 from .product import in_cpu_graph
 from .scaling import Scaling
 
@@ -116,7 +116,7 @@ def fused_storage(
     result [..., C]."""
     value = value_of(quantizer)
     matrix = torch.Size((torch.Size(shape[:-1]).numel(), shape[-1]))
-    return STORAGE_CLASSES.get(value.FORMAT, QuantizedStorage)(quantizer.fields_of_output(copies), value, matrix, dtype)
+    return storage_of(quantizer.fields_of_output(copies), value, matrix, dtype)
 
 
 def quantized_output(y: Tensor, quantizer: AnyQuantizer) -> QuantizedTensor:

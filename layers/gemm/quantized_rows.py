@@ -11,7 +11,7 @@ from te_models.kernels.permute import Permutation, permute_quantized
 from ..recipe.base import GemmQuantizers
 from ..recipe.context import state as active
 from ..tensor.grouped_tensor import GroupedRows
-from ..tensor.storage import STORAGE_CLASSES, QuantizedStorage
+from ..tensor.storage import QuantizedStorage, storage_of
 from .product import quantized_gemms
 
 
@@ -66,4 +66,4 @@ def permuted(x: Tensor, permutation: Permutation, quantizers: GemmQuantizers, dt
     assert output is not None, "the caller has asked"
     fields = quantizer.fields_of_output(permute_quantized(x.to(dtype), permutation, output))
     shape = torch.Size((permutation.slot_of_row.shape[0], x.shape[1]))
-    return STORAGE_CLASSES.get(quantizer.FORMAT, QuantizedStorage)(fields, quantizer, shape, dtype)
+    return storage_of(fields, quantizer, shape, dtype)

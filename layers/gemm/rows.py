@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_models.kernels.backend import Backend
 from te_models.kernels.gemm import Operand
-from te_models.kernels.quantize import cpu
+from te_models.kernels.quantize.cpu import fields as cpu_fields
 
 from ..quantizer import Fields, Usage
 from ..quantizer.encoding import OWN_SCALE, Uses
@@ -166,7 +166,7 @@ class Groups(AlignedGroups):
         if to.on == "traced":
             return None if usage == "rowwise" else self._encode_in_graph(quantizer, x)
         splits = self.offsets.m_splits
-        if usage == "columnwise" and not quantizer.symmetric and cpu.chosen(x) is Backend.COMPILED:
+        if usage == "columnwise" and not quantizer.symmetric and cpu_fields.chosen(x) is Backend.COMPILED:
             # C++ rounds rows in one pass, faster than decoding a stored copy of them
             left = self._apart(quantizer, x, "rowwise")
             by_usage = quantizer.rows_for_gemms(x, splits, ("columnwise",), self.align)

@@ -22,21 +22,10 @@ from .primary_weights import default_init_method, empty_parameter, materialising
 
 
 class GroupedLinear(TensorParallelModule, GemmModule):
-    """`y[g] = x[g] w[g]^T + b[g]` for `num_gemms` groups of rows.
+    """`y[g] = x[g] w[g]^T + b[g]` for `num_gemms` groups of rows: `te_models.layers.GroupedLinear`, options as values.
 
-    single_grouped_weight: True holds one parameter `weight` [num_gemms, out, in]; False holds `weight0`, `weight1`,
-    ..., the per-GEMM layout. single_grouped_bias: likewise `bias` [num_gemms, out], or `bias0`, ...; None: as the
-    weight. These are layouts of the same layer: `load_state_dict` accepts either, quantized or not, without
-    dequantizing. The grouped one is fast; the other is stacked on each call. split: as for `Linear`, for every member
-    alike; the layer does not itself communicate: gather before a column layer, sum after a row layer, once for all
-    groups. The bias of a row layer belongs after that sum: the caller adds it with `with_bias`. The other options: see
-    `GemmModule`; in the per-GEMM layout every weight has its separate `main_grad`.
-
-    return_bias (may be set later): return (y without bias, a list of the bias of each GEMM, None without any), and the
-    caller adds them.
-
-    forward: x [T, in], rows sorted by expert; m_splits [num_gemms] integer, rows of each -> [T, out]. Raises ValueError
-    for num_gemms below 1 and for m_splits of another shape or dtype, below 0, or of more rows than there are.
+    split: as for `Linear`, for every member alike; the layer does not itself communicate: gather before a column layer,
+    sum after a row layer, once for all groups. return_bias may be set later.
     """
 
     weight: nn.Parameter  # in the grouped layout

@@ -16,14 +16,10 @@ from .primary_weights import store_weights_as_asked
 
 
 class Linear(SplitParameters):
-    """`y = x w^T + b`, quantized under `autocast`.
+    """`y = x w^T + b`, quantized under `autocast`: `te_models.layers.Linear` with options as values.
 
-    weight: [out_features, in_features]; bias: [out_features], zero at first. split: how the weight is split over
-    ranks, see `tensor_parallel`; in_features and out_features are the unsplit sizes, the attributes of that name this
-    rank's. boundary: what the compiler sees of the layer, with the same numbers: "kernel" every quantization and GEMM,
-    and it fuses them; "layer" one operation forward and one backward: small graphs without fusion (docs/compile.md).
-    parameters_split: several parameters in place of one, see `SplitParameters`. name: see `QuantizedModule`.
-    return_bias (may be set later): return (y without bias, bias), and the caller adds it.
+    weight: [out_features, in_features]; bias: [out_features], zero at first. split: how the weight is split over ranks,
+    see `tensor_parallel`. return_bias (may be set later): return (y without bias, bias), and the caller adds it.
     """
 
     def __init__(

@@ -82,11 +82,7 @@ def flat_parameter(parameter: Tensor | None) -> Tensor | None:
 
 
 class RMSNorm(_Norm):
-    """Root mean square norm: `gamma * x / sqrt(mean(x^2) + eps)`.
-
-    normalized_shape: the last dimension, or the last few. zero_centered_gamma: the weight stores gamma - 1. cast_order:
-    where the product is rounded, see `te_models.kernels.norm`.
-    """
+    """Root mean square norm: `gamma * x / sqrt(mean(x^2) + eps)`; arguments: see `te_models.layers.RMSNorm`."""
 
     def __init__(
         self,

@@ -6,33 +6,17 @@ They live in `..te.ops`; `te.ops`, as Transformer Engine's scripts call it, has 
 from typing import Any
 
 from ..te.names import missing_operation
-from ..te.ops.basic import (
+from ..te.ops.basic.activation import (
     GEGLU,
     GELU,
     GLU,
     QGEGLU,
     QGELU,
     ActivationOperation,
-    AddExtraInput,
-    AllGather,
-    AllReduce,
-    BasicLinear,
-    Bias,
     ClampedSwiGLU,
-    ConstantScale,
-    Dropout,
     GatedActivation,
-    GroupedLinear,
-    Identity,
-    L2Norm,
-    LayerNorm,
-    MakeExtraOutput,
-    Quantize,
-    ReduceScatter,
     ReGLU,
     ReLU,
-    Reshape,
-    RMSNorm,
     ScaledActivation,
     ScaledClampedQGeGLU,
     ScaledGEGLU,
@@ -44,7 +28,11 @@ from ..te.ops.basic import (
     SReLU,
     SwiGLU,
 )
-from ..te.ops.basic.linear import Linear
+from ..te.ops.basic.collectives import AllGather, AllReduce, ReduceScatter
+from ..te.ops.basic.elementwise import AddExtraInput, Bias, ConstantScale, Dropout, Identity, MakeExtraOutput, Reshape
+from ..te.ops.basic.grouped_linear import GroupedLinear
+from ..te.ops.basic.linear import BasicLinear, Linear, Quantize
+from ..te.ops.basic.norm import L2Norm, LayerNorm, RMSNorm
 from ..te.ops.call import (
     Computed,
     Gradients,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.asserted import host_reads
-from te_models.kernels.quantize import cpu_moments
+from te_models.kernels.quantize.cpu import moments as cpu_moments
 
 from ..tensor.fsdp import local_part
 from ..tensor.quantized_tensor import QuantizedTensor

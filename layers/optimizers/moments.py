@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_models.kernels.quantize import cpu_moments, hash_key, hashed_bits, scale_from_amax
+from te_models.kernels.quantize import hash_key, hashed_bits, scale_from_amax
+from te_models.kernels.quantize.cpu import moments as cpu_moments
 from te_models.suggestions import shown
 
 from ..tensor.fsdp import largest_part, local_part, rows_like

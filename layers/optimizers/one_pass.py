@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.kernels.quantize import cpu_moments, hash_key
+from te_models.kernels.quantize import hash_key
+from te_models.kernels.quantize.cpu import moments as cpu_moments
 
 from .adamw_update import ParameterSlice, Update, update_
 from .moments import BLOCK

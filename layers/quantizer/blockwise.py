@@ -12,7 +12,8 @@ from torch import Tensor
 from te_models.kernels import quantize as q
 from te_models.kernels.backend import Backend
 from te_models.kernels.gemm import Operand, ScaledOperand
-from te_models.kernels.quantize import cpu
+from te_models.kernels.quantize.cpu import fields as cpu_fields
+from te_models.kernels.quantize.cpu import fields_op
 from te_models.suggestions import shown
 
 from .encoding import Encoding, Fields, RowsByGroup, Scale, Schema, Usage, Use, Uses
@@ -49,7 +50,7 @@ class _BlockwiseQuantizer(FP8Quantizer):
 
     def encode(self, x: Tensor, scale: Scale, uses: Uses, rows: RowsByGroup | None = None) -> Encoding | None:
         if rows is not None and rows.offsets is None:
-            if cpu.chosen(x) is Backend.COMPILED:
+            if cpu_fields.chosen(x) is Backend.COMPILED:
                 return self.encoded_in_blocks(x, scale, uses, rows)
             return Encoding(self._fields(self._of_groups(x, rows.m_splits, uses.stored), uses.stored))
         usage = uses.multiplied
@@ -63,7 +64,7 @@ class _BlockwiseQuantizer(FP8Quantizer):
         found = None
         if fp8 is torch.float8_e4m3fn and not uses.traced:
             other = self.block if stored == "rowwise" else self._columnwise_block if stored else None
-            found = cpu.encode_blocks(x, other, block, kind, epsilon, dtype)
+            found = cpu_fields.encode_blocks(x, other, block, kind, epsilon, dtype)
         if found is not None:
             values, copy = found
             if stored is None or copy is None:
@@ -88,14 +89,14 @@ class _BlockwiseQuantizer(FP8Quantizer):
         kind, fp8, epsilon, usages = self.scale_kind, self.fp8_dtype, self._epsilon, uses.stored
         parts: list[Tensor] = []
         if uses.traced:
-            if fp8 is not torch.float8_e4m3fn or cpu.chosen(x) is not Backend.OPERATION:
+            if fp8 is not torch.float8_e4m3fn or cpu_fields.chosen(x) is not Backend.OPERATION:
                 return None
             for usage in usages:
-                parts += cpu.store_blocks(x, self._block_of(usage), kind, epsilon or 0.0)
+                parts += fields_op.store_blocks(x, self._block_of(usage), kind, epsilon or 0.0)
             return Encoding(self._fields(parts, usages))
         error = 0.0
         for usage in usages if fp8 is torch.float8_e4m3fn else ():
-            found = cpu.quantize_blocks(x, self._block_of(usage), kind, epsilon, measured=uses.measured)
+            found = cpu_fields.quantize_blocks(x, self._block_of(usage), kind, epsilon, measured=uses.measured)
             if found is None:
                 break
             parts, error = [*parts, *found[:2]], max(error, found[2])
@@ -125,7 +126,7 @@ class _BlockwiseQuantizer(FP8Quantizer):
             found = ScaledOperand(data, scale_inv, self.scale_kind, self.block)  # type: ignore[arg-type]
             return found if usage == use.usage else found.mT
         data, scale_inv = self._as_it_lies(data, scale_inv, usage)
-        values = cpu.decoded(data, scale_inv, self._block_of(usage), dtype)
+        values = fields_op.decoded(data, scale_inv, self._block_of(usage), dtype)
         if values is None:
             values = q.dequantize_blockwise(data, scale_inv, self._block_of(usage), dtype)
         return Operand(values, None)

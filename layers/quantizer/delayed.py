@@ -31,7 +31,7 @@ from torch import Tensor
 
 from te_models.kernels import quantize as q
 from te_models.kernels.gemm import Operand
-from te_models.kernels.quantize import cpu
+from te_models.kernels.quantize.cpu import fields_op
 
 from . import Float8CurrentScalingQuantizer, Quantizer
 from .encoding import Fields, Scale, Usage
@@ -116,7 +116,7 @@ class Float8Quantizer(OneScale):
             return None
         if self.amax is not None:
             self.amax.copy_(q.raised_amax(x, self.amax))
-        values, data = cpu.store_scaled(x, self.scale, dtype)
+        values, data = fields_op.store_scaled(x, self.scale, dtype)
         return values, data, torch.div(torch.ones_like(self.scale), self.scale)
 
     def statistics(self, x: Tensor, key: Tensor | None = None, count: Tensor | None = None) -> dict[str, Tensor]:

@@ -13,7 +13,8 @@ from torch import Tensor
 from te_models.kernels import quantize as q
 from te_models.kernels.backend import Backend
 from te_models.kernels.gemm import Operand, ScaledOperand
-from te_models.kernels.quantize import cpu
+from te_models.kernels.quantize.cpu import fields as cpu_fields
+from te_models.kernels.quantize.cpu import fields_op
 from te_models.kernels.quantize.fp8.dequantize_grouped import dequantize_grouped
 from te_models.suggestions import shown
 
@@ -71,8 +72,8 @@ def quantize_by_scale(
     """
     scale_inv = torch.div(torch.ones_like(scale), scale)
     data, error = None, None
-    if fp8_dtype is torch.float8_e4m3fn and cpu.chosen(x) is Backend.COMPILED:
-        found = cpu.quantize_scaled(x, float(scale), float(scale_inv), measured=measured)
+    if fp8_dtype is torch.float8_e4m3fn and cpu_fields.chosen(x) is Backend.COMPILED:
+        found = cpu_fields.quantize_scaled(x, float(scale), float(scale_inv), measured=measured)
         if found is not None:
             data, error = found[0], found[1] if measured else None
     data = q.quantize_per_tensor(x, scale[..., None, None], fp8_dtype) if data is None else data
@@ -124,7 +125,7 @@ class OneScale(NumberFormat):
         if not uses.stored:
             return Encoding({}, self.rounded_matrix(x, dtype))
         if uses.traced:
-            if self.fp8_dtype is not torch.float8_e4m3fn or cpu.chosen(x) is not Backend.OPERATION:
+            if self.fp8_dtype is not torch.float8_e4m3fn or cpu_fields.chosen(x) is not Backend.OPERATION:
                 return None
             found = self.stored_by_operation(x, dtype)
             if found is None:
@@ -155,8 +156,8 @@ class OneScale(NumberFormat):
             found = ScaledOperand(data, scale_inv, "per_tensor")
             return found if use.usage == "rowwise" else found.mT
         dtype = torch.bfloat16 if use.dtype == torch.bfloat16 else torch.float32
-        if data.dtype is torch.float8_e4m3fn and cpu.chosen(data, dtype) is Backend.OPERATION:
-            return Operand(cpu.read_numbers(data, dtype), scale_inv)
+        if data.dtype is torch.float8_e4m3fn and cpu_fields.chosen(data, dtype) is Backend.OPERATION:
+            return Operand(fields_op.read_numbers(data, dtype), scale_inv)
         # by way of float32: the compiler vectorises FP8 -> float32, but not FP8 -> bfloat16 (8 times slower on CPU)
         return Operand(q.fp8_to_float(data).to(dtype), scale_inv)
 
@@ -202,7 +203,7 @@ class Float8CurrentScalingQuantizer(OneScale, FP8Quantizer):
         return Operand(*q.round_current(x, self.fp8_dtype, dtype, pow2=pow2, epsilon=epsilon))
 
     def stored_by_operation(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        return cpu.store_current(x, self.force_pow_2_scales, self.amax_epsilon or 0.0, dtype)
+        return fields_op.store_current(x, self.force_pow_2_scales, self.amax_epsilon or 0.0, dtype)
 
     def dequantize_fields(self, fields: Fields, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
         return q.dequantize_per_tensor(fields["rowwise_data"], fields["rowwise_scale_inv"][..., None, None], dtype)

@@ -12,7 +12,8 @@ from torch import Tensor
 from te_models.kernels import quantize as q
 from te_models.kernels.backend import Backend
 from te_models.kernels.gemm import Operand, ScaledOperand
-from te_models.kernels.quantize import cpu
+from te_models.kernels.quantize.cpu import fields as cpu_fields
+from te_models.kernels.quantize.cpu import fields_op
 from te_models.kernels.quantize.fp8.dequantize_grouped import unpad_rows
 from te_models.suggestions import shown
 
@@ -208,9 +209,9 @@ class NVFP4Quantizer(Quantizer):
             # the transform fills up the rows to whole blocks, whatever their number
             if uses.stored != ("columnwise",) or not self.with_rht or self.stochastic_rounding or not self._ordinary:
                 return None
-            if cpu.chosen(x) is not Backend.OPERATION:
+            if cpu_fields.chosen(x) is not Backend.OPERATION:
                 return None
-            parts = cpu.store_nvfp4(self._transformed(x, "columnwise").mT.contiguous())
+            parts = fields_op.store_nvfp4(self._transformed(x, "columnwise").mT.contiguous())
             return Encoding(self.named(parts, uses.stored))
         found: list[Tensor] = []
         for usage in uses.stored:
@@ -234,7 +235,7 @@ class NVFP4Quantizer(Quantizer):
         if self.nvfp4_use_4over6:
             return self._four_over_six(x, usage, amax)
         if usage == "columnwise" and not self.with_2d_quantization:
-            if cpu.chosen(x) is Backend.COMPILED:
+            if cpu_fields.chosen(x) is Backend.COMPILED:
                 x = self._transformed(x, usage) if self.with_rht else x
                 return self._packed(x.mT.contiguous(), amax, key, stream)
             x = x if self.with_random_sign_mask else self._unmasked(x)
@@ -254,11 +255,11 @@ class NVFP4Quantizer(Quantizer):
             not self._ordinary
             or self.stochastic_rounding
             or x.shape[-1] % _BLOCK
-            or cpu.chosen(x) is not Backend.COMPILED
+            or cpu_fields.chosen(x) is not Backend.COMPILED
         ):
             return None
         amax = q.amax(x) if amax is None else amax
-        found = cpu.quantize_nvfp4(x, self.block[0], float(amax), measured=measured)
+        found = cpu_fields.quantize_nvfp4(x, self.block[0], float(amax), measured=measured)
         return None if found is None else ((*found[:2], amax), found[2])
 
     def dequantize_fields(self, fields: Fields, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
@@ -305,11 +306,11 @@ class NVFP4Quantizer(Quantizer):
     def _decoded_columns(self, packed: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor | None:
         """Return the columnwise copy of a matrix of this many rows in `dtype`, times its scales, where one pass on a
         CPU decodes it: of whole blocks, as the transform makes them of any number of rows."""
-        chosen = cpu.chosen(packed, dtype) if self._ordinary else Backend.DEFINITION
+        chosen = cpu_fields.chosen(packed, dtype) if self._ordinary else Backend.DEFINITION
         if chosen is Backend.OPERATION and self.with_rht:
-            return cpu.read_nvfp4(packed, scales, dtype)
+            return fields_op.read_nvfp4(packed, scales, dtype)
         whole = chosen is Backend.COMPILED and (self.with_rht or rows % _BLOCK == 0)
-        return cpu.decode_nvfp4(packed, scales, dtype) if whole else None
+        return cpu_fields.decode_nvfp4(packed, scales, dtype) if whole else None
 
     def quantizes_rows(self, usage: Usage, align: int) -> bool:
         return not self.with_2d_quantization and super().quantizes_rows(usage, align)

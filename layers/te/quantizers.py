@@ -7,7 +7,7 @@ porch: what is here is added to the classes of the core.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class _OfEveryQuantizer:
         return {"rowwise": rowwise, "columnwise": columnwise}
 
     def quantize(
-        self, tensor: Tensor, key: Tensor | None = None, *, out: Any = None, dtype: torch.dtype | None = None
+        self: Any, tensor: Tensor, key: Tensor | None = None, *, out: Any = None, dtype: torch.dtype | None = None
     ) -> Any:
         """Return a tensor [..., C] as a `QuantizedTensor` of the same logical shape.
 
@@ -103,12 +103,12 @@ class _OfEveryQuantizer:
         found = quantize_with(self._asked(), tensor, key)
         return found if dtype is None or dtype == found.dtype else found.to(dtype)
 
-    def multi_quantize(self, tensors: Sequence[Tensor]) -> list[Any]:
+    def multi_quantize(self: Any, tensors: Sequence[Tensor]) -> list[Any]:
         """Return `quantize` of each tensor."""
         return [self.quantize(tensor) for tensor in tensors]
 
     def make_empty(
-        self,
+        self: Any,
         shape: Sequence[int],
         *,
         dtype: torch.dtype = torch.float32,
@@ -163,10 +163,10 @@ class _OfLiveQuantizers:
     def _asked_value(self: Any) -> Any:
         return self.value
 
-    def copy(self: Any) -> Float8Quantizer:
+    def copy(self: Any) -> Any:
         """Return another quantizer with the same tensors."""
-        new = Float8Quantizer(self.scale, self.amax, self.fp8_dtype)
-        new.set_usage(**self.get_usages())  # type: ignore[attr-defined]  # added below
+        new: Any = Float8Quantizer(self.scale, self.amax, self.fp8_dtype)
+        new.set_usage(**self.get_usages())
         return new
 
     def calibrate(self: Any, tensor: Tensor) -> None:
@@ -198,7 +198,7 @@ class _OfMXFP8:
 class _OfTensors:
     """Methods of quantized tensors and storages."""
 
-    def update_usage(self: Any, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Self:
+    def update_usage(self: Any, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Any:
         """Drop or create the copies for the two GEMM usages, in place; None leaves a usage as it is.
 
         This tensor gets another quantizer value; the one it was made with does not change, because others may share it.

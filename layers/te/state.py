@@ -19,13 +19,12 @@ from torch import Tensor
 
 from te_models.suggestions import shown
 
-from ..quantizer import Quantizer
 from ..quantizer.delayed import ROLES, Float8Quantizer
 from ..quantizer.state import QuantizerState, with_gradient_state, with_state
 from ..recipe.base import Format, GemmQuantizers, QuantizerRole, Recipe
 from ..recipe.context import state
 from ..recipe.recipe_use import RecipeUse
-from ..recipe.recipes import DelayedScaling
+from ..recipe.recipes import CustomRecipe, DelayedScaling, NVFP4BlockScaling
 from ..tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -86,14 +85,14 @@ class RecipeState:
         roles: Sequence[QuantizerRole | None] | None = None,
     ) -> RecipeState:
         """Return the state of a recipe: a `DelayedScalingRecipeState` with new tensors, or a state without tensors."""
-        cls = DelayedScalingRecipeState if recipe.delayed() else RecipeState
+        cls = DelayedScalingRecipeState if isinstance(recipe, DelayedScaling) else RecipeState
         return cls(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
 
     @property
     def dtype(self) -> torch.dtype | None:
         """The FP8 dtype of this direction; None where the recipe has none."""
         fp8_format = getattr(self.recipe, "fp8_format", None)
-        if not isinstance(fp8_format, Format) or self.recipe.nvfp4():
+        if not isinstance(fp8_format, Format) or isinstance(self.recipe, NVFP4BlockScaling):
             return None
         return fp8_format.dtype("input" if self.mode == "forward" else "grad_output")
 
@@ -111,8 +110,8 @@ class RecipeState:
     def make_quantizers(self) -> list[Any]:
         """Return one quantizer per slot, by its role, or by its place where it has none; of a CustomRecipe what its
         qfactory returns for the very role."""
-        if self.recipe.custom():
-            return [self.recipe.quantizer_for(self._quantizer_role(slot)) for slot in range(self.num_quantizers)]  # type: ignore[attr-defined]
+        if isinstance(self.recipe, CustomRecipe):
+            return [self.recipe.quantizer_for(self._quantizer_role(slot)) for slot in range(self.num_quantizers)]
         chosen: GemmQuantizers = self.recipe.quantizers("Linear", "")
         return [getattr(chosen, self._role_of(slot)).copy() for slot in range(self.num_quantizers)]
 
@@ -240,7 +239,7 @@ def fp8_meta(module: QuantizedModule) -> dict[str, Any]:
         meta |= {"fp8_max_fwd": fp8_format.value.max_fwd, "fp8_max_bwd": fp8_format.value.max_bwd}
     for key, mode in KEYS.items():
         slots = gemms * len(SLOTS[mode])
-        if recipe.delayed():
+        if isinstance(recipe, DelayedScaling):
             meta[key] = DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=slots, layer=module)
         else:
             meta[key] = RecipeState(recipe, mode=mode, num_quantizers=slots)
@@ -262,7 +261,7 @@ def te_quantizers(module: QuantizedModule) -> dict[str, list[Any]]:
 
 
 def _live(module: QuantizedModule, chosen: GemmQuantizers, role: str, gemm: int) -> Any:
-    quantizer: Quantizer = getattr(chosen, role)
+    quantizer: Any = getattr(chosen, role)
     if not quantizer.NEEDS_STATE:
         return quantizer.copy()
     if role == "grad_output":

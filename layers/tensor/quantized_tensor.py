@@ -26,7 +26,7 @@ from ..quantizer.delayed import Float8Quantizer
 from ..quantizer.schema import empty_fields, high_precision_fields
 from ..quantizer.state import value_of
 from .fsdp import GathersQuantized, shared_amaxes
-from .storage import STORAGE_CLASSES, QuantizedFields, QuantizedStorage
+from .storage import QuantizedFields, QuantizedStorage, storage_of
 
 T = TypeVar("T", bound="QuantizedTensor")
 Meta = tuple[Quantizer, torch.dtype, torch.Size | None, bool]
@@ -205,9 +205,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
     def to_storage(self) -> QuantizedStorage:
         """Return the bare fields, shared. ValueError for a view of another shape."""
         self.require_matrix("be turned into a storage")
-        return STORAGE_CLASSES.get(self.quantizer.FORMAT, QuantizedStorage)(
-            self.fields, self.quantizer, self.shape, self.dtype
-        )
+        return storage_of(self.fields, self.quantizer, self.shape, self.dtype)
 
     def share_memory_(self) -> Self:
         """Move the fields to shared memory, in place, for other processes; returns self."""

@@ -76,7 +76,7 @@ class QuantizedStorage(QuantizedFields):
         """Return x: [..., rows, columns] quantized, in the class of the quantizer's format. key: for stochastic
         rounding."""
         fields = quantizer.quantize_fields(x.detach(), key)
-        return STORAGE_CLASSES.get(quantizer.FORMAT, QuantizedStorage)(fields, value_of(quantizer), x.shape, x.dtype)
+        return storage_of(fields, value_of(quantizer), x.shape, x.dtype)
 
     @classmethod
     def empty(
@@ -84,7 +84,7 @@ class QuantizedStorage(QuantizedFields):
     ) -> QuantizedStorage:
         """Return uninitialised fields for a matrix of this logical shape and dtype."""
         fields = empty_fields(quantizer, torch.Size(shape), device, dtype)
-        return STORAGE_CLASSES.get(quantizer.FORMAT, QuantizedStorage)(fields, quantizer, shape, dtype)
+        return storage_of(fields, quantizer, shape, dtype)
 
     @property
     def device(self) -> torch.device:
@@ -104,7 +104,7 @@ class QuantizedStorage(QuantizedFields):
         """Undo `flatten`, in the class of the quantizer's format."""
         quantizer, shape, dtype = meta
         fields = dict(zip(quantizer.field_names(), tensors, strict=True))
-        return STORAGE_CLASSES.get(quantizer.FORMAT, QuantizedStorage)(fields, quantizer, shape, dtype)
+        return storage_of(fields, quantizer, shape, dtype)
 
     def __repr__(self) -> str:
         return (
@@ -156,3 +156,8 @@ STORAGE_CLASSES: dict[str, type[QuantizedStorage]] = {
     "hybrid": HybridTensorStorage,
 }
 """Format -> the class of bare fields; of a format without one `QuantizedStorage`."""
+
+
+def storage_of(fields: Fields, quantizer: Quantizer, shape: Any, dtype: torch.dtype) -> QuantizedStorage:
+    """Return fields as the storage of their quantizer's format. shape, dtype: the logical ones."""
+    return STORAGE_CLASSES.get(quantizer.FORMAT, QuantizedStorage)(fields, quantizer, shape, dtype)

@@ -22,7 +22,6 @@ from ..nvfp4 import op as nvfp4_op
 from . import rounding as library
 from .rounding import ROUND_CURRENT, ROUND_FP8, ROUND_NVFP4, ROUND_SCALED, ROW_AMAX, TRANSFORM
 
-__all__ = ["raised_amax", "random_hadamard", "round_blockwise", "round_current", "round_nvfp4", "round_per_tensor"]
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MATRICES = takes("x: any [..., R, C]; fp8_dtype: value; fp8_dtype in FP8", FP8=_FP8)
 _BY_ROW = takes(

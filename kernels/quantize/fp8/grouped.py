@@ -67,11 +67,7 @@ def grouped_amax(x: Tensor, m_splits: Tensor) -> Tensor:
 def quantize_grouped_per_tensor(
     x: Tensor, m_splits: Tensor, scale: Tensor, fp8_dtype: torch.dtype, *, align: int = 16, columnwise: bool = True
 ) -> list[Tensor]:
-    """Quantize each group of rows of x [T, C] with its own scale [G].
-
-    Returns the rowwise copy [T, C], zero past the last group, and if asked for the columnwise one, in padded rows
-    [P, C].
-    """
+    """As the public function: the rowwise copy [T, C], and if asked for the columnwise one [P, C]."""
     if x.numel() == 0:
         padded = padded_length(x.shape[0], scale.shape[0], align)
         empty = [x.to(fp8_dtype), x.new_empty((padded, x.shape[1]), dtype=fp8_dtype)]
@@ -96,11 +92,7 @@ def quantize_grouped_blockwise(
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> list[Tensor]:
-    """Quantize each group of rows of x [T, C] by `block` (rowwise) and by the transposed block (columnwise).
-
-    Returns data and scales of each copy asked for, in this order. A copy whose blocks span several rows is in padded
-    rows, [P, C], aligned to the block; its scales are [P / rows of the block, ...].
-    """
+    """As the public function: data and scales of each copy asked for; scales [P / rows of the block, ...]."""
     copies = [block] if rowwise else []
     copies += [(block[1], block[0])] if columnwise else []
     found: list[Tensor] = []

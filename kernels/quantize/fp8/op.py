@@ -15,18 +15,6 @@ from ..output import copy_by_blocks, transposed_copy
 from . import blocks, grouped, reference
 from .grouped import padded_length
 
-__all__ = [
-    "amax",
-    "dequantize_blockwise",
-    "dequantize_per_tensor",
-    "grouped_amax",
-    "quantize_blockwise",
-    "quantize_blockwise_both",
-    "quantize_grouped_blockwise",
-    "quantize_grouped_per_tensor",
-    "quantize_per_tensor",
-]
-
 
 def _check(block: tuple[int, int]) -> None:
     if any(size not in (1, 2, 4, 8, 16, 32, 64, 128) for size in block):

@@ -102,11 +102,7 @@ def block_scales(
 def quantize_blockwise(
     x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str, *, epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Quantize blocks of x: [..., R, C].
-
-    Returns data (fp8_dtype, x's shape) and the scales to multiply with when dequantizing: float32, or uint8 bytes for
-    "e8m0". Infinities saturate; a NaN stays in its element ("e8m0": makes its block NaN).
-    """
+    """As the public function: data and scales of x [..., R, C]."""
     if guard_or_false(x.numel() == 0):
         shape = (*x.shape[:-2], *grid(x.shape[-2], x.shape[-1], block))
         return x.to(fp8_dtype), x.new_empty(shape, dtype=torch.uint8 if scale_kind == "e8m0" else torch.float32)
@@ -117,10 +113,7 @@ def quantize_blockwise(
 def quantize_blockwise_both(
     x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype, scale_kind: str, *, epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantize x: [..., R, C] by `block` and by the transposed block: (row_data, row_scale, col_data, col_scale).
-
-    All four are in x's orientation, each pair as `quantize_blockwise` returns it.
-    """
+    """As the public function: (row_data, row_scale, col_data, col_scale)."""
     row = quantize_blockwise(x, block, fp8_dtype, scale_kind, epsilon=epsilon)
     column = quantize_blockwise(x, (block[1], block[0]), fp8_dtype, scale_kind, epsilon=epsilon)
     return (*row, *column)

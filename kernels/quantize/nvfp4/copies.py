@@ -76,12 +76,7 @@ def quantize_grouped_nvfp4(
     columnwise: bool = True,
     quantize: Callable[..., tuple[Tensor, Tensor, Tensor]] = quantize_nvfp4,
 ) -> list[Tensor]:
-    """Quantize each group of rows of x [T, C] with the group's amax: (packed, scales, amax) of each copy asked for.
-
-    Rowwise: [T, ceil(C / 2)], [T, ceil(C / 16)], [G]; rows past the last group count as a group of amax 0. Columnwise,
-    in rows padded to multiples of 16 (see `grouped`): [C, P / 2], [C, P / 16], [G]. quantize: `quantize_nvfp4`, or
-    without a key `quantize_four_over_six`.
-    """
+    """As the public function. quantize: `quantize_nvfp4`, or without a key `quantize_four_over_six`."""
     splits = m_splits.to(torch.int64)
     rows, groups = x.shape[0], splits.shape[0]
     drawn = [{} if key is None else {"key": key, "stream": stream} for stream in streams]

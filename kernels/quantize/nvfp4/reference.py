@@ -114,12 +114,7 @@ def block_shape(block_rows: int) -> tuple[int, int]:
 def quantize_nvfp4(
     x: Tensor, *, block_rows: int = 1, amax: Tensor | None = None, key: Tensor | None = None, stream: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize blocks of 1x16 or 16x16 (block_rows) along the last dimension: return (packed, scales, amax).
-
-    amax: the amax of each matrix if known, [...]; or of each block, broadcastable to [..., R / block_rows, C / 16], for
-    matrices that lie side by side. key, stream: round stochastically with `random_bits(key, stream, x.shape)`; None
-    rounds to nearest even. A 16x16 block's scale is written for each of its rows.
-    """
+    """As the public function: (packed, scales, amax) of x [..., R, C]."""
     block = block_shape(block_rows)
     rows, columns = x.shape[-2:]
     amax = blocks.amax(x) if amax is None else amax

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Callable
+from typing import TypeVar
 
 from ...module import norm
 from ..arguments import takes_also, takes_at_default
 from ..stands_for import StandsFor
+
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def _taking(constructor: F) -> F:
+    return takes_also(hidden_size="normalized_shape")(takes_at_default(sequence_parallel=None)(constructor))
 
 
 class RMSNorm(norm.RMSNorm, metaclass=StandsFor):
@@ -20,28 +25,7 @@ class RMSNorm(norm.RMSNorm, metaclass=StandsFor):
 
     CORE = norm.RMSNorm
 
-    @takes_also(hidden_size="normalized_shape")
-    @takes_at_default(sequence_parallel=None)
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        *,
-        zero_centered_gamma: bool = False,
-        cast_order: str = "weight_last",
-        has_weight: bool = True,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(
-            normalized_shape,
-            eps,
-            zero_centered_gamma=zero_centered_gamma,
-            cast_order=cast_order,
-            has_weight=has_weight,
-            params_dtype=params_dtype,
-            device=device,
-        )
+    __init__ = _taking(norm.RMSNorm.__init__)
 
 
 class LayerNorm(norm.LayerNorm, metaclass=StandsFor):
@@ -49,30 +33,7 @@ class LayerNorm(norm.LayerNorm, metaclass=StandsFor):
 
     CORE = norm.LayerNorm
 
-    @takes_also(hidden_size="normalized_shape")
-    @takes_at_default(sequence_parallel=None)
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        *,
-        zero_centered_gamma: bool = False,
-        cast_order: str = "weight_first",
-        has_weight: bool = True,
-        bias: bool = True,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(
-            normalized_shape,
-            eps,
-            zero_centered_gamma=zero_centered_gamma,
-            cast_order=cast_order,
-            has_weight=has_weight,
-            bias=bias,
-            params_dtype=params_dtype,
-            device=device,
-        )
+    __init__ = _taking(norm.LayerNorm.__init__)
 
 
 NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...quantizer.state import AnyQuantizer
 from ...tensor.formats import TENSOR_CLASSES
 from ...tensor.quantized_tensor import QuantizedTensor
-from ...tensor.storage import STORAGE_CLASSES, QuantizedStorage
+from ...tensor.storage import QuantizedStorage, storage_of
 
 
 class QuantizedRows(NamedTuple):
@@ -45,7 +45,7 @@ def as_input(x: Tensor) -> Input:
     x.require_matrix("be the input of an operation")
     if type(x) is not TENSOR_CLASSES.get(x.quantizer.FORMAT, QuantizedTensor):
         return x.dequantize()
-    storage = STORAGE_CLASSES.get(x.quantizer.FORMAT, QuantizedStorage)(x.fields, x.quantizer, x.shape, x.dtype)
+    storage = storage_of(x.fields, x.quantizer, x.shape, x.dtype)
     return QuantizedRows(storage, x.shape)
 
 

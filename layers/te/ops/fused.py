@@ -8,16 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .basic import (
-    ActivationOperation,
-    AddExtraInput,
-    BasicLinear,
-    Bias,
-    ConstantScale,
-    GroupedLinear,
-    MakeExtraOutput,
-    ScaledActivation,
-)
+from .basic.activation import ActivationOperation, ScaledActivation
+from .basic.elementwise import AddExtraInput, Bias, ConstantScale, MakeExtraOutput
+from .basic.grouped_linear import GroupedLinear
+from .basic.linear import BasicLinear
 from .call import Computed, Gradients, Input, OperationCall, OperationContext
 from .operation import BasicOperation, FusedOperation
 
@@ -144,12 +138,3 @@ FUSIONS: list[type[FusedOperation]] = [
     BackwardLinearAdd,
 ]
 """What the fuser looks for; of two that fit at a place it takes the longer one, then the earlier."""
-
-__all__ = [
-    "FUSIONS",
-    "BackwardLinearAdd",
-    "ForwardGroupedMLP",
-    "ForwardLinearBiasActivation",
-    "ForwardLinearBiasAdd",
-    "ForwardLinearScaleAdd",
-]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_models.kernels.quantize import cpu_moments, hash_key
+from te_models.kernels.quantize import hash_key
+from te_models.kernels.quantize.cpu import moments as cpu_moments
 
 E4M3 = torch.float8_e4m3fn
 N = 256

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from te_models.kernels.backend import Backend, using_backend
-from te_models.kernels.quantize import cpu
+from te_models.kernels.quantize.cpu import fields as cpu_fields
 from te_models.kernels.quantize.fp8.blocks import per_element
 from te_models.layers import GroupedLinear, Linear, NVFP4BlockScaling, Recipe, autocast, recipe
 from te_models.layers.quantizer import (
@@ -152,7 +152,7 @@ def test_a_nan_is_left_to_the_definitions() -> None:
 def test_decoding(dtype: torch.dtype) -> None:
     data = torch.arange(256, dtype=torch.uint8).repeat(3, 1)[:, :200].contiguous().view(E4M3)
     scales = torch.rand(3, 2) + 0.1
-    found = cpu.decode_e4m3(data, scales, 128, dtype)
+    found = cpu_fields.decode_e4m3(data, scales, 128, dtype)
     wanted = (data.float() * per_element(scales, (1, 128), 3, 200)).to(dtype)
     nan = wanted.isnan()
     assert torch.equal(found.isnan(), nan)
@@ -160,7 +160,7 @@ def test_decoding(dtype: torch.dtype) -> None:
 
 
 def test_the_library_reads_matrices_as_they_lie() -> None:
-    assert cpu.chosen(torch.randn(8, 32)) is Backend.DEFINITION
+    assert cpu_fields.chosen(torch.randn(8, 32)) is Backend.DEFINITION
     with at_work():
-        assert cpu.chosen(torch.randn(8, 32)) is Backend.COMPILED
-        assert cpu.chosen(torch.randn(8, 32).mT) is Backend.DEFINITION, "not as it lies"
+        assert cpu_fields.chosen(torch.randn(8, 32)) is Backend.COMPILED
+        assert cpu_fields.chosen(torch.randn(8, 32).mT) is Backend.DEFINITION, "not as it lies"

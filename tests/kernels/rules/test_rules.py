@@ -14,7 +14,7 @@ from torch import Tensor
 
 from te_models.kernels.gated_delta import gated_delta_rule, l2_normed, reference
 from te_models.kernels.gated_delta import reference as delta
-from te_models.kernels.linear_attention import lightning_attention, linear_attention
+from te_models.kernels.linear_attention import linear_attention
 from te_models.kernels.linear_attention import reference as linear
 from te_models.kernels.recurrent import library, step
 from te_models.kernels.short_convolution import reference as convolution
@@ -59,12 +59,6 @@ def _linear(batch: int, tokens: int) -> Tensors:
     return {"q": q, "k": k, "v": _randn(batch, tokens, 4, V), "g": _decay(batch, tokens, 4)}
 
 
-def _lightning(batch: int, tokens: int) -> Tensors:
-    tensors = _linear(batch, tokens)
-    del tensors["g"]
-    return tensors | {"slopes": torch.tensor([0.01, 0.1, 1.0, 3.0], dtype=torch.float64)}
-
-
 def _scan(batch: int, tokens: int) -> Tensors:
     steps = F.softplus(_randn(batch, tokens, 4))
     b, c = (_randn(batch, tokens, 2, K) for _ in "BC")
@@ -79,11 +73,6 @@ def _selective(batch: int, tokens: int) -> Tensors:
 
 def _convolution(batch: int, tokens: int) -> Tensors:
     return {"x": _randn(batch, tokens, V), "weight": _randn(V, WIDTH), "bias": _randn(V)}
-
-
-def _define_lightning(tensors: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    q, k, v, slopes = tensors.values()
-    return linear.linear_attention(q, k, v, -slopes.expand(v.shape[:3]), 1.0, state)
 
 
 def _called(function: Callable[..., Any], **given: Any) -> Callable[..., Any]:
@@ -106,7 +95,6 @@ RULES: dict[str, Rule] = {
     "linear_attention": Rule(
         _linear, _called(linear_attention), _defined(linear.linear_attention, 1.0), ("q", "k", "v", "g"), (4, K, V)
     ),
-    "lightning": Rule(_lightning, _called(lightning_attention), _define_lightning, ("q", "k", "v"), (4, K, V)),
     "state_space": Rule(
         _scan, _called(state_space_scan), _defined(spaces.state_space_scan), ("x", "dt", "B", "C"), (4, V, K)
     ),

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from te_models.kernels.quantize import cpu_moments, hash_key, hashed_bits
+from te_models.kernels.quantize import hash_key, hashed_bits
+from te_models.kernels.quantize.cpu import moments as cpu_moments
 from te_models.layers import FusedAdamW
 from te_models.layers.optimizers import adamw_update, moments
 

@@ -31,7 +31,7 @@ from ....quantizer import Quantizer
 from ....quantizer.delayed import update_amax_
 from ....quantizer.state import AnyQuantizer, QuantizerState, value_of, with_gradient_state, with_state
 from ....recipe.base import HIGH_PRECISION
-from ....tensor.storage import STORAGE_CLASSES, QuantizedStorage
+from ....tensor.storage import QuantizedStorage, storage_of
 from ...arguments import OF_OPERATIONS, THEIR_NAMES, takes_also, takes_at_default
 from ...state import TEState
 from ..call import Computed, Gradients, Input, OperationArguments, OperationCall, OperationContext, QuantizedRows
@@ -251,9 +251,7 @@ class Quantize(TEState, QuantizedModule, BasicOperation):
         quantizer = with_state(wanted, state.scale, state.amax, "input", 0)
         value = value_of(quantizer)
         rows = x.reshape(-1, x.shape[-1])
-        storage = STORAGE_CLASSES.get(value.FORMAT, QuantizedStorage)(
-            quantizer.quantize_fields(rows), value, rows.shape, x.dtype
-        )
+        storage = storage_of(quantizer.quantize_fields(rows), value, rows.shape, x.dtype)
         return Computed(QuantizedRows(storage, x.shape))
 
     def op_forward_save_ctx(self, ctx: OperationContext, x: Input, computed: Computed, call: OperationCall) -> None:

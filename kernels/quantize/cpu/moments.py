@@ -16,8 +16,8 @@ from ...backend import Backend, Compiled, choose, has_library
 from ...compiling import compiling
 from ...custom_op import Takes, apart, takes
 from ...threads import threads_for
-from ..cpu import rounding as shared
 from ..hashed import hash_words
+from . import rounding as shared
 
 BLOCK = 128
 _P, _N, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
