@@ -3,7 +3,7 @@
 from .base.common import Dropouts, layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, Fixed, OneOf, Only, fixed
-from .base.names import Names, without_prefix
+from .base.names import Names, form_within
 from .base.nested import TimesHidden
 
 _FORM = Names(
@@ -40,5 +40,5 @@ BLOOM = Family(
         *fixed({"attention.add_qkv_bias": True, "attention.add_output_bias": True}),
     ),
     names=_FORM,
-    other_names=(without_prefix(_FORM, "transformer."),),
+    other_names=(form_within(_FORM, "transformer."),),
 )

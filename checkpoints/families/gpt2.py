@@ -7,7 +7,7 @@ from te_models.config import ModelConfig
 from .base.common import ACTIVATIONS, Dropouts, layer_norm_entries
 from .base.family import Family
 from .base.fields import REQUIRED, Choice, Field, HFConfig, OneOf, OwnEntry, Values, fixed, read_typed
-from .base.names import Names, without_prefix
+from .base.names import Names, form_within
 from .base.unused import Unused
 
 
@@ -76,6 +76,6 @@ GPT2 = Family(
         *fixed({"attention.add_output_bias": True, "embedding.position_embedding_type": "learned_absolute"}),
     ),
     names=_FORM,
-    other_names=(without_prefix(_FORM, "transformer."),),
+    other_names=(form_within(_FORM, "transformer."),),
     unused=Unused(("*.attn.bias", "*.attn.masked_bias")),
 )

@@ -9,7 +9,7 @@ from ..io.errors import CheckpointError
 from .base.common import Dropouts, decoder_fields, layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, HFConfig, Only, OwnEntry, Spread, Values, fixed, read_typed
-from .base.names import Names, without_prefix
+from .base.names import Names, form_within
 from .gpt_neox import SameHeadDim
 
 
@@ -69,5 +69,5 @@ OPT = Family(
         Dropouts("dropout", None, 0.1),
     ),
     names=_FORM,
-    other_names=(without_prefix(_FORM, "model."),),
+    other_names=(form_within(_FORM, "model."),),
 )

@@ -55,7 +55,7 @@ def with_bias_dtype(plan: ConversionPlan, ckpt: Checkpoint) -> ConversionPlan:
     for number, output in enumerate(outputs):
         source = output.pieces[0].source if len(output.pieces) == 1 else ""
         if source.endswith(EXPERT_BIAS) and output.dtype == "F32":
-            values = ckpt.store.view(source)
+            values = ckpt.files.view(source)
             if torch.equal(values.to(torch_dtype(own)).to(values.dtype), values):
                 outputs[number] = replace(output, dtype=own)
             else:

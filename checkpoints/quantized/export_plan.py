@@ -6,7 +6,7 @@ differently (packed, in another dtype, its inverse) the part is encoded on the w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,8 +141,7 @@ def plan_quantized_export(
     left_out = moved.plan.ignored
     calibrated = False
     stale = () if details is None else details.get("stale", ())
-    if stale:
-        declaration = None  # which promises scales of activations
+    declaration = None if stale else declaration  # which promises scales of activations
     if details is not None:
         names = {output.name for output in (*outputs, *moved.plan.outputs)}
         of_activations, unsaid = scale_outputs(ckpt, activation_scales(details), formats, high_precision, names)
@@ -155,7 +154,7 @@ def plan_quantized_export(
     rest = [o for o in moved.plan.outputs if o.name not in moved.found.fields and o.name not in formats]
     high_precision_outputs = [output for output in rest if output.name not in moved.plan.passthrough]
     outputs += [output for output in rest if output.name in moved.plan.passthrough]
-    _report_values(report, ckpt, moved, target, formats_of, high_precision_outputs)
+    _report_moved(report, ckpt, moved, target, formats_of, high_precision_outputs)
     plan = replace(moved.plan, outputs=(*high_precision_outputs, *outputs), ignored=left_out, report=report)
     if stale:
         plan = replace(plan, notes=(*plan.notes, _left_out_scales(stale)))
@@ -175,21 +174,21 @@ def plan_quantized_export(
     return QuantizedExport(plan, ConversionPlan(tuple(high_precision_outputs)), moved.store, declared, config, separate)
 
 
-def _report_values(
+def _report_moved(
     report: ConversionReport,
     ckpt: Checkpoint,
     moved: _Moved,
     target: FileTarget,
-    formats_of: Mapping[str, WeightFormat],
-    outputs: Sequence[OutputTensor],
+    formats: Mapping[str, WeightFormat],
+    high_precision: Iterable[OutputTensor],
 ) -> None:
-    """Report what quantized weights become, and the dtypes of `outputs` in high precision."""
+    """Report what is taken over: quantized parameters, and the outputs in high precision."""
     for name in moved.found.formats:
         meta, encoded, error = ckpt.formats[name], name in target.reencoded, target.number_error(name)
         what = str(meta["format"]) + (" rowwise copy" if len(meta["usage"]) > 1 else "")
-        report.add_exact(name, what, formats_of[name].name, encoded=encoded, error=error)
+        report.add_exact(name, what, formats[name].name, encoded=encoded, error=error)
     owners = moved.found.owners
-    for output in outputs:
+    for output in high_precision:
         name = owners.get(output.name, output.name)  # a copy of the embedding has none
         report.add_values(name, (ckpt.tensors[piece.source].dtype for piece in output.pieces), output.dtype)
 

@@ -36,11 +36,7 @@ COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
             "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 6},
             "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"],
             "swiglu_limit": 1.5,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-            },
+            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
         },
     ),
     "deepseek_v4-published-rates": (

@@ -182,10 +182,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm3-biases": ("internlm3", {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
     "iquestcoder": ("iquestcoder", {"head_dim": 16}),
     "iquestcoder-biases": ("iquestcoder", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
-    "cwm": (
-        "cwm",
-        {"head_dim": 16, "num_hidden_layers": 5, "sliding_window": 5, "rope_parameters": LLAMA3},
-    ),
+    "cwm": ("cwm", {"head_dim": 16, "num_hidden_layers": 5, "sliding_window": 5, "rope_parameters": LLAMA3}),
     "cwm-types": ("cwm", {"head_dim": 8, "sliding_window": 7, "layer_types": ALTERNATING, "mlp_bias": True}),
     "ministral": ("ministral", {"head_dim": 16, "layer_types": ALTERNATING, "sliding_window": 5}),
     "ministral-all": ("ministral", {"head_dim": 8, "sliding_window": 6}),
@@ -231,15 +228,9 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "hyperclovax-no-post-norms": (
-        "hyperclovax",
-        {"use_post_norm": False, "attention_bias": True, "mlp_bias": True},
-    ),
+    "hyperclovax-no-post-norms": ("hyperclovax", {"use_post_norm": False, "attention_bias": True, "mlp_bias": True}),
     "youtu": ("youtu", {**LATENT, "rope_parameters": YARN_SCORES, "attention_bias": True}),
-    "youtu-halves": (
-        "youtu",
-        {**LATENT, "q_lora_rank": None, "rope_interleave": False, "tie_word_embeddings": False},
-    ),
+    "youtu-halves": ("youtu", {**LATENT, "q_lora_rank": None, "rope_interleave": False, "tie_word_embeddings": False}),
 }
 ROUTED = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 SIGMOID = {
@@ -411,10 +402,7 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v2",
         {**GREEDY, **LATENT, "first_k_dense_replace": 1, "attention_bias": True, "mlp_bias": True},
     ),
-    "deepseek_v2-biases-plain-q": (
-        "deepseek_v2",
-        {**GREEDY, **LATENT, "q_lora_rank": None, "attention_bias": True},
-    ),
+    "deepseek_v2-biases-plain-q": ("deepseek_v2", {**GREEDY, **LATENT, "q_lora_rank": None, "attention_bias": True}),
     "deepseek_v3": (
         "deepseek_v3",
         {**SIGMOID, **LATENT, "first_k_dense_replace": 1, "rope_parameters": YARN_SCORES, "attention_bias": True},

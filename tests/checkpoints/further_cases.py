@@ -98,10 +98,7 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
         "codegen",
         {"num_attention_heads": 8, "rotary_dim": 2, "n_inner": 48, "tie_word_embeddings": True},
     ),
-    "gpt_bigcode": (
-        "gpt_bigcode",
-        {"n_inner": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    ),
+    "gpt_bigcode": ("gpt_bigcode", {"n_inner": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "gpt_bigcode-flags": (
         "gpt_bigcode",
         {
@@ -168,10 +165,7 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon",
         {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "bias": True},
     ),
-    "falcon-in-turn": (
-        "falcon",
-        {"multi_query": False, "parallel_attn": False, "bias": True, "activation": "relu"},
-    ),
+    "falcon-in-turn": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True, "activation": "relu"}),
     "dbrx": (
         "dbrx",
         {

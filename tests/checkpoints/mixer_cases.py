@@ -113,13 +113,7 @@ MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "flint": (
         "flint",
-        {
-            **_SHARED,
-            "num_hidden_layers": 5,
-            "head_dim": 16,
-            "sliding_window": 5,
-            "shared_expert_intermediate_size": 40,
-        },
+        {**_SHARED, "num_hidden_layers": 5, "head_dim": 16, "sliding_window": 5, "shared_expert_intermediate_size": 40},
     ),
     "flint-biases": (
         "flint",
@@ -214,10 +208,7 @@ MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 8,
         },
     ),
-    "deepseek_v32": (
-        "deepseek_v32",
-        {**_SPARSE, "first_k_dense_replace": 1, "rope_parameters": _YARN},
-    ),
+    "deepseek_v32": ("deepseek_v32", {**_SPARSE, "first_k_dense_replace": 1, "rope_parameters": _YARN}),
     "deepseek_v32-biases": (
         "deepseek_v32",
         {**_SPARSE, "mlp_layer_types": ["sparse", "dense"], "attention_bias": True},

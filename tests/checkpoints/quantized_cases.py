@@ -20,16 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.checkpoints.hf_cases import stored, transformers
-from tests.checkpoints.integer_cases import (
-    AWQ_CONFIG,
-    GPTQ_CONFIG,
-    awq,
-    by_name,
-    gptq,
-    group_of,
-    mixed,
-    packed,
-)
+from tests.checkpoints.integer_cases import AWQ_CONFIG, GPTQ_CONFIG, awq, by_name, gptq, group_of, mixed, packed
 
 Tensors = dict[str, torch.Tensor]
 

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-_DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-}
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_GRANITE = {
-    "mamba_n_heads": 4,
-    "mamba_d_state": 6,
-    "mamba_expand": 2,
-}
+_GRANITE = {"mamba_n_heads": 4, "mamba_d_state": 6, "mamba_expand": 2}
 _NEMOTRON = {
     "mamba_num_heads": 4,
     "mamba_head_dim": 12,
@@ -274,13 +265,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "jamba": (
         "jamba",
-        {
-            "num_hidden_layers": 5,
-            "attn_layer_period": 3,
-            "attn_layer_offset": 1,
-            "num_experts": 4,
-            "mamba_d_state": 6,
-        },
+        {"num_hidden_layers": 5, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 6},
     ),
     "jamba-flags": (
         "jamba",

@@ -76,25 +76,16 @@ def test_only_the_verb_that_is_asked_has_its_options() -> None:
         (["import", "HF", "--step", "1"], "--step is of training systems' checkpoints"),
         (["import", "HF", "--step", "1", "--storage", "mxfp8"], "--step is of training systems' checkpoints"),
         (["import", "HF", "--qkv-not-interleaved"], "--qkv-not-interleaved is of training systems' checkpoints"),
-        (
-            ["import", "FILE", "--qkv-not-interleaved"],
-            "--qkv-not-interleaved does nothing here; allowed: ",
-        ),
+        (["import", "FILE", "--qkv-not-interleaved"], "--qkv-not-interleaved does nothing here; allowed: "),
         (["import", "DCP", "--config", "OURS", "--no-verify"], "--no-verify does nothing here; allowed: "),
-        (
-            ["import", "DCP", "--config", "OURS", "--step", "1"],
-            "--step does nothing here; allowed: ",
-        ),
+        (["import", "DCP", "--config", "OURS", "--step", "1"], "--step does nothing here; allowed: "),
         (["import", "DCP", "--config", "OURS", "--qkv-not-interleaved"], "qkv_weight_interleaved is of 'transformer_e"),
         (
             ["import", "DCP", "--config", "OURS", "--run", "x", "--dtype", "bf16"],
             "--dtype does nothing here; allowed: ",
         ),
         (["export", "OURS", "--tensor-model-parallel-size", "1"], "--tensor-model-parallel-size is of --to megatron"),
-        (
-            ["export", "OURS", "--make-vocab-size-divisible-by=128"],
-            "divisible-by is of --to megatron",
-        ),
+        (["export", "OURS", "--make-vocab-size-divisible-by=128"], "divisible-by is of --to megatron"),
         (
             ["export", "OURS", "--to", "torchtitan", "--max-shard-size", "5GiB"],
             "--max-shard-size does nothing here; allowed: ",
@@ -105,10 +96,7 @@ def test_only_the_verb_that_is_asked_has_its_options() -> None:
             "--max-shard-size does nothing here; allowed: ",
         ),
         (["export", "OURS", "--to", "gguf", "--no-verify"], "--no-verify does nothing here; allowed: "),
-        (
-            ["export", "RUN", "--to", "torchtitan", "--dtype", "bf16"],
-            "--dtype does nothing here; allowed: ",
-        ),
+        (["export", "RUN", "--to", "torchtitan", "--dtype", "bf16"], "--dtype does nothing here; allowed: "),
         (["export", "OURS", "--adapter", "x", "--to", "hf"], "--to is of models"),
         (
             ["export", "OURS", "--adapter", "x", "--max-shard-size", "2GiB"],

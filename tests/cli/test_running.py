@@ -187,18 +187,12 @@ def test_eval_scores_files_and_all_of_them(model: Path, tmp_path: Path, capsys: 
         (["generate", "--prompt", "x", "--stop", ""], "--stop is empty; allowed: text"),
         (["generate", "--prompt", "x", "--system", "s"], "--system needs --chat"),
         (["generate", "--prompt", "x", "--output", "o"], "--output needs --prompts"),
-        (
-            ["generate", "--prompts", "p", "--draft-model", "d", "--batch-size", "2"],
-            "allowed with --draft-model: 1",
-        ),
+        (["generate", "--prompts", "p", "--draft-model", "d", "--batch-size", "2"], "allowed with --draft-model: 1"),
         (
             ["generate", "--prompt", "x", "--draft-model", "d", "--draft-mtp"],
             "--draft-model and --draft-mtp are both given",
         ),
-        (
-            ["generate", "--prompt", "x", "--draft-model", "d", "--compile"],
-            "--compile and --draft-model are both",
-        ),
+        (["generate", "--prompt", "x", "--draft-model", "d", "--compile"], "--compile and --draft-model are both"),
         (["generate", "--prompts", "p.jsonl"], "p.jsonl, line 2 has no prompt; allowed: text, or in .jsonl an object"),
         (["generate", "--chat"], "the tokenizer 'bytes' has none"),
         (["eval"], "eval needs --text or --task"),

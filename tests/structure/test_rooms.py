@@ -42,7 +42,7 @@ BANNED = {
         *("LiveState", "RowGroups", "noted", "note_statistics", "given", "taken", "made", "handed_out"),
     },
     "te_models.checkpoints": {
-        *("carried", "fitting", "origin", "meter", "anew", "lying", "made", "taken", "given", "kept"),
+        *("carried", "fitting", "origin", "meter", "anew", "lying", "made", "taken", "given", "kept")
     },
 }
 """Package -> identifiers that say less than the field's own words (CONTRIBUTING.md)."""

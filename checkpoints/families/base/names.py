@@ -464,7 +464,7 @@ def _norm(config: ModelConfig, ours: str, theirs: str) -> Weights:
         yield f"{ours}bias", At(f"{theirs}.bias")
 
 
-def without_prefix(names: Names, prefix: str) -> Names:
+def form_within(names: Names, prefix: str) -> Names:
     """Return the form of files that hold the model within alone, so that their names do not begin with `prefix`."""
     own = ("embedding", "positions", "embedding_norm", "final_norm", "layer")
     return replace(names, form="without-prefix", **{name: getattr(names, name).removeprefix(prefix) for name in own})

@@ -267,10 +267,7 @@ def test_every_family_has_a_case() -> None:
 
 @pytest.mark.parametrize(
     ("family", "form", "names"),
-    [
-        ("gpt2", "without-prefix", {"transformer.": ""}),
-        ("gpt_neox", "lm_head", {"embed_out": "lm_head"}),
-    ],
+    [("gpt2", "without-prefix", {"transformer.": ""}), ("gpt_neox", "lm_head", {"embed_out": "lm_head"})],
 )
 def test_other_names_on_the_hub(tmp_path: Path, family: str, form: str, names: dict[str, str]) -> None:
     """Published files with other names, and with buffers that nobody needs."""

@@ -313,10 +313,7 @@ MODEL = ModelConfig(
         (
             MODEL.replace(
                 moe=MoEConfig(
-                    num_moe_experts=4,
-                    moe_router_topk=2,
-                    moe_ffn_hidden_size=48,
-                    router=RouterConfig(score="sigmoid"),
+                    num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=48, router=RouterConfig(score="sigmoid")
                 )
             ),
             "mixtral",

@@ -271,8 +271,5 @@ def test_a_model_type_that_is_not_supported_says_which_element_is_missing() -> N
 
 def test_inspect_names_the_mixers(tmp_path: Path) -> None:
     found = inspect(save(make("mimo_v2_flash"), tmp_path / "hf"))
-    assert found.mixers == {
-        "sliding attention with sinks and scaled values": 2,
-        "full attention with scaled values": 1,
-    }
+    assert found.mixers == {"sliding attention with sinks and scaled values": 2, "full attention with scaled values": 1}
     assert "mixers      2 x sliding attention with sinks and scaled values, 1 x full" in str(found)

@@ -32,11 +32,7 @@ SPLITS = [
 
 
 def option(tp: int, pp: int, ep: int) -> dict[str, int]:
-    return {
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
-        "expert_model_parallel_size": ep,
-    }
+    return {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
 
 
 def assert_back(model: GPTModel, folder: Path) -> None:

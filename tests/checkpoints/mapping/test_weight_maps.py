@@ -51,20 +51,14 @@ EXPRESSIONS: dict[str, tuple[tuple[int, ...], Layout]] = {
     "q, k, v": ((9, H), Concat((At("q"), 4), (At("k"), 2), (At("v"), 3))),
     "columns": ((I, 6), Concat((At("l"), 2), (At("r"), 4), dim=1)),
     "per expert": ((E, I, H), Stack(*(At(f"e{e}") for e in range(E)))),
-    "per expert, gate and up": (
-        (E, 2 * I, H),
-        Stack(*(Concat((At(f"g{e}"), I), (At(f"u{e}"), I)) for e in range(E))),
-    ),
+    "per expert, gate and up": ((E, 2 * I, H), Stack(*(Concat((At(f"g{e}"), I), (At(f"u{e}"), I)) for e in range(E)))),
     "transposed": ((I, H), Transpose(At("a"))),
     "transposed halves": ((2 * I, H), Transpose(Concat((At("l"), 3), (At("r"), 2)))),
     "transposed stack": ((E, I, H), Transpose(Stack(*(At(f"e{e}") for e in range(E))))),
     "interleaved bias": ((E, 2 * I), Deinterleaved("b", 2, 1)),
     "interleaved, transposed, fused": ((E, 2 * I, H), Transpose(Deinterleaved("w", 2, 2))),
     "interleaved rows": ((2 * I, H), Deinterleaved("w", 2, 0)),
-    "rows in turn": (
-        (2 * I, H),
-        Concat(*((Rows("w", begin, 2 * I), 2) for begin in (0, 4, 2, 6))),
-    ),
+    "rows in turn": ((2 * I, H), Concat(*((Rows("w", begin, 2 * I), 2) for begin in (0, 4, 2, 6)))),
     "one more dimension": ((E,), Unsqueezed("w")),
 }
 

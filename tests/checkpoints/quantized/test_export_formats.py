@@ -8,16 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_models.checkpoints import (
-    CheckpointError,
-    dequantize,
-    export_hf,
-    import_hf,
-    inspect,
-    quantize,
-    relayout,
-    verify,
-)
+from te_models.checkpoints import CheckpointError, dequantize, export_hf, import_hf, inspect, quantize, relayout, verify
 from te_models.checkpoints.formats import WRITABLE
 from te_models.checkpoints.io.boxes import Range
 from te_models.checkpoints.io.store import MemoryStore

@@ -134,9 +134,5 @@ def test_only_scales_that_are_no_powers_of_two_are_requantized_for_mxfp8(tmp_pat
     plan = import_hf(source, tmp_path / "ours", storage="mxfp8", allow_requantize=True)
     assert plan.report is not None
     (line,) = [x for x in plan.report.lines.values() if x.kind == "requantized"]
-    assert (line.tensors, line.count, line.target) == (
-        "mlp.experts.linear_fc1.weight",
-        1,
-        "mxfp8",
-    ) and line.max_error
+    assert (line.tensors, line.count, line.target) == ("mlp.experts.linear_fc1.weight", 1, "mxfp8") and line.max_error
     assert set(inspect(tmp_path / "ours").formats) == {"mxfp8"}

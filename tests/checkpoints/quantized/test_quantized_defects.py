@@ -133,11 +133,7 @@ DEFECTS: dict[str, tuple[str, Edit, str]] = {
         config(weight_block_size=None, scale_fmt="ue8m0"),
         "has scale_fmt = 'ue8m0'; supported: float",
     ),
-    "blocks of matrices": (
-        "fp8-per-tensor",
-        config(),
-        r"weight_scale_inv' has shape \[\] where \[2, 2\] is expected",
-    ),
+    "blocks of matrices": ("fp8-per-tensor", config(), r"weight_scale_inv' has shape \[\] where \[2, 2\] is expected"),
     "other numbers": ("fp8-dense", config(fmt="e5m2"), "fmt = 'e5m2'; supported: e4m3, float8_e4m3fn"),
     "other scales": ("fp8-dense", config(scale_fmt="ue4m3"), "scale_fmt = 'ue4m3'; supported: float, ue8m0"),
     "other algorithm": (

@@ -131,10 +131,7 @@ def test_a_mixture_of_dense_and_hashed_layers() -> None:
 def test_records_of_other_shapes_and_models_are_refused() -> None:
     model, ids = model_of(), token_ids(2, 9)
     record = RouterRecord(experts(model, ids))
-    with (
-        record.replaying(model),
-        pytest.raises(ValueError, match=r"choices of \[2, 9\] tokens; allowed in"),
-    ):
+    with record.replaying(model), pytest.raises(ValueError, match=r"choices of \[2, 9\] tokens; allowed in"):
         model(ids[:, :8])
     with pytest.raises(ValueError, match="2 layers of 2 experts per token; allowed for this model: 2 layers of 1"):
         record.replaying(model_of(moe_router_topk=1)).__enter__()

@@ -9,17 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from te_models import (
-    AttentionConfig,
-    Draft,
-    DraftModel,
-    GPTModel,
-    KVCache,
-    MTPDraft,
-    StaticKVCache,
-    generate,
-    stream,
-)
+from te_models import AttentionConfig, Draft, DraftModel, GPTModel, KVCache, MTPDraft, StaticKVCache, generate, stream
 from te_models.generation import Sampler, compiled
 from te_models.generation.speculative import _checked
 from te_models.model.cache.kv_cache import SLACK
