@@ -24,7 +24,7 @@ from ..foreign.ranks import ParallelSizes, RankFiles, RankPlace
 from ..foreign.state_dict import EXTRA_STATE, is_state_dict, open_state_dict
 from ..foreign.system import MOMENTS, System
 from ..foreign.transformer_engine import transformer_engine
-from ..foreign.views import RenamedStore, without_padding, common_prefix
+from ..foreign.views import RenamedStore, common_prefix, without_padding
 from ..formats import without_quantization
 from ..io.dtypes import as_torch_dtype
 from ..io.errors import CheckpointError

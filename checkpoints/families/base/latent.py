@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from te_models.config import AttentionConfig, ModelConfig
 
-from ...io.errors import CheckpointError
+from ...io.errors import CheckpointError, shown_untrusted
 from ...mapping.layout_ops import At, Concat, Layout
 from .fields import Entry, Field, HFConfig, OwnEntry, Values, read_typed
 from .indexer import indexer_weights
@@ -60,7 +60,10 @@ class QueryRank:
 
 @dataclass(frozen=True)
 class YarnScores:
-    """The rotary embedding. Under yarn `mscale_all_dim` also scales the softmax, by the square of what it gives."""
+    """The rotary embedding. Under yarn `mscale_all_dim` also scales the softmax, by the square of what it gives.
+
+    transformers does so under every extension that has the key, which no published file of another one has.
+    """
 
     nope: int
     rope_dim: int
@@ -69,6 +72,12 @@ class YarnScores:
 
     def read(self, hf: HFConfig) -> Values:
         result = self.rope.read(hf)
+        values = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+        if result["rope.scaling"] not in ("none", "yarn") and values.get("mscale_all_dim"):
+            raise CheckpointError(
+                f"config.json has mscale_all_dim = {shown_untrusted(values['mscale_all_dim'])} beside the rope type "
+                f"{shown_untrusted(values.get('rope_type', values.get('type')))}; supported: beside 'yarn', or 0"
+            )
         mscale, factor = result.get("rope.mscale_all_dim"), result.get("rope.factor")
         if result["rope.scaling"] == "yarn" and mscale and factor:
             sizes = zip(("qk_nope_head_dim", "qk_rope_head_dim"), (self.nope, self.rope_dim))

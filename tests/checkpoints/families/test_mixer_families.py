@@ -100,6 +100,11 @@ def test_forward_and_backward_pass_in_one_graph(fresh_compiler: None, family: st
             "the layer type 'full_attention'; supported: indexed",
         ),
         ("deepseek_v32", {"mlp_bias": True}, "mlp_bias = True; supported: False"),
+        (
+            "deepseek_v2",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.3}},
+            "mscale_all_dim = 1.3 beside the rope type 'linear'; supported: beside 'yarn', or 0",
+        ),
         ("deepseek_v32", {"scoring_func": "softmax"}, "scoring_func = 'softmax'; supported: 'sigmoid'"),
         ("falcon_h1", {"ssm_multipliers": [1.0]}, r"ssm_multipliers = \[1.0\]; allowed: 5 numbers, or null"),
         ("falcon_h1", {"key_multiplier": 0.0}, "key_multiplier = 0.0; allowed: a positive number"),
