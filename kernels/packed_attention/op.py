@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..backend import has_library
+from ..chunks import wide
 from ..custom_op import Output, like, operation, register_gradient
 from ..flash_attention import ATTENTION, BACKWARD, attention_backward, attention_forward, fits
 from ..gemm.cpu import in_float32
@@ -34,7 +35,7 @@ from .softcap import softcapped_bwd, softcapped_fwd
 
 
 def _results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Output, Output]:
-    return like(q, (*q.shape[:-1], v.shape[-1])), like(q, q.shape[:-1], torch.float32)
+    return like(q, (*q.shape[:-1], v.shape[-1])), like(q, q.shape[:-1], wide(q))
 
 
 @operation("packed_attention_fwd", _results)
@@ -50,14 +51,14 @@ def packed_attention_fwd(
     window: int = -1,
 ) -> tuple[Tensor, Tensor]:
     """Return attention [B, N, Q, Dv] and the log of the sum of exponentials of each query's scores, and of the sink,
-    float32 [B, N, Q].
+    [B, N, Q], float32 (float64 of float64).
 
     q: [B, N, Q, D]; k: [B, G, S, D]; v: [B, G, S, Dv]; documents: int64 [B, S], see `packed_attention`; sink: [N];
     softcap: 0 turns it off; window: -1 turns it off. Differentiable once in q, k, v and sink.
     """
-    logit = None if sink is None else sink.float()[None, :, None]
+    logit = None if sink is None else sink.to(wide(q))[None, :, None]
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    logsumexp = q.new_zeros(q.shape[:-1], dtype=torch.float32)
+    logsumexp = q.new_zeros(q.shape[:-1], dtype=wide(q))
     ours = window >= 0 or _has_ours(q, k, v, scale, gradients=False)
     for queries, parts in _documents(documents, q.shape[2], causal):
         keys = _together(parts)
@@ -80,7 +81,7 @@ def packed_attention_fwd(
             found = found[..., : v.shape[-1]]
         if logit is not None:
             both = torch.logaddexp(own, logit)
-            found, own = found.float() * (own - both).exp()[..., None], both
+            found, own = found.to(both.dtype) * (own - both).exp()[..., None], both
         out[queries] = found.to(out.dtype)
         logsumexp[queries] = own
     return out, logsumexp
@@ -156,8 +157,9 @@ def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor) -> dict[str
     dq, dk, dv = packed_attention_bwd(grad, saved.q, saved.k, saved.v, out, logsumexp, *flags)
     found = {"q": dq, "k": dk, "v": dv}
     if saved.sink is not None and "sink" in needs:
-        share = (saved.sink.float()[None, :, None] - logsumexp).exp()  # of padding it counts with a result of zero
-        found["sink"] = -(share * (grad.float() * out.float()).sum(-1)).sum((0, 2)).to(saved.sink.dtype)
+        dtype = logsumexp.dtype
+        share = (saved.sink.to(dtype)[None, :, None] - logsumexp).exp()  # of padding it counts with a result of zero
+        found["sink"] = -(share * (grad.to(dtype) * out.to(dtype)).sum(-1)).sum((0, 2)).to(saved.sink.dtype)
     return found
 
 
@@ -244,7 +246,7 @@ def _together(parts: list[tuple[Place, bool]]) -> Place:
 def _joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return attention to two parts of the keys as attention to both, with the log of the sum of exponentials."""
     both = torch.logaddexp(one[1], other[1])
-    parts = (out.float() * (own - both).exp()[..., None] for out, own in (one, other))
+    parts = (out.to(both.dtype) * (own - both).exp()[..., None] for out, own in (one, other))
     return sum(parts).to(one[0].dtype), both  # type: ignore[union-attr]
 
 
@@ -252,10 +254,10 @@ def _flash_arguments(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     """Return q, k, v as torch's flash attention takes them: as many heads of each, as many channels, and in float32 on
     a machine whose GEMM is faster there. Channels that are zero change no score and no result."""
     shared, channels = q.shape[1] // k.shape[1], max(q.shape[-1], v.shape[-1])
-    wide = q.float() if in_float32(q) else q
-    wide = F.pad(wide, (0, channels - wide.shape[-1]))
-    key, value = (_wide(x.repeat_interleave(shared, 1) if shared > 1 else x, wide) for x in (k, v))
-    return wide, key, value
+    query = q.float() if in_float32(q) else q
+    query = F.pad(query, (0, channels - query.shape[-1]))
+    key, value = (_wide(x.repeat_interleave(shared, 1) if shared > 1 else x, query) for x in (k, v))
+    return query, key, value
 
 
 def _wide(x: Tensor, like: Tensor) -> Tensor:

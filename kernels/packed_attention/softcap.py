@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..chunks import wide
 from ..gemm.cpu import in_float32
 
 ELEMENTS = 1 << 22
@@ -24,13 +25,14 @@ ELEMENTS = 1 << 22
 def softcapped_fwd(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Return attention [N, Q, Dv] and the log of each query's sum of exponentials, float32 [N, Q].
+    """Return attention [N, Q, Dv] and the log of each query's sum of exponentials, [N, Q], float32 (float64 of
+    float64).
 
     q: [N, Q, D]; k: [G, S, D]; v: [G, S, Dv].
     """
     q, k, v = _working(q, k, v)
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
-    logsumexp = q.new_empty(q.shape[:2], dtype=torch.float32)
+    logsumexp = q.new_empty(q.shape[:2], dtype=wide(q))
     for begin, end, keys in _blocks(q, k, causal):
         scores = _scores(q[:, begin:end], k[:, :keys], scale, softcap, causal)[0]
         logsumexp[:, begin:end] = own = scores.logsumexp(-1)
@@ -53,13 +55,13 @@ def softcapped_bwd(
     """Return the gradients of q, k and v, from results that a sink may be part of. grad, out: [N, Q, Dv]."""
     grad, q, k, v = _working(grad, q, k, v)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    of_out = (grad.float() * out.float()).sum(-1)
+    of_out = (grad.to(wide(q)) * out.to(wide(q))).sum(-1)
     for begin, end, keys in _blocks(q, k, causal):
         queries, gradient = q[:, begin:end], grad[:, begin:end]
         scores, ratio = _scores(queries, k[:, :keys], scale, softcap, causal)
         probabilities = scores.sub_(logsumexp[:, begin:end, None]).exp_()
         dv[:, :keys] += _product_of_queries(probabilities.to(v.dtype), gradient, v.shape[0])
-        ds = _product(gradient, v[:, :keys].mT).float().sub_(of_out[:, begin:end, None]).mul_(probabilities)
+        ds = _product(gradient, v[:, :keys].mT).to(wide(q)).sub_(of_out[:, begin:end, None]).mul_(probabilities)
         ds = ds.mul_(ratio.square_().neg_().add_(1.0)).mul_(scale).to(q.dtype)
         dq[:, begin:end] = _product(ds, k[:, :keys])
         dk[:, :keys] += _product_of_queries(ds, queries, k.shape[0])
@@ -68,8 +70,8 @@ def softcapped_bwd(
 
 def _working(*tensors: Tensor) -> Iterator[Tensor]:
     """Yield tensors in the dtype in which this machine multiplies them."""
-    wide = in_float32(tensors[0])
-    return (t.float() if wide else t for t in tensors)
+    floats = in_float32(tensors[0])
+    return (t.float() if floats else t for t in tensors)
 
 
 def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[int, int, int]]:
@@ -84,7 +86,7 @@ def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[int, int, int]
 def _scores(q: Tensor, k: Tensor, scale: float, softcap: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Return the scores of queries, of the last of these keys, float32 [N, b, n], -inf of later keys, and their ratio
     to the softcap, of which that is not said."""
-    ratio = _product(q, k.mT).float().mul_(scale / softcap).tanh_()
+    ratio = _product(q, k.mT).to(wide(q)).mul_(scale / softcap).tanh_()
     scores = ratio * softcap
     if causal and q.shape[1] > 1:
         beside = scores[..., k.shape[1] - q.shape[1] :]

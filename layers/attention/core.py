@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.kernels import flash_attention
+from te_models.kernels.chunks import wide
 from te_models.kernels.decode_attention import attend_one, uses_decode_attention
 from te_models.kernels.gemm import matmul
 from te_models.kernels.gemm.cpu import in_float32
@@ -59,11 +60,11 @@ def attend(
         return flash_attention.flash_attention(query, key, value, scale=scale, causal=causal)
     options = {"dropout_p": dropout, "is_causal": causal, "scale": scale, "enable_gqa": shared}
     if query.shape[2] != 1 and in_float32(query):  # one token: reading the cache is what takes the time
-        wide = [x.float() for x in (query, key, value)]
+        floats = [x.float() for x in (query, key, value)]
         if mask is not None and mask.is_floating_point():
             mask = mask.float()
-        with without_autocast(wide[0]):
-            return F.scaled_dot_product_attention(*wide, attn_mask=mask, **options).to(query.dtype)
+        with without_autocast(floats[0]):
+            return F.scaled_dot_product_attention(*floats, attn_mask=mask, **options).to(query.dtype)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
@@ -84,17 +85,18 @@ def _explicit(
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """Attention with soft-capped scores or a sink logit, softmax in float32."""
-    scores = matmul(_folded(query, key), key.transpose(2, 3)).float() * scale
+    """Attention with soft-capped scores or a sink logit, softmax in float32, or float64 of float64."""
+    scores = matmul(_folded(query, key), key.transpose(2, 3))
+    scores = scores.to(wide(scores)) * scale
     scores = scores.view(*query.shape[:3], key.shape[2])
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
-        scores = scores + bias.float()
+        scores = scores + bias.to(scores.dtype)
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
     if sink is not None:
-        logit = sink.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+        logit = sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         probabilities = torch.softmax(torch.cat([scores, logit], dim=-1), dim=-1)[..., :-1]
     else:
         probabilities = torch.softmax(scores, dim=-1)

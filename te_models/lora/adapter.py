@@ -9,7 +9,7 @@ with W is what the recipe in force makes it; W may be stored quantized and is no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -57,6 +57,9 @@ class Adapter(AdaptedLayer):
 
     enabled = True
     """Whether the adapter changes what the layer returns; see `without_adapters`."""
+    rows: Tensor | None
+    """Of the first weight, 1 for the rows that the adapter changes and 0 for the others, [..., out, 1], as B has them;
+    None: it changes all. Rows of B that are 0 at first get no gradient, and stay."""
 
     def __init__(
         self,
@@ -73,6 +76,7 @@ class Adapter(AdaptedLayer):
         self.rank, self.alpha, self.use_dora = rank, alpha, use_dora
         self.scaling = alpha / rank
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.register_buffer("rows", None, persistent=False)
         for pair, (inputs, outputs), names in zip(self.PAIRS, self.sizes(), self.weights(), strict=True):
             weight = getattr(base_layer, names[0])
             new = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
@@ -130,6 +134,8 @@ class Adapter(AdaptedLayer):
         a, b, layer, mode = getattr(self, pair[0]), getattr(self, pair[1]), self.base_layer, self._mode(pair)
         of_a = self._shared(a.weight) if mode == "column" else a.weight
         of_b = self._shared(b.weight) if mode == "row" else b.weight
+        if self.rows is not None and pair == FIRST:
+            of_b = of_b * self.rows
         z = a.product(self.dropout(x).to(a.weight.dtype), of_a, m_splits)
         if mode is not None and m_splits is None:
             z = layer.whole_rows(z) if mode == "column" else layer.summed(z, None)
@@ -216,6 +222,11 @@ class Adapter(AdaptedLayer):
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, alpha={self.alpha}, use_dora={self.use_dora}"
+
+
+def adapters_of(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
+    """Yield (name of the layer, adapter) of a model."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Adapter))
 
 
 class _Linear(AdaptedLinear, Adapter):

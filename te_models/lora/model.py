@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ..model import GPTModel
 from ..model.mixers.sparse_attention import Indexer
 from ..model.moe import MoELayer
-from .adapter import ADAPTERS, Adapter
+from .adapter import ADAPTERS, adapters_of
+from .blocks import adapt_rows_alone, blocks_of_layers
 from .layers import LAYERS, check_layer
 from .plain_weights import PLAIN_ADAPTERS, AdaptedTable
 from .rounding import Rounding, round_stochastically
@@ -32,7 +33,14 @@ TRANSFORMERS_NAMES = {
     **dict.fromkeys(("down_proj", "w2"), "linear_fc2"),
 }
 """The last word of a layer's name in transformers' models, as LoRA targets name it -> the last word of our layer's
-name. Our layer may hold more: q, k and v are one layer here, and share A."""
+name."""
+TRANSFORMERS_BLOCKS = {
+    **{f"{block}_proj": block for block in ("q", "k", "v", "gate", "up")},
+    "g_proj": "gate",
+    "w1": "gate",
+    "w3": "up",
+}
+"""Those that are a part of the rows of our layer -> the name that `joined_blocks` has for these rows."""
 _BASE = ".base_layer."
 _ADAPTERS = ADAPTERS | PLAIN_ADAPTERS
 
@@ -55,14 +63,16 @@ def add_lora(
 
     rank: r of A [r, in] and B [out, r]; alpha: alpha / rank multiplies what adapters add; dropout: the part of their
     input that is dropped in training; use_dora: train the length of each row of a weight, too. targets: globs of layer
-    names, or of their last words ("linear_qkv", "decoder.layers.0.*"), or transformers' words for them ("q_proj" means
-    linear_qkv); "all-linear" means every GEMM layer, experts included, and neither routers, embedding nor output layer.
-    A are drawn from torch's generator, B begin as zero.
+    names, or of their last words ("linear_qkv", "decoder.layers.0.*"), or of what a weight joins ("linear_qkv.q"), or
+    transformers' words for them ("q_proj" means linear_qkv.q: the other rows stay as they are, and the parts of a layer
+    that are adapted share A); "all-linear" means every GEMM layer, experts included, and neither routers, embedding
+    nor output layer. A are drawn from torch's generator, B begin as zero.
 
     Where ranks share the model, each gets its part of the adapters that one rank would have, and calls this with the
     same arguments and the same state of the generator. A target may mean layers of another pipeline stage alone.
 
-    Raises ValueError for a target that means no layer, for numbers out of range, and for a model that has adapters.
+    Raises ValueError for a target that means no layer, for a part of one with `use_dora`, for numbers out of range, and
+    for a model that has adapters.
 
     Example:
         add_lora(model, rank=8, targets=["linear_qkv", "experts.*"])
@@ -77,10 +87,19 @@ def add_lora(
     # an indexer that no loss trains would have adapters that stay as they are
     still = tuple(f"{n}." for n, m in whole.named_modules() if isinstance(m, Indexer) and not m.config.loss_coeff)
     layers = {n: m for n, m in whole.named_modules() if isinstance(m, LAYERS) and not n.startswith(still)}
-    chosen = targeted_layers(layers, targets)
-    for name in chosen:
+    blocks = blocks_of_layers(whole.config, whole.expert_layout) if isinstance(whole, GPTModel) else {}
+    chosen = targeted_layers(layers, targets, blocks)
+    for name, own in chosen.items():
         check_layer(layers[name], name)
+        if own and use_dora:
+            raise ValueError(
+                f"the targets mean {', '.join(sorted(own))} of {name} alone, and DoRA trains the length of each row; "
+                "allowed with use_dora: targets that mean whole layers"
+            )
     put_adapters(model, {name: (rank, alpha) for name in layers if name in chosen}, dropout, use_dora)
+    some = {name: own for name, own in chosen.items() if own}
+    if some:
+        adapt_rows_alone(model, some, blocks)
 
 
 def adaptable(model: nn.Module) -> dict[str, nn.Module]:
@@ -109,22 +128,34 @@ def put_adapters(model: nn.Module, ranks: Mapping[str, tuple[int, float]], dropo
             part.reshard()
 
 
-def targeted_layers(layers: Iterable[str], targets: Iterable[str]) -> set[str]:
-    """Return the names of the layers that targets mean, of the names of all GEMM layers. Raises ValueError for a target
-    that means none."""
-    names, chosen = list(layers), set()
+def targeted_layers(
+    layers: Iterable[str], targets: Iterable[str], blocks: Mapping[str, Mapping[str, int]]
+) -> dict[str, set[str]]:
+    """Return the layers that targets mean, of the names of all GEMM layers, each with the names of the blocks of its
+    rows that are meant; empty: all. blocks: of layers that join several, see `blocks_of_layers`. Raises ValueError for
+    a target that means none."""
+    names, whole = list(layers), set()
+    some: dict[str, set[str]] = {}
     for target in targets:
         found = {name for name in names if target == ALL_LINEAR or is_targeted(name, target)}
-        if not found and target in TRANSFORMERS_NAMES:
+        rows = {(n, b) for n in names for b in blocks.get(n, ()) if not found and is_targeted(f"{n}.{b}", target)}
+        if not found and not rows and target in TRANSFORMERS_NAMES:
             found = {name for name in names if is_targeted(name, TRANSFORMERS_NAMES[target])}
-        if not found:
+            block = TRANSFORMERS_BLOCKS.get(target)
+            joined = {name for name in found if block is not None and blocks.get(name)}
+            rows = {(name, block) for name in joined if block in blocks[name]}
+            found -= joined
+        whole |= found
+        for name, block in rows:
+            some.setdefault(name, set()).add(block)
+        if not found and not rows:
             last = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise ValueError(
                 f"{target!r} is not found among the GEMM layers; allowed: {ALL_LINEAR!r}, or globs of names that end "
                 f"with {last}, or transformers' names of them ({', '.join(list(TRANSFORMERS_NAMES)[:3])}, ...)"
             )
-        chosen |= found
-    return chosen
+    chosen = {name: own for name, own in some.items() if name not in whole and own != {*blocks[name]}}
+    return {name: chosen.get(name, set()) for name in names if name in whole or name in some}
 
 
 def _experts_of_rank(model: nn.Module) -> dict[int, tuple[int, int]]:
@@ -150,11 +181,6 @@ def check_without_adapters(model: nn.Module) -> None:
     """Raise ValueError for a model that has adapters."""
     if any(True for _ in adapters_of(model)):
         raise ValueError("the model has adapters already; allowed: merge_lora first")
-
-
-def adapters_of(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
-    """Yield (name of the layer, adapter) of a model."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, Adapter))
 
 
 @contextmanager

@@ -13,8 +13,7 @@ from torch import nn
 
 from te_models.checkpoints.mapping.rank_shards import RankPart
 
-from .adapter import magnitude_name
-from .model import adapters_of
+from .adapter import adapters_of, magnitude_name
 
 Shape = tuple[int, ...]
 

@@ -10,7 +10,7 @@ from te_models.checkpoints.mapping.param_shapes import ExpertLayout, is_linear_w
 from te_models.checkpoints.mapping.rank_shards import joined_blocks
 
 from ..config import ConfigError, ModelConfig
-from ..lora.model import targeted_layers
+from ..lora.model import blocks_of_layers, targeted_layers
 from ..model.flops import training_flops_per_token
 from .config import TrainConfig
 from .optimizer.groups import check_patterns, matches_any
@@ -22,8 +22,9 @@ def adapted_layers(config: TrainConfig, model: ModelConfig) -> set[str]:
     if not config.lora.rank:
         return set()
     weights = filter(is_linear_weight, expected_tensors(model, "grouped"))
+    layers, blocks = {name.rpartition(".")[0] for name in weights}, blocks_of_layers(model, "grouped")
     try:
-        return targeted_layers({name.rpartition(".")[0] for name in weights}, config.lora.targets)
+        return {*targeted_layers(layers, config.lora.targets, blocks)}
     except ValueError as error:
         raise ConfigError(f"lora.targets is {list(config.lora.targets)!r}: {error}") from None
 

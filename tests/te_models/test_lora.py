@@ -25,6 +25,7 @@ from te_models.layers import (
     quantized_model_init,
 )
 from te_models.lora import add_lora, export_adapter, load_adapter, lora_state_dict, merge_lora, save_adapter
+from te_models.lora.adapter import adapters_of
 from tests.training.runs import tiny_model
 
 # peft asks transformers for an attribute by its earlier name
@@ -124,6 +125,75 @@ def test_targets_are_globs() -> None:
         "decoder.layers.0.self_attention.linear_qkv"
     }
     assert {name for name, p in model.named_parameters() if p.requires_grad} == set(lora_state_dict(model))
+
+
+def test_a_part_of_a_joined_weight_is_adapted(tmp_path: Path) -> None:
+    """transformers' names, and those of the blocks: other rows keep every bit, and what is merged and exported."""
+    torch.manual_seed(0)
+    qkv, fc1 = (f"decoder.layers.0.{n}.linear_{m}" for n, m in (("self_attention", "qkv"), ("mlp", "fc1")))
+    for targets in (("q_proj", "v_proj", "up_proj"), ("linear_qkv.q", "linear_qkv.v", "linear_fc1.up")):
+        model = GPTModel(tiny_model(layers=1))
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        add_lora(model, 4, targets=targets)
+        tokens = torch.randint(257, (2, 16))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        for _ in range(3):
+            model(tokens, labels=tokens, return_logits=False).loss.backward()
+            optimizer.step()
+        adapters = lora_state_dict(model)
+        assert {name.rpartition(".lora_")[0] for name in adapters} == {qkv, fc1}
+        logits = model(tokens).logits
+        save_adapter(model, tmp_path / "own")
+        merge_lora(model)
+        torch.testing.assert_close(model(tokens).logits, logits, rtol=1e-4, atol=1e-4)
+        changed = {
+            f"{name}.{block}": not torch.equal(new, old)
+            for name, sizes in ((qkv, {"q": 64, "k": 32, "v": 32}), (fc1, {"gate": 128, "up": 128}))
+            for block, new, old in zip(
+                sizes,
+                model.get_parameter(f"{name}.weight").split([*sizes.values()]),
+                before[f"{name}.weight"].split([*sizes.values()]),
+                strict=True,
+            )
+        }
+        assert {name for name, its in changed.items() if its} == {f"{qkv}.q", f"{qkv}.v", f"{fc1}.up"}
+        again = GPTModel(tiny_model(layers=1))
+        again.load_state_dict(before)
+        load_adapter(again, tmp_path / "own")
+        assert torch.equal(again(tokens).logits, logits)
+    whole, all_of_it = (GPTModel(tiny_model(layers=1)) for _ in range(2))
+    add_lora(whole, 4, targets=("linear_qkv",))
+    add_lora(all_of_it, 4, targets=("q_proj", "k_proj", "v_proj"))
+    assert all(adapter.rows is None for _, adapter in adapters_of(all_of_it))
+    assert [*lora_state_dict(whole)] == [*lora_state_dict(all_of_it)]
+    with pytest.raises(
+        ValueError, match=r"the targets mean q of .*linear_qkv alone, and DoRA trains the length of each"
+    ):
+        add_lora(GPTModel(tiny_model()), 4, targets=("q_proj",), use_dora=True)
+
+
+def test_peft_reads_the_parts_of_joined_weights_that_are_adapted(tmp_path: Path) -> None:
+    """As modules of transformers' model, with the rank of the adapter, and no module for the other rows."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    values = transformers.AutoConfig.for_model("llama", **FAMILIES["llama"])
+    theirs = transformers.AutoModelForCausalLM.from_config(values).eval()
+    model = GPTModel.from_hf(theirs).eval()
+    add_lora(model, 4, alpha=8, targets=("q_proj", "v_proj", "gate_proj"))
+    for _, adapter in adapters_of(model):
+        with torch.no_grad():
+            adapter.lora_B.weight.copy_(torch.randn_like(adapter.lora_B.weight) * adapter.rows)
+    export_adapter(model, tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert {name.rpartition(".")[2] for name in config["target_modules"]} == {"q_proj", "v_proj", "gate_proj"}
+    assert config["r"] == 4 and "rank_pattern" not in config
+    ids = torch.arange(12)[None] * 5 % 96
+    with torch.no_grad():
+        before, ours = theirs(ids).logits, model(ids).logits
+        found = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")(ids).logits
+    assert (ours - before).abs().max() > 1e-2 * before.abs().max()
+    assert (ours - found).abs().max() < 1e-5 * before.abs().max()
 
 
 def check_one_graph(make: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor], backend: str) -> None:

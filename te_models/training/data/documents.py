@@ -12,6 +12,7 @@ import glob
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,10 +121,20 @@ def documents_of(span: DocumentSpan, fields: Fields, skipped: list[str] | None =
     """Yield the documents of a span. A row that cannot be read, has not the field, has it in another type, or is empty
     (an empty text file is a document) is a RowError with file and line or row; or, where there is a list of `skipped`
     rows, a sentence more in it. Raises DataError for a file that cannot be read any further."""
+    return (document for _, document in documents_behind(span, fields, skipped, 0))
+
+
+def documents_behind(
+    span: DocumentSpan, fields: Fields, skipped: list[str] | None, rows: int
+) -> Iterator[tuple[int, Document]]:
+    """Yield the documents of a span behind its first `rows` rows, as `documents_of` does, each with the number of rows
+    up to its end: with this number the next call goes on. The first rows are read again and are otherwise passed over;
+    a text file is one row."""
     if span.kind == "text":
-        yield Document(str(span.file), _text_pieces(span.file))
+        if not rows:
+            yield 1, Document(str(span.file), _text_pieces(span.file))
         return
-    for where, row in _rows(span, fields):
+    for number, (where, row) in enumerate(islice(_rows(span, fields), rows, None), rows + 1):
         try:
             if isinstance(row, RowError):
                 raise row
@@ -133,7 +144,7 @@ def documents_of(span: DocumentSpan, fields: Fields, skipped: list[str] | None =
                 raise
             skipped.append(str(error))
         else:
-            yield document
+            yield number, document
 
 
 def _rows(span: DocumentSpan, fields: Fields) -> Iterator[tuple[str, Any]]:

@@ -1,8 +1,8 @@
 """Rows of a Hugging Face data set that is read as it comes, without a copy of it on disk (extra `data`).
 
 `hf://NAME@CONFIGURATION:SPLIT` names one: of the hub, or a folder of files here; the configuration may be left out, and
-the split is then `train`. Each of its shards, a file as a rule, is read by itself, so that an interrupted run goes on
-with the next ones.
+the split is then `train`. Each of its shards, a file as a rule, is read by itself, and an interrupted run goes on
+behind the last row of one that it noted (`part`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _FORMATS = ("arrow", "csv", "json", "parquet", "text")
 """Readers of `datasets` that unpickle nothing. Others may: pandas' files are pickles, web data sets may hold some."""
 _opened: dict[str, Any] = {}
 """By path: what `columns_of` opened last, because that asks the hub. Its shards are read from it."""
+_versions: dict[str, list[Any]] = {}
 
 
 def is_stream(text: str) -> bool:
@@ -56,6 +57,12 @@ def shards_of(path: str) -> int:
     return int(_opened[path].num_shards)
 
 
+def version_of(path: str) -> list[Any]:
+    """Return what changes where the files of a data set do, of one that `columns_of` opened: the commit of the hub, or
+    the times of files."""
+    return [*_versions[path]]
+
+
 def shard_rows(path: str, shard: int, columns: list[str]) -> Iterator[dict[str, Any]]:
     """Yield columns of the rows of a shard, those that a row has. Where one cannot be read, the error is that of the
     library that reads the format."""
@@ -72,6 +79,8 @@ def _open(path: str) -> Any:
     try:
         builder = library.load_dataset_builder(found["name"], found["config"])
         if builder.name in _FORMATS:  # before a file is opened: some readers look into the first ones at once
+            files = getattr(getattr(builder, "config", None), "data_files", None) or {}
+            _versions[path] = [[str(split), its.origin_metadata] for split, its in sorted(files.items())]
             return builder.as_streaming_dataset(found["split"] or "train")
     except Exception as error:  # the hub, the file system, and every format's library raise different errors
         raise _unreadable(path, error) from None

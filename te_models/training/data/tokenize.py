@@ -2,8 +2,9 @@
 
 The spans of all files are shuffled with a fixed seed, so that the tail of the data set, the validation split, is a fair
 sample, and grouped into *parts*. Each part is written into the folder `.NAME.parts` beside the destination, and has
-its final name only when it is complete. When all are, they are joined in their order: the bytes of the data set depend
-on neither the number of workers nor on interruptions. A worker is a thread with its tokenizer process.
+its final name only when it is complete; one that is not goes on behind its last noted row (`part`). When all are
+complete, they are joined in their order: the bytes of the data set depend on neither the number of workers nor on
+interruptions. A worker is a thread with its tokenizer process.
 """
 
 from __future__ import annotations
@@ -14,33 +15,30 @@ import random
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from te_models.checkpoints.io.atomic import LOCK, flush, locked_folder, new_folder, remove_locked, replace_text
+from te_models.checkpoints.io.atomic import LOCK, locked_folder, new_folder, remove_locked, replace_text
 
 from ...sizes import plural
 from ...tokenizer import FILE, tokenizer_folder
-from .dataset import TokenDataset, check_ids
-from .documents import DocumentSpan, documents_of, matching_files, spans_of
-from .encoder import Encoder, Piece, load_encoder
+from .dataset import TokenDataset
+from .documents import DocumentSpan, matching_files, spans_of
+from .encoder import Encoder, load_encoder
 from .errors import DataError
-from .formats import Document, Fields, RowError
+from .formats import Fields
 from .options import DocumentOptions
-from .streamed import is_stream
+from .part import NAMED, NOTES, Work, has_begun, write_part
+from .streamed import is_stream, version_of
 from .writer import TokenWriter, write_meta
 
 PART_SIZE = 64 << 20
 """Of the spans of a part, in bytes; smaller where there would be fewer parts than workers."""
 _OF_MODEL = ("generation_config.json", "config.json")
-_NOTES = "notes.json"
-"""Of a part: what is said of it at the end."""
-_NAMED = 5
-"""Rows that were passed over of which meta.json has the sentence."""
 Report = Callable[[int, int], None]
 
 
@@ -107,16 +105,19 @@ def build_dataset(
             if out.exists():  # another run wrote it meanwhile
                 raise DataError(f"{out} exists already")
             _same_job(working, _job(parts, source, encoder))
-            work = _Work(fields, options.skip_bad_rows, model_vocab_size, load)
+            work = Work(fields, options.skip_bad_rows, model_vocab_size, load)
             _write_parts(working, parts, work, encoder, workers, report)
             dataset = _join(out, [working / str(i) for i in range(len(parts))], encoder.vocab_size, fields, source)
             remove_locked(working)
         except BaseException as error:
             done = sum(1 for path in working.iterdir() if path.is_dir() and not path.suffix) if working.exists() else 0
-            if not done:
+            if not done and not has_begun(working):
                 remove_locked(working)
             elif isinstance(error, (DataError, KeyboardInterrupt)):
-                rest = f"{working} has {done} of {plural(len(parts), 'part')}: the same command goes on from there"
+                within = ", and some rows of another" if has_begun(working) else ""
+                rest = (
+                    f"{working} has {done} of {plural(len(parts), 'part')}{within}: the same command goes on from there"
+                )
                 raise type(error)(f"{error}; {rest}" if str(error) else rest) from None
             raise
     return dataset
@@ -128,16 +129,6 @@ def _fields_of(text_field: str, messages_field: str | None, options: DocumentOpt
     if messages_field is not None:
         return found | {"messages_field": messages_field}
     return found if text_field == "text" else found | {"text_field": text_field}
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What is done to each document. load: makes a worker's encoder."""
-
-    fields: Fields
-    skip_bad_rows: bool
-    model_vocab_size: int | None
-    load: Callable[[], Encoder]
 
 
 def _parts(spans: list[DocumentSpan], workers: int) -> list[list[DocumentSpan]]:
@@ -158,7 +149,7 @@ def _job(parts: list[list[DocumentSpan]], source: dict[str, Any], encoder: Encod
     """Return what says whether two runs write the same parts: the spans, the sizes and times of the files, and the
     tokenizer."""
     files = sorted({span.file for part in parts for span in part})
-    stats = [(str(file), *_size_and_time(file)) for file in files]
+    stats = [[str(file), *_version(file)] for file in files]
     folder = Path() if encoder.name == "bytes" else tokenizer_folder(encoder.name)
     names = (FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", *_OF_MODEL)
     digests = [hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in names if (folder / n).is_file()]
@@ -167,11 +158,12 @@ def _job(parts: list[list[DocumentSpan]], source: dict[str, Any], encoder: Encod
     return hashlib.sha256(whole.encode()).hexdigest()
 
 
-def _size_and_time(file: Path) -> tuple[int, int]:
-    if is_stream(str(file)):  # the shards that the spans name are what is known of it
-        return 0, 0
+def _version(file: Path) -> list[Any]:
+    """Return what changes where a file does."""
+    if is_stream(str(file)):
+        return version_of(str(file))
     stat = file.stat()
-    return stat.st_size, stat.st_mtime_ns
+    return [stat.st_size, stat.st_mtime_ns]
 
 
 def _same_job(working: Path, job: str) -> None:
@@ -190,7 +182,7 @@ def _same_job(working: Path, job: str) -> None:
 def _write_parts(
     working: Path,
     parts: list[list[DocumentSpan]],
-    work: _Work,
+    work: Work,
     encoder: Encoder,
     workers: int,
     report: Report,
@@ -206,7 +198,7 @@ def _write_parts(
     def write(number: int) -> None:
         if not hasattr(own, "encoder"):
             own.encoder = work.load()
-        _write_part(working / str(number), parts[number], work, own.encoder, stop)
+        write_part(working / str(number), parts[number], work, own.encoder, stop)
 
     if workers == 1:
         for number in missing:
@@ -225,51 +217,12 @@ def _write_parts(
             raise
 
 
-class _StoppedError(Exception):
-    """Another worker failed."""
-
-
-def _write_part(folder: Path, spans: list[DocumentSpan], work: _Work, encoder: Encoder, stop: threading.Event) -> None:
-    unfinished = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    skipped: list[str] = []
-    unended = 0
-    with TokenWriter(unfinished, encoder.vocab_size, masked=work.fields.is_chat) as writer:
-        for span in spans:
-            for document in documents_of(span, work.fields, skipped if work.skip_bad_rows else None):
-                if stop.is_set():
-                    raise _StoppedError
-                try:
-                    for pieces, count in encoder.documents(document):
-                        _write_document(writer, document, pieces, work.model_vocab_size)
-                        unended += count
-                except RowError as error:
-                    if not work.skip_bad_rows:
-                        raise
-                    skipped.append(str(error))
-    notes = {"skipped_rows": len(skipped), "first_skipped": skipped[:_NAMED], "unended": unended}
-    (unfinished / _NOTES).write_text(json.dumps(notes), encoding="utf-8")
-    for path in unfinished.iterdir():
-        flush(path)
-    flush(unfinished)
-    unfinished.rename(folder)
-
-
-def _write_document(writer: TokenWriter, document: Document, pieces: Iterator[Piece], most: int | None) -> None:
-    for ids, scored in pieces:
-        if most is not None:
-            check_ids(ids, document.where, most)
-        writer.add(ids, scored)
-    writer.end_document()
-
-
 def _join(out: Path, parts: list[Path], vocab_size: int, fields: Fields, source: dict[str, Any]) -> TokenDataset:
     """Join complete parts into a data set, and say what is noted of them."""
-    notes = [json.loads((part / _NOTES).read_text(encoding="utf-8")) for part in parts]
+    notes = [json.loads((part / NOTES).read_text(encoding="utf-8")) for part in parts]
     skipped, unended = (sum(note[name] for note in notes) for name in ("skipped_rows", "unended"))
     if skipped:
-        first = [sentence for note in notes for sentence in note["first_skipped"]][:_NAMED]
+        first = [sentence for note in notes for sentence in note["first_skipped"]][:NAMED]
         source = source | {"skipped_rows": skipped, "first_skipped": first}
     with new_folder(out, overwrite=False) as folder:
         with TokenWriter(folder, vocab_size, masked=fields.is_chat) as writer:

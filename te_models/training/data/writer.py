@@ -4,11 +4,12 @@ bounded by one piece of a document. `dataset` describes the files."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from te_models.checkpoints.io.atomic import new_folder
 
@@ -28,15 +29,28 @@ def dtype_for(vocab_size: int) -> str:
 
 
 class TokenWriter:
-    """Writes tokens.bin, documents.bin and, with `masked`, loss_mask.bin into a folder; to be used in a `with`."""
+    """Writes tokens.bin, documents.bin and, with `masked`, loss_mask.bin into a folder; to be used in a `with`.
 
-    def __init__(self, folder: Path, vocab_size: int, *, masked: bool) -> None:
+    behind: what `place` of an earlier writer said; this one goes on there, and cuts off what the earlier one wrote
+    after that."""
+
+    def __init__(
+        self, folder: Path, vocab_size: int, *, masked: bool, behind: tuple[int, int, int] | None = None
+    ) -> None:
         self.vocab_size, self.dtype = vocab_size, dtype_for(vocab_size)
-        self.num_tokens = self.num_documents = 0
-        self.largest = -1  # of the ids
-        self._tokens = (folder / TOKENS).open("wb")
-        self._ends = (folder / DOCUMENTS).open("wb")
-        self._mask = (folder / LOSS_MASK).open("wb") if masked else None
+        self.num_tokens, self.num_documents, self.largest = behind or (0, 0, -1)  # largest: of the ids
+        token_bytes = self.num_tokens * array(TYPECODES[self.dtype]).itemsize
+        self._tokens = _opened(folder / TOKENS, token_bytes)
+        self._ends = _opened(folder / DOCUMENTS, 8 * self.num_documents)
+        self._mask = _opened(folder / LOSS_MASK, self.num_tokens) if masked else None
+
+    def place(self) -> tuple[int, int, int]:
+        """Return where this writer is, all of which is on the disk: (tokens, documents, largest id)."""
+        for file in (self._tokens, self._ends, self._mask):
+            if file is not None:
+                file.flush()
+                os.fsync(file.fileno())
+        return self.num_tokens, self.num_documents, self.largest
 
     def add(self, ids: Sequence[int], scored: Sequence[int] | None = None) -> None:
         """Write a piece of a document. scored: 1 for each token that the loss counts, 0 for the others."""
@@ -75,6 +89,18 @@ class TokenWriter:
         for file in (self._tokens, self._ends, self._mask):
             if file is not None:
                 file.close()
+
+
+def _opened(path: Path, size: int) -> BinaryIO:
+    """Open a file behind its first `size` bytes. Raises DataError for one that has fewer."""
+    if size and path.stat().st_size < size:
+        raise DataError(
+            f"{path} has {path.stat().st_size} bytes, and {size} were written; remove the folder {path.parent}"
+        )
+    file = path.open("r+b" if size else "wb")
+    file.truncate(size)
+    file.seek(size)
+    return file
 
 
 def _ids(data: bytes, dtype: str) -> array[int]:

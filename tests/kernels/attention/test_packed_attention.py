@@ -3,6 +3,8 @@ boundary."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,6 +57,50 @@ def test_values_and_gradients_are_those_of_the_mask(
     found, wanted = (torch.autograd.grad(y, inputs, dy) for y in (out, expected))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=5e-6)
     assert not found[1][0, :, 33:].any(), "padding"
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("softcap", [None, 1.5], ids=["", "softcap"])
+def test_float64_is_computed_in_float64(softcap: float | None, sink: bool) -> None:
+    """Sums of exponentials, too: values and gradients are those of the definition to 1e-12."""
+    q, k, v = inputs = case(4, 2, 16, 20, torch.float64)
+    logit = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    keys, values = (t.repeat_interleave(2, 1) for t in (k, v))
+    scores = 0.3 * q @ keys.mT
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    visible = sees_own_document(DOCUMENTS)[:, None] & torch.ones(40, 40, dtype=torch.bool).tril()
+    scores = scores.masked_fill(~visible, -1e300)
+    if sink:
+        scores = torch.cat([scores, logit[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    expected = torch.softmax(scores, -1)[..., :40].masked_fill(~visible, 0.0) @ values
+    asked = [*inputs, *[logit] * sink]
+    options = {"scale": 0.3, "softcap": softcap, "sink": logit if sink else None}
+    for queries in (40, 20):
+        out = packed_attention(q[:, :, -queries:], k, v, DOCUMENTS, **options)
+        wanted = expected[:, :, -queries:]
+        torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+        dy = torch.randn_like(out)
+        found, exact = (torch.autograd.grad(y, asked, dy, retain_graph=True) for y in (out, wanted))
+        torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("what", ["sinks", "document_ids", "sinks and document_ids", "softcap"])
+def test_a_model_of_float64_is_trained(what: str) -> None:
+    """Its gradients are those of the same model in float32, in which norms and the loss are computed."""
+    torch.manual_seed(0)
+    config = tiny_model(hidden=16, layers=1)
+    features: dict[str, Any] = {"sinks": True} if "sinks" in what else {}
+    features |= {"softcap": 2.0} if what == "softcap" else {}
+    model = GPTModel(config.replace(attention=config.attention.replace(**features)))
+    tokens = torch.randint(257, (1, 24))
+    documents = {"document_ids": torch.arange(24)[None] // 9} if "document_ids" in what else {}
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model = model.to(dtype)
+        found.append(torch.autograd.grad(model(tokens, labels=tokens, **documents).loss, [*model.parameters()]))
+    assert {gradient.dtype for gradient in found[1]} == {torch.float64}
+    torch.testing.assert_close([g.float() for g in found[1]], [*found[0]], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5], ids=["", "softcap"])

@@ -65,7 +65,7 @@ def test_json_lines_keep_documents_and_workers_change_no_byte(tmp_path: Path, ma
 def test_a_run_that_was_interrupted_goes_on(tmp_path: Path, many: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that are complete are not written again; other arguments begin anew."""
     whole = files(build_dataset(tmp_path / "whole", many, "bytes", text_field="body").path)
-    write, written = tokenize._write_part, []
+    write, written = tokenize.write_part, []
 
     def interrupted(folder: Path, *rest: Any) -> None:
         if len(written) == 2:
@@ -73,7 +73,7 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path: Path, many: list[Path], mo
         written.append(folder.name)
         write(folder, *rest)
 
-    monkeypatch.setattr(tokenize, "_write_part", interrupted)
+    monkeypatch.setattr(tokenize, "write_part", interrupted)
     with pytest.raises(KeyboardInterrupt, match=r"\.out\.parts has 2 of \d+ parts: the same command goes on"):
         build_dataset(tmp_path / "out", many, "bytes", text_field="body")
     assert not (tmp_path / "out").exists()
