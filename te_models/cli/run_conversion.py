@@ -75,7 +75,7 @@ def _import_run(args: argparse.Namespace) -> int:
 def run_export(args: argparse.Namespace) -> int:
     """Our folder to a Hugging Face one, a GGUF file, or a training system's checkpoint."""
     if args.adapter is not None:
-        names = ("to", "type", "form", "format", "dequantize", "dtype", "dry_run")
+        names = ("to", "type", "form", "recipe", "format", "dequantize", "dtype", "dry_run")
         _refuse(args, names, "is of models; allowed with --adapter: --base-model, --family")
         from .adapters import run_adapter_export
 
@@ -95,7 +95,7 @@ def run_export(args: argparse.Namespace) -> int:
         return _export_run(args, write) if is_run else write(args)
     from te_models.checkpoints import export_checkpoint
 
-    names = ("family", "form", "format", "dequantize", "allow_requantize")
+    names = ("family", "form", "recipe", "format", "dequantize", "allow_requantize")
     _refuse(args, names, f"is of Hugging Face folders, and --to {args.to} writes none")
     if not is_run:
         return _convert(args, export_checkpoint, "to", "dtype", "layout", *fields_of(RanksOptions))
@@ -108,6 +108,7 @@ def run_export(args: argparse.Namespace) -> int:
 
 def _export_run(args: argparse.Namespace, write: Callable[[argparse.Namespace], int]) -> int:
     """A training checkpoint, by way of a te_models folder beside the result."""
+    from te_models.checkpoints import CheckpointError
     from te_models.checkpoints.io.destination import check_destination
 
     from ..training.exporting import export_alone
@@ -123,6 +124,8 @@ def _export_run(args: argparse.Namespace, write: Callable[[argparse.Namespace], 
         export_alone(Path(args.source), between)
         args.model = between
         return write(args)
+    except CheckpointError as error:  # of the folder that the user named
+        raise CheckpointError(str(error).replace(str(between), args.source)) from None
     finally:
         shutil.rmtree(between, ignore_errors=True)
 
@@ -130,7 +133,7 @@ def _export_run(args: argparse.Namespace, write: Callable[[argparse.Namespace], 
 def _export(args: argparse.Namespace) -> int:
     from te_models.checkpoints import export_hf
 
-    names = ("family", "form", "format", "allow_requantize", "dequantize", "dtype")
+    names = ("family", "form", "recipe", "format", "allow_requantize", "dequantize", "dtype")
     code = _convert(args, export_hf, *names)
     if not args.json and not args.dry_run:
         show(*_missing_reader(Path(args.out)))
@@ -141,7 +144,7 @@ def _export_file(args: argparse.Namespace) -> int:
     """Our folder to a GGUF file."""
     from ..gguf import export_gguf
 
-    names = ("format", "form", "dtype", "dry_run", "allow_requantize")
+    names = ("recipe", "format", "form", "dtype", "dry_run", "allow_requantize")
     _refuse(args, names, "is of Hugging Face folders; allowed with --to gguf: --type, --family, --force")
     start = time.perf_counter()
     with byte_progress(args.verb) as progress:
