@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Unpack
 
 from te_models.lazy import torch
@@ -16,6 +19,7 @@ from ..folder.special_tokens import GENERATION, generation_config, ids_to_add
 from ..folder.te_plan import plan_te_folder
 from ..folder.tied_weights import copies_in_export
 from ..formats import SEPARATE, VALUES, with_quantization
+from ..io.destination import check_destination
 from ..io.dtypes import as_torch_dtype
 from ..io.errors import CheckpointError
 from ..io.strict_json import dump_object
@@ -107,6 +111,7 @@ def export_hf(
     *,
     family: str | None = None,
     form: str | None = None,
+    recipe: str | None = None,
     format: str | None = None,
     allow_requantize: bool = False,
     dequantize: bool = False,
@@ -116,11 +121,17 @@ def export_hf(
     """Convert a te_models folder to a Hugging Face folder that transformers loads. Quantized weights stay quantized.
 
     The fields of `te_models.checkpoints.tools.options.ExportOptions` say what the arguments mean.
-    format: a key of `formats.WRITABLE`.
+    format: a key of `formats.WRITABLE`. With a recipe the quantized weights lie beside the result until that is there.
 
     Raises CheckpointError, before anything is written, for a folder that cannot be read, a model that the family cannot
     express, and weights that the format cannot represent.
     """
+    if recipe is not None:
+        if dequantize:
+            raise CheckpointError(f"recipe is {recipe!r}; allowed with dequantize: no recipe")
+        choices = {"family": family, "form": form, "format": format, "allow_requantize": allow_requantize}
+        with _stored_quantized(src, dst, recipe, options) as quantized:
+            return export_hf(quantized, dst, **choices, dtype=dtype, **options)
     with Conversion(src, dst, options) as conversion:
         ckpt = conversion.ckpt
         if ckpt.kind != "te_models":
@@ -220,10 +231,29 @@ def relayout(
         return conversion.write_te_folder(plan, layout, ckpt.source)
 
 
+@contextmanager
+def _stored_quantized(src: PathLike, dst: PathLike, recipe: str, options: ConversionKeywords) -> Iterator[Path]:
+    """Yield a folder beside `dst`, for as long as it is needed, with the linear weights of `src` quantized."""
+    from .quantize import quantize
+
+    out = Path(dst)
+    check_destination(out, overwrite=options.get("overwrite", False))
+    between = out.with_name(f".{out.name}.quantized")
+    read = {"overwrite": True, "verify": options.get("verify", True), "progress": options.get("progress")}
+    try:
+        quantize(src, between, recipe, **read)
+        yield between
+    except CheckpointError as error:  # of the folder that the caller named
+        raise CheckpointError(str(error).replace(str(between), str(src))) from None
+    finally:
+        shutil.rmtree(between, ignore_errors=True)
+
+
 def _check_choice(ckpt: Checkpoint, format: str | None, *, allow_requantize: bool, dequantize: bool) -> None:
     """Raise CheckpointError for options of an export that contradict the folder or each other."""
     if not ckpt.formats and (format is not None or allow_requantize or dequantize):
         as_what = "dequantize" if dequantize else "requantize" if format is None else f"write as {format}"
-        raise CheckpointError(f"{ckpt.path} has no quantized weights to {as_what}; quantize it first")
+        first = "" if dequantize else ", or name a recipe (--recipe)"
+        raise CheckpointError(f"{ckpt.path} has no quantized weights to {as_what}; quantize it first{first}")
     if dequantize and (allow_requantize or format is not None):
         raise CheckpointError("dequantized weights are written as values: choose no format and no requantizing")

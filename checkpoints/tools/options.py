@@ -22,6 +22,8 @@ System = Literal[
 files of Megatron's ranks; state dicts of Transformer Engine's modules."""
 Recipe = Literal["delayed", "current", "block", "mxfp8", "nvfp4"]
 """Those that a word says; `te_models.layers`, which knows them, imports torch."""
+WeightsAlone = Literal["int4", "int8", "mxfp4"]
+"""What weights can be stored as and no run computes in."""
 RECIPES = get_args(Recipe)
 
 
@@ -113,6 +115,8 @@ class ExportOptions(RanksOptions, ShardedOptions):
     """Of the matrices of a GGUF file (default: f16)."""
     family: str | None = None
     """Architecture to write (default: the one that the model came from, or the first that fits it)."""
+    recipe: Recipe | WeightsAlone | None = option(None, metavar="RECIPE")  # noqa: RUF009  a field
+    """Store the weights of linear layers quantized first, as te-models quantize does."""
     format: str | None = None
     """Format of quantized weights, e.g. fp8 (default: as in the original, or the first that represents them)."""
     allow_requantize: bool = False
@@ -137,7 +141,7 @@ class RelayoutOptions(ShardedOptions):
 class QuantizeOptions(ShardedOptions):
     """Options of storing weights quantized."""
 
-    recipe: Recipe | Literal["int4", "int8", "mxfp4"] = option(metavar="RECIPE")  # noqa: RUF009  a field
+    recipe: Recipe | WeightsAlone = option(metavar="RECIPE")  # noqa: RUF009  a field
     """The recipe delayed, current, block, mxfp8 or nvfp4, or int4, int8 or mxfp4, which no run computes in."""
 
 

@@ -31,10 +31,11 @@ VERBS: tuple[tuple[str, Callable[[argparse.Namespace], int], str, tuple[str, str
         "ExportOptions",
         ("DIR", "HF_OUT"),
         "te_models folder to Hugging Face folder",
-        "Write a folder that transformers loads with from_pretrained. Quantized weights stay quantized.\n"
-        "DIR may also be a training checkpoint of ours. --to gguf writes one file for llama.cpp; --to with a\n"
-        "training system writes its checkpoint: a distributed one, of a training checkpoint with AdamW's\n"
-        "moments; files of Megatron's ranks; or a state dict of Transformer Engine's modules.",
+        "Write a folder that transformers loads with from_pretrained. Quantized weights stay quantized,\n"
+        "and --recipe quantizes plain ones. DIR may also be a training checkpoint of ours, of any layout\n"
+        "over ranks, which one process reads, a tensor at a time. --to gguf writes one file for llama.cpp;\n"
+        "--to with a training system writes its checkpoint: a distributed one, of a training checkpoint\n"
+        "with AdamW's moments; files of Megatron's ranks; or a state dict of Transformer Engine's modules.",
         "te-models export ./moe ./moe-hf --family mixtral",
     ),
     (

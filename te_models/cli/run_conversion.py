@@ -85,7 +85,7 @@ def _import_run(args: argparse.Namespace) -> int:
 def run_export(args: argparse.Namespace) -> int:
     """Our folder to a Hugging Face one, a GGUF file, or a training system's checkpoint."""
     if args.adapter is not None:
-        names = ("to", "type", "form", "format", "dequantize", "dtype", "dry_run")
+        names = ("to", "type", "form", "recipe", "format", "dequantize", "dtype", "dry_run")
         _refuse(args, names, "is of models; allowed with --adapter: --base-model, --family")
         from .adapters import run_adapter_export
 
@@ -106,7 +106,7 @@ def run_export(args: argparse.Namespace) -> int:
         return _export_run(args, write) if is_run else write(args)
     from te_models.checkpoints import export_checkpoint
 
-    names = ("family", "form", "format", "dequantize", "allow_requantize")
+    names = ("family", "form", "recipe", "format", "dequantize", "allow_requantize")
     _refuse(args, names, f"is of Hugging Face folders, and --to {args.to} writes none")
     if not is_run:
         sizes = () if args.to == "transformer_engine" and not Path(args.out).suffix else ("max_shard_bytes",)
@@ -122,6 +122,7 @@ def run_export(args: argparse.Namespace) -> int:
 
 def _export_run(args: argparse.Namespace, write: Callable[[argparse.Namespace], int]) -> int:
     """A training checkpoint, by way of a te_models folder beside the result."""
+    from te_models.checkpoints import CheckpointError
     from te_models.checkpoints.io.destination import check_destination
 
     from ..training.exporting import export_alone
@@ -137,6 +138,8 @@ def _export_run(args: argparse.Namespace, write: Callable[[argparse.Namespace], 
         export_alone(Path(args.source), between)
         args.model = between
         return write(args)
+    except CheckpointError as error:  # of the folder that the user named
+        raise CheckpointError(str(error).replace(str(between), args.source)) from None
     finally:
         shutil.rmtree(between, ignore_errors=True)
 
@@ -144,7 +147,7 @@ def _export_run(args: argparse.Namespace, write: Callable[[argparse.Namespace], 
 def _export(args: argparse.Namespace) -> int:
     from te_models.checkpoints import export_hf
 
-    names = ("family", "form", "format", "allow_requantize", "dequantize", "dtype")
+    names = ("family", "form", "recipe", "format", "allow_requantize", "dequantize", "dtype")
     code = _convert(args, export_hf, *names, also=("to",))
     if not args.json and not args.dry_run:
         show(*_missing_reader(Path(args.out)))
@@ -155,7 +158,7 @@ def _export_file(args: argparse.Namespace) -> int:
     """Our folder to a GGUF file."""
     from ..gguf import export_gguf
 
-    names = ("format", "form", "dtype", "dry_run", "allow_requantize")
+    names = ("recipe", "format", "form", "dtype", "dry_run", "allow_requantize")
     _refuse(args, names, "is of Hugging Face folders; allowed with --to gguf: --type, --family, --force")
     _refuse_others(args, "to", "type", "family", "dequantize", "overwrite")
     start = time.perf_counter()

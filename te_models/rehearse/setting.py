@@ -116,7 +116,7 @@ class Setting:
         parts = validation_windows(self.config, self.data)[""]
         size = min(self.config.data.micro_batch_size, sum(map(len, parts)))
         smaller = self.config.replace(data=self.config.data.replace(micro_batch_size=size))
-        self.held_out = validation_batches(smaller, parts, Ranks())
+        self.held_out = validation_batches(smaller, parts, Ranks()).batches
 
     @property
     def is_random(self) -> bool:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 
+from te_models.checkpoints import reshard
+
 from ..config import ModelConfig
 from ..model import GPTModel
-from .build import keep_saved_dtypes, random_model
+from .build import DTYPES, keep_saved_dtypes, random_model
 from .checkpoints.checkpoint import TrainingState, load_state
 from .checkpoints.checks import MODEL, VALUES
 from .config import TrainConfig
@@ -31,13 +33,15 @@ def export_alone(folder: Path, out: Path) -> None:
     start = load_state(folder)
     config = TrainConfig.from_dict(start.config)
     if start.parts is None:
-        model = GPTModel.from_pretrained(folder / MODEL, verify=False)
-        if config.lora.rank:
-            adapters = Adapters(config, model)
-            whole = adapters.state_tensors()
-            for name, value in whole.items():
-                value.copy_(start.tensors[name])
-            adapters.merge()
+        if not config.lora.rank:
+            reshard(folder / MODEL, out, verify=False, overwrite=True)
+            return
+        dtype = DTYPES[config.precision.dtype]
+        model = GPTModel.from_pretrained(folder / MODEL, dtype=dtype, verify=False)
+        adapters = Adapters(config, model)
+        for name, value in adapters.state_tensors().items():
+            value.copy_(start.tensors[name])
+        adapters.merge()
         model.save_pretrained(out)
         return
     _export_parts(start, config, out)

@@ -184,7 +184,7 @@ def _run(
         row |= clip
         view = replace(view, step=step)
         callbacks.tell("on_step", view, result.loss)
-        measures = bool(evaluations) or any(run.validation.values())
+        measures = bool(evaluations) or any(found.batches for found in run.validation.values())
         if measures and _is_due(step, config.evaluation.every, config.steps):
             row |= _measured(run, view, device, callbacks, evaluations)
             validation_loss = row.get("validation_loss", validation_loss)
@@ -306,9 +306,11 @@ def validation_losses(run: SetUp, step: int, device: str) -> dict[str, float]:
 
     Raises TrainingError for one that is not finite."""
     losses = {
-        name: evaluate_model(run.model, run.loss_function, batches, device, run.layout.gradients, run.objective)
-        for name, batches in run.validation.items()
-        if batches
+        name: evaluate_model(
+            run.model, run.loss_function, found.batches, device, run.layout.gradients, run.objective, found.counted
+        )
+        for name, found in run.validation.items()
+        if found.batches
     }
     for name, value in losses.items():
         if not math.isfinite(value):
@@ -324,10 +326,11 @@ def evaluate_model(
     device: str,
     ranks: Ranks,
     objective: Objective | None = None,
+    counted: int | None = None,
 ) -> float:
-    """Return the validation loss, with the model in eval mode for as long as that takes."""
+    """Return the validation loss, with the model in eval mode for as long as that takes; arguments of `evaluate`."""
     with in_eval_mode(model):
-        return evaluate(loss_function, [batch.to(device) for batch in batches], ranks, objective)
+        return evaluate(loss_function, [batch.to(device) for batch in batches], ranks, objective, counted)
 
 
 def _is_due(step: int, every: int, steps: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..config import ConfigError
 from ..sizes import plural
@@ -131,21 +131,31 @@ def _windows(
     return Windows(dataset, d.sequence_length, **shared, packing=packing_of(d))
 
 
-def validation_batches(config: TrainConfig, parts: list[Windows], ranks: Ranks, name: str = "") -> list[Batch]:
-    """Return this rank's validation batches: full ones only, the same number on every rank. Of several data sets each
-    has its share, by the number of its windows, from its beginning."""
+class ValidationBatches(NamedTuple):
+    """What a rank computes for a validation loss: as many batches on every rank, of which the first `counted` are its
+    own. The others are there for what ranks do together, and count nothing."""
+
+    batches: list[Batch]
+    counted: int
+
+
+def validation_batches(config: TrainConfig, parts: list[Windows], ranks: Ranks, name: str = "") -> ValidationBatches:
+    """Return this rank's validation batches. All ranks together have `evaluation.batches`, full ones only: the same
+    windows, however many ranks there are. Of several data sets each has its share, by the number of its windows, from
+    its beginning."""
     B, total = config.data.micro_batch_size, sum(map(len, parts))
-    count = min(config.evaluation.batches, total // (B * ranks.world_size))
+    count = min(config.evaluation.batches, total // B)
     if count == 0 and config.evaluation.every:
         split = f"validation set {name!r}" if name else "validation split"
-        each = f" for each of the {ranks.world_size} ranks" if ranks.world_size > 1 else ""
-        raise ConfigError(f"the {split} has {plural(total, 'window')}: less than one batch of {B}{each}")
+        raise ConfigError(f"the {split} has {plural(total, 'window')}: less than one batch of {B}")
     where = [(part, i) for part in parts for i in range(len(part))]
     if len(parts) > 1:
-        needed = count * B * ranks.world_size
+        needed = count * B
         where = [where[i * len(where) // needed] for i in range(needed)] if needed else []
-    batches = []
-    for i in range(count):
-        begin = (i * ranks.world_size + ranks.rank) * B
-        batches.append(Batch.joined([part.examples(p, 1) for part, p in where[begin : begin + B]]))
-    return batches
+    own = [*range(ranks.rank, count, ranks.world_size)]
+    others = [ranks.rank % count] * (-(-count // ranks.world_size) - len(own)) if count else []
+    batches = [
+        Batch.joined([part.examples(p, 1) for part, p in where[number * B : (number + 1) * B]])
+        for number in [*own, *others]
+    ]
+    return ValidationBatches(batches, len(own))

@@ -43,7 +43,6 @@ from .checkpoints.start import (
 from .config import ModelSource, TrainConfig
 from .data.batch_size import BatchSize, batch_size, with_global_batch
 from .data.blend import Blend
-from .data.windows import Batch
 from .log.starts import record_start
 from .log.writers import MetricsWriter, open_writers
 from .lora import Adapters
@@ -62,7 +61,14 @@ from .ranks.agreement import check_folder_is_shared, check_same_settings
 from .ranks.data_parallel import Ranks, barrier
 from .ranks.layout import RankLayout, balanced, rank_layout
 from .ranks.reduction import Reduction
-from .run_data import RunData, open_data, training_windows, validation_batches, validation_windows
+from .run_data import (
+    RunData,
+    ValidationBatches,
+    open_data,
+    training_windows,
+    validation_batches,
+    validation_windows,
+)
 from .seeding import derive_seed, rounding_seed, seed_all
 from .step import LossFunction, make_loss_function, make_pipeline, make_weight_cache
 
@@ -96,7 +102,7 @@ class SetUp:
     digest: str
     batch: BatchSize
     windows: Blend
-    validation: dict[str, list[Batch]]
+    validation: dict[str, ValidationBatches]
     model: GPTModel
     adapters: Adapters | None
     optimizer: Optimizer

@@ -296,15 +296,27 @@ def evaluate(
     batches: Sequence[torch.Tensor | Batch],
     ranks: Ranks,
     objective: Objective | None = None,
+    counted: int | None = None,
 ) -> float:
-    """Return the mean cross entropy, or loss of the objective, over this rank's batches and all ranks. The caller has
-    called `model.eval()`."""
+    """Return the mean cross entropy of the predictions that are scored, or of windows the loss of the objective, over
+    the first `counted` batches of each rank; None: over all. The caller has called `model.eval()`.
+
+    Batches are weighed outside of the model, in float64, so that the number is that of one rank with all of them."""
     weighs = (objective or Objective()).weighs_tokens
-    weights = loss_weights(batches, ranks) if weighs else [None] * len(batches)
+    counts = [_scored(b) if weighs else torch.ones((), dtype=torch.float64, device="cpu") for b in batches]
+    for count in counts if counted is None else counts[counted:]:
+        count.zero_()
+    labelled = weighs and any(isinstance(batch, Batch) and batch.labels is not None for batch in batches)
+    weights = [torch.ones_like(count, dtype=torch.float32) if labelled else None for count in counts]
     if isinstance(loss_function, Pipeline):
-        return float(mean_over_ranks(loss_function.evaluate(_fields(batches, weights)).mean(), ranks))
-    losses = []
-    for batch, weight in zip(batches, weights, strict=True):
-        loss, terms = loss_function(batch) if weight is None else loss_function(batch, weight)
-        losses.append(loss - terms[:TERMS].sum())
-    return float(mean_over_ranks(torch.stack(losses).mean(), ranks))
+        losses = loss_function.evaluate(_fields(batches, weights))
+    else:
+        found = []
+        for batch, weight in zip(batches, weights, strict=True):
+            loss, terms = loss_function(batch) if weight is None else loss_function(batch, weight)
+            found.append(loss - terms[:TERMS].sum())
+        losses = torch.stack(found)
+    scored = torch.stack(counts).to(losses.device)
+    sums = torch.stack([(losses.double() * scored).sum(), scored.sum()])
+    total, count = mean_over_ranks(sums, ranks).tolist()
+    return total / max(count, 1.0)

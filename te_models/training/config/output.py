@@ -38,7 +38,7 @@ class EvaluationConfig(ConfigPart):
     every: int = 0
     """Steps between two measurements of the validation loss; 0: only at the end."""
     batches: int = 8
-    """Validation batches of each rank, from each data set."""
+    """Validation batches of all ranks together, from each data set."""
     sets: tuple[str, ...] = ()
     """More validation data sets, as "name=folder": the metrics have the loss of each as validation_losses."""
 

@@ -80,7 +80,7 @@ def sequences_are_as_on_one_rank(name: str) -> None:
             error = (p.grad / ranks - grads[key]).abs().max() / size_of(key, grads)
             wrong += [] if error <= bound else [(key, bound, float(error))]
     assert not wrong, wrong
-    if ranks == 4:
+    if ranks == 4 and name != "lightning":  # which reads no token before a chunk
         with pytest.raises(ValueError, match="of the 8 chunks of a sequence that ranks share has 1 tokens; allowed"):
             shared(token_ids(1, 8), labels=token_ids(1, 8))
 

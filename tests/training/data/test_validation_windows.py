@@ -14,7 +14,7 @@ from tests.training.runs import tiny_run
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_share_the_windows_of_one(ranks: int, tmp_path: Path) -> None:
-    """As many on all ranks together, by `evaluation.batches` of each."""
+    """As many on all ranks together as on one, and each counts once, also where ranks do not divide them."""
     config = tiny_run(tmp_path)
     config = config.replace(data=config.data.replace(validation_fraction=0.2))
     data = open_data(config, vocab_size=config.model.config.vocab_size, may_build=True)
@@ -22,7 +22,12 @@ def test_ranks_share_the_windows_of_one(ranks: int, tmp_path: Path) -> None:
 
     def rows(count: int, world: int) -> torch.Tensor:
         run = config.replace(evaluation=config.evaluation.replace(batches=count))
-        found = [b.input_ids for r in range(world) for b in validation_batches(run, parts, Ranks(r, world))]
-        return torch.cat(found).unique(dim=0)
+        found = [validation_batches(run, parts, Ranks(r, world)) for r in range(world)]
+        assert len({len(its.batches) for its in found}) == 1
+        own = torch.cat([b.input_ids for its in found for b in its.batches[: its.counted]])
+        assert len(own.unique(dim=0)) == len(own)
+        return own.unique(dim=0)
 
-    assert torch.equal(rows(4 // ranks, ranks), rows(4, 1)) and len(rows(4, 1)) == 4 * config.data.micro_batch_size
+    for count in (1, 3, 4):
+        assert torch.equal(rows(count, ranks), rows(count, 1))
+        assert len(rows(count, 1)) == count * config.data.micro_batch_size

@@ -125,7 +125,6 @@ def test_ranks_do_what_one_rank_does_and_continue_from_it(layout: dict[str, int]
     train(one)
     two = one.replace(output_dir=str(tmp_path / "two"), parallel=one.parallel.replace(**layout))
     if not layout.keys() & {"tensor_model_parallel_size", "pipeline_model_parallel_size"}:  # two ranks with own data
-        two = two.replace(evaluation=EvaluationConfig(every=1, batches=1))
         two = two.replace(data=two.data.replace(gradient_accumulation=1))
     first = list_checkpoints(Path(one.output_dir))[0]
     train_on_ranks(two.replace(steps=2), tmp_path)

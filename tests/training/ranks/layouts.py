@@ -299,13 +299,13 @@ class Runs:
                 steps=self.steps,
                 optimizer=OptimizerConfig(lr=1e-3, clip_grad_norm=0.5),
                 precision=PrecisionConfig(),
-                evaluation=EvaluationConfig(every=2, batches=MICRO_BATCHES),
+                evaluation=EvaluationConfig(every=2, batches=3),  # which no number of ranks divides
                 checkpoint=CheckpointConfig(every=2, keep_last=0),
             )
             file.write_text(as_toml(config))
         share = str(MICRO_BATCHES // DATA_RANKS.get(case.layout, 2))
         options = {f"parallel.{name}": size for name, size in (LAYOUTS | SCHEDULES | OPTIONS)[case.layout].items()}
-        options |= {"data.gradient_accumulation": share, "evaluation.batches": share}
+        options |= {"data.gradient_accumulation": share}
         options |= {f"precision.{name}": value for name, value in PRECISIONS.get(case.precision, {}).items()}
         options |= OPTIMIZERS.get(case.precision, {})
         if case.precision in ("documents", "packed"):
@@ -351,7 +351,14 @@ class Runs:
     def differences(self, case: Case) -> list[str]:
         """Return where a run is further from that of one rank than the order of sums explains, a line each."""
         loss, norm = SPREAD.get(case.precision, (1e-3, 5e-3))
-        limits = {"loss": loss, "validation_loss": loss, "mtp_loss": loss, "logits_z_loss": loss, "grad_norm": norm}
+        validation = 2e-7 if case.precision in ("fp32", "documents", "packed") else loss
+        limits = {
+            "loss": loss,
+            "validation_loss": validation,
+            "mtp_loss": loss,
+            "logits_z_loss": loss,
+            "grad_norm": norm,
+        }
         found, expected = self.curve(case), self.curve(case.reference())
         expected = expected[len(expected) - len(found) :]
         problems = [] if found and found[-1]["step"] == self.steps else [f"{case.name} has {len(found)} steps"]

@@ -36,6 +36,20 @@ def test_a_rank_that_is_gone_ends_the_others(tmp_path: Path, gone: int, signum: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("gone", [0, 2])
+def test_one_of_four_that_is_killed_is_named_before_the_timeout(gone: int, tmp_path: Path) -> None:
+    """By every survivor, which ends: its timeout, of hours, is not what ends it."""
+    config = endless(tmp_path, distributed_timeout_minutes=600.0)
+    with training(config, tmp_path, ranks=4) as processes:
+        wait_for_rows(config, 2, processes)
+        os.kill(processes[gone].pid, signal.SIGKILL)
+        left = [rank for rank in range(4) if rank != gone]
+        assert exit_codes([processes[rank] for rank in left], timeout=600) == [3, 3, 3]
+    for rank in left:
+        assert f"LostRankError: rank {gone} stopped answering" in stderr(tmp_path, rank).read_text()
+
+
+@pytest.mark.slow
 def test_a_pipeline_stage_that_is_gone_ends_the_others(tmp_path: Path) -> None:
     """torch wraps what a receive raises in errors of its own."""
     parallel = ParallelConfig(pipeline_model_parallel_size=2)
