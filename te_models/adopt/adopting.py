@@ -22,8 +22,8 @@ from te_models.checkpoints.io.strict_json import read_object
 
 from ..extras import require
 from .declare import family_source, test_source
-from .fields import SAME, WRONG, FamilyDraft, declare, outcome, reads_alike, without_fields
-from .moves import Move, changed_model, moves
+from .fields import SAME, WRONG, FamilyDraft, declare, outcome, reads_alike, with_required, without_fields
+from .moves import LAYERS, Move, changed_model, moves
 from .naming import solve, unexplained
 from .near import Near, nearest
 from .pool import Pool, pool_of
@@ -84,7 +84,7 @@ def adopt(source: str | os.PathLike[str], *, hidden: Collection[str] = ()) -> Ad
         if "" in declared.lacking:
             report.missing[name] = [declared.lacking[""]]
             continue
-        family = _with_forms(declared.family, base, pool)
+        family = with_required(_with_forms(declared.family, base, pool), known, arguments, found)
         report.proofs, culprit = _proofs(family, declared, known, arguments, base, found)
         moved_alike = {m.label[:80]: m for m in found if _is_same(family, m)}
         if not culprit and wrapped:
@@ -130,14 +130,17 @@ def _solved(
     values = {name: value for name, value in base.values.items() if name in known.defaults}
     begun = structure(near.state, shapes, pool, near.state.names, values)
     if begun is None:
+        report.missing[near.name] = ["it makes no model of this configuration"]
         return None
     state, found = begun
     if found.cost:
         missing, left = unexplained(found.names, state.config(), shapes)
         report.missing[near.name] = [*(f"no {name}" for name in missing[:4]), *left[:8]]
         return None
-    state, error = search(_with_output(state, base, found_moves), base, pool, values)
+    budget = 120 if report.missing else 240  # further beginnings are seldom the better ones
+    state, error = search(with_output(state, base, found_moves), base, pool, values, budget=budget)
     if error > TOLERANCE:
+        report.missing[near.name] = [f"logits differ by {error:.1e} of the largest"]
         report.lacking[""] = (
             f"its tensors are those of a model like {near.name}, and the logits differ by {error:.1e} of the largest, "
             "so an element is missing that has no tensor of its own"
@@ -146,9 +149,11 @@ def _solved(
     return state
 
 
-def _with_output(state: SolverState, base: Built, found: list[Move]) -> SolverState:
+def with_output(state: SolverState, base: Built, found: list[Move]) -> SolverState:
     """Return the state with the name of an output layer that repeats the embedding, and that files leave out: what
     files have beside the others where it repeats none, or what transformers calls it in memory."""
+    if f"{state.names.output}.weight" in base.published:
+        return state
     untied = next((m.built for m in found if m.name == TIED and m.built is not None), None)
     more = [] if untied is None else [name for name in untied.published if name not in base.published]
     embedding = base.published.get(f"{state.names.embedding}.weight")
@@ -218,7 +223,7 @@ def _proofs(
     if rows[0][1] != SAME:
         wrong.append("the base model itself is refused")
     for move in found:
-        if move.built is not None and move.name in ("sizes", *_LAYERS) and outcome_of(rows, move.label) != SAME:
+        if move.built is not None and move.name in ("sizes", *LAYERS) and outcome_of(rows, move.label) != SAME:
             wrong.append(f"{move.label}: {next(why for label, _, why in rows if label == move.label)}")
     return rows, wrong[0] if wrong else ""
 
@@ -228,8 +233,7 @@ def outcome_of(rows: list[tuple[str, str, str]], label: str) -> str:
     return next((got for name, got, _ in rows if name == label), "")
 
 
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_SIZES = (*_LAYERS, "hidden_size", "num_attention_heads")
+_SIZES = (*LAYERS, "hidden_size", "num_attention_heads")
 
 
 def write_adopted(adopted: Adopted, folder: Path, *, overwrite: bool = False) -> list[str]:

@@ -9,11 +9,22 @@ from typing import Any
 
 from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.families.base.family import Family
-from te_models.checkpoints.families.base.fields import Entry, Field, Fixed, Flag, Only, Renamed, Spread
+from te_models.checkpoints.families.base.fields import (
+    REQUIRED,
+    Entry,
+    Field,
+    Filled,
+    Fixed,
+    Flag,
+    Only,
+    Renamed,
+    Spread,
+)
+from te_models.checkpoints.families.base.layer_fields import OnlyInEachLayer
 from te_models.checkpoints.families.base.text_part import text_part
 
 from ..config import ConfigError, ModelConfig
-from .moves import OF_TRAINING, Move, outside_of
+from .moves import LAYERS, OF_TRAINING, Move, outside_of
 from .near import Near, agrees, with_defaults
 from .pool import Pool
 from .probe import Built, KnownType, Values, small_size
@@ -43,6 +54,16 @@ def outcome(family: Family, built: Built, *, memory: bool = False, seed: int = 0
         return REFUSED, str(error)
     except Exception as error:  # an entry that does not expect what the field holds
         return WRONG, f"{type(error).__name__}: {error}"
+    form = (repr(family.names), family.unused, memory, repr(family.other_names) if memory else "")
+    key = (config, *form, seed)
+    if key not in built.remembered:
+        built.remembered[key] = _compared(family, config, built, values, memory, seed)
+    return built.remembered[key]
+
+
+def _compared(
+    family: Family, config: ModelConfig, built: Built, values: Values, memory: bool, seed: int
+) -> tuple[str, str]:
     tensors = built.memory if memory else built.published
     names = family.names
     try:
@@ -83,6 +104,15 @@ def entries_for(near: Near, state: SolverState, base: Built) -> tuple[Entry, ...
     return (*entries, *fixed)
 
 
+def _only(name: str, base: Built) -> Only:
+    """Return an entry that refuses other values of a field; a list of one value per layer may be of any length."""
+    value = base.values.get(name)
+    layers = base.values.get(next((n for n in LAYERS if n in base.values), ""))
+    if isinstance(value, list) and len(value) == layers and all(item == value[0] for item in value):
+        return OnlyInEachLayer(name, value[0])
+    return Only(name, value)
+
+
 def neutral(family: Family, base: Built) -> Family:
     """Return the family with `Only` entries for the fields that the base model has and that no entry speaks of."""
     for _ in range(40):
@@ -93,7 +123,7 @@ def neutral(family: Family, base: Built) -> Family:
             match = re.match(r"config.json has (\w+) = ", str(error))
             if match is None or match[1] in family.known or match[1] not in base.values:
                 return family
-            family = replace(family, fields=(*family.fields, Only(match[1], base.values[match[1]])))
+            family = replace(family, fields=(*family.fields, _only(match[1], base)))
     return family
 
 
@@ -126,7 +156,7 @@ def declare(
             if better is not None:
                 result.family, again = better, True
             elif got == WRONG:
-                result.family = _refusing(result.family, move.name, base, known)
+                result.family = refusing(result.family, move.name, base)
                 result.lacking[move.name] = why
                 again = True
         if not again:
@@ -138,7 +168,7 @@ def declare(
             got, why = outcome(result.family, move.built or base)
         if got == WRONG:
             result.lacking[move.name] = why
-            result.family = _refusing(result.family, move.name, base, known)
+            result.family = refusing(result.family, move.name, base)
     return result
 
 
@@ -269,7 +299,7 @@ def _with(family: Family, entry: Entry, base: Built) -> Family:
     return replace(family, fields=(*entries, entry))
 
 
-def _refusing(family: Family, name: str, base: Built, known: KnownType) -> Family:
+def refusing(family: Family, name: str, base: Built) -> Family:
     """Return the family with other values of a field refused; what its entry said stays."""
     entries: list[Entry] = []
     for entry in family.fields:
@@ -283,7 +313,7 @@ def _refusing(family: Family, name: str, base: Built, known: KnownType) -> Famil
                 continue
         elif name not in entry.names:
             entries.append(entry)
-    return replace(family, fields=(*entries, Only(name, base.values.get(name))))
+    return replace(family, fields=(*entries, _only(name, base)))
 
 
 def _without_effect(family: Family, name: str, base: Built) -> Family:
@@ -320,6 +350,42 @@ def reads_alike(family: Family, built: Built, known: KnownType) -> bool:
         return family.read_config(outside_of(built.values, known.defaults)) == family.read_config(built.values)
     except CheckpointError as error:
         return "config.json has no " in str(error)
+
+
+def with_required(family: Family, known: KnownType, arguments: Values, found: Iterable[Move]) -> Family:
+    """Return a family whose files must have the fields without which it reads another model than the class makes."""
+    for _ in range(3):
+        rows = without_fields(family, known, arguments)
+        names = {label.removeprefix("without ") for label, got, _ in rows if got == WRONG}
+        for move in found:
+            if move.built is not None and outcome(family, move.built)[0] == SAME:
+                names |= (
+                    set() if reads_alike(family, move.built, known) else _differs_without(family, move.built, known)
+                )
+        if not names:
+            return family
+        family = replace(family, fields=tuple(_required(entry, names) for entry in family.fields))
+    return family
+
+
+def _differs_without(family: Family, built: Built, known: KnownType) -> set[str]:
+    """Return the fields with the class's default without which a family reads another model."""
+    whole, found = family.read_config(built.values), set()
+    for name in set(built.values) - set(outside_of(built.values, known.defaults)):
+        try:
+            if family.read_config({k: v for k, v in built.values.items() if k != name}) != whole:
+                found.add(name)
+        except CheckpointError:  # a field that a file must have
+            continue
+    return found
+
+
+def _required(entry: Entry, names: set[str]) -> Entry:
+    """Return an entry that demands those of its fields that are among `names`."""
+    its = {name: REQUIRED for name in entry.names if name in names}
+    if not its or isinstance(entry, Fixed):
+        return entry
+    return Filled(entry.entry, {**entry.values, **its}) if isinstance(entry, Filled) else Filled(entry, its)
 
 
 def config_of(family: Family, built: Built) -> ModelConfig:

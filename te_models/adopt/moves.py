@@ -27,6 +27,8 @@ _ROPES: dict[str, Values] = {
         "original_max_position_embeddings": 16,
     },
 }
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""What configurations call the number of layers."""
 OF_TRAINING = ("drop", "initializer", "init_std", "_coef", "jitter", "loss", "router_logits", "z_loss", "aux")
 
 
@@ -90,7 +92,7 @@ def _together(known: KnownType, arguments: Values, base: Built, found: list[Move
     sizes |= {
         n: (4 if n == "num_key_value_heads" and "kv_lora_rank" in sizes else v) for n, v in heads.items() if n in sizes
     }
-    sizes |= {n: 3 for n in arguments if n in ("num_hidden_layers", "n_layer", "n_layers", "num_layers")}
+    sizes |= {n: 3 for n in arguments if n in LAYERS}
     sizes = {n: v for n, v in sizes.items() if "lora" not in n and "qk_" not in n and n != "v_head_dim"}
     layered = {n: v for n, v in arguments.items() if not isinstance(v, list)}
     move = changed_model(known, layered, sizes, base, seed=seed)
@@ -103,7 +105,7 @@ def changed_model(known: KnownType, arguments: Values, changed: Values, base: Bu
     name = next(iter(changed))
     try:
         values = {**arguments, **changed}
-        layers = next((k for k in changed if k in ("num_hidden_layers", "n_layer", "n_layers", "num_layers")), None)
+        layers = next((k for k in changed if k in LAYERS), None)
         if layers is not None:
             values = {k: v for k, v in values.items() if not isinstance(v, list)}
         built = known.build(values, seed=seed)

@@ -120,6 +120,7 @@ def variants(names: Names, config: ModelConfig, shapes: Shapes) -> Iterator[tupl
                 transposed=in_out,
                 selection_bias_unsqueezed=unsqueezed,
                 mtp=None,
+                **({} if qkv == 1 else {"heads_in_turn": False, "qkv_blocks": None}),
             ),
         )
 

@@ -93,23 +93,30 @@ def _placed(family: Family, shapes: Mapping[str, Any]) -> Family:
 
 
 def elements(entries: tuple[Entry, ...], pool: Pool, known: KnownType, built: Built) -> tuple[Paths, ...]:
-    """Return what other families say of the fields that no entry reads: each field's meanings, and all that one family
-    says of several."""
+    """Return what other families say of the fields that no entry reads, or more than the entry that does: each field's
+    meanings, and all that one family says of several."""
     read = {name for entry in entries for name in entry.names}
-    unread = [name for name in known.defaults if name not in read]
+    told = {path for entry in entries for path in _said(entry, built.values)}
     by_family: dict[str, Paths] = {}
     found: list[Paths] = []
-    for name in unread:
+    for name in known.defaults:
         for family, entry in pool.entries.get(name, ()):
-            try:
-                said = entry.read(built.values)
-            except (CheckpointError, TypeError, AttributeError, KeyError):
+            said = {path: value for path, value in _said(entry, built.values).items() if "dropout" not in path}
+            if name in read and set(said) <= told:
                 continue
-            said = {path: value for path, value in said.items() if "dropout" not in path}
             if said and said not in found:
                 found.append(said)
-            by_family.setdefault(family, {}).update(said)
+            if name not in read:
+                by_family.setdefault(family, {}).update(said)
     return (*found, *(said for said in by_family.values() if said and said not in found))
+
+
+def _said(entry: Entry, values: Mapping[str, Any]) -> Paths:
+    """Return what an entry says of a configuration; nothing where it refuses it."""
+    try:
+        return entry.read(values)
+    except Exception:  # an entry that does not expect what the field holds
+        return {}
 
 
 def adapted(family: Family, pool: Pool, known: KnownType, built: Built) -> tuple[Entry, ...]:

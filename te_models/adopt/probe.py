@@ -95,6 +95,8 @@ class Built:
     """All of config.json, where the decoder is a part of the model."""
     others: set[str] = field(default_factory=set)
     """Names of tensors of other parts, which the others here leave out."""
+    remembered: dict[Any, tuple[str, str]] = field(default_factory=dict, compare=False)
+    """What was found of a declaration's configuration and names beside this model."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class KnownType:
         """Return the arguments of a small model that transformers makes and runs, and the model; AdoptError with
         transformers' first reason where none of the tried sizes gives one."""
         first = ""
-        for changes in self._repairs():
+        for changes in self.repairs():
             arguments = self.small(values)
             for name, value in changes.items():
                 if value is None:
@@ -170,13 +172,18 @@ class KnownType:
                 f"a small model of {self.model_type!r} has {numbers:,} parameters; allowed: {MOST_NUMBERS:,}"
             )
 
-    def _repairs(self) -> Iterator[Values]:
+    def repairs(self) -> Iterator[Values]:
         """Yield changes of usual small sizes, for classes that do not take these."""
         absent = {n: s for n, s in ((n, small_size(n)) for n, v in self.defaults.items() if v is None) if s}
         absent = {n: s for n, s in absent.items() if not n.endswith("_token_id")}
         heads = {n: 4 for n in self.defaults if small_size(n) == 6}
         groups = {"n_group": 4, "topk_group": 2}
         yield {}
+        rope = self.defaults.get("rope_parameters")
+        ignored = getattr(self.config_class, "ignore_keys_at_rope_validation", ())
+        if isinstance(rope, dict) and "mrope_section" in ignored:  # channels by which of three positions rotates them
+            for sections in ([2, 1, 1], [4, 2, 2], [1, 1, 0]):
+                yield {"rope_parameters": {**rope, "mrope_section": sections}}
         yield {"head_dim": None}
         yield {"head_dim": 8}
         yield {"head_dim": 16}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,7 +59,10 @@ class SolverState:
         return from_paths({**self.paths, **self.extra})
 
     def with_paths(self, changes: Mapping[str, Any]) -> SolverState:
-        return replace(self, paths={**self.paths, **changes})
+        """Return the state with these paths; None takes a part away with all that is said of it."""
+        gone = tuple(f"{path}." for path, value in changes.items() if value is None)
+        left = {path: value for path, value in self.paths.items() if not gone or not path.startswith(gone)}
+        return replace(self, paths={**left, **changes})
 
 
 def solved_weights(config: ModelConfig, names: Names, tensors: Mapping[str, Tensor], unused: Iterable[str] = ()) -> Any:
@@ -75,16 +81,28 @@ def solved_weights(config: ModelConfig, names: Names, tensors: Mapping[str, Tens
     return carry_out(plan, store)
 
 
+@functools.lru_cache(maxsize=8)
+def _empty_model(config: ModelConfig) -> GPTModel:
+    """Return our model without weights: many candidates differ in their names alone, many moved fields in nothing."""
+    model = GPTModel(config, device="meta")
+    model.to_empty(device="cpu")
+    return model.eval()
+
+
+@functools.lru_cache(maxsize=256)
+def tensors_needed(config: ModelConfig) -> Any:
+    """Return the tensors of our model of a configuration."""
+    return expected_tensors(config)
+
+
 @torch.no_grad()
 def our_logits(
     config: ModelConfig, weights: Mapping[str, Tensor], lengths: Iterable[int], seed: int = 0
 ) -> dict[int, Tensor]:
     """Return the logits of our model with these weights."""
-    model = GPTModel(config, device="meta")
-    model.to_empty(device="cpu")
+    model = _empty_model(config)
     for name, tensor in model.stored_tensors():
         tensor.copy_(weights[name])
-    model.eval()
     return {n: model(tokens(n, config.vocab_size, seed)).logits for n in lengths}
 
 
@@ -125,26 +143,48 @@ def structure(
     except ConfigError:
         return None
     solved = solve(config, shapes, pool, near)
-    if not solved:
-        return None
-    best, keys = solved[0][0], {key for _, key in solved[:3]}
-    while best.cost:
+    layers = layers_with_experts(shapes)
+    if config.moe is not None and layers and list(config.moe.layers or ()) != layers:
+        with contextlib.suppress(ConfigError):
+            mixed = state.with_paths({"moe.layers": layers})
+            other = solve(mixed.config(), shapes, pool, near)
+            if other and (not solved or other[0][0].cost < solved[0][0].cost):
+                state, config, solved = mixed, mixed.config(), other
+    best = solved[0][0] if solved else None
+    keys = {key for _, key in solved[:3]} if solved else None
+    while best is None or best.cost:
         improved: tuple[int, SolverState, Found] | None = None
         for changes in _changes(state, derived_numbers(values)):
             tried = state.with_paths(changes)
             try:
-                other = tried.config()
+                other_config = tried.config()
             except ConfigError:
                 continue
-            same = expected_tensors(other) == expected_tensors(config) and other.block == config.block
-            found = [] if same else solve(other, shapes, pool, near, keys)
-            if found and found[0][0].cost < (improved[0] if improved else best.cost):
+            same = tensors_needed(other_config) == tensors_needed(config) and other_config.block == config.block
+            found = [] if same and best is not None else solve(other_config, shapes, pool, near, keys)
+            least = improved[0] if improved else len(shapes) * 9 if best is None else best.cost
+            if found and found[0][0].cost < least:
                 improved = found[0][0].cost, tried, found[0][0]
         if improved is None:
             break
         _, state, best = improved
         config = state.config()
-    return replace(state, names=best.names), best
+    return None if best is None else replace(state, names=best.names), best
+
+
+_WHOLE = (
+    "moe.shared_expert_intermediate_size",
+    "attention.kv_channels",
+    "attention.num_query_groups",
+    "embedding.position_offset",
+)
+"""Numbers of ours that may be a whole number of theirs."""
+
+
+def layers_with_experts(shapes: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of the layers that have experts, by the names of their tensors."""
+    found = (re.search(r"\.(\d+)\..*(?<!shared_)experts?\b", name) for name in shapes)
+    return sorted({int(match[1]) for match in found if match})
 
 
 _TOGETHER: tuple[Paths, ...] = (
@@ -174,11 +214,15 @@ def _changes(state: SolverState, numbers: Mapping[str, float], prefixes: tuple[s
         for value in values:
             if _at(current, path) != value:
                 yield {path: value}
-    for path in ("moe.shared_expert_intermediate_size", "attention.kv_channels", "embedding.position_offset"):
+    whole = {int(n) for how, n in numbers.items() if how.endswith(":") and n == int(n)}
+    for path in _WHOLE:
         if path.startswith(prefixes) and (current.get("moe") is not None or not path.startswith("moe.")):
-            for value in (None, *{int(n) for how, n in numbers.items() if how.endswith(":") and n == int(n)}):
+            for value in (None, *whole, *({1} - whole if path == "attention.num_query_groups" else ())):
                 if value != _at(current, path) and (value is not None or "offset" not in path):
                     yield {path: value}
+    for part in ("attention.indexer", "attention.mla", "moe", "hyper_connections"):
+        if part.startswith(prefixes) and _at(current, part) is not None:
+            yield {part: None}
     for changes in _TOGETHER:
         if any(path.startswith(prefixes) for path in changes):
             yield changes
@@ -229,12 +273,27 @@ def _alternatives(
             continue
         if other == config:
             continue
-        if expected_tensors(other) != expected_tensors(config) or other.block != config.block:
+        if tensors_needed(other) != tensors_needed(config) or other.block != config.block:
             found = solve(other, shapes, pool, state.names, {key_of(state.names, other)})
             if not found or found[0][0].cost:
                 continue
-            tried = replace(tried, names=found[0][0].names)
+            tried = replace(tried, names=ordered_as(found[0][0].names, state.names))
         yield tried
+
+
+def ordered_as(names: Names, before: Names) -> Names:
+    """Return a weight map with what is in the same order as `before` where both have the same names."""
+    orders = ("fc1", "shared_fc1", "qk_norms", "norms"), ("embedding", "output")
+    its = {part: getattr(before, part) for part in (*orders[0], *orders[1])}
+    same = {
+        p: v for p, v in its.items() if p in orders[0] and sorted(map(str, getattr(names, p))) == sorted(map(str, v))
+    }
+    if {names.embedding, names.output} == {before.embedding, before.output}:
+        same |= {p: its[p] for p in orders[1]}
+    if isinstance(names.experts, Fused) and isinstance(before.experts, Fused):
+        same["experts"] = replace(names.experts, interleaved=before.experts.interleaved)
+    like = ("halves_swapped", *(("heads_in_turn", "qkv_blocks") if len(names.qkv) == 1 else ()))
+    return replace(names, **same, **{p: getattr(before, p) for p in like})
 
 
 def search(

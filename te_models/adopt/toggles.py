@@ -84,7 +84,7 @@ def _fitting(path: str, numbers: Mapping[str, float]) -> Mapping[str, float]:
 def _values(hint: Any, default: Any, numbers: Mapping[str, float]) -> Iterator[Any]:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        for option in args:
+        for option in sorted(args, key=lambda option: option is float):  # a word, as it holds for all sizes, is first
             if option is type(None):
                 yield None
             else:

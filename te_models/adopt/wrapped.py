@@ -14,7 +14,7 @@ import torch
 from te_models.checkpoints import FAMILIES
 from te_models.checkpoints.families.base.family import Family
 from te_models.checkpoints.families.base.fields import REQUIRED, Field
-from te_models.checkpoints.families.base.text_part import TIED, TextPart
+from te_models.checkpoints.families.base.text_part import TIED, TextPart, one_position
 from te_models.checkpoints.families.base.unused import Unused
 
 from ..extras import require
@@ -48,7 +48,7 @@ class WrappedType(KnownType):
 
     def values_of(self, config: Any) -> Values:
         found: Values = json.loads(config.to_json_string(use_diff=False))
-        text = dict(found["text_config"])
+        text = dict(one_position(found["text_config"]))  # as the text model's family gets it
         text.pop("_attn_implementation", None)
         return text
 
@@ -140,8 +140,9 @@ def known_texts(known: WrappedType, base: Built, pool: Pool) -> Iterator[Family]
                 yield replace(family, names=names.names, other_names=())
 
 
-def around(text: Family, known: WrappedType, others: set[str], *, tied_outside: bool) -> Family:
-    """Return the family of the models around a text model. others: names of the tensors of the other parts."""
+def around(text: Family, known: WrappedType, others: set[str], **tied: bool) -> Family:
+    """Return the family of the models around a text model. others: names of the tensors of the other parts; tied: which
+    of the fields that tie the embedding's weight count, as `TextPart` has it."""
     plain = replace(text, model_type=known.text_type)
     inner = FAMILIES.get(known.text_type, plain)
     inner = inner if inner.fields == text.fields else plain
@@ -152,7 +153,7 @@ def around(text: Family, known: WrappedType, others: set[str], *, tied_outside: 
     return Family(
         model_type=known.model_type,
         architecture=known.architecture,
-        fields=(TextPart((inner,), defaults, tied_outside=tied_outside, kind=kind),),
+        fields=(TextPart((inner,), defaults, kind=kind, **tied),),
         names=text.names,
         other_names=text.other_names,
         unused=Unused(inner.unused.patterns, beside=tuple(patterns)),
@@ -165,6 +166,9 @@ def _pattern(name: str) -> str:
     words = name.split(".")
     upto = next((i for i, word in enumerate(words) if any(w in word for w in _OF_IMAGES)), min(1, len(words) - 1))
     return ".".join(words[: upto + 1]) + ("" if upto + 1 == len(words) else ".*")
+
+
+_TIED = ({"tied_outside": True}, {"tied_outside": False}, {"tied_outside": True, "tied_either": True})
 
 
 def wrapped_family(
@@ -181,8 +185,8 @@ def wrapped_family(
             except Exception:  # transformers may not make it
                 continue
     why = ""
-    for outside in (True, False):
-        family = around(text, known, base.others, tied_outside=outside)
+    for tied in _TIED:
+        family = around(text, known, base.others, **tied)
         outcomes = [outcome(family, built) for built in (base, *whole)]
         left = [name for name in base.others if not family.unused.holds(name, base.whole)]
         wrong = [reason for got, reason in outcomes if got == WRONG] + left

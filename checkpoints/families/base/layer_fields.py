@@ -9,7 +9,7 @@ from typing import Any, Literal
 from te_models.config import LayerType, ModelConfig
 
 from ...io.errors import CheckpointError
-from .fields import REQUIRED, HFConfig, OwnEntry, Values, read_typed, shorten_value
+from .fields import REQUIRED, HFConfig, Only, OwnEntry, Values, read_typed, shorten_value
 
 
 def check_names(values: list[Any], what: str, allowed: Iterable[str]) -> list[str]:
@@ -21,6 +21,23 @@ def check_names(values: list[Any], what: str, allowed: Iterable[str]) -> list[st
                 f"config.json has the {what} {shorten_value(value)}; supported: {', '.join(map(str, names))}"
             )
     return values
+
+
+@dataclass(frozen=True)
+class OnlyInEachLayer(Only):
+    """A list with an item for each layer, of which every one must be `value`."""
+
+    def read(self, hf: Mapping[str, Any]) -> Values:
+        items = read_typed(hf, self.hf, list, None)
+        others = [x for x in items or () if x != self.value or type(x) is not type(self.value)]
+        if others:
+            raise CheckpointError(
+                f"config.json has {shorten_value(others[0])} in {self.hf}; supported: {self.value!r} in each layer"
+            )
+        return {}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {self.hf: [self.value] * config.num_layers}
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class TextPart:
         tied = read_typed(hf, TIED, bool, None) if self.tied_outside else None
         if self.tied_either and not tied:
             tied = read_typed(text, TIED, bool, None)
-        text = {**self.defaults, **_one_position(text)} | ({} if tied is None else {TIED: tied})
+        text = {**self.defaults, **one_position(text)} | ({} if tied is None else {TIED: tied})
         return family.read_config(text).to_dict()
 
     def write(self, config: ModelConfig) -> Values:
@@ -141,7 +141,7 @@ def with_images(
     )
 
 
-def _one_position(text: Mapping[str, Any]) -> Mapping[str, Any]:
+def one_position(text: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of a text model without what tells three positions of a token apart."""
     found = dict(text)
     for name in ("rope_parameters", "rope_scaling"):

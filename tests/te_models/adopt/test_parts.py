@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from te_models.adopt import adopt, known_type, outcome, write_adopted
+from te_models.adopt.adopting import with_output
+from te_models.adopt.fields import refusing, with_required
 from te_models.adopt.naming import split_names
-from te_models.adopt.near import agrees, with_defaults
+from te_models.adopt.near import adapted, agrees, elements, with_defaults
+from te_models.adopt.pool import pool_of
+from te_models.adopt.probe import Built
+from te_models.adopt.solve import SolverState, layers_with_experts, ordered_as
+from te_models.adopt.toggles import options
 from te_models.adopt.wrapped import wrapped_type
 from te_models.checkpoints import FAMILIES, CheckpointError
 from te_models.checkpoints.families.base.common import HeadDim, KeyValueHeads
-from te_models.checkpoints.families.base.fields import REQUIRED, Field, Filled
-from te_models.checkpoints.families.base.layer_fields import LayerPattern
+from te_models.checkpoints.families.base.fields import REQUIRED, Field, Filled, Only
+from te_models.checkpoints.families.base.layer_fields import LayerPattern, OnlyInEachLayer
+from te_models.checkpoints.families.base.names import Names
 from te_models.checkpoints.families.base.rope import Rope
 from te_models.checkpoints.families.base.text_part import text_part
 from tests.te_models.adopt.test_adopting import loaded
@@ -80,3 +90,93 @@ def test_a_model_around_a_text_model_is_found(tmp_path: Path) -> None:
     built = known_type("gemma3").build({**found.sizes, "num_hidden_layers": 3}, seed=5)
     assert outcome(family, built, seed=5)[0] == "same", outcome(family, built, seed=5)
     assert family.write_config(family.read_config(built.whole))["text_config"]["num_hidden_layers"] == 3
+
+
+def test_a_part_that_is_taken_away_goes_with_all_that_is_said_of_it() -> None:
+    state = SolverState({"hidden_size": 8, "attention.indexer.topk": 4, "attention.indexer.n_heads": 2}, Names())
+    assert state.with_paths({"attention.indexer": None}).paths == {"hidden_size": 8, "attention.indexer": None}
+
+
+def test_a_weight_map_for_another_configuration_keeps_the_order_of_names() -> None:
+    """... of what shapes do not tell apart, as logits had shown it."""
+    before = Names(embedding="b", output="a", fc1=("up", "gate"), halves_swapped=True)
+    found = ordered_as(Names(embedding="a", output="b", fc1=("gate", "up"), fc2="down"), before)
+    assert (found.embedding, found.output, found.fc1, found.fc2) == ("b", "a", ("up", "gate"), "down")
+    assert found.halves_swapped
+    assert ordered_as(Names(embedding="a", output="c", fc1=("both",)), before).embedding == "a"
+
+
+def test_an_output_layer_of_the_files_stays_what_it_is() -> None:
+    """... where memory calls it otherwise, and shapes took it for the embedding."""
+    one, two = torch.zeros(3, 2), torch.ones(3, 2)
+    base = Built({}, {"head.weight": one, "words.weight": two}, {"lm_head.weight": one, "words.weight": two}, {})
+    state = SolverState({}, Names(embedding="head", output="words"))
+    assert with_output(state, base, []) is state
+
+
+def test_layers_with_experts_are_seen_by_the_names_of_their_tensors() -> None:
+    names = ("m.layers.0.mlp.shared_experts.up.weight", "m.layers.1.mlp.experts.0.up", "m.layers.3.mlp.experts.up")
+    assert layers_with_experts(dict.fromkeys(names)) == [1, 3]
+
+
+def test_a_word_that_holds_for_all_sizes_comes_before_the_number_that_it_gives() -> None:
+    """The embedding of gemma is multiplied by the root of its width, whatever the width is."""
+    values = dict(options({"hidden_size:x ** 0.5": 48**0.5}))["embedding.multiplier"]
+    assert values.index("sqrt_hidden_in_weight_dtype") < values.index(48**0.5)
+
+
+def test_files_must_have_the_fields_without_which_another_model_is_read() -> None:
+    known = known_type("llama")
+    family = replace(FAMILIES["llama"], fields=(*FAMILIES["llama"].fields, HeadDim(128)))
+    sizes = {"vocab_size": 8, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    file = known.values({**sizes, "intermediate_size": 8})
+    without = {name: value for name, value in file.items() if name != "head_dim"}
+    assert family.read_config(without) != family.read_config(file)
+    careful = with_required(family, known, sizes, [])
+    assert careful.read_config(file) == family.read_config(file)
+    with pytest.raises(CheckpointError, match="has no 'head_dim'"):
+        careful.read_config(without)
+
+
+def test_a_list_with_one_value_in_each_layer_may_have_any_length() -> None:
+    base = Built({"num_hidden_layers": 2, "kinds": ["full", "full"], "ids": [3, 4]}, {}, {}, {})
+    llama = FAMILIES["llama"]
+    entries = [refusing(llama, name, base).fields[-1] for name in ("kinds", "ids")]
+    assert entries == [OnlyInEachLayer("kinds", "full"), Only("ids", [3, 4])]
+    assert entries[0].read({"kinds": ["full"] * 5}) == entries[0].read({}) == {}
+    with pytest.raises(CheckpointError, match="'other' in kinds; supported: 'full' in each layer"):
+        entries[0].read({"kinds": ["full", "other"]})
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
+    assert entries[0].write(llama.read_config({**sizes, "intermediate_size": 8})) == {"kinds": ["full"] * 3}
+
+
+def test_a_family_that_reads_more_of_a_field_is_tried() -> None:
+    """mistral4 reads of `rope_parameters` how queries grow with their position, which llama's entry does not."""
+    known, pool = known_type("ministral3"), pool_of({"ministral3"})
+    base = Built(known.values(known.small()), {}, {}, {})
+    found = elements(adapted(FAMILIES["mistral"], pool, known, base), pool, known, base)
+    assert any("attention.temperature_tuning.attn_scale" in said for said in found)
+
+
+def test_the_channels_of_three_positions_fit_small_heads() -> None:
+    sections = [changes["rope_parameters"]["mrope_section"] for changes in _ropes("qwen2_5_vl")]
+    assert [2, 1, 1] in sections and not _ropes("llama")
+
+
+def test_the_text_model_does_not_see_which_channels_rotate_by_which_position() -> None:
+    """... as its family, which refuses what it does not know."""
+    known = wrapped_type("qwen2_5_vl")
+    assert known is not None
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    assert "mrope_section" not in known.values({**known.small(), "rope_parameters": rope})["rope_parameters"]
+
+
+def _ropes(model_type: str) -> list[dict[str, Any]]:
+    return [changes for changes in known_type(model_type).repairs() if "rope_parameters" in changes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["gpt_neox", "gemma", "qwen2_5_vl", "gpt_bigcode"])
+def test_a_hidden_family_whose_names_or_factors_are_told_by_logits_alone_is_found(model_type: str) -> None:
+    found = adopt(model_type)
+    assert found.report.verdict == "declared", (found.report.lacking, found.report.missing)
