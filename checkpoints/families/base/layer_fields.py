@@ -27,7 +27,7 @@ def check_names(values: list[Any], what: str, allowed: Iterable[str]) -> list[st
 class OnlyInEachLayer(Only):
     """A list with an item for each layer, of which every one must be `value`."""
 
-    def read(self, hf: Mapping[str, Any]) -> Values:
+    def read(self, hf: HFConfig) -> Values:
         items = read_typed(hf, self.hf, list, None)
         others = [x for x in items or () if x != self.value or type(x) is not type(self.value)]
         if others:
