@@ -84,7 +84,7 @@ def from_flat(
     unknown = buffers.keys() - set(BUFFERS.values())
     if unknown:
         raise TypeError(f"GroupedTensorStorage has no argument {min(unknown)!r}")
-    quantizer = IdentityQuantizer() if quantizer is None else cast("Any", quantizer).copy()
+    quantizer = cast("Quantizer", IdentityQuantizer() if quantizer is None else cast("Any", quantizer).copy())
     for name, value in (
         ("row_scaled_nvfp4", row_scaled_nvfp4),
         ("nvfp4_use_4over6", nvfp4_use_4over6),
