@@ -32,9 +32,9 @@ _CONTINUES = "<small>Continues the blocks above.</small>"
 def relinked(text: str, page: Path) -> str:
     """Return a page's text with links that lead where the pages lie on the site."""
     text = re.sub(r"\]\((?:\.\./)*docs/", "](", text) if page.parent == ROOT else text
-    for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY"):
-        text = re.sub(rf"\]\((?:\.\./)*{name}\.md", f"]({name.lower()}.md", text)
-    text = re.sub(r"\]\((?:\.\./)*README\.md", "](index.md", text)
+    # what lies beside docs/ lies in it here: from a folder in docs/ it is one step less up
+    for name, target in (*((n, n.lower()) for n in ("CHANGELOG", "CONTRIBUTING", "SECURITY")), ("README", "index")):
+        text = re.sub(rf"\]\((?:\.\./)?((?:\.\./)*){name}\.md", rf"](\1{target}.md", text)
     text = text.replace("](../examples/", "](examples/").replace("](../docs/", "](../")
     return re.sub(r"\]\((?:\.\./)*(bench/results/[\w.]+)\)", r"](\1)", text)
 

@@ -70,6 +70,15 @@ def test_every_page_is_in_the_navigation() -> None:
     assert pages <= listed
 
 
+def test_links_out_of_docs_lead_to_where_those_pages_lie_on_the_site() -> None:
+    def links(text: str) -> str:
+        return site.relinked(text, ROOT / "docs" / "page.md")
+
+    assert links("[a](../README.md#limits) [b](../CHANGELOG.md)") == "[a](index.md#limits) [b](changelog.md)"
+    assert links("[a](../../README.md#limits) [b](../../SECURITY.md)") == "[a](../index.md#limits) [b](../security.md)"
+    assert site.relinked("[a](README.md) [b](docs/cli.md)", ROOT / "SECURITY.md") == "[a](index.md) [b](cli.md)"
+
+
 def test_a_search_finds_guides_first() -> None:
     pages = ("recipes.md", "contributing/tests.md", "design/tests.md", "changelog.md")
     assert [site.search_boost(Path(page)) for page in pages] == [4, 4, 0.5, 0.5]
