@@ -100,7 +100,7 @@ def compute_seconds(
 
 
 def quantized_share(config: TrainConfig, model: ModelConfig, recipes: StretchRecipes) -> float:
-    """Return the part of a step's FLOPs that products under a recipe are: two thirds are those of gradients."""
+    """Return the part of a step's FLOPs that products under a recipe are: two thirds belong to gradients."""
     if recipes.forward is None and recipes.gradients is None:
         return 0.0
     layers = [name for name in expected_tensors(model, "grouped") if name.startswith("decoder.")]

@@ -126,7 +126,7 @@ def record_layers(
         once = config.parallel.reduces_once and layout.dims.is_sharded and config.data.gradient_accumulation > 1
         reduction = Reduction(optimizer, layout.gradients, gpt, once=once)
         passes: list[Moved] = []
-        alone = layout.mesh is None  # ranks that divide a model gather what they round, which is left out
+        alone = layout.mesh is None  # ranks that divide a model gather what they round: this is left out
         if config.precision.qat != "none" and not alone:
             recorder.live += sum(local_part(p).nbytes for n, p in gpt.named_parameters() if is_linear_weight(n))
         with rounded_weights(config, gpt, layout)() if alone else nullcontext():
