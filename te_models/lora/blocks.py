@@ -34,7 +34,7 @@ def adapt_rows_alone(
     model: nn.Module, chosen: Mapping[str, Collection[str]], blocks: Mapping[str, Mapping[str, int]]
 ) -> None:
     """Have the adapters of layers change some blocks of their rows alone, of a rank its part of them. chosen: the names
-    of the blocks by that of the layer."""
+    of the blocks, by the name of the layer."""
     whole: Any = getattr(model, "whole", None) or model
     shapes = expected_tensors(whole.config, whole.expert_layout)
     place = parts(whole.config, shapes, shard_place(model))

@@ -20,6 +20,7 @@ from .result import Hardware, Moved, Traffic
 if TYPE_CHECKING:
     from ..training.ranks.layout import RankLayout
     from .micro_batch import Recorded
+    from .stretches import StretchRecipes
 
 BEYOND = "gradients and sharded parameters, beyond compute"
 """The wait for what overlaps with compute, where it takes longer."""
@@ -34,7 +35,13 @@ def seconds_of(
 
 
 def waits_of(
-    config: TrainConfig, model: ModelConfig, layout: RankLayout, found: Recorded, flops: float, hardware: Hardware
+    config: TrainConfig,
+    model: ModelConfig,
+    layout: RankLayout,
+    found: Recorded,
+    flops: float,
+    hardware: Hardware,
+    recipes: StretchRecipes,
 ) -> tuple[dict[str, float], float]:
     """Return the seconds of a step by what a rank waits for, and those that all collectives of the step take, one after
     the other. flops: of a rank's step.
@@ -42,7 +49,7 @@ def waits_of(
     First comes compute, and behind it what a pipeline waits while it fills and empties.
     """
     micro_batches, stages = config.data.gradient_accumulation, layout.stages
-    compute = compute_seconds(config, model, flops, hardware)
+    compute = compute_seconds(config, model, flops, hardware, recipes)
     waits = {"compute": compute}
     if stages is not None and not stages.is_later:  # while the pipeline fills and empties, a rank waits for the others
         waits[FILLS] = compute * (stages.ranks - 1) / (micro_batches * (stages.stages_per_rank or 1))
@@ -81,23 +88,28 @@ def traffic_of(found: Recorded, micro_batches: int) -> Moved:
     }
 
 
-def compute_seconds(config: TrainConfig, model: ModelConfig, flops: float, hardware: Hardware) -> float:
+def compute_seconds(
+    config: TrainConfig, model: ModelConfig, flops: float, hardware: Hardware, recipes: StretchRecipes
+) -> float:
     """Return the seconds of a step's products, those that are computed again included. Products of layers under a
     recipe take their time by the peak of FP8; attention, routers and the output layer by that of bfloat16."""
     again = 4 / 3 if config.model.activation_checkpointing else 1.0  # the forward pass runs twice
-    in_fp8 = quantized_share(config, model)
+    in_fp8 = quantized_share(config, model, recipes)
     rate = (1 - in_fp8) / hardware.tflops + in_fp8 / hardware.fp8_tflops
     return again * flops * rate / 1e12 / hardware.efficiency
 
 
-def quantized_share(config: TrainConfig, model: ModelConfig) -> float:
-    """Return the part of a step's FLOPs that products under a recipe are."""
-    if not config.precision.has_recipe:
+def quantized_share(config: TrainConfig, model: ModelConfig, recipes: StretchRecipes) -> float:
+    """Return the part of a step's FLOPs that products under a recipe are: two thirds belong to gradients."""
+    if recipes.forward is None and recipes.gradients is None:
         return 0.0
     layers = [name for name in expected_tensors(model, "grouped") if name.startswith("decoder.")]
-    quantized = {name for name in layers if is_linear_weight(name)}
-    of_layers = weight_flops_per_token(model, lambda name: name in quantized)
-    return of_layers / forward_flops_per_token(model, config.data.sequence_length)
+    share, parts = 0.0, (1 / 3, 2 / 3)
+    recipes_of = {name: recipes.of_module(name.rpartition(".")[0]) for name in layers if is_linear_weight(name)}
+    for number, part in enumerate(parts):
+        quantized = {name for name, own in recipes_of.items() if own[number] is not None}
+        share += part * weight_flops_per_token(model, lambda name, its=quantized: name in its)
+    return share / forward_flops_per_token(model, config.data.sequence_length)
 
 
 _OVERLAPPED = ("dp", "dp_shard", "dp_shard_cp", "fsdp", "dp_replicate")

@@ -15,6 +15,7 @@ from .process import model_of
 from .result import Hardware, Plan
 from .simulation import fake_ranks, fake_tensors
 from .stages import record_stages
+from .stretches import StretchRecipes
 
 OPTIONS = (
     *("pipeline_schedule", "virtual_pipeline_model_parallel_size", "use_distributed_optimizer"),
@@ -23,9 +24,9 @@ OPTIONS = (
 """Keys of [parallel] that are no sizes and that a plan depends on."""
 
 
-def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank: int = 0) -> Plan:
-    """Return the plan of a run on this many ranks, in a process that belongs to no process group and plans no other
-    run: torch keeps meshes of equal shape, with the groups that they had.
+def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank: int = 0, stretch: int = 0) -> Plan:
+    """Return the plan of a stretch of a run on this many ranks, in a process that belongs to no process group and plans
+    no other run: torch keeps meshes of equal shape, with the groups that they had.
 
     One micro-batch and the end of a step, of a pipeline all that its schedule does, run on tensors without values, as a
     rank of the layout would run them on CPU: the first of those that have the stages of `pipeline_rank`. Layers of a
@@ -41,13 +42,14 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
         check_run_layout(config, model, layout.dims)
         check_globs(config, model)
         layout = balanced(layout, config, model)
+        recipes = StretchRecipes.at(config, model, stretch)
         with fake_tensors():
-            found = (record_step if layout.stages is None else record_stages)(config, model, layout)
+            found = (record_step if layout.stages is None else record_stages)(config, model, layout, recipes)
         dims, micro_batches = layout.dims, config.data.gradient_accumulation
     tokens = config.micro_batch_tokens * micro_batches
     flops = step_flops_per_token(config, model) * tokens
     flops /= dims.tensor_model_parallel_size * dims.context_parallel_size * pipeline
-    waits, communication = waits_of(config, model, layout, found, flops, hardware)
+    waits, communication = waits_of(config, model, layout, found, flops, hardware, recipes)
     return Plan(
         sizes={**dims.sizes(), "sequence_parallel": config.parallel.sequence_parallel},
         options={name: getattr(config.parallel, name) for name in OPTIONS},

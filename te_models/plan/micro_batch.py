@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from te_models.checkpoints import expected_tensors
+from te_models.checkpoints.mapping.param_shapes import is_linear_weight
 from te_models.kernels import launch, libraries
 from te_models.kernels.cross_entropy import chunked, rows
 from te_models.kernels.gemm import using_cpu_gemm
@@ -31,11 +33,12 @@ from ..training.config import TrainConfig
 from ..training.lora import Adapters
 from ..training.ranks.layout import RankLayout
 from ..training.ranks.reduction import Reduction
-from ..training.setup import set_recomputation
+from ..training.setup import rounded_weights, set_recomputation
 from ..training.step import make_loss_function
 from ..training.trained import trained_by_layer, with_layers_alone
 from .result import Moved, added_traffic
 from .simulation import Recorder, without_values
+from .stretches import StretchRecipes, named_as_in_the_whole
 
 
 @dataclass
@@ -66,25 +69,36 @@ class Recorded:
         )
 
 
-def record_step(config: TrainConfig, model: ModelConfig, layout: RankLayout) -> Recorded:
-    """Return what rank 0 takes for a step of the model, from steps of models of a few of its layers.
+def record_step(
+    config: TrainConfig, model: ModelConfig, layout: RankLayout, recipes: StretchRecipes | None = None
+) -> Recorded:
+    """Return what rank 0 takes for a step of the model, from steps of models of a few of its layers. recipes: that it
+    runs under; None: the first ones of the run.
 
     Called inside `fake_ranks`.
     """
-    places = by_kind(config, model, range(model.num_layers))
+    recipes = recipes or StretchRecipes.at(config, model, 0)
+    places = by_kind(config, model, range(model.num_layers), recipes)
     few = sorted({layer for layers in places for layer in (*layers[:2], layers[-1])})
-    base = record_layers(config, model, layout, few)
+    base = record_layers(config, model, layout, few, recipes)
     total = base
     for layers in places:
         if len(layers) > 3:
-            more = record_layers(config, model, layout, sorted([*few, layers[2]]))
+            more = record_layers(config, model, layout, sorted([*few, layers[2]]), recipes)
             total = total.plus(more.plus(base, -1.0), len(layers) - 3)
     return total
 
 
-def record_layers(config: TrainConfig, model: ModelConfig, layout: RankLayout, layers: list[int]) -> Recorded:
+def record_layers(
+    config: TrainConfig,
+    model: ModelConfig,
+    layout: RankLayout,
+    layers: list[int],
+    recipes: StretchRecipes | None = None,
+) -> Recorded:
     """Run a micro-batch and the end of a step with these layers of the model alone, and return what was recorded."""
     recorder = recorder_of(layout)
+    recipes = recipes or StretchRecipes.at(config, model, 0)
     config = with_layers_alone(config, model, layers)
     with without_draws():
         gpt = random_model(config, of_layers(model, layers), "cpu", layout)
@@ -97,6 +111,7 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: RankLayout, l
     gpt.output_layer.loss_chunk_tokens = config.model.loss_chunk(model.vocab_size, config.micro_batch_tokens)
     set_recomputation(gpt, config.model)
     suppose_balance(gpt)
+    named_as_in_the_whole(gpt, layers)
     held = [list(gpt.parameters()), list(gpt.buffers())]
     if config.posttraining.method == "dpo" and not config.lora.rank:
         held.append(list(random_model(config, of_layers(model, layers), "cpu", layout).parameters()))  # the reference
@@ -105,20 +120,25 @@ def record_layers(config: TrainConfig, model: ModelConfig, layout: RankLayout, l
     with as_few_operations(), recorder:
         optimizer = build_optimizer(config.replace(compile=False), gpt, layout)
         found.optimizer = recorder.live - found.parameters
-        loss_function = make_loss_function(gpt.train(), config.precision, "cpu", compiled=False)
+        options: dict[str, Any] = {"compiled": False, "recipes": recipes.schedule}
+        loss_function = make_loss_function(gpt.train(), config.precision, "cpu", **options)
         shape = config.data.micro_batch_size * config.window_rows, config.data.sequence_length
         once = config.parallel.reduces_once and layout.dims.is_sharded and config.data.gradient_accumulation > 1
         reduction = Reduction(optimizer, layout.gradients, gpt, once=once)
         passes: list[Moved] = []
-        for last in (False, True) if once else (True,):
-            recorder.traffic = {}
-            with waiting_apart(found) if config.model.activation_offloading else nullcontext():
-                loss, _ = loss_function(torch.zeros(shape, dtype=torch.int64, device="cpu"))
-            with reduction.backward(last=last):
-                loss.backward()
-            del loss
-            optimizer.accumulate_gradients()
-            passes.append(recorder.traffic)
+        alone = layout.mesh is None  # ranks that divide a model gather what they round: this is left out
+        if config.precision.qat != "none" and not alone:
+            recorder.live += sum(local_part(p).nbytes for n, p in gpt.named_parameters() if is_linear_weight(n))
+        with rounded_weights(config, gpt, layout)() if alone else nullcontext():
+            for last in (False, True) if once else (True,):
+                recorder.traffic = {}
+                with waiting_apart(found) if config.model.activation_offloading else nullcontext():
+                    loss, _ = loss_function(torch.zeros(shape, dtype=torch.int64, device="cpu"))
+                with reduction.backward(last=last):
+                    loss.backward()
+                del loss
+                optimizer.accumulate_gradients()
+                passes.append(recorder.traffic)
         found.each, recorder.traffic = passes[0], {}
         reduction.finish()
         optimizer.gather_parameters()
@@ -219,13 +239,20 @@ def divided(gpt: GPTModel, config: TrainConfig, layout: RankLayout) -> GPTModel:
     )
 
 
-def by_kind(config: TrainConfig, model: ModelConfig, layers: Iterable[int]) -> list[list[int]]:
-    """Return layers in lists of those that are alike: with experts or without, attending in the same way, and trained
-    in the same parts."""
+def by_kind(config: TrainConfig, model: ModelConfig, layers: Iterable[int], recipes: StretchRecipes) -> list[list[int]]:
+    """Return layers in lists of those that are alike: with experts or without, attending in the same way, trained in
+    the same parts, and under the same recipes."""
     places: dict[tuple[object, ...], list[int]] = {}
     trained = trained_by_layer(config, model)
+    modules: dict[str, list[tuple[str, object]]] = {}
+    for name in filter(is_linear_weight, expected_tensors(model, config.model.expert_layout)):
+        words = name.rpartition(".")[0].split(".")
+        if words[:2] == ["decoder", "layers"]:
+            own = ".".join(words[3:]), recipes.of_module(".".join(words))
+            modules.setdefault(words[2], []).append(own)
     for layer in layers:
-        places.setdefault((layer_kind(model, layer), trained[layer]), []).append(layer)
+        kind = layer_kind(model, layer), trained[layer], tuple(modules.get(str(layer), ()))
+        places.setdefault(kind, []).append(layer)
     return list(places.values())
 
 

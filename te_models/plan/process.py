@@ -11,8 +11,8 @@ import os
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from ..child_process import forks, run_module, tell
 from ..config import ConfigError, ModelConfig
 from ..training.config import TrainConfig
-from .result import Hardware, Plan
+from .result import Hardware, Plan, Stretch
 
 Task = dict[str, Any]
 _USED = (
@@ -59,8 +59,9 @@ def plan_each(
     """
     shared = {"ranks": ranks, "hardware": asdict(hardware)}
     asked = [
-        {"config": config.to_dict(), "pipeline_rank": rank, **shared}
+        {"config": config.to_dict(), "pipeline_rank": rank, "stretch": stretch, **shared}
         for config in configs
+        for stretch in range(len(config.precision.recipe_names))
         for rank in pipeline_ranks(config)
     ]
     if not asked:
@@ -70,13 +71,30 @@ def plan_each(
     if run.returncode:
         raise _failure((run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1], run.stderr)
     answers = iter(json.loads(run.stdout))
-    return [_of_run([_read(next(answers)) for _ in pipeline_ranks(config)]) for config in configs]
+    return [_of_run(config, answers) for config in configs]
 
 
-def _of_run(found: list[Plan | ConfigError]) -> Plan | ConfigError:
-    """Return the plan of the rank that takes the most memory, or why the run is refused."""
+def _of_run(config: TrainConfig, answers: Iterator[Task]) -> Plan | ConfigError:
+    """Return the plan of the rank that takes the most memory, in the stretch in which it takes the most, or why the run
+    is refused."""
+    precision, found = config.precision, []
+    for _ in precision.recipe_names:
+        of_ranks = [_read(next(answers)) for _ in pipeline_ranks(config)]
+        refused = next((answer for answer in of_ranks if isinstance(answer, ConfigError)), None)
+        found.append(refused or max((p for p in of_ranks if isinstance(p, Plan)), key=lambda plan: plan.memory))
     plans = [plan for plan in found if isinstance(plan, Plan)]
-    return max(plans, key=lambda plan: plan.memory) if len(plans) == len(found) else found[0]
+    if len(plans) < len(found):
+        return next(error for error in found if isinstance(error, ConfigError))
+    most = max(plans, key=lambda plan: plan.memory)
+    if len(plans) == 1:
+        return most
+    ends = [*(phase.begin(config.steps) for phase in precision.schedule), config.steps]
+    names = [precision.recipe, *(phase.in_words() for phase in precision.schedule)]
+    stretches = tuple(
+        Stretch(name, begin + 1, end - begin, plan.memory, plan.step_s, plan.fits)
+        for name, begin, end, plan in zip(names, [0, *ends], ends, plans, strict=False)
+    )
+    return replace(most, stretches=stretches)
 
 
 def _read(answer: Task) -> Plan | ConfigError:
@@ -169,7 +187,7 @@ def _plan(asked: Task) -> Task:
     torch.set_num_threads(1)
     try:
         config, hardware = TrainConfig.from_dict(asked["config"]), Hardware(**asked["hardware"])
-        return plan_here(config, asked["ranks"], hardware, asked["pipeline_rank"]).to_dict()
+        return plan_here(config, asked["ranks"], hardware, asked["pipeline_rank"], asked["stretch"]).to_dict()
     except ConfigError as error:
         return {"refused": str(error)}
     except CheckpointError as error:  # the folder that the run begins with

@@ -63,8 +63,22 @@ class Hardware:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """The steps of a run between two switches of its recipe. first_step: counted from 1; memory: bytes of a rank;
+    step_s: seconds of a step."""
+
+    recipe: str
+    first_step: int
+    steps: int
+    memory: int
+    step_s: float
+    fits: bool
+
+
+@dataclass(frozen=True)
 class Plan:
     """What one rank takes, the one that takes the most memory. Bytes; FLOPs and seconds are of one optimizer step.
+    stretches: of a run with a schedule of recipes, what each takes; the plan itself is of the one with the most memory.
 
     sizes: of the layout, by name, and whether it has sequence parallelism. options: its other choices, by the names of
     their keys in [parallel]. parameters: as they are stored on this rank. optimizer: moments, masters and main
@@ -92,6 +106,7 @@ class Plan:
     peak_flops: float
     host: int = 0
     options: dict[str, Any] = field(default_factory=dict)
+    stretches: tuple[Stretch, ...] = ()
 
     @property
     def memory(self) -> int:
@@ -119,6 +134,7 @@ class Plan:
         values["traffic"] = [
             {"collective": kind, "over": over, **asdict(traffic)} for (kind, over), traffic in self.traffic.items()
         ]
+        values["stretches"] = list(values["stretches"])
         return values | {"memory": self.memory, "fits": self.fits, "mfu": self.mfu}
 
     @classmethod
@@ -127,4 +143,5 @@ class Plan:
         known: dict[str, Any] = {its.name: values[its.name] for its in fields(cls)}
         rows = [dict(row) for row in known["traffic"]]
         known["traffic"] = {(row.pop("collective"), row.pop("over")): Traffic(**row) for row in rows}
+        known["stretches"] = tuple(Stretch(**its) for its in known["stretches"])
         return cls(**known)

@@ -15,6 +15,9 @@ from typing import Any
 
 from torch.utils._python_dispatch import _disable_current_modes
 
+from te_models.checkpoints.mapping.param_shapes import is_linear_weight
+from te_models.layers.tensor.fsdp import local_part
+
 from ..config import ModelConfig
 from ..model import GPTModel
 from ..model.build import without_draws
@@ -31,6 +34,7 @@ from .micro_batch import Recorded, as_few_operations, by_kind, divided, of_layer
 from .result import added_traffic
 from .simulation import without_values
 from .stage_cost import StageCost, measure, replay
+from .stretches import StretchRecipes
 
 _FEW = 2
 """Layers of a kind, of a stage, from which the others are told: what FSDP2 gathers is a stage at a time."""
@@ -60,18 +64,21 @@ class _Measured:
         return _Measured(self.rank.plus(other.rank, factor), stages)
 
 
-def record_stages(config: TrainConfig, model: ModelConfig, layout: RankLayout) -> Recorded:
-    """Return what this rank takes for a step of the model: all micro-batches are in `once`.
+def record_stages(
+    config: TrainConfig, model: ModelConfig, layout: RankLayout, recipes: StretchRecipes | None = None
+) -> Recorded:
+    """Return what this rank takes for a step of the model: all micro-batches are in `once`. recipes: see `record_step`.
 
     Called inside `fake_ranks`. Raises ConfigError for a number of micro-batches that the schedule does not have.
     """
     stages = layout.stages
     assert stages is not None and layout.mesh is not None and layout.mesh.stages is not None
+    recipes = recipes or StretchRecipes.at(config, model, 0)
     spans = stages.layers(model.num_layers)
     few: dict[int, list[int]] = {}
     rest: list[tuple[int, list[int]]] = []  # of a stage and kind: the layers that are not among the few
     for stage in stages.of_rank(layout.mesh.stages.rank()):
-        places = by_kind(config, model, spans[stage])
+        places = by_kind(config, model, spans[stage], recipes)
         few[stage] = sorted(layer for layers in places for layer in layers[:_FEW])
         rest += [(stage, layers[_FEW:]) for layers in places if len(layers) > _FEW]
 
@@ -121,6 +128,9 @@ def _measure(gpt: GPTModel, config: TrainConfig, layout: RankLayout) -> _Measure
     with as_few_operations(), recorder:
         optimizer = build_optimizer(config, gpt, layout)
         found.optimizer = recorder.live - found.parameters
+        if config.precision.qat != "none":  # the weights that rounding puts aside until the micro-batches are done
+            aside = sum(local_part(p).nbytes for name, p in gpt.named_parameters() if is_linear_weight(name))
+            found.optimizer, recorder.live = found.optimizer + aside, recorder.live + aside
         pipeline = make_pipeline(gpt.train(), config, "cpu", layout)
         costs = measure(pipeline.stages, (config.data.micro_batch_size, config.data.sequence_length), recorder)
         before = recorder.live

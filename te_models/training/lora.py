@@ -18,10 +18,11 @@ from te_models.checkpoints import CheckpointError
 
 from ..config import ConfigError
 from ..lora import add_lora, export_adapter, lora_state_dict, merge_lora, save_adapter
+from ..lora.adapter import adapters_of
 from ..lora.model import base_state_dict, merged_weights
 from ..model import GPTModel
 from ..parallel.parts import ModelParts
-from .checkpoints.checks import check_same_layout
+from .checkpoints.checks import TrainingCheckpointError, check_same_layout
 from .config import TrainConfig
 from .seeding import derive_seed
 
@@ -64,6 +65,14 @@ class Adapters:
         check_same_layout(found, {f"{ADAPTERS}{n}": (p.shape, p.tensor.dtype) for n, p in parts.items()}, "lora")
         for name, part in parts.items():
             part.tensor.copy_(part.of_whole(found[f"{ADAPTERS}{name}"]))
+        for layer, adapter in adapters_of(self._model):
+            b = adapter.get_parameter("lora_B.weight")
+            if adapter.rows is not None and bool((b * (1 - adapter.rows)).any()):  # of a release that adapted all rows
+                raise TrainingCheckpointError(
+                    f"the checkpoint has an adapter of all rows of {layer}, of which lora.targets = "
+                    f"{list(self._config.lora.targets)!r} means a part; allowed: targets of the whole layer, such as "
+                    f"{layer.rpartition('.')[2]!r}"
+                )
 
     def of_whole_model(self, tensors: Mapping[str, torch.Tensor]) -> Adapters:
         """Return the same adapters, whole, over the whole model without the data of its weights. tensors: by the names

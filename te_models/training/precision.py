@@ -219,6 +219,12 @@ class RoundedWeights:
         self._weights = {name: p for name, p in model.named_parameters() if is_linear_weight(name)}
         self._divided = {} if parts is None else divided_matrices(parts, frozen=True)
 
+    def _rounded(self, name: str, own: Tensor) -> Tensor:
+        """Return this rank's part of a weight, rounded as a whole."""
+        whole = self._divided.get(name)
+        values = rounded_weight(own if whole is None else whole.gather(own), self._quantizer)
+        return values if whole is None else whole.own(values)
+
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Have the weights be rounded ones inside."""
@@ -226,10 +232,7 @@ class RoundedWeights:
         try:
             with torch.no_grad():
                 for name, weight in self._weights.items():
-                    whole = self._divided.get(name)
-                    values = before[name] if whole is None else whole.gather(before[name])
-                    values = rounded_weight(values, self._quantizer)
-                    local_part(weight).copy_(values if whole is None else whole.own(values))
+                    local_part(weight).copy_(self._rounded(name, before[name]))
             yield
         finally:
             free_gathered_parameters(

@@ -13,6 +13,7 @@ from te_models import GPTModel
 from te_models.config import ConfigError, ModelConfig
 from te_models.lora import load_adapter
 from te_models.parallel import ParallelDims
+from te_models.parallel.parts import ModelParts
 from te_models.training import LoRAConfig, ModelSource, PrecisionConfig, ScheduleConfig, TrainConfig, train
 from te_models.training.build import build_model, build_optimizer
 from te_models.training.preflight import check_run_layout
@@ -122,6 +123,28 @@ def test_only_adapters_have_optimizer_state(tmp_path: Path) -> None:
     Adapters(run, model)
     names = build_optimizer(run, model).parameters
     assert names and all(".linear_qkv.lora_" in name for name in names)
+
+
+def test_an_adapter_of_all_rows_is_not_continued_as_one_of_a_part(tmp_path: Path) -> None:
+    """An earlier release took q_proj for the whole layer: what its checkpoints have of k and v would be merged, unseen
+    in training."""
+    from te_models.training.checkpoints.checks import TrainingCheckpointError
+    from te_models.training.lora import Adapters
+
+    def adapters(*targets: str) -> tuple[Adapters, ModelParts]:
+        run = lora_run(tmp_path, "run", tiny_model(), lora=LoRAConfig(rank=2, targets=targets))
+        model = build_model(run, "cpu", None)
+        return Adapters(run, model), ModelParts(model)
+
+    whole, _ = adapters("linear_qkv")
+    tensors = {name: torch.ones_like(tensor) for name, tensor in whole.state_tensors().items()}
+    some, own = adapters("q_proj")
+    with pytest.raises(
+        TrainingCheckpointError, match=r"adapter of all rows of .*linear_qkv, of which .*'q_proj'.* means"
+    ):
+        some.load_state_tensors(tensors, own)
+    again, own = adapters("q_proj", "k_proj", "v_proj")
+    again.load_state_tensors(tensors, own)
 
 
 def test_what_cannot_be_is_named(tmp_path: Path) -> None:

@@ -162,7 +162,16 @@ def _tables(plan: Plan, hardware: Hardware) -> list[TextTable]:
         ],
         "a step at best",
     )
-    return [memory, TextTable(rows, "collectives of a step", heading=True), step]
+    stretches = [("recipe", "from step", "steps", "memory", "a step", "all steps")]
+    stretches += [
+        (s.recipe, str(s.first_step), str(s.steps), *_sizes_of(s.memory, s.step_s, s.steps)) for s in plan.stretches
+    ]
+    by_recipe = TextTable(stretches, "stretches of the run; the rest is of the one with most memory", heading=True)
+    return [memory, TextTable(rows, "collectives of a step", heading=True), step, *[by_recipe] * bool(plan.stretches)]
+
+
+def _sizes_of(memory: int, step_s: float, steps: int) -> tuple[str, str, str]:
+    return format_size(memory), f"{step_s:.3g} s", f"{step_s * steps:.3g} s"
 
 
 def _size(size: int | bool | str | None) -> str:

@@ -1,4 +1,4 @@
-"""One part of a data set that is being tokenized, which goes on behind the last row that was noted.
+"""One part of a data set that is being tokenized: it goes on behind the last row that was noted.
 
 A part is written into the folder `NUMBER.partial`. Every `SAVE_SECONDS` its files are flushed, and `progress.json`
 notes the span and the rows of it that are done, with the sizes of the files. A run that was killed cuts the files to

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from te_models import GPTModel
 from te_models.checkpoints import expected_tensors
+from te_models.checkpoints.mapping.param_shapes import is_linear_weight
 from te_models.cli.main import main
 from te_models.config import ConfigError, ModelConfig
 from te_models.kernels.torch_versions import TORCH_2_11
@@ -23,7 +25,8 @@ from te_models.parallel.sharding import shards_experts_apart
 from te_models.plan import Hardware, Plan, layouts, plan_layouts, plan_run
 from te_models.plan.layouts import choices_of, dispatches_of, layouts_of
 from te_models.plan.micro_batch import of_layers
-from te_models.training import LoRAConfig, ModelSource, TrainConfig
+from te_models.training import LoRAConfig, ModelSource, PrecisionConfig, TrainConfig
+from te_models.training.config.precision import RecipePhase
 from te_models.training.trained import step_flops_per_token
 from tests.build import VARIANTS, token_ids
 from tests.covering import selected
@@ -409,3 +412,43 @@ def test_what_training_refuses_is_refused(tmp_path: Path) -> None:
     config = config.replace(parallel=config.parallel.replace(tensor_model_parallel_size=4))
     with pytest.raises(ConfigError, match="qk_layernorm is 'full'; allowed where 4 ranks share 2 num_query"):
         plan_run(config, 4)
+
+
+@pytest.mark.usefixtures("forked")
+def test_each_stretch_of_a_schedule_of_recipes_is_planned(tmp_path: Path) -> None:
+    """Rules by layer count, also in the models of few layers; a forward pass is a third of a step."""
+    config = tiny_run(tmp_path, steps=100, model=ModelSource(config=tiny_model(layers=6)))
+
+    def planned(recipe: str, **keys: Any) -> Plan:
+        return plan_run(config.replace(precision=PrecisionConfig(recipe=recipe, **keys)), ranks=1)
+
+    later = (RecipePhase(from_share=0.5, recipe="mxfp8", passes="forward"), RecipePhase(from_step=91, recipe="mxfp8"))
+    whole = planned("none", schedule=later)
+    plain, quantized = planned("none"), planned("mxfp8")
+    assert [(s.recipe, s.first_step, s.steps) for s in whole.stretches] == [
+        ("none", 1, 50),
+        ("mxfp8 (forward)", 51, 40),
+        ("mxfp8", 91, 10),
+    ]
+    first, forward, last = whole.stretches
+    assert (first.memory, first.step_s) == (plain.memory, plain.step_s) and plain.stretches == ()
+    assert (last.memory, last.step_s) == (quantized.memory, quantized.step_s) and last.step_s < first.step_s
+    assert first.step_s - forward.step_s == pytest.approx((first.step_s - last.step_s) / 3)
+    assert whole.memory == max(s.memory for s in whole.stretches)
+    assert Plan.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
+    some = planned("mxfp8", first_layers_bf16=2, last_layers_bf16=2)  # of models of three layers it would be refused
+    assert first.step_s - some.step_s == pytest.approx((first.step_s - last.step_s) / 3)
+    by_rule = planned("mxfp8", overrides=tuple(f"decoder.layers.{i}.*=bf16" for i in (0, 1, 4, 5)))
+    assert (by_rule.memory, by_rule.step_s) == (some.memory, some.step_s)
+    assert min(plain.memory, quantized.memory) <= some.memory <= max(plain.memory, quantized.memory)
+
+
+@pytest.mark.usefixtures("forked")
+def test_weights_that_qat_rounds_are_there_twice(tmp_path: Path) -> None:
+    """The linear ones, for the micro-batches of a step."""
+    config = tiny_run(tmp_path, model=ModelSource(config=tiny_model(layers=6)))
+    qat = config.replace(precision=PrecisionConfig(qat="nvfp4"))
+    plain, rounded = (plan_run(run, 1) for run in (config.replace(precision=PrecisionConfig()), qat))
+    shapes = expected_tensors(tiny_model(layers=6), "grouped")
+    linear = sum(math.prod(shape) for name, shape in shapes.items() if is_linear_weight(name))
+    assert rounded.memory - plain.memory == pytest.approx(2 * linear, rel=0.05)  # bytes of bfloat16
