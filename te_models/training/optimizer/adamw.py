@@ -346,9 +346,10 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        if self._shared is not None:
-            for parameter in self.parameters.values():
-                parameter.grad = None
+        for parameter in self.parameters.values() if self._shared is not None else ():
+            parameter.grad = None
+            if getattr(parameter, "main_grad", None) is not None:  # whole: what is stepped here is a view of some rows
+                parameter.main_grad.zero_()
         self._adamw.zero_grad()
         for optimizer in self._optimizers()[:-1]:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
