@@ -107,6 +107,16 @@ class ShardOfParameter(NamedTuple):
         begin, end = self.ends(tensor.shape[self.dim])
         return tensor.narrow(self.dim, begin, end - begin)
 
+    def filled_up(self, tensor: Tensor) -> Tensor:
+        """Return the rank's part of a tensor, flat, with zeros up to the elements of the largest part."""
+        flat = self.of_whole(tensor).reshape(-1)
+        missing = self.elements(tensor) - flat.numel()
+        return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+
+    def elements(self, tensor: Tensor) -> int:
+        """Return how many elements of a tensor the largest part has."""
+        return tensor.numel() // max(1, tensor.shape[self.dim]) * self.each
+
 
 def _with_offsets(ranges: Ranges) -> Iterator[tuple[int, int, int]]:
     offset = 0

@@ -33,13 +33,15 @@ from .whole_matrix import DividedMatrix
 from .zero import GroupOf, SharedUpdate
 
 if TYPE_CHECKING:
-    from ...parallel.parts import LocalPart, ModelParts
+    from ...parallel.parts import LocalPart, ModelParts, ShardOfParameter
 
 SPIKE_AFTER, SPIKE_SHARE = 20, 0.02
 """Steps before a gradient norm can be a spike, and the share of a step in the running average of norms."""
 
 
-def norm_over(groups: Iterable[dist.ProcessGroup], norms: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+def norm_over(
+    groups: Iterable[dist.ProcessGroup | None], norms: Iterable[torch.Tensor], device: torch.device
+) -> torch.Tensor:
     """Return the norm of a vector that is divided over the ranks of groups, from the norms of this rank's parts."""
     total = torch.zeros((), dtype=torch.float64, device=device)  # whose squares do not overflow
     for norm in norms:
@@ -327,6 +329,11 @@ class Optimizer:
         self.gather_parameters()
 
     @property
+    def places(self) -> dict[int, ShardOfParameter] | None:
+        """Which part of each parameter this rank updates, by the parameter's id; None: the whole."""
+        return None if self._shared is None else self._shared.places
+
+    @property
     def is_shared(self) -> bool:
         """Whether ranks that hold a parameter share its update."""
         return self._shared is not None
@@ -346,9 +353,10 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        if self._shared is not None:
-            for parameter in self.parameters.values():
-                parameter.grad = None
+        for parameter in self.parameters.values() if self._shared is not None else ():
+            parameter.grad = None
+            if getattr(parameter, "main_grad", None) is not None:  # whole: what is stepped here is a view of some rows
+                parameter.main_grad.zero_()
         self._adamw.zero_grad()
         for optimizer in self._optimizers()[:-1]:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -371,9 +379,13 @@ class Optimizer:
         self._frozen.zero_gradients(self.parameters)
         gradients: list[torch.Tensor] = []
         norms: list[torch.Tensor] = []  # of what this rank has whole
-        divided: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
-        for name, parameter in self.parameters.items():
+        divided: dict[tuple[dist.ProcessGroup | None, ...], list[torch.Tensor]] = {}
+        if self._shared is not None:
+            self._shared.take_gradients()
+        for name, parameter in self.stepped.items():
             groups, gradient = self._groups.get(name, ()), gradient_of(parameter)
+            if self._shared is not None:
+                groups = (*groups, *self._shared.groups(name))
             if groups:
                 divided.setdefault(groups, [])  # also where this rank has none: its ranks add up together
             if gradient is not None:

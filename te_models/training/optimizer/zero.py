@@ -2,8 +2,9 @@
 and the master of a part of every parameter, steps it, and gets the other parts from the ranks that stepped them.
 
 A part is a view of some rows of the parameter, so that the state of a step is what FSDP2's shards have, and checkpoints
-name it alike. Gradients are whole, and summed once a step, which every pipeline
-schedule allows; the update of an element is the one that a rank with all of them would make, to the last bit.
+name it alike. Gradients are whole until a step's last backward pass, which every pipeline schedule allows; then each
+rank receives the sums of its own parts alone (`ScatteredBucket`). The update of an element is the one that a rank with
+all of them would make.
 """
 
 from __future__ import annotations
@@ -40,11 +41,6 @@ class _Part:
         """Return the part of a rank: its own, fewer, or none at the end."""
         return self.place._replace(rank=rank).of_whole(self.whole.detach())
 
-    @property
-    def elements(self) -> int:
-        """Of the largest part."""
-        return self.whole.numel() // max(1, self.whole.shape[self.place.dim]) * self.place.each
-
 
 class SharedUpdate:
     """This rank's parts of parameters, and what makes the parameters whole after a step.
@@ -78,8 +74,18 @@ class SharedUpdate:
             if part.place.ranks > 1:
                 kinds.setdefault((part.whole.dtype, id(part.group)), []).append(part)
         for members in kinds.values():
-            sizes = [part.elements * part.place.ranks * part.whole.element_size() for part in members]
+            sizes = [part.place.elements(part.whole) * part.place.ranks * part.whole.element_size() for part in members]
             yield from runs_of_size(members, sizes, BUCKET)
+
+    @property
+    def places(self) -> dict[int, ShardOfParameter]:
+        """Which part of each parameter this rank steps, by the parameter's id."""
+        return {id(part.whole): part.place for part in self._parts.values()}
+
+    def groups(self, name: str) -> tuple[dist.ProcessGroup | None, ...]:
+        """Return the ranks over which a parameter is divided here: none where one rank steps it all."""
+        part = self._parts[name]
+        return (part.group,) if part.place.ranks > 1 else ()
 
     def take_gradients(self) -> None:
         """Have each part's gradient be its part of the parameter's."""
@@ -95,20 +101,15 @@ class SharedUpdate:
             part.own.grad = None
         for bucket in self._buckets:
             first = bucket[0]
-            sent = torch.cat([_filled_up(part.own.data, part.elements) for part in bucket])
+            sent = torch.cat([part.place.filled_up(part.whole.detach()) for part in bucket])
             received = sent.new_empty(first.place.ranks * sent.numel())
             dist.all_gather_into_tensor(received, sent, group=first.group)
             for rank, values in enumerate(received.view(first.place.ranks, -1).unbind()):
                 if rank == first.place.rank:
                     continue
-                for part, its in zip(bucket, values.split([p.elements for p in bucket]), strict=True):
+                for part, its in zip(bucket, values.split([p.place.elements(p.whole) for p in bucket]), strict=True):
                     there = part.of_rank(rank)
                     there.copy_(its[: there.numel()].view(there.shape))
-
-
-def _filled_up(tensor: Tensor, elements: int) -> Tensor:
-    flat = tensor.reshape(-1)
-    return flat if flat.numel() == elements else torch.cat([flat, flat.new_zeros(elements - flat.numel())])
 
 
 def ranks_that_hold(ranks: Ranks, experts: Any) -> GroupOf:

@@ -6,7 +6,7 @@ gradients at a time, so that averaging takes memory for some buckets and not for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from te_models.layers import gradient_of
+
+from ...parallel.parts import ShardOfParameter
 
 T = TypeVar("T")
 BUCKET = 64 * 2**20
@@ -64,6 +66,46 @@ class Bucket:
         if flat.data_ptr() != gradients[0].data_ptr():
             for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(part.view_as(gradient))
+
+
+@dataclass(eq=False)
+class ScatteredBucket(Bucket):
+    """Parameters of each of which this rank needs a part of the gradient: it receives the sums of that, and leaves the
+    rest of the gradients as its own backward pass gave them. places: the part of a parameter, by its id."""
+
+    places: Mapping[int, ShardOfParameter] = field(default_factory=dict)
+    _own: list[torch.Tensor] = field(default_factory=list)
+    _sizes: list[int] = field(default_factory=list)
+    _sent: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Start to sum the gradients. A parameter without one must lack it on all ranks."""
+        found = [(gradient_of(parameter), self.places[id(parameter)]) for parameter in self.parameters]
+        pairs = [(gradient, place) for gradient, place in found if gradient is not None]
+        self._own = [place.of_whole(gradient) for gradient, place in pairs]
+        if not self.communicates or not pairs:
+            return
+        ranks = pairs[0][1].ranks
+        parts = [place._replace(rank=rank).filled_up(gradient) for rank in range(ranks) for gradient, place in pairs]
+        self._sent = torch.cat(parts)
+        self._sizes = [place.elements(gradient) for gradient, place in pairs]
+        self._flat = self._sent.new_empty(self._sent.numel() // ranks)
+        self._work = dist.reduce_scatter_tensor(self._flat, self._sent, group=self.group, async_op=True)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the sums, and put the averages in place of this rank's parts of the gradients."""
+        own, flat = self._own, self._flat
+        if self._work is not None:
+            self._work.wait()
+        self._own, self._flat, self._sent, self._work = [], None, None, None
+        if flat is None:
+            for part in own:
+                part.div_(self.count)
+            return
+        for part, sums in zip(own, flat.div_(self.count).split(self._sizes), strict=True):
+            part.copy_(sums[: part.numel()].view(part.shape))
 
 
 def filled(bucket: Callable[[], Bucket], parameters: Iterable[torch.nn.Parameter], limit: int) -> Iterator[Bucket]:

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from te_models.layers.collectives import check_group
 
-from .buckets import BUCKET, Bucket, InOrder, filled
+from ...parallel.parts import ShardOfParameter
+from .buckets import BUCKET, Bucket, InOrder, ScatteredBucket, filled
 
 if TYPE_CHECKING:
     from .monitor import RankMonitor
@@ -131,8 +132,10 @@ def gradient_buckets(
     copies: dist.ProcessGroup | None = None,
     group: dist.ProcessGroup | None = None,
     limit: int = BUCKET,
+    places: Mapping[int, ShardOfParameter] | None = None,
 ) -> list[Bucket]:
-    """Return what `average_gradients` sums, in the order of the parameters. limit: bytes of a bucket."""
+    """Return what `average_gradients` sums, in the order of the parameters. limit: bytes of a bucket. places: see
+    `ScatteredBucket`; None: each rank needs the whole gradients."""
     if ranks.world_size == 1 and copies is None:
         return []
     own = {id(parameter) for parameter in distributed}
@@ -141,11 +144,12 @@ def gradient_buckets(
     for parameter in parameters:
         (few if id(parameter) in own else everyone).append(parameter)
     found: list[Bucket] = []
+    kind: Callable[..., Bucket] = Bucket if places is None else partial(ScatteredBucket, places=places)
     if ranks.world_size > 1:
-        of_all = partial(Bucket, ranks.group if group is None else group, ranks.world_size)
+        of_all = partial(kind, ranks.group if group is None else group, ranks.world_size)
         found += filled(of_all, everyone, limit)
     shared = copies is not None and copies.size() > 1
-    return [*found, *filled(partial(Bucket, copies, ranks.world_size, shared), few, limit)]
+    return [*found, *filled(partial(kind, copies, ranks.world_size, shared), few, limit)]
 
 
 def mean_over_ranks(value: torch.Tensor, ranks: Ranks) -> torch.Tensor:

@@ -49,7 +49,7 @@ class Reduction:
         whole.reverse()  # about the order in which a backward pass completes gradients
         experts = optimizer.experts
         of_few = {} if experts is None else {"distributed": experts.parameters, "copies": experts.copies}
-        self._buckets = InOrder(gradient_buckets(whole, ranks, **of_few, limit=limit))
+        self._buckets = InOrder(gradient_buckets(whole, ranks, **of_few, limit=limit, places=optimizer.places))
         if overlaps:
             self._buckets.watch()
         self._sharded = sharded_roots(model) if once and model is not None else []

@@ -303,13 +303,16 @@ def test_the_same_layout_continues_bit_for_bit(case: Case, runs: Runs) -> None:
 
 @pytest.mark.sentinels("dense_fp32_zero")
 @pytest.mark.parametrize("case", each([Case("dense", "fp32", "zero")]))
-def test_a_shared_update_has_the_bits_of_a_whole_one(case: Case, runs: Runs) -> None:
-    """Weights after four steps, of ranks that each update a half, and of ranks that both update all."""
+def test_a_shared_update_has_the_numbers_of_a_whole_one(case: Case, runs: Runs) -> None:
+    """Weights after four steps, of ranks that each update a half, and of ranks that both update all: they clip by norms
+    that are added up in another order. Where nothing is clipped, bits are equal (test_reduction)."""
     whole = Case(case.kind, case.precision, "dp2")
     if not (runs.output_dir(whole) / "final").exists():
         runs.on_ranks([whole], 2)
     shared, own = (tensors_under(runs.output_dir(c) / "final") for c in (case, whole))
-    assert_same_bits(shared, own)
+    assert shared.keys() == own.keys()
+    for name, weight in own.items():
+        assert (shared[name] - weight).abs().max() <= 2e-7 * max(1.0, float(weight.abs().max())), name
 
 
 @pytest.mark.slow

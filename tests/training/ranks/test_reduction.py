@@ -26,6 +26,8 @@ class Counted:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls, self.inside = {"reduce_scatter": 0, "all_reduce": 0}, 0
+        self.received = dict.fromkeys(self.calls, 0)
+        """Bytes of sums that this rank was told."""
         self._backward = False
         plain = torch.Tensor.backward
 
@@ -44,6 +46,7 @@ class Counted:
         name = name.removesuffix("_single").removesuffix("_tensor")
         if name == "reduce_scatter" or options.get("async_op"):
             self.calls[name] += 1
+            self.received[name] += (arguments[0] if arguments else options["output"]).nbytes
             self.inside += self._backward
         return call(*arguments, **options)
 
@@ -121,6 +124,39 @@ def test_sharded_parameters_reduced_once_equal_whole_ones(tmp_path: Path) -> Non
         assert [row[1] for row in curve(once)] == [row[1] for row in curve(one)]
         finals = (tensors_under(Path(run.output_dir) / "final") for run in (once, one))
         assert_same_bits(*finals)
+
+
+@on_ranks(2)
+@pytest.mark.sentinels("False-fp32-sizes0", "False-bf16-sizes1")
+@pytest.mark.parametrize(
+    ("moe", "dtype", "sizes"),
+    [
+        *((moe, dtype, {}) for moe in (False, True) for dtype in ("fp32", "bf16")),
+        (True, "fp32", {"expert_model_parallel_size": 2}),
+        (False, "fp32", {"context_parallel_size": 2}),
+    ],
+)
+def test_ranks_that_share_an_update_receive_their_own_sums(
+    tmp_path: Path, moe: bool, dtype: str, sizes: dict[str, int]
+) -> None:
+    """Half of the bytes, beside the row that fills up 257 words, and the bits of those that receive all; with a norm
+    that is added up of parts the numbers within its rounding."""
+    whole, all_ = trained(tmp_path, "whole", moe=moe, dtype=dtype, clip_grad_norm=None, **sizes)
+    shared, own = trained(
+        tmp_path, "shared", moe=moe, dtype=dtype, clip_grad_norm=None, use_distributed_optimizer=True, **sizes
+    )
+    clipped, _ = trained(tmp_path, "clipped", moe=moe, dtype=dtype, clip_grad_norm=0.1, **sizes)
+    both, early = trained(
+        tmp_path, "both", moe=moe, dtype=dtype, clip_grad_norm=0.1, use_distributed_optimizer=True, **sizes
+    )
+    assert own.calls["all_reduce"] == 0 and early.inside > early.calls["reduce_scatter"] // 2 > 0
+    assert 0.5 <= own.received["reduce_scatter"] / all_.received["all_reduce"] < 0.51
+    if dist.get_rank() == 0:
+        finals = (tensors_under(Path(run.output_dir) / "final") for run in (shared, whole))
+        assert_same_bits(*finals)
+        for row, right in zip(curve(both), curve(clipped), strict=True):
+            assert row[1] == pytest.approx(right[1], rel=2e-7 if dtype == "fp32" else 1e-4)
+            assert row[4] == pytest.approx(right[4], rel=4e-7 if dtype == "fp32" else 1e-4)
 
 
 @pytest.mark.parametrize(
