@@ -30,7 +30,7 @@ _KNOWN = (
     "qwen3_5:qwen3_5_moe_text", "lfm2", "lfm2_moe", "mamba2", "granitemoehybrid", "bamba", "nemotron_h",
     "olmo_hybrid", "kimi_linear", "bailing_hybrid", "falcon_h1", "zamba2", "mamba", "mamba:falcon_mamba", "jamba",
     "minimax", "gemma3n:gemma3n_text", "gemma4:gemma4_text", "helium", "stablelm", "persimmon", "minicpm3",
-    "mistral4", "gptj", "codegen", "gpt_neo", "gpt_bigcode", "nanochat", "opt", "xglm",
+    "mistral4", "gptj", "codegen", "gpt_neo", "gpt_bigcode", "nanochat", "opt", "xglm", "biogpt",
     "bloom", "mpt", "falcon", "dbrx", "apertus", "cohere2_moe", "lfm3", "qwen3_5", "qwen3_5:qwen3_5_moe", "gemma3",
     "gemma3n", "gemma4", "llama4", "mistral3", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "kimi_k25", "glm5_next",
 )

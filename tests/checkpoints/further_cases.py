@@ -143,6 +143,8 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
         "xglm",
         {"ffn_dim": 40, "scale_embedding": False, "activation_function": "relu", "tie_word_embeddings": False},
     ),
+    "biogpt": ("biogpt", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    "biogpt-flags": ("biogpt", {"scale_embedding": False, "hidden_act": "relu", "tie_word_embeddings": False}),
     "bloom": ("bloom", {}),
     "bloom-6-heads": ("bloom", {"hidden_size": 48, "num_attention_heads": 6, "tie_word_embeddings": False}),
     "mpt": ("mpt", {"max_seq_len": 64}),

@@ -31,6 +31,7 @@ FIELDS = {
     "starcoder2": ("attention_dropout", "residual_dropout", "embedding_dropout"),
     "opt": ("attention_dropout", "dropout", None),
     "xglm": ("attention_dropout", "dropout", "dropout"),
+    "biogpt": ("attention_probs_dropout_prob", "hidden_dropout_prob", "hidden_dropout_prob"),
     "bloom": ("attention_dropout", "hidden_dropout", None),
     "falcon": (None, None, None),
     "mpt": (None, None, None),
@@ -45,7 +46,7 @@ FIELDS = {
 }
 """Family -> the fields that drop attention weights, outputs of sublayers, embeddings; others have the first only."""
 ALL = ("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "residual_dropout")
-ALL += ("resid_dropout", "embed_dropout", "dropout")
+ALL += ("resid_dropout", "embed_dropout", "dropout", "attention_probs_dropout_prob", "hidden_dropout_prob")
 WINDOWS = ("sliding_window", "attention_chunk_size")
 """Longer than the tokens here: we compute short ones in blocks, which draw their numbers by themselves."""
 WITHOUT = ("deepseek_v32", "glm_moe_dsa")
