@@ -13,6 +13,11 @@ CHUNK_BYTES = 1 << 20
 """Large enough that per-chunk Python costs nothing, small enough that a chunk is in the cache when it is hashed."""
 
 
+def bytes_at(address: int, nbytes: int) -> memoryview:
+    """Return memory as bytes that can be written to; the caller keeps it alive."""
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address))
+
+
 class Buffer:
     """Memory as a memoryview and as a torch tensor of bytes, and the background work that still reads it."""
 
@@ -24,7 +29,7 @@ class Buffer:
             self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
         else:
             self.address = memory.data_ptr()
-            self.bytes = memoryview((ctypes.c_ubyte * len(memory)).from_address(self.address))
+            self.bytes = bytes_at(self.address, len(memory))
         self.pending: list[Future[None]] = []
 
     @cached_property

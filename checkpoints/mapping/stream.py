@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from te_models.lazy import torch
 
 from ..io.boxes import Box, Shape, element_count, extents, flat_interval, full, shift, slices
-from ..io.buffers import Buffer, Ring
+from ..io.buffers import Buffer, Ring, bytes_at
 from ..io.dtypes import bit_width, check_converted, dtype_name, torch_dtype
 from ..io.store import MemoryStore, Store
 from .plan import ConversionPlan, OutputTensor
@@ -156,8 +156,7 @@ def _read_in_place(store: Store, piece: Piece, out: torch.Tensor) -> bool:
     if dtype_name(part.dtype) != store.tensors[piece.source].dtype or not part.is_contiguous():
         return False
     if part.numel():
-        buffer = Buffer(part.detach().flatten().view(torch.uint8))
-        store.read_into(piece.source, interval[0], buffer.bytes)
+        store.read_into(piece.source, interval[0], bytes_at(part.data_ptr(), part.nbytes))
     return True
 
 

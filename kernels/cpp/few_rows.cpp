@@ -16,6 +16,32 @@ inline int64_t place_of(int64_t k) { return k; }
 
 using namespace te_models;
 
+#if defined(OF_BYTES)
+constexpr int kTogether = 4;  // rows of the weight: fewer sums would wait for what was added to them before
+#else
+constexpr int kTogether = kRows;
+#endif
+
+// One row of x, `wide`: the weight is decoded in registers.
+static void one_row(const float* wide, const X* bias, X* out, int64_t N, const Weight& w, const Tables& tables,
+                    int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    Rows rows = rows_of(tables);
+#pragma omp for
+    for (int64_t n = 0; n < N; n += kTogether) {
+      Floats acc[kTogether];
+      for (int r = 0; r < kTogether; ++r) acc[r] = zero();
+      rows.decode<kTogether>(w, n, N,
+                             [&](int64_t k, auto r, Floats v) INLINE { acc[r] = fma(v, load(wide + k), acc[r]); });
+      for (int r = 0; r < kTogether && n + r < N; ++r) {
+        const float y = sum(acc[r]);
+        out[n + r] = X::write(bias == nullptr ? y : y + X::read(bias[n + r]));
+      }
+    }
+  }
+}
+
 // x [M, K] contiguous, bias [N] or null, out [M, N], amax: NVFP4's, the zero points of integers, or null
 extern "C" void te_few_rows(const X* x, const X* bias, X* out, int64_t M, int64_t N, int64_t K, const uint8_t* data,
                             int64_t stride, const void* scale, int64_t down, int64_t across, int64_t block_rows,
@@ -28,25 +54,18 @@ extern "C" void te_few_rows(const X* x, const X* bias, X* out, int64_t M, int64_
   for (int64_t m = 0; m < M; ++m)
 #pragma omp simd
     for (int64_t k = 0; k < K; ++k) wide[m * padded + place_of(k)] = X::read(x[m * K + k]);
+  if (M == 1) return one_row(wide.data(), bias, out, N, w, tables, threads);
 #pragma omp parallel num_threads(threads)
   {
     Rows rows = rows_of(tables);
-    std::vector<float> decoded(M == 1 ? 0 : kRows * padded), found(M * kRows);
+    std::vector<float> decoded(kRows * padded), found(M * kRows);
+    float* const to = decoded.data();
 #pragma omp for
     for (int64_t n = 0; n < N; n += kRows) {
-      if (M == 1) {  // decoded in registers
-        const float* const from = wide.data();
-        Floats acc[kRows];
-        for (int r = 0; r < kRows; ++r) acc[r] = zero();
-        rows.decode(w, n, N, [&](int64_t k, auto r, Floats v) INLINE { acc[r] = fma(v, load(from + k), acc[r]); });
-        for (int r = 0; r < kRows; ++r) found[r] = sum(acc[r]);
-      } else {
-        float* const to = decoded.data();
-        rows.decode(w, n, N, [&](int64_t k, auto r, Floats v) INLINE { store(to + r * padded + k, v); });
-        for (int64_t m = 0; m < M; m += 4) {
-          const auto run = M - m == 1 ? several<1> : M - m == 2 ? several<2> : M - m == 3 ? several<3> : several<4>;
-          run(to, wide.data() + m * padded, padded, found.data() + m * kRows);
-        }
+      rows.decode<kRows>(w, n, N, [&](int64_t k, auto r, Floats v) INLINE { store(to + r * padded + k, v); });
+      for (int64_t m = 0; m < M; m += 4) {
+        const auto run = M - m == 1 ? several<1> : M - m == 2 ? several<2> : M - m == 3 ? several<3> : several<4>;
+        run(to, wide.data() + m * padded, padded, found.data() + m * kRows);
       }
       for (int64_t m = 0; m < M; ++m)
         for (int r = 0; r < kRows && n + r < N; ++r) {

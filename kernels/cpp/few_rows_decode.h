@@ -50,8 +50,8 @@ struct Weight {
   int kind;
 };
 
-// Rows::decode calls use(k, r, w) for the vectors w of kRows rows from row n on, k the first column of each; the last
-// row of the matrix stands in for those past it. Columns past K are zero.
+// Rows::decode<rows> calls use(k, r, w) for the vectors w of that many rows from row n on, k the first column of each;
+// the last row of the matrix stands in for those past it. Columns past K are zero.
 #ifdef OF_BYTES
 // kExact: value * scale is a bfloat16, or none is asked for; kCareful: of any magnitude.
 enum Mode { kExact, kRounded, kCareful };
@@ -120,12 +120,12 @@ inline Mode read_scales(const Weight& w, int64_t row, int64_t blocks, float* to)
 struct Rows {
   std::vector<float> scale;
 
-  template <Mode mode, class Use>
+  template <Mode mode, int rows, class Use>
   INLINE void run(const Weight& w, const uint8_t* const* row, const float* const* of_row, const Use& use) {
     const int64_t K = w.K, full = K / kLanes * kLanes, L = w.block_columns;
     for (int64_t begin = 0, b = 0; begin < full; begin += L, ++b) {
-      Floats s[kRows], larger[kRows];
-      each_row([&](auto r) INLINE {
+      Floats s[rows], larger[rows];
+      each_row<rows>([&](auto r) INLINE {
         s[r] = all(of_row[r][b] * W::kFactor);
         larger[r] = all(of_row[r][b] * W::kFactor * 0x1p16f);
       });
@@ -134,17 +134,17 @@ struct Rows {
                                INLINE { use(k, r, weight_of<mode>(row[r] + k, v, of_row[r][b], s[r], larger[r])); };
       int64_t k = begin;
       for (; k + 2 * kLanes <= end; k += 2 * kLanes)
-        each_row([&](auto r) INLINE {
-          soon(row[r] + k + kRows * w.stride);
+        each_row<rows>([&](auto r) INLINE {
+          soon(row[r] + k + rows * w.stride);
           Floats two[2];
           W::decode(row[r] + k, two);
           use_one(k, r, two[0]);
           use_one(k + kLanes, r, two[1]);
         });
-      for (; k < end; k += kLanes) each_row([&](auto r) INLINE { use_one(k, r, W::decode(row[r] + k)); });
+      for (; k < end; k += kLanes) each_row<rows>([&](auto r) INLINE { use_one(k, r, W::decode(row[r] + k)); });
     }
     if (full == K) return;
-    each_row([&](auto r) INLINE {
+    each_row<rows>([&](auto r) INLINE {
       uint8_t last[16] = {};
       std::memcpy(last, row[r] + full, K - full);
       const float f = of_row[r][full / L];
@@ -152,23 +152,23 @@ struct Rows {
     });
   }
 
-  template <class Use>
+  template <int rows, class Use>
   INLINE void decode(const Weight& w, int64_t n, int64_t N, const Use& use) {
     const int64_t blocks = (w.K + w.block_columns - 1) / w.block_columns;
-    scale.resize(kRows * blocks);
-    const uint8_t* row[kRows];
-    const float* of_row[kRows];
+    scale.resize(rows * blocks);
+    const uint8_t* row[rows];
+    const float* of_row[rows];
     Mode mode = kExact;
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < rows; ++r) {
       const int64_t at = std::min(n + r, N - 1);
       row[r] = w.data + at * w.stride;
       of_row[r] = scale.data() + r * blocks;
       mode = std::max(mode, read_scales(w, at, blocks, scale.data() + r * blocks));
       if (any_special(row[r], w.K)) mode = kCareful;
     }
-    if (mode == kExact) return run<kExact>(w, row, of_row, use);
-    if (mode == kRounded) return run<kRounded>(w, row, of_row, use);
-    run<kCareful>(w, row, of_row, use);
+    if (mode == kExact) return run<kExact, rows>(w, row, of_row, use);
+    if (mode == kRounded) return run<kRounded, rows>(w, row, of_row, use);
+    run<kCareful, rows>(w, row, of_row, use);
   }
 };
 
@@ -213,26 +213,26 @@ struct Tables {
 struct Rows {
   const float* table;
 
-  template <class Use>
+  template <int rows, class Use>
   INLINE void decode(const Weight& w, int64_t n, int64_t N, const Use& use) {
     const int64_t K = w.K, blocks = (K + 15) / 16;
-    const uint8_t *row[kRows], *scale[kRows];
-    for (int r = 0; r < kRows; ++r) {
+    const uint8_t *row[rows], *scale[rows];
+    for (int r = 0; r < rows; ++r) {
       const int64_t at = std::min(n + r, N - 1);
       row[r] = w.data + at * w.stride;
       scale[r] = static_cast<const uint8_t*>(w.scale) + at * w.down;
     }
     constexpr int vectors = 16 / kLanes;
     const auto use_block = [&](int64_t b, auto r, const uint8_t* codes) INLINE {
-      soon(row[r] + b * 8 + kRows * w.stride);
+      soon(row[r] + b * 8 + rows * w.stride);
       Floats some[vectors];
       e2m1(codes, table + scale[r][b * w.across] * 16, some);
       use(b * 16, r, some[0]);
       if constexpr (vectors == 2) use(b * 16 + kLanes, r, some[1]);
     };
-    for (int64_t b = 0; b < K / 16; ++b) each_row([&](auto r) INLINE { use_block(b, r, row[r] + b * 8); });
+    for (int64_t b = 0; b < K / 16; ++b) each_row<rows>([&](auto r) INLINE { use_block(b, r, row[r] + b * 8); });
     if (K % 16 == 0) return;
-    each_row([&](auto r) INLINE {
+    each_row<rows>([&](auto r) INLINE {
       uint8_t last[8] = {};
       std::memcpy(last, row[r] + K / 16 * 8, K % 16 / 2);
       use_block(blocks - 1, r, last);

@@ -222,11 +222,11 @@ INLINE inline float sum(Floats v) {
 // does nothing.
 INLINE inline void soon(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
-template <class F>
+template <int rows = kRows, class F>
 INLINE inline void each_row(const F& f) {
   f(std::integral_constant<int, 0>{});
   f(std::integral_constant<int, 1>{});
-  if constexpr (kRows == 4) {
+  if constexpr (rows == 4) {
     f(std::integral_constant<int, 2>{});
     f(std::integral_constant<int, 3>{});
   }

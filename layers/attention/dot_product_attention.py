@@ -49,6 +49,17 @@ class DotProductAttention(nn.Module):
     """Where `note_logits` writes the largest logit of each head, float32 [N]; None: nothing is noted."""
     head_shard: ContextShard | None = None
     """The ranks that share the heads of a call, of whole sequences; None: a call is of all heads."""
+    num_attention_heads: int
+    num_gqa_groups: int
+    attention_dropout: float
+    attn_mask_type: str
+    window_size: Window | None
+    softcap: float | None
+    softmax_type: str
+    softmax_offset: nn.Parameter | None
+    _scale: float
+    _assigned_scale: Tensor | None  # float32 [], whatever the module's dtype
+    _device: torch.device | str | None
 
     def __init__(
         self,
@@ -66,25 +77,29 @@ class DotProductAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("softmax_type", softmax_type, _SOFTMAX_TYPES)
-        self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = key_value_heads(num_attention_heads, num_gqa_groups)
+        groups = key_value_heads(num_attention_heads, num_gqa_groups)
         if softcap is not None and softcap <= 0:
             raise ValueError(f"softcap is {softcap}; allowed: a positive number, or None")
         self.register_load_state_dict_pre_hook(leave_extra_state)
-        self.attention_dropout = attention_dropout
-        self.attn_mask_type = mask_type_of(attn_mask_type)
-        self.window_size = window_size
-        window_of(window_size, self.attn_mask_type)
+        mask_type = mask_type_of(attn_mask_type)
+        window_of(window_size, mask_type)
         channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
-        self._scale = 1.0 / math.sqrt(channels) if softmax_scale is None else softmax_scale
-        self._assigned_scale: Tensor | None = None  # float32 [], whatever the module's dtype
-        self._device = parameters.device
-        self.softcap = softcap
-        self.softmax_type = softmax_type
-        self.softmax_offset = None
+        vars(self).update(  # in one go: every layer of a model has one
+            num_attention_heads=num_attention_heads,
+            num_gqa_groups=groups,
+            attention_dropout=attention_dropout,
+            attn_mask_type=mask_type,
+            window_size=window_size,
+            _scale=1.0 / math.sqrt(channels) if softmax_scale is None else softmax_scale,
+            _assigned_scale=None,
+            _device=parameters.device,
+            softcap=softcap,
+            softmax_type=softmax_type,
+            softmax_offset=None,
+        )
         if softmax_type == "learnable":
             new = {"dtype": parameters.dtype or torch.get_default_dtype(), "device": parameters.device}
-            self.softmax_offset = nn.Parameter(torch.zeros(self.num_attention_heads, **new))  # type: ignore[arg-type]
+            self.softmax_offset = nn.Parameter(torch.zeros(num_attention_heads, **new))  # type: ignore[arg-type]
 
     @property
     def softmax_scale(self) -> float:

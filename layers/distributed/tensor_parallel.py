@@ -58,6 +58,10 @@ class TensorParallelModule(nn.Module):
     saved. Parameters that are split, over one rank or several, carry Megatron's `tensor_model_parallel`,
     `partition_dim` and `partition_stride`."""
 
+    tp_size: int
+    tp_rank: int
+    tp_group_name: str
+    sequence_parallel: bool
     parallel_mode: str | None
     asked_mode: str | None
     """`parallel_mode` as it was asked for, where there is one rank, too."""
@@ -67,12 +71,13 @@ class TensorParallelModule(nn.Module):
 
         Raises ValueError where they contradict each other.
         """
-        self.tp_size, self.tp_rank, self.tp_group_name = 1, 0, ""
+        vars(self).update(tp_size=1, tp_rank=0, tp_group_name="", sequence_parallel=False)  # in one go: many are made
         if tp_group is not None or tp_size > 1:
             self.set_tensor_parallel_group(tp_group)
         if self.tp_size != tp_size and tp_size != 1:
             raise ValueError(f"tp_size is {tp_size}, but tp_group has {self.tp_size} ranks; leave tp_size out")
-        self.sequence_parallel = sequence_parallel and self.tp_size > 1
+        if sequence_parallel and self.tp_size > 1:
+            self.sequence_parallel = True
 
     def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
         """Use this group, None for the default one. After construction: only a group of the same size."""
@@ -102,8 +107,7 @@ class TensorParallelModule(nn.Module):
         if parallel_mode not in (None, *_WEIGHT_DIM):
             raise ValueError(f"parallel_mode is {shown(parallel_mode)}; allowed: None, 'column', 'row'")
         self.set_parallel(split.group, split.size, split.sequence_parallel)
-        self.asked_mode = parallel_mode
-        self.parallel_mode = parallel_mode if self.tp_size > 1 else None
+        vars(self).update(asked_mode=parallel_mode, parallel_mode=parallel_mode if self.tp_size > 1 else None)
         if self.parallel_mode == "column":
             out_features = self.part(out_features, "out_features")
         elif self.parallel_mode == "row":

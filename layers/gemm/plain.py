@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from te_models.kernels import quantize as q
@@ -18,11 +19,20 @@ from .three_gemms import Weights, plain_weights
 def stored_linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
     """Return `x @ weight^T + bias` in x's dtype; the stored numbers are multiplied where that is faster. x: [..., in];
     weight: [out, in]; bias: [out] or None."""
+    traced = torch.compiler.is_compiling()
+    known = None if traced else weight.few_rows
+    if known is not None and known[0] is weight.quantizer:
+        y = known[1].multiply(x, vars(weight), bias)
+        if y is not None:
+            return y.view(*x.shape[:-1], y.shape[-1])
     bias = None if bias is None else bias.to(x.dtype)
     operand = stored_for_few_rows(x, weight)
     if operand is not None:
-        y = few_rows.stored_weight_linear(x.reshape(-1, x.shape[-1]), operand, bias)
-        return y.view(*x.shape[:-1], weight.shape[0])
+        rows = x.reshape(-1, x.shape[-1])
+        if not (traced or torch.is_grad_enabled()):
+            next_time = few_rows.KnownWeight.of(rows, operand, weight.fields)
+            weight.few_rows = None if next_time is None else (weight.quantizer, next_time)
+        return few_rows.stored_weight_linear(rows, operand, bias).view(*x.shape[:-1], weight.shape[0])
     return dense(x, weight.dequantize(x.dtype), bias)
 
 

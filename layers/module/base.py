@@ -199,6 +199,11 @@ class GemmModule(QuantizedModule):
     until `backward_dw()`. save_original_input: save the input as it is for wgrad and quantize it in the backward pass:
     this saves memory where several layers share it."""
 
+    fuse_wgrad_accumulation: bool
+    save_original_input: bool
+    _later: list[Callable[[], None]] | None
+    wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]]
+
     def __init__(
         self,
         num_gemms: int,
@@ -206,10 +211,12 @@ class GemmModule(QuantizedModule):
         gradients: WeightGradients,
     ) -> None:
         super().__init__(num_gemms, name)
-        self.fuse_wgrad_accumulation = gradients.fuse_wgrad_accumulation
-        self.save_original_input = gradients.save_original_input
-        self._later: list[Callable[[], None]] | None = [] if gradients.delay_wgrad_compute else None
-        self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
+        vars(self).update(  # see `RecipeStateModule`
+            fuse_wgrad_accumulation=gradients.fuse_wgrad_accumulation,
+            save_original_input=gradients.save_original_input,
+            _later=[] if gradients.delay_wgrad_compute else None,
+            wgrad_accumulation_and_reduce_hooks=[],
+        )
 
     def complete_state(self) -> None:
         super().complete_state()

@@ -135,12 +135,19 @@ class PrecedingNorm(nn.Module):
     """Mixin of modules that normalise their input and hold the norm's parameters: layer_norm_weight [size] (absent
     where `weight` is False) and layer_norm_bias [size] (with `bias`, None: for LayerNorm)."""
 
+    normalization: str
+    eps: float
+    zero_centered_gamma: bool
+    cast_order: str
+
     def add_norm(self, size: int, norm: PrecedingNormOptions, parameters: ParameterOptions) -> None:
         """Create the parameters, of the norm of `size` numbers."""
-        self.normalization = norm.kind
-        self.eps = norm.eps
-        self.zero_centered_gamma = norm.zero_centered_gamma
-        self.cast_order = norm.cast_order or default_cast_order(norm.kind)
+        vars(self).update(
+            normalization=norm.kind,
+            eps=norm.eps,
+            zero_centered_gamma=norm.zero_centered_gamma,
+            cast_order=norm.cast_order or default_cast_order(norm.kind),
+        )
         bias = norm.kind == "LayerNorm" if norm.bias is None else norm.bias
         new: dict[str, Any] = {"params_dtype": parameters.dtype, "device": parameters.device}
         self.layer_norm_weight = empty_parameter(size, **new) if norm.weight else None

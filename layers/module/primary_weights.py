@@ -122,7 +122,12 @@ def store_weights_as_asked(module: QuantizedModule, stored: dict[int, nn.Paramet
 
 
 def _quantized(weight: Tensor, quantizer: Quantizer) -> nn.Parameter:
-    values = quantizer.quantize(weight) if weight.dim() == 2 else quantizer.quantize_grouped(weight)
+    if weight.dim() == 3:
+        values = quantizer.quantize_grouped(weight)
+    elif weight.is_meta:  # what operations without values find out, in milliseconds for each
+        values = quantizer.make_empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    else:
+        values = quantizer.quantize(weight)
     return nn.Parameter(values.keep_attributes(weight), weight.requires_grad)
 
 

@@ -86,9 +86,14 @@ class RecipeStateModule(nn.Module):
     fp8_outer_history: Tensor | None
     fp8_statistics: Tensor
     fp8_grad_statistics: Tensor
+    fp8_rng_state: Tensor
+    _ordinal: int
+    _seed: int
+    _stream_prepared: bool
 
     def __init__(self, num_gemms: int = 1, name: str = "") -> None:
         super().__init__()
+        seed = default_seed()
         scale = torch.ones(len(ROLES), num_gemms, dtype=torch.float32, device=real_default_device())
         amaxes, log, slots = (
             scale.new_zeros(2, num_gemms),
@@ -117,12 +122,12 @@ class RecipeStateModule(nn.Module):
             gradients_logged=False,
             fp8_statistics=scale.new_zeros(slots, 2, len(STATISTICS)),
             fp8_grad_statistics=scale.new_zeros(slots, len(STATISTICS)),
+            fp8_rng_state=scale.new_tensor((seed * STREAMS, 0), dtype=torch.int64),
+            _ordinal=register_layer(self),
+            _seed=seed,
+            _stream_prepared=False,
         )
         self.register_load_state_dict_pre_hook(leave_extra_state)
-        self._ordinal = register_layer(self)
-        self._seed = default_seed()
-        self._stream_prepared = False
-        self.fp8_rng_state = scale.new_tensor((self._seed * STREAMS, 0), dtype=torch.int64)
 
     @property
     def name(self) -> str:
@@ -197,7 +202,14 @@ class RecipeStateModule(nn.Module):
         random bits then follows from how many modules were built before, so that each module has another."""
         if default_seed() == self._seed:
             self.fp8_rng_state[0] += 1 + self._ordinal % (STREAMS - 1)
-        self.place_state(next(self.parameters()).device)
+        self.place_state(self._first_parameter().device)  # type: ignore[union-attr]
+
+    def _first_parameter(self) -> nn.Parameter | None:
+        """Return `next(self.parameters(), None)`, of these parameters first: torch's way there takes microseconds."""
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                return parameter
+        return next(self.parameters(), None)
 
     def place_state(self, device: torch.device) -> None:
         """Move the live state to a device, unless that is the meta device, where it never lives."""
@@ -212,7 +224,7 @@ class RecipeStateModule(nn.Module):
             super()._apply(fn, recurse)
         for name, attributes in marks.items():  # coming from the meta device, parameters are new objects
             vars(self._parameters[name]).update(attributes)
-        parameter = next(self.parameters(), None)
+        parameter = self._first_parameter()
         # without parameters, what happens to some other tensor tells
         self.place_state((fn(self.fp8_scale.new_empty(0)) if parameter is None else parameter).device)
         if parameter is not None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.kernels.compiling import compiling
+from te_models.kernels.gemm.few_rows import KnownWeight
 from te_models.kernels.torch_versions import own_result
 
 from ..quantizer import Fields, Quantizer
@@ -63,6 +64,8 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
     shares_scale: bool = False
     amax_group: Any = None
     unequal_shards: bool = False
+    few_rows: tuple[Quantizer, KnownWeight] | None = None
+    """Of a weight that few rows have been multiplied by: how its fields lie, and under which quantizer that was."""
 
     @staticmethod
     def __new__(
@@ -291,7 +294,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
     def keep_attributes(self, source: Tensor) -> Self:
         """Take over what users have set on `source` (a parallel attribute, say); returns self."""
         for name, value in vars(source).items():
-            if name != "_is_param":
+            if name not in ("_is_param", "few_rows"):
                 vars(self).setdefault(name, value)
         return self
 
@@ -365,7 +368,7 @@ class QuantizedTensor(GathersQuantized, QuantizedFields, torch.Tensor):
 
     def user_attributes(self) -> dict[str, Any]:
         """Return what users have set on this tensor, a parallel attribute, say."""
-        own = {"quantizer", "matrix_shape", "shares_scale", "amax_group", "unequal_shards", "_is_param"}
+        own = {"quantizer", "matrix_shape", "shares_scale", "amax_group", "unequal_shards", "few_rows", "_is_param"}
         own |= {*self._inner_names()}
         return {name: value for name, value in vars(self).items() if name not in own}
 

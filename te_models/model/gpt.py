@@ -28,7 +28,7 @@ from te_models.layers.distributed.context_parallel import ContextShard, own_posi
 from te_models.layers.tensor.fsdp import sharded
 
 from ..config import ModelConfig
-from .build import Build, ExpertDispatch, ExpertLayout, check_supported, give_memory, real_device, without_draws
+from .build import Build, ExpertDispatch, ExpertLayout, check_supported, give_memory, real_device
 from .cache import Memory
 from .decoder import Decoder
 from .embedding import Embedding, check_masks, input_size, of_tokens, resize_words
@@ -420,20 +420,18 @@ class GPTModel(SharedModel):
             target = real_device(device)
             split: dict[str, Any] = {**process_groups(device_mesh), "sequence_parallel": sequence_parallel}
             split |= {"expert_layout": expert_layout, "expert_dispatch": expert_dispatch}
-            if recipe is None:
+            stored_as = contextlib.nullcontext() if recipe is None else quantized_model_init(recipe=recipe)
+            with stored_as:  # without values, which are those of the files
                 model = cls(checkpoint.config, dtype=dtype, device="meta", **split)
-                model.check_dispatch_device(target)
-                keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
-                give_memory(model, target)
+            model.check_dispatch_device(target)
+            keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
+            give_memory(model, target)
+            if recipe is None:
                 quantized = checkpoint.empty_quantized(expert_layout, target, shard_place(model))
                 for name, value in () if dequantize else quantized:
                     owner, _, key = name.rpartition(".")
                     parameter: Any = nn.Parameter(value)  # still quantized
                     setattr(model.get_submodule(owner), key, parameter.keep_attributes(model.get_parameter(name)))
-            else:
-                with quantized_model_init(recipe=recipe), without_draws():
-                    model = cls(checkpoint.config, dtype=dtype, device=target, **split)
-                keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)
             checkpoint.load_into(dict(model.stored_tensors()), place=shard_place(model))
             model.origin = provenance_source(checkpoint, () if dequantize else None)
         model.pretrained_folder = checkpoint.path

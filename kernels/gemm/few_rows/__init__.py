@@ -1,6 +1,7 @@
 """A few rows by a weight that is stored quantized, on CPU: decoded in registers, one or half a byte read per value."""
 
 from .integers import IntegerOperand
+from .known_weight import KnownWeight
 from .op import (
     FEW,
     as_stored,
@@ -15,6 +16,7 @@ from .op import (
 __all__ = [
     "FEW",
     "IntegerOperand",
+    "KnownWeight",
     "as_stored",
     "choose_stored",
     "dequantized_weight",

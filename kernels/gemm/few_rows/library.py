@@ -73,32 +73,60 @@ def _fields(weight: ScaledOperand | IntegerOperand) -> _Fields:
     return _Fields(weight.block or (weight.outer, inner), _KINDS.index(weight.kind), weight.amax)
 
 
+class StoredLayout(NamedTuple):
+    """What a library's function takes of a weight [N, K] beside its addresses, for rows of one dtype."""
+
+    form: Format
+    dtype: torch.dtype
+    outer: int
+    inner: int
+    stride: int
+    scales: tuple[int, ...]
+    """Strides of the scales, rows and columns of a block, and the kind of the scales."""
+    elements: int
+
+
+def stored_layout(weight: ScaledOperand | IntegerOperand, dtype: torch.dtype) -> StoredLayout:
+    """Return how a weight lies in memory. dtype: of the rows, one of DTYPES."""
+    data, scale, fields = weight.data, weight.scale_inv, _fields(weight)
+    strides = scale.stride() if scale.dim() == 2 else (0, 0)
+    scales = (*strides, *fields.block, fields.kind)
+    return StoredLayout(
+        library_format(weight), dtype, data.shape[0], weight.inner, data.stride(0), scales, data.numel()
+    )
+
+
 def few_rows_linear(x: Tensor, weight: ScaledOperand | IntegerOperand, bias: Tensor | None) -> Tensor:
     """Return `x @ weight^T + bias` in x's dtype, summed in float32. x: [M, K] in one of DTYPES; weight: [N, K] with
     contiguous rows; bias: [N] of x's dtype, or None."""
+    return multiply_stored(
+        stored_layout(weight, x.dtype), x, weight.data, weight.scale_inv, _fields(weight).whole, bias
+    )
+
+
+def multiply_stored(
+    layout: StoredLayout, x: Tensor, data: Tensor, scale_inv: Tensor, whole: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """As `few_rows_linear`, by the tensors of a weight of this layout. whole: an amax, or zero points."""
     x = x.contiguous()
-    rows, inner = x.shape
-    data, scale = weight.data, weight.scale_inv
-    out = x.new_empty(rows, data.shape[0])
+    rows = x.shape[0]
+    out = x.new_empty(rows, layout.outer)
     if out.numel() == 0:
         return out
-    fields, strides = _fields(weight), scale.stride() if scale.dim() == 2 else (0, 0)
     bias = None if bias is None else bias.contiguous()
-    _function(library_format(weight), x.dtype)(
+    _function(layout.form, layout.dtype)(
         x.data_ptr(),
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
         rows,
-        data.shape[0],
-        inner,
+        layout.outer,
+        layout.inner,
         data.data_ptr(),
-        data.stride(0),
-        scale.data_ptr(),
-        *strides,
-        *fields.block,
-        fields.kind,
-        None if fields.whole is None else fields.whole.data_ptr(),
-        threads_for(data.numel() * (0.3 + 0.1 * rows)),
+        layout.stride,
+        scale_inv.data_ptr(),
+        *layout.scales,
+        None if whole is None else whole.data_ptr(),
+        threads_for(layout.elements * (0.3 + 0.1 * rows)),
     )
     return out
 

@@ -70,10 +70,12 @@ def uses_few_rows(x: Tensor, weight: Tensor, groups: int = 1) -> bool:
 def choose_stored(x: Tensor, weight: ScaledOperand | IntegerOperand) -> BackendChoice:
     """Choose from shapes, formats and hardware alone; without a compiler the weight is dequantized all the same."""
     reason = reason_to_dequantize(x, weight)
-    return _STORED if reason is None else first_possible("stored_linear", (("few_rows", reason),), fallback=False)
+    return (
+        STORED_AS_IT_IS if reason is None else first_possible("stored_linear", (("few_rows", reason),), fallback=False)
+    )
 
 
-_STORED = BackendChoice("stored_linear", "few_rows")
+STORED_AS_IT_IS = BackendChoice("stored_linear", "few_rows")
 """What a token chooses for every weight."""
 
 

@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,17 @@ from te_models import GPTModel
 from te_models.checkpoints import FAMILIES, expected_tensors, export_hf, families
 from te_models.checkpoints.families import Family
 from te_models.checkpoints.mapping import param_shapes
-from te_models.config import AttentionConfig, MLPConfig, ModelConfig
-from te_models.layers import MXFP8BlockScaling, Recipe
+from te_models.config import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
+from te_models.layers import (
+    DelayedScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+    Recipe,
+    store_weights,
+)
+from te_models.layers.module.base import GemmModule
+from te_models.layers.quantizer.encoding import NumberFormat
 from te_models.memory import ask_for_large_pages
 from te_models.model import build, gpt
 
@@ -115,3 +125,42 @@ def test_the_collector_of_cycles_waits_until_a_model_is_there(tmp_path: Path, mo
     with pytest.raises(pytest.fail.Exception, match="no memory"):
         GPTModel.from_pretrained(tmp_path / "model")
     assert gc.isenabled()
+
+
+RECIPES = [MXFP8BlockScaling(), NVFP4BlockScaling(), DelayedScaling()]
+MIXTURE = CONFIG.replace(moe=MoEConfig(num_moe_experts=2, moe_router_topk=1, moe_ffn_hidden_size=64))
+
+
+@pytest.mark.parametrize("config", [CONFIG, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.NAME)
+def test_weights_of_a_recipe_are_encoded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe, config: ModelConfig
+) -> None:
+    """What a model is built with has no values; those of the files are encoded, and equal what storing the plain
+    model's weights gives."""
+    GPTModel(config).save_pretrained(tmp_path / "model")
+    plain = GPTModel.from_pretrained(tmp_path / "model")
+    layers = [module for module in plain.modules() if isinstance(module, GemmModule)]
+    encoded: list[str] = []
+    quantize_fields = NumberFormat.quantize_fields
+
+    def noted(self: NumberFormat, x: Tensor, *rest: Any) -> Any:
+        encoded.append(x.device.type)
+        return quantize_fields(self, x, *rest)
+
+    monkeypatch.setattr(NumberFormat, "quantize_fields", noted)
+    read = GPTModel.from_pretrained(tmp_path / "model", recipe=recipe)
+    if config is CONFIG:
+        assert encoded == ["cpu"] * len(layers)
+    store_weights(plain, recipe)
+    for name, parameter in plain.named_parameters():
+        other = read.get_parameter(name)
+        assert type(other) is type(parameter)
+        if isinstance(parameter, QuantizedTensor) and isinstance(other, QuantizedTensor):
+            assert parameter.quantizer == other.quantizer and parameter.shares_scale is other.shares_scale
+            assert parameter.user_attributes() == other.user_attributes()
+            for field, values in parameter.fields.items():
+                both = (t.reshape(-1).view(torch.uint8) for t in (values, other.fields[field]))
+                assert torch.equal(*both)
+        else:
+            assert torch.equal(other, parameter)
