@@ -18,7 +18,7 @@ from .base.fields import REQUIRED, Choice, Field, Fixed, OneOf, Only, Values, re
 from .base.layer_fields import check_names
 from .base.moe_fields import RouterLoss
 from .base.names import Fused, Names, PerExpert
-from .base.rope import Rope
+from .base.rope import Rope, check_nested
 from .base.unused import Unused
 
 _TYPES = {
@@ -135,6 +135,7 @@ class CompressedLayers:
             if kind == "yarn" and not both:
                 values = {"attention_factor": 1.0, **values}
             rope = Rope(1e4, partial=1.0, types=("default", "yarn"))
+            check_nested(values)
             lengths = {n: hf[n] for n in ("max_position_embeddings",) if n in hf}
             found[name] = rope.rope_fields({"max_position_embeddings": 1048576} | lengths, values, outside)
         return found
