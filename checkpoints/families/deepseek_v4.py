@@ -226,7 +226,10 @@ DEEPSEEK_V4 = Family(
     model_type="deepseek_v4",
     architecture="DeepseekV4ForCausalLM",
     fields=(
-        *decoder_fields(max_positions=1048576, without=("intermediate_size", "num_key_value_heads", "head_dim")),
+        *decoder_fields(
+            max_positions=1048576, without=("intermediate_size", "num_key_value_heads", "head_dim", "hidden_act")
+        ),
+        Only("hidden_act", "silu"),
         HeadDim(512),
         Fixed("norm.cast_order", "weight_first"),
         Only("num_key_value_heads", 1),
