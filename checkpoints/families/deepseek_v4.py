@@ -29,7 +29,7 @@ from .base.fields import (
 from .base.layer_fields import check_names
 from .base.moe_fields import RouterLoss, expert_sizes
 from .base.names import Fused, Names, PerExpert
-from .base.rope import Rope
+from .base.rope import Rope, check_nested
 from .base.unused import Unused
 
 _TYPES = {
@@ -142,6 +142,7 @@ class CompressedLayers(OwnEntry):
             if kind == "yarn" and not both:
                 values = {"attention_factor": 1.0, **values}
             rope = Rope(1e4, partial=1.0, types=("default", "yarn"))
+            check_nested(values)
             lengths = {n: hf[n] for n in ("max_position_embeddings",) if n in hf}
             found[name] = rope.rope_fields({"max_position_embeddings": 1048576} | lengths, values, outside)
         return found
@@ -231,7 +232,10 @@ _IN_MEMORY = Names(
 DEEPSEEK_V4 = Family(
     model_type="deepseek_v4",
     fields=(
-        *decoder_fields(max_positions=1048576, without=("intermediate_size", "num_key_value_heads", "head_dim")),
+        *decoder_fields(
+            max_positions=1048576, without=("intermediate_size", "num_key_value_heads", "head_dim", "hidden_act")
+        ),
+        Only("hidden_act", "silu"),
         HeadDim(512),
         Fixed("norm.cast_order", "weight_first"),
         Only("num_key_value_heads", 1),

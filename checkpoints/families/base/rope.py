@@ -193,6 +193,7 @@ class RopePerLayerType:
             rope = Rope(theta, partial=partial)
             if self.proportional is not None and isinstance(values, dict) and values.get("rope_type") == _PROPORTIONAL:
                 rope = Rope(theta, partial=1.0, types=(_PROPORTIONAL,))
+            check_nested(values)
             fields = rope.rope_fields(outer, values, outside)
             result |= {f"{ours}.{name}": value for name, value in fields.items()}
         return result
@@ -207,6 +208,15 @@ class RopePerLayerType:
             return Rope(partial=1.0).rope_values(rope)
         usual = 1.0 if self.partial is None or rope.scaling != "none" else self.partial
         return Rope(partial=None if rope.rotary_percent == usual == 1.0 else self.partial).rope_values(rope)
+
+
+def check_nested(values: Any) -> None:
+    """Raise CheckpointError for what transformers reads in an object for all layers, and not in one of a layer type."""
+    if isinstance(values, dict) and values.get("truncate") is False:
+        raise CheckpointError(
+            "config.json has truncate = False in the rope parameters of a layer type, where transformers does not read "
+            "it; supported: true"
+        )
 
 
 def _overlaid(values: Any, scaling: Any) -> Any:

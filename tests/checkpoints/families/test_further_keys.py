@@ -123,4 +123,4 @@ def test_every_further_key_is_followed_or_refused(family: str) -> None:
         got = plain if config == before else GPTModel.from_hf(other).eval()(TOKENS).logits
         if not (got - expected).abs().max() <= BOUND * expected.abs().max():
             wrong.append(what)
-    assert not wrong and moves
+    assert moves and not wrong, wrong

@@ -101,6 +101,11 @@ def test_forward_and_backward_pass_in_one_graph(fresh_compiler: None, family: st
         ),
         ("deepseek_v32", {"mlp_bias": True}, "mlp_bias = True; supported: False"),
         (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}},
+            "truncate = False in the rope parameters of a layer type, where transformers does not read it",
+        ),
+        (
             "deepseek_v2",
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.3}},
             "mscale_all_dim = 1.3 beside the rope type 'linear'; supported: beside 'yarn', or 0",
