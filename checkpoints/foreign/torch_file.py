@@ -111,7 +111,7 @@ class _Window(io.RawIOBase):
 
 
 def open_torch_file(path: Path, where: str, known: frozenset[str]) -> tuple[int, TorchFile]:
-    """Return the descriptor of a file that torch.save wrote, which the caller closes, and what the file holds. where:
+    """Return the descriptor of a file that torch.save wrote, for the caller to close, and what the file holds. where:
     names it in errors."""
     file = plain_file(path.parent, path.name)
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -45,7 +45,7 @@ def part_count(nbytes: int, size: int) -> int:
 
 
 def digest_of_parts(parts: bytes | bytearray) -> str:
-    """Return the digest of a tensor from the digests of its parts, `SHA256_BYTES` each: that of the only part, or
+    """Return the digest of a tensor from the digests of its parts, `SHA256_BYTES` each: the only part's, or
     SHA-256 of them all in hexadecimal digits, with a newline after each."""
     if len(parts) == SHA256_BYTES:
         return parts.hex()

@@ -127,10 +127,8 @@ def export_hf(
     express, and weights that the format cannot represent.
     """
     if recipe is not None:
-        if dequantize:
-            raise CheckpointError(f"recipe is {recipe!r}; allowed with dequantize: no recipe")
         choices = {"family": family, "form": form, "format": format, "allow_requantize": allow_requantize}
-        with _stored_quantized(src, dst, recipe, options) as quantized:
+        with _stored_quantized(src, dst, recipe, options, dequantize=dequantize) as quantized:
             return export_hf(quantized, dst, **choices, dtype=dtype, **options)
     with Conversion(src, dst, options) as conversion:
         ckpt = conversion.ckpt
@@ -143,11 +141,11 @@ def export_hf(
         if form is None and ckpt.source is not None and ckpt.source.family == target.model_type:
             form = ckpt.source.form
         namespace = target.namespace(ckpt.config, form)
-        hf = ckpt.source.config if ckpt.source is not None else {}
+        hf = {} if ckpt.source is None else ckpt.source.config
         passthrough = names_in_export(ckpt.passthrough, hf, target, namespace.stored)
         copies = copies_in_export(ckpt.config, ckpt.source, target, form)
         names = target.names if form is None else target.forms[form]
-        wanted, extra, store = as_torch_dtype(dtype), {}, ckpt.store
+        wanted, extra, store, formats = as_torch_dtype(dtype), {}, ckpt.store, None
         if ckpt.formats and not dequantize:
             from ..formats import transformers_note
             from ..quantized.export_plan import plan_quantized_export
@@ -172,7 +170,6 @@ def export_hf(
             if export.separate is not None:
                 extra[SEPARATE] = dump_object(dict(export.separate))
         else:
-            store, formats = ckpt.store, None
             if ckpt.formats:
                 from ..quantized.dequantized_store import as_values
 
@@ -232,10 +229,14 @@ def relayout(
 
 
 @contextmanager
-def _stored_quantized(src: PathLike, dst: PathLike, recipe: str, options: ConversionKeywords) -> Iterator[Path]:
+def _stored_quantized(
+    src: PathLike, dst: PathLike, recipe: str, options: ConversionKeywords, *, dequantize: bool
+) -> Iterator[Path]:
     """Yield a folder beside `dst`, for as long as it is needed, with the linear weights of `src` quantized."""
     from .quantize import quantize
 
+    if dequantize:
+        raise CheckpointError(f"recipe is {recipe!r}; allowed with dequantize: no recipe")
     out = Path(dst)
     check_destination(out, overwrite=options.get("overwrite", False))
     between = out.with_name(f".{out.name}.quantized")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels import quantize as q
+from te_models.kernels.compiling import compiling
 from te_models.kernels.gemm import few_rows
 from te_models.kernels.gemm.dense import linear as dense
 from te_models.kernels.grouped_gemm import stored_grouped_gemm
@@ -19,7 +20,7 @@ from .three_gemms import Weights, plain_weights
 def stored_linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
     """Return `x @ weight^T + bias` in x's dtype; the stored numbers are multiplied where that is faster. x: [..., in];
     weight: [out, in]; bias: [out] or None."""
-    traced = torch.compiler.is_compiling()
+    traced = compiling()
     known = None if traced else weight.few_rows
     if known is not None and known[0] is weight.quantizer:
         y = known[1].multiply(x, vars(weight), bias)

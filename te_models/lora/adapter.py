@@ -58,8 +58,8 @@ class Adapter(AdaptedLayer):
     enabled = True
     """Whether the adapter changes what the layer returns; see `without_adapters`."""
     rows: Tensor | None
-    """Of the first weight, 1 for the rows that the adapter changes and 0 for the others, [..., out, 1], as B has them;
-    None: it changes all. Rows of B that are 0 at first get no gradient, and stay."""
+    """Of the first weight, the rows that the adapter changes, bool [..., out, 1], as B has them; None: all. The other
+    rows of B get no gradient, and stay what they are: 0 from the start."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Adapter(AdaptedLayer):
         of_a = self._shared(a.weight) if mode == "column" else a.weight
         of_b = self._shared(b.weight) if mode == "row" else b.weight
         if self.rows is not None and pair == FIRST:
-            of_b = of_b * self.rows
+            of_b = torch.where(self.rows, of_b, of_b.detach())
         z = a.product(self.dropout(x).to(a.weight.dtype), of_a, m_splits)
         if mode is not None and m_splits is None:
             z = layer.whole_rows(z) if mode == "column" else layer.summed(z, None)

@@ -43,7 +43,7 @@ def adapt_rows_alone(
     for layer, adapter in adapters_of(whole):
         if layer in chosen:
             b = f"{layer}.{FIRST[1]}.weight"
-            its = [float(block in chosen[layer]) for block, size in blocks[layer].items() for _ in range(size)]
-            rows = torch.tensor(its, dtype=torch.float32, device="cpu")[:, None].expand(wholes[b].shape)
+            its = [block in chosen[layer] for block, size in blocks[layer].items() for _ in range(size)]
+            rows = torch.tensor(its, dtype=torch.bool, device="cpu")[:, None].expand(wholes[b].shape)
             own = getattr(adapter, FIRST[1]).weight
-            adapter.rows = cut_part(rows, owned[b].cuts())[..., :1].to(own.device, own.dtype)
+            adapter.rows = cut_part(rows, owned[b].cuts())[..., :1].to(own.device)

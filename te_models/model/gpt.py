@@ -421,7 +421,7 @@ class GPTModel(SharedModel):
             split: dict[str, Any] = {**process_groups(device_mesh), "sequence_parallel": sequence_parallel}
             split |= {"expert_layout": expert_layout, "expert_dispatch": expert_dispatch}
             stored_as = contextlib.nullcontext() if recipe is None else quantized_model_init(recipe=recipe)
-            with stored_as:  # without values, which are those of the files
+            with stored_as:  # without values: the files have them
                 model = cls(checkpoint.config, dtype=dtype, device="meta", **split)
             model.check_dispatch_device(target)
             keep_dtypes(model, checkpoint.family, checkpoint.dtype_of)

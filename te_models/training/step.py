@@ -304,7 +304,7 @@ def evaluate(
     Batches are weighed outside of the model, in float64, so that the number is that of one rank with all of them."""
     weighs = (objective or Objective()).weighs_tokens
     counts = [_scored(b) if weighs else torch.ones((), dtype=torch.float64, device="cpu") for b in batches]
-    for count in counts if counted is None else counts[counted:]:
+    for count in () if counted is None else counts[counted:]:
         count.zero_()
     labelled = weighs and any(isinstance(batch, Batch) and batch.labels is not None for batch in batches)
     weights = [torch.ones_like(count, dtype=torch.float32) if labelled else None for count in counts]

@@ -118,6 +118,7 @@ MAY_DIFFER = {
     "layers/dynamo/quantizer_string.py": "the string is a constant of a graph",
     "layers/gemm/double_backward.py": NO_SECOND,
     "layers/gemm/prologue.py": NO_NEW,
+    "layers/gemm/plain.py": STATE,
     "layers/gemm/product.py": OPERANDS,
     "layers/gemm/weight_format.py": "what a graph compares of a weight's format",
     "layers/te/ops/fuser.py": NO_SECOND,

@@ -42,6 +42,7 @@ def planned(configs: Sequence[TrainConfig], ranks: int, hardware: Hardware) -> l
             "options": {},
             "traffic": [],
             "waits": {},
+            "stretches": [],
         }
         values |= {"parameters": 10 * MIB, "optimizer": TRAINED * moments, "activations": window + 20 * MIB}
         plans.append(Plan.from_dict(values | {"memory_limit": hardware.memory_gib * 2**30}))

@@ -60,7 +60,7 @@ def read_list(hf: HFConfig, name: str, kind: type) -> list[Any] | None:
 
 @dataclass(frozen=True)
 class SlidingAttention:
-    """Sliding layers have an attention that is other than that of full layers. changes: in which fields, from the one
+    """Sliding layers have another attention than full layers. changes: in which fields, from the one
     of full layers."""
 
     changes: Callable[[Nested], Values]

@@ -62,7 +62,7 @@ class QueryRank:
 class YarnScores:
     """The rotary embedding. Under yarn `mscale_all_dim` also scales the softmax, by the square of what it gives.
 
-    transformers does so under every extension that has the key, which no published file of another one has.
+    transformers does so under every extension that has the key; no published file has it with another one.
     """
 
     nope: int

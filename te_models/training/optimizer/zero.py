@@ -2,8 +2,8 @@
 and the master of a part of every parameter, steps it, and gets the other parts from the ranks that stepped them.
 
 A part is a view of some rows of the parameter, so that the state of a step is what FSDP2's shards have, and checkpoints
-name it alike. Gradients are whole until a step's last backward pass, which every pipeline schedule allows; then each
-rank receives the sums of its own parts alone (`ScatteredBucket`). The update of an element is the one that a rank with
+name it alike. Gradients are whole until a step's last backward pass, as every pipeline schedule allows; then each
+rank receives the sums of its parts alone (`ScatteredBucket`). The update of an element is the one that a rank with
 all of them would make.
 """
 

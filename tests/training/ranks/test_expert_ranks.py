@@ -95,7 +95,8 @@ def test_a_stage_of_dense_layers_has_none() -> None:
     """Its gradients are averaged as those of a model without experts."""
     experts = ExpertRanks((), None, None, 2.0)
     assert not experts.owns(torch.zeros(1))
-    optimizer: Any = SimpleNamespace(experts=experts, parameters={"weight": torch.nn.Parameter(torch.ones(2))})
+    parameters = {"weight": torch.nn.Parameter(torch.ones(2))}
+    optimizer: Any = SimpleNamespace(experts=experts, places=None, parameters=parameters)
     optimizer.parameters["weight"].grad = torch.full((2,), 3.0)
     reduce_gradients(optimizer, Ranks())
     assert optimizer.parameters["weight"].grad.tolist() == [3.0, 3.0]
