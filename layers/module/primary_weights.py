@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..quantizer import Quantizer
+from ..quantizer.tensor_types import type_of
 from ..recipe.base import Recipe
 from ..recipe.context import state
 from ..recipe.per_module import PerModuleRecipe
@@ -125,7 +126,7 @@ def _quantized(weight: Tensor, quantizer: Quantizer) -> nn.Parameter:
     if weight.dim() == 3:
         values = quantizer.quantize_grouped(weight)
     elif weight.is_meta:  # what operations without values find out, in milliseconds for each
-        values = quantizer.make_empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        values = type_of(quantizer).empty(weight.shape, quantizer, weight.dtype, weight.device)
     else:
         values = quantizer.quantize(weight)
     return nn.Parameter(values.keep_attributes(weight), weight.requires_grad)

@@ -169,7 +169,7 @@ def structure(
             break
         _, state, best = improved
         config = state.config()
-    return None if best is None else replace(state, names=best.names), best
+    return None if best is None else (replace(state, names=best.names), best)
 
 
 _WHOLE = (

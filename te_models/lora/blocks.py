@@ -35,9 +35,10 @@ def adapt_rows_alone(
 ) -> None:
     """Have the adapters of layers change some blocks of their rows alone, of a rank its part of them. chosen: the names
     of the blocks, by the name of the layer."""
+    owner: Any = model
     whole: Any = getattr(model, "whole", None) or model
     shapes = expected_tensors(whole.config, whole.expert_layout)
-    place = parts(whole.config, shapes, shard_place(model))
+    place = parts(whole.config, shapes, shard_place(owner))
     wholes = adapter_parameters(whole, shapes)
     owned = adapter_parts(wholes, shapes, place)
     for layer, adapter in adapters_of(whole):

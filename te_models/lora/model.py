@@ -141,8 +141,8 @@ def targeted_layers(
         rows = {(n, b) for n in names for b in blocks.get(n, ()) if not found and is_targeted(f"{n}.{b}", target)}
         if not found and not rows and target in TRANSFORMERS_NAMES:
             found = {name for name in names if is_targeted(name, TRANSFORMERS_NAMES[target])}
-            block = TRANSFORMERS_BLOCKS.get(target)
-            joined = {name for name in found if block is not None and blocks.get(name)}
+            block = TRANSFORMERS_BLOCKS.get(target, "")
+            joined = {name for name in found if block and blocks.get(name)}
             rows = {(name, block) for name in joined if block in blocks[name]}
             found -= joined
         whole |= found

@@ -38,7 +38,7 @@ def planned(configs: Sequence[TrainConfig], ranks: int, hardware: Hardware) -> l
         moments = {"float32": 8.0, "bfloat16": 4.0, "float8": 2.07}[config.optimizer.moment_dtype]
         values = dict.fromkeys(NEEDED.split(), 0.0) | {
             "peak_flops": 1.0,
-            "sizes": {},
+            "sizes": {"context_parallel_size": 1},
             "options": {},
             "traffic": [],
             "waits": {},

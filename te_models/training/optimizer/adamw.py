@@ -355,8 +355,9 @@ class Optimizer:
         """Drop the gradients."""
         for parameter in self.parameters.values() if self._shared is not None else ():
             parameter.grad = None
-            if getattr(parameter, "main_grad", None) is not None:  # whole: what is stepped here is a view of some rows
-                parameter.main_grad.zero_()
+            sums = getattr(parameter, "main_grad", None)
+            if sums is not None:  # whole: what is stepped here is a view of some rows
+                sums.zero_()
         self._adamw.zero_grad()
         for optimizer in self._optimizers()[:-1]:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
