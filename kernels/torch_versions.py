@@ -130,3 +130,21 @@ def saturating_cast(x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
         limit = torch.finfo(fp8_dtype).max
         x = x.clamp(-limit, limit)
     return x.to(fp8_dtype)
+
+
+def gather_single(received: Tensor, sent: Tensor, group: Any) -> None:
+    """Fill a tensor with those that the ranks of a group sent, by rank. torch 2.13 has another name for it, and warns
+    of the old one."""
+    from torch import distributed
+
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    gather(received, sent, group=group)
+
+
+def start_to_scatter_single(received: Tensor, sent: Tensor, group: Any) -> Any:
+    """Start to fill a tensor with the sums over ranks of this rank's part of what they sent, and return the work. Named
+    as `gather_single`'s."""
+    from torch import distributed
+
+    scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+    return scatter(received, sent, group=group, async_op=True)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_models.kernels.torch_versions import gather_single
 from te_models.layers import QuantizedTensor, gradient_of
 
 from ...config import ConfigError
@@ -103,7 +104,7 @@ class SharedUpdate:
             first = bucket[0]
             sent = torch.cat([part.place.filled_up(part.whole.detach()) for part in bucket])
             received = sent.new_empty(first.place.ranks * sent.numel())
-            dist.all_gather_into_tensor(received, sent, group=first.group)
+            gather_single(received, sent, first.group)
             for rank, values in enumerate(received.view(first.place.ranks, -1).unbind()):
                 if rank == first.place.rank:
                     continue

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from te_models.kernels.torch_versions import start_to_scatter_single
 from te_models.layers import gradient_of
 
 from ...parallel.parts import ShardOfParameter
@@ -91,7 +92,7 @@ class ScatteredBucket(Bucket):
         self._sent = torch.cat(parts)
         self._sizes = [place.elements(gradient) for gradient, place in pairs]
         self._flat = self._sent.new_empty(self._sent.numel() // ranks)
-        self._work = dist.reduce_scatter_tensor(self._flat, self._sent, group=self.group, async_op=True)
+        self._work = start_to_scatter_single(self._flat, self._sent, self.group)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -150,8 +150,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ep2 beside": {"expert_model_parallel_size": 2, "moe_shared_expert_overlap": True},
     "zero": {"use_distributed_optimizer": True},
     "pp2 ZBVZeroBubble zero": {**SCHEDULES["pp2 ZBVZeroBubble"], "use_distributed_optimizer": True},
-    "pp2 ep2 DualPipeV zero": {
-        **SCHEDULES["pp2 DualPipeV"],
+    "pp2 ep2 ZBVZeroBubble zero": {
+        **SCHEDULES["pp2 ZBVZeroBubble"],
         "expert_model_parallel_size": 2,
         "use_distributed_optimizer": True,
     },

@@ -206,7 +206,7 @@ FOUR = [
     Case("tied", "fp32", "pp2 tp2 sp ZBVZeroBubble"),
     Case("deep", "packed", "pp2 cp2"),
     Case("deep", "fp32", "pp2 ZBVZeroBubble zero"),
-    Case("deep", "mxfp8", "pp2 ep2 DualPipeV zero"),
+    Case("deep", "mxfp8", "pp2 ep2 ZBVZeroBubble zero"),
     Case("mla_moe", "fp32", "pp2 ep2"),
     Case("ahead", "packed", "pp2 cp2"),
     Case("ahead", "fp32", "pp2 tp2 sp"),
