@@ -32,9 +32,7 @@ from te_models.kernels.custom_op import (
     registered,
     registration,
 )
-from te_models.kernels.custom_op import (
-    schema as kinds,
-)
+from te_models.kernels.custom_op import schema as kinds
 from te_models.kernels.grouped_gemm import grouped_gemm
 from te_models.layers import MXFP8Quantizer
 

@@ -108,12 +108,7 @@ def cast(x: np.ndarray, scale: np.ndarray | np.float32, fmt: Format) -> np.ndarr
 
 
 def quantize(
-    x: np.ndarray,
-    block: tuple[int, int],
-    fmt: Format,
-    kind: str,
-    overflow: float = F32_MAX,
-    epsilon: float = 0.0,
+    x: np.ndarray, block: tuple[int, int], fmt: Format, kind: str, overflow: float = F32_MAX, epsilon: float = 0.0
 ) -> Quantized:
     """Quantize the blocks of a matrix. kind: "float32", "pow2" or "e8m0"."""
     amax = block_amax(x, block)

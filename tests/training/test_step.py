@@ -9,14 +9,7 @@ import torch
 import te_models
 from te_models import GPTModel
 from te_models.layers import QuantizedTensor
-from te_models.training import (
-    ModelSource,
-    OptimizerConfig,
-    PrecisionConfig,
-    TrainingError,
-    read_metrics,
-    train,
-)
+from te_models.training import ModelSource, OptimizerConfig, PrecisionConfig, TrainingError, read_metrics, train
 from te_models.training.build import build_model, build_optimizer
 from te_models.training.optimizer.adamw import Optimizer
 from te_models.training.ranks.data_parallel import Ranks

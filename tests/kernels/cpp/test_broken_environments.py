@@ -79,10 +79,7 @@ CASES = {
     "a full cache": Environment(True, OWN, before=on_mount("HERE/cache", data="size=16k")),
     "a cache without room for names": Environment(True, OWN, before=on_mount("HERE/cache", data="nr_inodes=2")),
     "all is full": Environment(
-        False,
-        NONE,
-        {"TE_MODELS_CACHE": "HERE/all/cache", "TMPDIR": "HERE/all"},
-        on_mount("HERE/all", data="size=16k"),
+        False, NONE, {"TE_MODELS_CACHE": "HERE/all/cache", "TMPDIR": "HERE/all"}, on_mount("HERE/all", data="size=16k")
     ),
     "a cache that cannot be written": Environment(True, OWN, before=on_mount("HERE/cache", READ_ONLY)),
     "a cache that is a file": Environment(True, OWN, {"TE_MODELS_CACHE": "HERE/library"}),

@@ -16,9 +16,7 @@ from te_models.kernels.gemm import (
     scaled_gemm_accumulate_,
     using_cpu_gemm,
 )
-from te_models.kernels.gemm import (
-    backends as backends,
-)
+from te_models.kernels.gemm import backends as backends
 from te_models.kernels.gemm.backends import DeviceCapability
 from te_models.kernels.gemm.choice import choose_gemm
 from te_models.kernels.gemm.op import _scaled_gemm

@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_models.kernels.activation import (
-    activation,
-    activation_quantized,
-    gated_activation,
-    gated_activation_quantized,
-)
+from te_models.kernels.activation import activation, activation_quantized, gated_activation, gated_activation_quantized
 from te_models.kernels.norm import layer_norm, layer_norm_quantized, rms_norm, rms_norm_quantized
 from te_models.kernels.permute import permute, permute_quantized, sort_by_expert
 from te_models.kernels.quantize import QuantizedOutput, amax, quantize_blockwise_both, quantize_per_tensor

@@ -94,13 +94,7 @@ def test_four_ranks_have_their_parts_of_attention(name: str, layout: str, way: s
 
 
 def definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None = None,
-    *,
-    documents: Tensor | None,
-    core: InnerAttention,
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, documents: Tensor | None, core: InnerAttention
 ) -> Tensor:
     """Causal attention, written down."""
     length, copies = q.shape[1], q.shape[2] // k.shape[2]

@@ -62,18 +62,10 @@ def run(layer: nn.Module, recipe: Recipe, function: Callable[..., Tensor] | None
 
 OTHER_FORMS = [
     (Float8BlockScaling(use_f32_scales=True), Float8BlockScaling(), "float8_block with force_pow_2_scales False"),
-    (
-        Float8BlockScaling(w_block_scaling_dim=1),
-        Float8BlockScaling(),
-        "float8_block with block_scaling_dim 1",
-    ),
+    (Float8BlockScaling(w_block_scaling_dim=1), Float8BlockScaling(), "float8_block with block_scaling_dim 1"),
     (MXFP8BlockScaling(), MXFP8BlockScaling(enable_2d_quantization=True), "mxfp8 with two_dimensional False"),
     (NVFP4BlockScaling(), NVFP4BlockScaling(disable_2d_quantization=True), "nvfp4 with with_2d_quantization True"),
-    (
-        Float8CurrentScaling(),
-        Float8CurrentScaling(use_power_2_scales=True),
-        "float8 with force_pow_2_scales False",
-    ),
+    (Float8CurrentScaling(), Float8CurrentScaling(use_power_2_scales=True), "float8 with force_pow_2_scales False"),
 ]
 
 

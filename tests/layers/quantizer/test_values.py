@@ -122,10 +122,7 @@ X = torch.ones(16, 16)
         (lambda: HybridQuantizer(columnwise_quantizer=None), "columnwise_quantizer is None; allowed: a quantizer"),
         (lambda: Quantizer.from_dict({"format": "int5"}), "quantized format is 'int5'; allowed: 'float8', 'float8_bl"),
         (lambda: Int4Quantizer(group_size=24), "group_size is 24; allowed: 0 for whole rows, and powers of two from 8"),
-        (
-            lambda: Int8Quantizer(scale_dtype=torch.int8),
-            "scale_dtype is torch.int8; allowed: torch.bfloat16, torch.f",
-        ),
+        (lambda: Int8Quantizer(scale_dtype=torch.int8), "scale_dtype is torch.int8; allowed: torch.bfloat16, torch.f"),
         (lambda: Quantizer.from_dict({"format": "int4", "scale_dtype": 3}), "scale_dtype is 3; allowed: 'bfloat16', "),
         (lambda: Quantizer.from_dict({}), "quantized format is None; allowed"),
         (lambda: Quantizer.from_dict({"format": "mxfp8", "speed": 1}), "MXFP8Quantizer has no field 'speed'; its fie"),

@@ -347,13 +347,7 @@ def test_texts_that_name_no_known_class_and_live_state_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "annotation",
-    [
-        Quantizer | Tensor,
-        QuantizedStorage | int,
-        Float8Quantizer | None,
-        list[QuantizedTensor],
-        dict[str, Quantizer],
-    ],
+    [Quantizer | Tensor, QuantizedStorage | int, Float8Quantizer | None, list[QuantizedTensor], dict[str, Quantizer]],
     ids=str,
 )
 def test_unknown_annotations_are_refused_at_registration_by_name(annotation: Any, own_registry: None) -> None:

@@ -17,12 +17,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "delayed": lambda: te.Float8Quantizer(torch.full((1,), 4.0), torch.zeros(1), E4M3, rowwise=True, columnwise=True),
     "current": lambda: te.Float8CurrentScalingQuantizer(E5M2, torch.device("cpu"), rowwise=True, columnwise=True),
     "block": lambda: te.Float8BlockQuantizer(
-        fp8_dtype=E4M3,
-        rowwise=True,
-        columnwise=True,
-        amax_epsilon=0.0,
-        force_pow_2_scales=True,
-        block_scaling_dim=1,
+        fp8_dtype=E4M3, rowwise=True, columnwise=True, amax_epsilon=0.0, force_pow_2_scales=True, block_scaling_dim=1
     ),
     "mxfp8": lambda: te.MXFP8Quantizer(E4M3, rowwise=True, columnwise=True),
     "nvfp4": lambda: te.NVFP4Quantizer(

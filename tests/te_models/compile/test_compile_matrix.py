@@ -33,10 +33,7 @@ BF16 = torch.bfloat16
 
 KINDS = ("attention", "transformer_layer", "moe_layer", "gpt_dense", "gpt_moe")
 MATRIX = [
-    pytest.param(
-        *case,
-        id=f"{kind}-{label(name, stored, train)}",
-    )
+    pytest.param(*case, id=f"{kind}-{label(name, stored, train)}")
     for kind in KINDS
     for name in NAMES
     for stored in (False, True)

@@ -341,8 +341,7 @@ def test_what_deep_ep_cannot_do_is_refused() -> None:
 @on_ranks_with_deep_ep(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    [("moe", "float32"), ("top3", "float32"), ("top3", "bfloat16"), ("dropping", "float32")],
+    ("name", "precision"), [("moe", "float32"), ("top3", "float32"), ("top3", "bfloat16"), ("dropping", "float32")]
 )
 def test_four_ranks_are_those_of_all_to_all(name: str, precision: str) -> None:
     test_a_model_is_that_of_all_to_all.__wrapped__(name, precision)

@@ -35,11 +35,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "hsdp": {"data_parallel_shard_size": 2},
     "tp2_fsdp2": {"tensor_model_parallel_size": 2, "data_parallel_shard_size": -1},
     "ep2_fsdp4": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 4},
-    "ep2_tp2_fsdp2": {
-        "expert_model_parallel_size": 2,
-        "tensor_model_parallel_size": 2,
-        "data_parallel_shard_size": 2,
-    },
+    "ep2_tp2_fsdp2": {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "data_parallel_shard_size": 2},
     "tp2": {"tensor_model_parallel_size": 2},
     "etp2": {"expert_tensor_parallel_size": 2},
     "ep2_etp2_fsdp4": {

@@ -74,12 +74,7 @@ def test_two_runs_stand_side_by_side_in_a_page_that_loads_nothing(tmp_path: Path
     assert not re.search(r"url\(|@import|https?:", text)
     assert "default-src 'none'" in text
     assert found.elements.count("svg") == 5  # loss, further sets, distance, learning rate, gradient norm
-    for words in (
-        "skipped steps: 3",
-        "continued from step 2 on 2 ranks",
-        "finished",
-        "1.5000 (best 1.5000 at step 4)",
-    ):
+    for words in ("skipped steps: 3", "continued from step 2 on 2 ranks", "finished", "1.5000 (best 1.5000 at step 4)"):
         assert words in found.text
     configuration = found.text[found.text.index("Configuration") :]
     first, _, folded = configuration.partition("equal rows")

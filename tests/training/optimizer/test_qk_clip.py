@@ -11,13 +11,7 @@ import torch
 from te_models.config import AttentionConfig, ConfigError, MLAConfig, ModelConfig
 from te_models.config.mixers import Mamba2Config
 from te_models.model import GPTModel
-from te_models.training import (
-    LoRAConfig,
-    ModelSource,
-    OptimizerConfig,
-    read_metrics,
-    train,
-)
+from te_models.training import LoRAConfig, ModelSource, OptimizerConfig, read_metrics, train
 from te_models.training.optimizer.adamw import Optimizer
 from te_models.training.optimizer.qk_clip import QKClip, check_qk_clip
 from te_models.training.ranks.data_parallel import Ranks

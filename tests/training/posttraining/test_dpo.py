@@ -125,12 +125,7 @@ def dpo_run(tmp_path: Path, name: str, **changes: Any) -> TrainConfig:
         gradient_accumulation=2,
         validation_fraction=0.1,
     )
-    values = {
-        "model": ModelSource(path=str(base)),
-        "data": data,
-        "posttraining": Posttraining(method="dpo"),
-        **changes,
-    }
+    values = {"model": ModelSource(path=str(base)), "data": data, "posttraining": Posttraining(method="dpo"), **changes}
     return tiny_run(tmp_path, name, schedule=ScheduleConfig(kind="constant"), **{"steps": 4, **values})
 
 

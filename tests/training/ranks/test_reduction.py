@@ -164,11 +164,7 @@ def test_ranks_that_share_an_update_receive_their_own_sums(
     [
         ({"reduce_gradients": "micro_batch"}, "'step' with data_parallel_shard_size = 1"),
         (
-            {
-                "reduce_gradients": "micro_batch",
-                "data_parallel_shard_size": 2,
-                "pipeline_model_parallel_size": 2,
-            },
+            {"reduce_gradients": "micro_batch", "data_parallel_shard_size": 2, "pipeline_model_parallel_size": 2},
             "'step' with pipeline stages",
         ),
         (

@@ -181,10 +181,7 @@ recipe = "nvfp4"
         ("from_stp = 9", "table 1 has no key 'from_stp'"),
         ('from_step = 9\nrecipe = "delayed"\npasses = "forward"', "table 1 recipe is 'delayed'; allowed: a recipe"),
         ('from_step = 9\noverrides = ["*=bf16"]', "table 1 overrides is ('*=bf16',); allowed: empty without"),
-        (
-            "from_step = 901\n[[precision.schedule]]\nfrom_share = 0.9",
-            "'from_share = 0.9 in table 2'; allowed",
-        ),
+        ("from_step = 901\n[[precision.schedule]]\nfrom_share = 0.9", "'from_share = 0.9 in table 2'; allowed"),
         ("from_step = 1001", "'from_step = 1001 in table 1'; allowed: a phase within steps = 1000"),
     ],
 )
