@@ -10,17 +10,9 @@ import pytest
 import torch
 
 import te_models
+import te_models.layers as te
 from te_models import AttentionConfig, ConfigError, DecoderLayer, GPTModel, MLAConfig, MLPConfig, ModelConfig
 from te_models.checkpoints import expected_tensors
-from te_models.layers import (
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    QuantizedModule,
-    QuantizedTensor,
-    Recipe,
-    autocast,
-    quantized_model_init,
-)
 from te_models.model.mixers.attention import SelfAttention
 from tests.build import VARIANTS, tiny, tiny_moe, token_ids
 
@@ -36,7 +28,7 @@ def test_stochastic_rounding_follows_the_seed_that_the_model_was_built_after(dev
 
     def streams(seed: int) -> list[list[int]]:
         model = build(tiny(), seed, device=device)
-        return [m.fp8_rng_state.tolist() for m in model.modules() if isinstance(m, QuantizedModule)]
+        return [m.fp8_rng_state.tolist() for m in model.modules() if isinstance(m, te.QuantizedModule)]
 
     first = streams(3)
     assert len({seed for seed, _ in first}) == len(first) > 4
@@ -231,7 +223,7 @@ def test_a_layer_stands_alone() -> None:
     assert routed is None
 
 
-@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("recipe", [te.Float8CurrentScaling(), te.MXFP8BlockScaling()], ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("name", ["dense", "moe_shared"])
 def test_fp8_recipes_run_the_whole_model(name: str, recipe) -> None:
     """Within a few percent of bf16's loss, with different bits, and with gradients everywhere."""
@@ -239,18 +231,18 @@ def test_fp8_recipes_run_the_whole_model(name: str, recipe) -> None:
     ids = token_ids(2, 16)
     model = build(config, params_dtype=torch.bfloat16)
     exact = model(ids, labels=ids)
-    with autocast(recipe=recipe):
+    with te.autocast(recipe=recipe):
         output = model(ids, labels=ids)
     assert not torch.equal(output.logits, exact.logits)
     assert output.loss.item() == pytest.approx(exact.loss.item(), rel=0.05)
     output.loss.backward()
     assert all(p.grad.abs().max() > 0 for p in model.parameters())
-    with quantized_model_init(recipe=recipe):
+    with te.quantized_model_init(recipe=recipe):
         stored = build(config, params_dtype=torch.bfloat16)
-    quantized = [key for key, p in stored.named_parameters() if isinstance(p, QuantizedTensor)]
+    quantized = [key for key, p in stored.named_parameters() if isinstance(p, te.QuantizedTensor)]
     assert quantized
     assert not any("router" in key or "embedding" in key or "output_layer" in key for key in quantized)
-    with autocast(recipe=recipe):
+    with te.autocast(recipe=recipe):
         assert torch.equal(stored(ids).logits, output.logits)
 
 
@@ -316,14 +308,14 @@ def test_rounding_of_the_embedding_multiplier() -> None:
 
 
 @pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
-@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("recipe", [te.Float8CurrentScaling(), te.MXFP8BlockScaling()], ids=lambda r: type(r).__name__)
 @torch.no_grad()
 def test_quantized_weights_load_save_and_load_again(tmp_path: Path, recipe, layout: str) -> None:
     """Quantizing while loading equals quantizing a built model, and quantized files restore every bit."""
     config = VARIANTS["moe_shared"].replace(hidden_size=64)
     exact = build(config, params_dtype=torch.bfloat16)
     exact.save_pretrained(tmp_path / "exact")
-    with quantized_model_init(recipe=recipe):
+    with te.quantized_model_init(recipe=recipe):
         expected = build(config, params_dtype=torch.bfloat16)
     options = {"dtype": torch.bfloat16, "recipe": recipe, "expert_layout": layout}
     loaded = GPTModel.from_pretrained(tmp_path / "exact", **options)
@@ -331,7 +323,7 @@ def test_quantized_weights_load_save_and_load_again(tmp_path: Path, recipe, layo
     again = GPTModel.from_pretrained(tmp_path / "quantized", **options)
     for (key, a), (_, b) in zip(loaded.named_parameters(), again.named_parameters(), strict=True):
         assert type(a) is type(b)
-        if isinstance(a, QuantizedTensor):
+        if isinstance(a, te.QuantizedTensor):
             assert torch.equal(a.dequantize(), b.dequantize()), key
     ids = token_ids(2, 9)
     logits = [model(ids).logits for model in (expected, loaded, again)]
@@ -341,11 +333,11 @@ def test_quantized_weights_load_save_and_load_again(tmp_path: Path, recipe, layo
 
 
 @pytest.mark.parametrize("config", [tiny(), tiny_moe()], ids=["dense", "moe"])
-@pytest.mark.parametrize("recipe", [None, MXFP8BlockScaling()], ids=["plain", "mxfp8"])
-def test_a_model_without_data_computes_shapes(config: ModelConfig, recipe: Recipe | None) -> None:
+@pytest.mark.parametrize("recipe", [None, te.MXFP8BlockScaling()], ids=["plain", "mxfp8"])
+def test_a_model_without_data_computes_shapes(config: ModelConfig, recipe: te.Recipe | None) -> None:
     """As for counting operations before anything is loaded."""
     model, ids = GPTModel(config, device="meta"), torch.zeros(2, 32, dtype=torch.int64, device="meta")
-    with autocast(enabled=recipe is not None, recipe=recipe):
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
         output = model(ids, labels=ids)
     output.loss.backward()
     assert output.logits.is_meta and output.logits.shape == (2, 32, config.vocab_size)
