@@ -92,19 +92,16 @@ def test_topk_is_as_defined(case: tuple[torch.Tensor, int, dict]) -> None:
     bias = options["expert_bias"]
     passed = {**options, "expert_bias": None if bias is None else torch.tensor(bias)}
     weights, indices = router_topk(logits, k, **passed)
-    assert weights.dtype == torch.float32
-    assert weights.shape == indices.shape == (logits.shape[0], k)
+    assert weights.dtype == torch.float32 and weights.shape == indices.shape == (logits.shape[0], k)
     for row, got, chosen in zip(logits.tolist(), weights.tolist(), indices.tolist(), strict=True):
         assert len(set(chosen)) == k
         expected, expected_chosen = defined(row, k, options)
-        assert chosen == expected_chosen
-        assert got == pytest.approx(expected, rel=64 * UNIT, abs=UNIT)
+        assert chosen == expected_chosen and got == pytest.approx(expected, rel=64 * UNIT, abs=UNIT)
 
 
 def test_ties_go_to_the_lower_expert() -> None:
     weights, indices = router_topk(torch.zeros(3, 6).bfloat16(), 4)
-    assert indices.tolist() == [[0, 1, 2, 3]] * 3
-    assert weights.tolist() == [[0.25] * 4] * 3
+    assert indices.tolist() == [[0, 1, 2, 3]] * 3 and weights.tolist() == [[0.25] * 4] * 3
 
 
 def test_extreme_logits_choose_distinct_experts() -> None:
@@ -125,8 +122,7 @@ def test_mixtral_and_qwen3_routers() -> None:
             theirs.weight.data.copy_(weight)
             logits, expected, indices = theirs(x)
             weights, chosen = router_topk(logits, k, normalize=norm)
-            assert torch.equal(chosen, indices)
-            assert torch.equal(weights, expected)
+            assert torch.equal(chosen, indices) and torch.equal(weights, expected)
 
 
 def test_deepseek_router() -> None:
@@ -174,11 +170,9 @@ def test_the_bias_selects_without_entering_weight_or_gradient() -> None:
     logits = torch.tensor([[1.0, 0.5, 0.0]], requires_grad=True)
     bias = torch.tensor([0.0, 0.0, 10.0], requires_grad=True)
     weights, indices = router_topk(logits, 1, score="sigmoid", expert_bias=bias, normalize=False)
-    assert indices.item() == 2
-    assert weights.item() == 0.5
+    assert indices.item() == 2 and weights.item() == 0.5
     weights.sum().backward()
-    assert bias.grad is None
-    assert logits.grad[0, :2].tolist() == [0.0, 0.0]
+    assert bias.grad is None and logits.grad[0, :2].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -233,8 +227,7 @@ def test_masked_losses_equal_those_of_the_kept_tokens() -> None:
     ):
         assert masked.item() == pytest.approx(kept.item(), rel=8 * UNIT)
         (gradient,) = torch.autograd.grad(masked, logits, retain_graph=True)
-        assert gradient[mask].abs().min() > 0
-        assert gradient[~mask].abs().max() == 0
+        assert gradient[mask].abs().min() > 0 and gradient[~mask].abs().max() == 0
 
 
 def test_sigmoid_probabilities_sum_to_one() -> None:

@@ -78,8 +78,7 @@ def test_a_run_writes_what_it_measured_and_a_picture(tmp_path: Path) -> None:
     rows = training.read_metrics(result.metrics_file)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert [("validation_loss" in row) for row in rows] == [False, True, False, True]
-    assert rows[-1]["loss"] == result.loss
-    assert rows[-1]["validation_loss"] == result.validation_loss
+    assert rows[-1]["loss"] == result.loss and rows[-1]["validation_loss"] == result.validation_loss
     assert [row["tokens"] for row in rows] == [128, 256, 384, 512]
     assert all(row["tokens_per_second"] > 0 and row["grad_norm"] > 0 for row in rows)
     assert all(row["data_s"] > 0 and row["peak_memory"] > 2**20 and "step_s_min" not in row for row in rows)

@@ -61,8 +61,7 @@ def test_a_layer_passes_through_a_safetensors_file(name: str, kind: str, tmp_pat
     save_file(tensors, tmp_path / "layer.safetensors", metadata=metadata)
     with safe_open(tmp_path / "layer.safetensors", "pt") as file:
         state = from_plain_state_dict({key: file.get_tensor(key) for key in file.keys()}, file.metadata())  # noqa: SIM118
-    assert same(state, dict(source.state_dict()))
-    assert not same(state, dict(target.state_dict()))
+    assert same(state, dict(source.state_dict())) and not same(state, dict(target.state_dict()))
     target.load_state_dict(state)
     assert same(dict(target.state_dict()), dict(source.state_dict()))
 

@@ -166,8 +166,7 @@ def test_existing_destinations(hf_folder: HFFolder, tmp_path: Path) -> None:
 def test_converting_in_place_replaces_the_source_at_the_end(hf_folder: HFFolder, tmp_path: Path) -> None:
     source = hf_folder("llama")
     import_hf(source, source, overwrite=True)
-    assert (source / "manifest.json").exists()
-    assert verify(source, hf_folder_copy(hf_folder, tmp_path)).equal
+    assert (source / "manifest.json").exists() and verify(source, hf_folder_copy(hf_folder, tmp_path)).equal
 
 
 def hf_folder_copy(hf_folder: HFFolder, tmp_path: Path) -> Path:

@@ -47,8 +47,7 @@ def test_values_and_gradients(splits: list[int], tail: int, transpose: bool, dty
         assert_within(y[begin:end], a[begin:end].double(), weight)
         assert_within(da[begin:end], dy[begin:end].double(), weight.t())
         assert_within(db[g], left[begin:end].double().t(), right[begin:end].double().t())
-    assert not y[sum(splits) :].any()
-    assert not da[sum(splits) :].any()
+    assert not y[sum(splits) :].any() and not da[sum(splits) :].any()
 
 
 def test_second_derivatives() -> None:
@@ -131,8 +130,7 @@ def test_nvfp4_rows() -> None:
 def test_backends_of_quantized_rows(formats: str, hw: DeviceCapability, backend: str) -> None:
     left, right = operands(formats, [16, 16], 0, inner=128)
     choice = choose_scaled("scaled_grouped_gemm", left, right, torch.bfloat16, hw)
-    assert choice.backend == backend
-    assert choice.fallback == (backend == "emulation" and hw.type == "cuda")
+    assert choice.backend == backend and choice.fallback == (backend == "emulation" and hw.type == "cuda")
 
 
 def test_backends_without_triton() -> None:

@@ -70,8 +70,7 @@ def test_shards_are_gathered_bit_for_bit(name: str, grouped: bool) -> None:
     for _ in range(2):  # the second gather refills the buffers of the first
         weight = gathered(sharded)
         assert type(weight) is type(whole.weight) and weight.shape == whole.weight.shape
-        assert weight.quantizer == whole.weight.quantizer
-        assert same_bits(weight, whole.weight)
+        assert weight.quantizer == whole.weight.quantizer and same_bits(weight, whole.weight)
     assert torch.equal(weight.dequantize(), whole.weight.dequantize())
 
 

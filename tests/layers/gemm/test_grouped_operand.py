@@ -87,8 +87,7 @@ def test_a_grouped_layer_keeps_the_quantized_copy(
             found.append(kept_bytes(lambda m=module, i=inputs, a=arguments: m(i, *a)))
     dense, grouped, original = found
     # the padded copy has room for 128 more rows per group; splits, ends and the group of each row are 8 bytes each
-    assert grouped <= dense * (1 + 2 * 128 / 1024) + 8 * 1024 + 2048 < whole
-    assert original >= whole
+    assert grouped <= dense * (1 + 2 * 128 / 1024) + 8 * 1024 + 2048 < whole and original >= whole
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -243,8 +242,7 @@ def test_tokens_are_permuted_padded_and_quantized_in_one_pass(
         function = getattr(where, which)
         monkeypatch.setattr(where, which, lambda *a, w=which, f=function, **k: (calls.append(w), f(*a, **k))[1])
     found, got = experts_step(layer(), chosen)
-    assert found == align
-    assert calls == (["permute"] if align == 1 else ["permute_quantized"])
+    assert found == align and calls == (["permute"] if align == 1 else ["permute_quantized"])
     assert_same(got, expected)
 
 
@@ -267,8 +265,7 @@ def test_where_that_would_change_numbers_rows_are_quantized_by_themselves(monkey
     as_on_an_accelerator(monkeypatch)
     device, mxfp8 = torch.device("cpu"), te.recipe("mxfp8")
     with te.autocast(recipe=mxfp8):
-        assert layer().row_align(device) == 32
-        assert te.GroupedLinear(3, 96, 64).row_align(device) == 1
+        assert layer().row_align(device) == 32 and te.GroupedLinear(3, 96, 64).row_align(device) == 1
         assert layer(save_original_input=True).row_align(device) == 1
         with torch.no_grad():
             assert layer().row_align(device) == 1

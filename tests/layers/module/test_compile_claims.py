@@ -106,8 +106,7 @@ def test_nested_autocast_with_two_custom_recipes_uses_each_ones_factory(compiled
             with te.autocast(recipe=recipes["inner"]):
                 second = run(x)
             third = run(x)
-        assert torch.equal(first, alone["outer"])
-        assert torch.equal(second, alone["inner"])
+        assert torch.equal(first, alone["outer"]) and torch.equal(second, alone["inner"])
         assert torch.equal(third, alone["outer"])
     assert {who.split()[0] for who in seen} == {"outer", "inner"}
 

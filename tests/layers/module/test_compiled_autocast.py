@@ -123,8 +123,7 @@ def test_a_recipe_computes_with_the_numbers_it_made(name: str, outer: str) -> No
     layer.fp8_scale = torch.ones_like(layer.fp8_scale)
     with autocast(recipe=fresh(name)), AUTOCAST[outer]():
         got = layer(x)
-    assert got.dtype == DTYPES[outer]
-    assert torch.equal(got, expected)
+    assert got.dtype == DTYPES[outer] and torch.equal(got, expected)
 
 
 @pytest.mark.slow

@@ -64,8 +64,7 @@ def test_rows_past_the_last_group_are_zero_and_get_no_gradient() -> None:
         with te.autocast(enabled=chosen is not None, recipe=chosen):
             y = layer(x, torch.tensor([3, 2]))
         y.sum().backward()
-        assert torch.count_nonzero(y[5:]) == 0
-        assert torch.count_nonzero(x.grad[5:]) == 0
+        assert torch.count_nonzero(y[5:]) == 0 and torch.count_nonzero(x.grad[5:]) == 0
         assert torch.count_nonzero(x.grad[:5]) > 0
 
 
@@ -159,8 +158,7 @@ def test_a_single_row_calibrates() -> None:
     layer, x = te.Linear(64, 32), torch.randn(64)
     with te.autocast(enabled=False, calibrating=True, recipe=te.DelayedScaling()):
         y = layer(x)
-    assert y.shape == (32,)
-    assert layer.fp8_history[0, 0, 0] == x.abs().max()
+    assert y.shape == (32,) and layer.fp8_history[0, 0, 0] == x.abs().max()
 
 
 def test_the_gradient_of_a_wide_bias_is_not_rounded_on_its_way() -> None:
@@ -191,5 +189,4 @@ def test_without_autocast_quantized_weights_compute_and_train_in_high_precision(
     w = layer.weight.dequantize()
     torch.testing.assert_close(y, torch.cat([x[:2] @ w[0].t(), x[2:] @ w[1].t()]) if grouped else x @ w.t())
     y.sum().backward()
-    assert layer.weight.grad.shape == layer.weight.shape
-    assert torch.count_nonzero(layer.weight.grad) > 0
+    assert layer.weight.grad.shape == layer.weight.shape and torch.count_nonzero(layer.weight.grad) > 0

@@ -56,12 +56,10 @@ def test_the_mean_is_the_value() -> None:
     assert np.array_equal(np.signbit(rounded).all(0), np.signbit(exact))
     assert np.allclose(np.abs(rounded[:, clamped]), (6 * scale)[clamped], rtol=1e-6)
     z = z_scores(rounded)
-    assert np.abs(z).max() < 5.5
-    assert abs(z.mean()) < 5 / np.sqrt(z.size)
+    assert np.abs(z).max() < 5.5 and abs(z.mean()) < 5 / np.sqrt(z.size)
     assert abs((z**2).mean() - 1) < 5 * np.sqrt(2 / z.size)
     biased = z_scores(nearest.values[None])
-    assert np.abs(biased).max() > 5.5
-    assert (biased**2).mean() > 10
+    assert np.abs(biased).max() > 5.5 and (biased**2).mean() > 10
 
 
 def test_bits_follow_from_seed_step_and_tensor_alone() -> None:
@@ -178,8 +176,7 @@ def test_a_run_repeats_with_its_seed_and_resumes_from_its_state() -> None:
     for layers, seed in ((reference, 5), (again, 5), (other, 6)):
         te.set_rounding_seed(layers, seed)
     expected = train(reference, 0, 1, 2)
-    assert same(train(again, 0, 1), expected[:6])
-    assert not same(train(other, 0), expected[:3])
+    assert same(train(again, 0, 1), expected[:6]) and not same(train(other, 0), expected[:3])
     resumed.load_state_dict(again.state_dict())
     assert {k: v.tolist() for k, v in te.recipe_state(resumed).items()} == {
         "0.fp8_rng_state": [5 << 20, 2],
@@ -274,7 +271,6 @@ def test_compiled_training_rounds_to_the_same_bits(backend: str) -> None:
             y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape) ** 3)
             found += [x.grad.clone(), layer.weight.grad.clone()]
             x.grad = layer.weight.grad = None
-    assert counters["stats"]["unique_graphs"] == 1
-    assert same(found[:4], found[4:])
+    assert counters["stats"]["unique_graphs"] == 1 and same(found[:4], found[4:])
     assert not same(found[:2], found[2:4])
     torch._dynamo.reset()

@@ -101,8 +101,7 @@ def test_transposition(name: str, x: Tensor) -> None:
     elif not quantizer.symmetric and quantizer.FORMAT != "hybrid" and "RHT" not in name:
         columnwise = quantizer.rounded(x, "columnwise", torch.float32)
         rowwise = quantizer.rounded(x.mT.contiguous(), "rowwise", torch.float32)
-        assert torch.equal(columnwise.values.mT, rowwise.values)
-        assert columnwise.scale == rowwise.scale
+        assert torch.equal(columnwise.values.mT, rowwise.values) and columnwise.scale == rowwise.scale
 
 
 def pieces(quantizer: quantizers.Quantizer, x: Tensor) -> dict[str, Tensor]:

@@ -52,10 +52,8 @@ def test_equal_after_every_round_trip(name: str) -> None:
     if name != "delayed":  # its values are stored in the format of current scaling
         copies.append(Quantizer.from_dict(json.loads(json.dumps(quantizer.to_dict()))))
     for again in copies:
-        assert type(again) is type(quantizer)
-        assert again == quantizer
-        assert hash(again) == hash(quantizer)
-        assert repr(again) == repr(quantizer)
+        assert type(again) is type(quantizer) and again == quantizer
+        assert hash(again) == hash(quantizer) and repr(again) == repr(quantizer)
     assert quantizer.to_dict()["format"] == quantizer.FORMAT
 
 
@@ -91,8 +89,7 @@ def test_every_field_is_part_of_the_value(cls: type[Quantizer]) -> None:
         default = cls(nvfp4_use_4over6=True) if field.name == "nvfp4_e4m3_max" else cls()  # type: ignore[call-arg]
         old = getattr(default, field.name)
         changed = dataclasses.replace(default, **{field.name: not old if isinstance(old, bool) else OTHER[field.name]})
-        assert changed != default
-        assert evaluated(changed) == changed
+        assert changed != default and evaluated(changed) == changed
         assert Quantizer.from_dict(changed.to_dict()) == changed
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(default, field.name, old)
@@ -184,5 +181,4 @@ def test_floats_that_repr_cannot_write_are_written() -> None:
 def test_a_live_quantizer_is_itself_only() -> None:
     scale = torch.ones(())
     a, b = (Float8Quantizer(scale, None, torch.float8_e4m3fn) for _ in range(2))
-    assert a != b
-    assert a == a
+    assert a != b and a == a

@@ -133,8 +133,7 @@ def test_a_failing_algorithm_leaves_no_recipe_in_force() -> None:
 
 
 def assert_same(state: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-    assert state.keys() == before.keys()
-    assert all(torch.equal(state[name], before[name]) for name in before)
+    assert state.keys() == before.keys() and all(torch.equal(state[name], before[name]) for name in before)
 
 
 class MLP(nn.Module):
@@ -253,8 +252,7 @@ def test_the_larger_of_two_micro_batches_counts() -> None:
         y = layer(torch.ones(2, 16)), layer(torch.full((2, 16), 5.0))
     y[1].backward(torch.full((2, 8), 3.0))
     y[0].backward(torch.full((2, 8), 2.0))
-    assert float(layer.fp8_grad_amax) == 3.0
-    assert float(layer.fp8_history[0, 0, 0]) == 5.0
+    assert float(layer.fp8_grad_amax) == 3.0 and float(layer.fp8_history[0, 0, 0]) == 5.0
 
 
 def test_the_backward_pass_uses_the_scale_its_forward_pass_saw() -> None:

@@ -215,8 +215,7 @@ def test_usage_changes_act_on_a_copy() -> None:
     make = torch.compile(lambda x: quantize(x, None, quantizer, None, False).value, fullgraph=True, backend="aot_eager")
     first, second = make(torch.randn(32, 64)), make(torch.randn(32, 64))
     first.update_usage(columnwise=False)
-    assert not first.quantizer.columnwise
-    assert second.quantizer == quantizer == MXFP8Quantizer()
+    assert not first.quantizer.columnwise and second.quantizer == quantizer == MXFP8Quantizer()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def rowwise_only(x: Tensor) -> QuantizedStorage:
@@ -265,8 +264,7 @@ def test_an_alias_is_the_very_object(stored: bool, compiled: bool) -> None:
     x = torch.randn(8, 64)
     value, again, y = function(x, given, quantizer)
     assert again is value and (value is given) is stored
-    assert same_bits(value, quantizer.quantize(weight))
-    assert torch.equal(y, x @ value.dequantize().t())
+    assert same_bits(value, quantizer.quantize(weight)) and torch.equal(y, x @ value.dequantize().t())
 
 
 @pytest.mark.sentinels("tensor-True", "1x16 RHT-False", "tensor-False", "1x32-False", "hybrid-False", "delayed-False")

@@ -46,8 +46,7 @@ def test_packed_rows_behind_the_last_sequence_need_no_position() -> None:
     part = rotated("thd", None, [0, 2, 2])
     assert torch.equal(part[:2], whole[:2])
     shifted = rotated("thd", [2, 1], [0, 2, 5])
-    assert torch.equal(shifted[:2], whole[2:4])
-    assert torch.equal(shifted[2:5], whole[1:4])
+    assert torch.equal(shifted[:2], whole[2:4]) and torch.equal(shifted[2:5], whole[1:4])
 
 
 def test_checked_positions_compile_to_one_graph() -> None:

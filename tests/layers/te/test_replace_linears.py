@@ -61,8 +61,7 @@ def test_parameters_names_and_high_precision_stay(dtype: torch.dtype) -> None:
     after = dict(own.named_parameters())
     assert after.keys() == parameters.keys() and all(after[name] is p for name, p in parameters.items())
     assert own.again is own.blocks[0] and own.lm_head.weight is own.embedding.weight
-    assert list(own.state_dict()) == names
-    assert torch.equal(own(IDS), expected)
+    assert list(own.state_dict()) == names and torch.equal(own(IDS), expected)
     assert not own.blocks[0].up.training and own.blocks[1].up.name == "blocks.1.up"
 
 

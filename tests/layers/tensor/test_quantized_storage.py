@@ -84,8 +84,7 @@ def test_storages_flatten_and_come_back(name: str) -> None:
     for field, value in again.fields.items():
         assert value is storage.fields[field]
     tensor = FORMATS[name].quantize(x)
-    assert same_bits(tensor, storage.fields)
-    assert torch.equal(storage.dequantize(), tensor.dequantize())
+    assert same_bits(tensor, storage.fields) and torch.equal(storage.dequantize(), tensor.dequantize())
     assert storage.dequantize(torch.float32).dtype is torch.float32
     shared = tensor.to_storage()
     assert all(value is tensor.fields[field] for field, value in shared.fields.items())

@@ -35,8 +35,7 @@ def test_the_logical_tensor_is_what_users_see(quantized: te.QuantizedTensor) -> 
     assert quantized.dtype == torch.float32
     assert isinstance(quantized, te.GroupedTensor) == (quantized.dim() == 3)
     values = quantized.dequantize()
-    assert type(values) is torch.Tensor
-    assert torch.equal(quantized + 1, values + 1)
+    assert type(values) is torch.Tensor and torch.equal(quantized + 1, values + 1)
     assert torch.equal(quantized.sum(), values.sum())
     assert quantized.dequantize(torch.bfloat16).dtype == torch.bfloat16
     assert type(quantized).__name__ in repr(quantized)
@@ -56,10 +55,8 @@ def test_copies_keep_the_form(quantized: te.QuantizedTensor) -> None:
         copy.deepcopy(parameter),
         quantized.to(torch.device("cpu"), copy=True),
     ):
-        assert type(other) is type(quantized)
-        assert same_bits(other, quantized)
-    assert type(parameter) is type(quantized)
-    assert parameter.requires_grad
+        assert type(other) is type(quantized) and same_bits(other, quantized)
+    assert type(parameter) is type(quantized) and parameter.requires_grad
     assert quantized.clone().rowwise_data.data_ptr() != quantized.rowwise_data.data_ptr()
     assert quantized.detach().rowwise_data.data_ptr() == quantized.rowwise_data.data_ptr()
     half = quantized.to(torch.bfloat16)
@@ -70,8 +67,7 @@ def test_copies_keep_the_form(quantized: te.QuantizedTensor) -> None:
 
 def test_meta_and_back(quantized: te.QuantizedTensor) -> None:
     meta = quantized.to("meta")
-    assert type(meta) is type(quantized)
-    assert all(f.device.type == "meta" for f in meta.fields.values())
+    assert type(meta) is type(quantized) and all(f.device.type == "meta" for f in meta.fields.values())
 
 
 def test_in_place_operations_requantize_into_the_same_storage(quantized: te.QuantizedTensor) -> None:
@@ -90,8 +86,7 @@ def test_adamw_moves_weights_and_keeps_plain_moments(quantized: te.QuantizedTens
     optimizer = torch.optim.AdamW([parameter], lr=0.5, foreach=foreach)
     optimizer.step()
     moved = (parameter.dequantize() - quantized.dequantize()).mean().item()
-    assert -0.6 < moved < -0.4
-    assert type(optimizer.state[parameter]["exp_avg"]) is torch.Tensor
+    assert -0.6 < moved < -0.4 and type(optimizer.state[parameter]["exp_avg"]) is torch.Tensor
 
 
 def test_wrong_input_is_refused() -> None:
@@ -140,13 +135,11 @@ def test_state_dicts_load_across_layouts_without_dequantizing(name: str, assign:
         target = te.GroupedLinear(3, 64, 32, bias=True)
     split.load_state_dict(grouped.state_dict(), assign=assign)
     target.load_state_dict(split.state_dict(), assign=assign)
-    assert isinstance(target.weight, te.GroupedTensor)
-    assert same_bits(target.weight, grouped.weight)
+    assert isinstance(target.weight, te.GroupedTensor) and same_bits(target.weight, grouped.weight)
     x = torch.randn(9, 64)
     with te.autocast(recipe=fresh(name)):
         outputs = [layer(x, [4, 0, 5]) for layer in (grouped, split, target)]
-    assert torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[0], outputs[2])
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
 def test_a_partial_set_of_members_is_an_error() -> None:
@@ -171,8 +164,7 @@ def test_modules_move_with_their_storage(name: str) -> None:
         layer = te.Linear(64, 32)
     before = layer.weight.clone()
     layer.to(torch.bfloat16)
-    assert isinstance(layer.weight, te.QuantizedTensor)
-    assert layer.weight.dtype == torch.bfloat16
+    assert isinstance(layer.weight, te.QuantizedTensor) and layer.weight.dtype == torch.bfloat16
     assert same_bits(layer.weight, before)
     layer.reset_parameters()
     assert not same_bits(layer.weight, before)

@@ -42,8 +42,7 @@ def pointers(x: te.QuantizedTensor) -> list[int]:
 def test_plain_takes_quantized(quantized: te.QuantizedTensor) -> None:
     plain = torch.empty(quantized.shape, dtype=torch.bfloat16)
     plain.copy_(quantized)
-    assert type(plain) is torch.Tensor
-    assert torch.equal(plain, quantized.dequantize().bfloat16())
+    assert type(plain) is torch.Tensor and torch.equal(plain, quantized.dequantize().bfloat16())
 
 
 def test_quantized_takes_plain(quantized: te.QuantizedTensor) -> None:
@@ -123,8 +122,7 @@ def test_writing_a_wrong_shape_is_refused(quantized: te.QuantizedTensor) -> None
 def test_clone_detach_and_deepcopy(quantized: te.QuantizedTensor) -> None:
     parameter = nn.Parameter(quantized)
     for new, shared in ((quantized.clone(), False), (quantized.detach(), True), (copy.deepcopy(parameter), False)):
-        assert type(new) is type(quantized)
-        assert same_bits(new, quantized)
+        assert type(new) is type(quantized) and same_bits(new, quantized)
         assert (pointers(new) == pointers(quantized)) == shared
     copied = copy.deepcopy(nn.ParameterList([parameter, parameter]))
     assert copied[0] is copied[1] and copied[0].requires_grad
@@ -149,8 +147,7 @@ def test_empty_like_is_quantized_and_zeros_like_is_what_moments_are_made_of(quan
     zeros = torch.zeros_like(quantized, memory_format=torch.preserve_format)
     assert type(zeros) is torch.Tensor and zeros.shape == quantized.shape and not zeros.any()
     assert type(quantized.new_zeros(quantized.shape)) is type(quantized)
-    assert type(quantized.new_empty(5)) is torch.Tensor
-    assert type(torch.ones_like(quantized)) is torch.Tensor
+    assert type(quantized.new_empty(5)) is torch.Tensor and type(torch.ones_like(quantized)) is torch.Tensor
 
 
 def test_another_dtype_is_that_of_the_values(quantized: te.QuantizedTensor) -> None:
@@ -279,8 +276,7 @@ def test_a_parameter_is_pickled_with_what_users_have_set(quantized: te.Quantized
 def test_shared_memory_holds_every_field(quantized: te.QuantizedTensor) -> None:
     """torch's own way reaches for a storage that the wrapper does not have, and the process dies."""
     before = quantized.clone()
-    assert not quantized.is_shared()
-    assert quantized.share_memory_() is quantized
+    assert not quantized.is_shared() and quantized.share_memory_() is quantized
     assert quantized.is_shared() and all(field.is_shared() for field in quantized.fields.values())
     assert same_bits(quantized, before)
 
@@ -369,16 +365,14 @@ def test_meta_init_then_load(name: str, grouped: bool, assign: bool, tmp_path: P
         module.to_empty(device="cpu")
     module.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), assign=assign)
     assert type(module.weight) is type(source.weight) and isinstance(module.weight, nn.Parameter)
-    assert same_bits(module.weight, source.weight)
-    assert module.weight.requires_grad
+    assert same_bits(module.weight, source.weight) and module.weight.requires_grad
 
 
 def test_meta_init_then_initialise_anew() -> None:
     with torch.device("meta"):
         module = build("block", False)
     module.to_empty(device="cpu").reset_parameters()
-    assert isinstance(module.weight, te.QuantizedTensor)
-    assert 0.01 < module.weight.dequantize().std() < 0.03
+    assert isinstance(module.weight, te.QuantizedTensor) and 0.01 < module.weight.dequantize().std() < 0.03
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -387,8 +381,7 @@ def test_plain_values_load_into_quantized_weights_and_back(name: str) -> None:
     quantized.load_state_dict(plain.state_dict())
     assert same_bits(quantized.weight, quantized.weight.quantizer.quantize_fields(plain.weight.detach()))
     plain.load_state_dict(quantized.state_dict())
-    assert type(plain.weight) is nn.Parameter
-    assert torch.equal(plain.weight, quantized.weight.dequantize())
+    assert type(plain.weight) is nn.Parameter and torch.equal(plain.weight, quantized.weight.dequantize())
 
 
 @pytest.mark.parametrize("grouped", [False, True])

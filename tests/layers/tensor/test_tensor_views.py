@@ -34,8 +34,7 @@ def test_a_view_of_another_shape_is_numbers_that_can_be_written(name: str, shape
     for new in ((-1,), (-1, 128), (2, -1, 128)):
         view = base.view(new)
         assert type(view) is type(base) and shares_storage(view, base)
-        assert view.shape == values.view(new).shape
-        assert torch.equal(view.dequantize(), values.view(new))
+        assert view.shape == values.view(new).shape and torch.equal(view.dequantize(), values.view(new))
         assert torch.equal(base.reshape(new).dequantize(), values.view(new))
     assert torch.equal(base.flatten().dequantize(), values.flatten())
     base.view(-1).mul_(2.0)
@@ -212,8 +211,7 @@ def test_members_are_views_without_copies(name: str) -> None:
     for members in (list(base.unbind(0)), [base[i] for i in range(3)], list(base), base.members()):
         for member, expected in zip(members, values, strict=True):
             assert isinstance(member, te.QuantizedTensor) and not isinstance(member, te.GroupedTensor)
-            assert shares_storage(member, base)
-            assert torch.equal(member.dequantize(), expected)
+            assert shares_storage(member, base) and torch.equal(member.dequantize(), expected)
     assert torch.equal(base[-1].dequantize(), values[2])
     base[1].mul_(4.0)
     expected = values.clone()

@@ -62,8 +62,7 @@ def test_plan_takes_a_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     (config,) = asked
     assert read_model_config(config) == ModelConfig.from_catalogue("pythia-70m")
     assert (config.data.sequence_length, config.precision.dtype) == (2048, "bf16")
-    assert main(["plan", "--ranks", "1"]) == 2
-    assert "CONFIG.toml, or --model NAME" in capsys.readouterr().err
+    assert main(["plan", "--ranks", "1"]) == 2 and "CONFIG.toml, or --model NAME" in capsys.readouterr().err
     assert main(["plan", "--model", "pythia-71m", "--ranks", "1"]) == 2
     assert "did you mean 'pythia-" in capsys.readouterr().err
 

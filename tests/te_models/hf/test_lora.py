@@ -424,8 +424,7 @@ def test_names_ranks_and_layers_that_are_chosen(load: Any) -> None:
     model = peft.get_peft_model(load("qwen3_moe-mixed"), config)
     shapes = {n.partition("layers.")[2]: tuple(p.shape) for n, p in model.named_parameters() if "lora_A" in n}
     assert shapes["0.self_attention.linear_qkv.lora_A.default.weight"] == (2, 32)
-    assert shapes["0.mlp.experts.linear_fc1.lora_A.default.weight"] == (8, 4, 32)
-    assert len(shapes) == 9
+    assert shapes["0.mlp.experts.linear_fc1.lora_A.default.weight"] == (8, 4, 32) and len(shapes) == 9
     model = peft.get_peft_model(load(), lora(target_modules=["linear_qkv"], layers_to_transform=[1]))
     assert sum(isinstance(m, LoraAdapter) for m in model.modules()) == 1
 
@@ -616,8 +615,7 @@ def test_trainer_trains_adapters_and_resumes(load: Any, tmp_path: Path) -> None:
 
     model, trainer = run()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[0]
-    assert not (tmp_path / "checkpoint-2/model.safetensors").exists()
+    assert losses[-1] < losses[0] and not (tmp_path / "checkpoint-2/model.safetensors").exists()
     base = dict(load().named_parameters())
     for name, parameter in model.named_parameters():
         if "lora_" not in name:

@@ -58,8 +58,7 @@ def test_a_bias_moves_against_the_load_by_the_rate() -> None:
         own.copy_(count)
     assert torch.equal(update_expert_bias(model, 0.01), given)
     signs = torch.tensor([[-1.0, 1.0, 0.0, 0.0], [1.0, 1.0, -1.0, 1.0]])  # means of 3 and 2.25
-    assert torch.equal(biases(model), start + signs * 0.01)
-    assert not counts(model).any()
+    assert torch.equal(biases(model), start + signs * 0.01) and not counts(model).any()
     update_expert_bias(model, 0.01)  # nothing was counted, so nothing moves
     assert torch.equal(biases(model), start + signs * 0.01)
 
@@ -147,8 +146,7 @@ def test_counts_compiled_by_inductor(name: str | None) -> None:
         with autocast(enabled=name is not None, recipe=name and recipe(name)):
             for model in (compiled, eager):
                 model(ids, labels=ids, return_logits=False).loss.backward()
-        assert counts(eager).sum() == 36 * (step + 1)
-        assert torch.equal(counts(compiled), counts(eager))
+        assert counts(eager).sum() == 36 * (step + 1) and torch.equal(counts(compiled), counts(eager))
 
 
 @pytest.mark.slow

@@ -88,8 +88,7 @@ def test_a_row_stops_at_its_end_and_is_padded(pairs) -> None:
     got = generate(ours, ids, 12, eos_token_id=end, pad_token_id=0)
     assert torch.equal(got, their_text(theirs, ids, 12, end=end))
     new = got[0, 9:].tolist()
-    assert new.index(end) <= 4
-    assert set(new[new.index(end) + 1 :]) <= {0}
+    assert new.index(end) <= 4 and set(new[new.index(end) + 1 :]) <= {0}
     alone = generate(ours, ids[:1], 12, eos_token_id=(end, 96))
     assert alone.shape[1] < 9 + 12
 
@@ -107,8 +106,7 @@ def test_sampling_is_decided_by_the_seed(pairs) -> None:
     _, ours = pairs("llama")
     ids = token_ids(2, 9)
     one, same, other = (generate(ours, ids, 20, temperature=1.5, seed=s) for s in (1, 1, 2))
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
+    assert torch.equal(one, same) and not torch.equal(one, other)
     state = torch.get_rng_state()
     generate(ours, ids, 3, temperature=1.0, seed=0)
     assert torch.equal(torch.get_rng_state(), state)
@@ -131,8 +129,7 @@ def test_sampling_frequencies_follow_the_probabilities() -> None:
     counts = torch.bincount(sampler(logits), minlength=4) / 20_000
     expected = torch.softmax(torch.tensor([4.0, 2.0, 0.0]), dim=0)
     # Four standard deviations of a frequency over 20000 draws.
-    assert (counts[:3] - expected).abs().max() < 4 * (0.25 / 20_000) ** 0.5
-    assert counts[3] == 0
+    assert (counts[:3] - expected).abs().max() < 4 * (0.25 / 20_000) ** 0.5 and counts[3] == 0
 
 
 def test_filters() -> None:
@@ -141,12 +138,9 @@ def test_filters() -> None:
     def kept(**options) -> list[int]:
         return filter_logits(logits, **options)[0].isfinite().nonzero()[:, 0].tolist()
 
-    assert kept() == [0, 1, 2, 3]
-    assert kept(top_k=2) == [1, 3]
-    assert kept(top_k=9) == [0, 1, 2, 3]
-    assert kept(top_p=0.3) == [1]
-    assert kept(top_p=0.5) == [1, 3]
-    assert kept(top_p=0.75) == [1, 2, 3]
+    assert kept() == [0, 1, 2, 3] and kept(top_k=2) == [1, 3]
+    assert kept(top_k=9) == [0, 1, 2, 3] and kept(top_p=0.3) == [1]
+    assert kept(top_p=0.5) == [1, 3] and kept(top_p=0.75) == [1, 2, 3]
     assert kept(top_k=2, top_p=0.99) == [1, 3]  # the probabilities are those among the two
     assert kept(top_p=1.0) == [0, 1, 2, 3]
     ties = torch.zeros(1, 5)

@@ -31,8 +31,7 @@ def test_stochastic_rounding_follows_the_seed_that_the_model_was_built_after(dev
         return [m.fp8_rng_state.tolist() for m in model.modules() if isinstance(m, te.QuantizedModule)]
 
     first = streams(3)
-    assert len({seed for seed, _ in first}) == len(first) > 4
-    assert streams(3) == first
+    assert len({seed for seed, _ in first}) == len(first) > 4 and streams(3) == first
     assert not {seed for seed, _ in streams(4)} & {seed for seed, _ in first}
 
 
@@ -55,8 +54,7 @@ def test_every_parameter_gets_a_gradient_and_the_loss_falls(name: str) -> None:
             assert parameter.grad.isfinite().all(), key
             assert parameter.grad.abs().max() > 0, key
         optimizer.step()
-    assert output.logits.shape == (2, 17, model.config.vocab_size)
-    assert losses[2] < losses[0]
+    assert output.logits.shape == (2, 17, model.config.vocab_size) and losses[2] < losses[0]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -187,8 +185,7 @@ def test_mixed_precision_under_torch_autocast() -> None:
     with torch.amp.autocast("cpu", dtype=torch.bfloat16):
         mixed = model(ids, labels=ids)
         loss_only = model(ids, labels=ids, return_logits=False)
-    assert mixed.logits.dtype == torch.bfloat16
-    assert mixed.loss.dtype == torch.float32
+    assert mixed.logits.dtype == torch.bfloat16 and mixed.loss.dtype == torch.float32
     # The mean over 32 tokens of errors of at most a few roundings of logits of size 4.
     assert mixed.loss.item() == pytest.approx(exact.loss.item(), abs=4 * 2**-8)
     assert loss_only.loss.item() == pytest.approx(mixed.loss.item(), abs=1e-5)
@@ -219,8 +216,7 @@ def test_a_layer_stands_alone() -> None:
     layer = DecoderLayer(tiny())
     x = torch.randn(2, 5, 32)
     y, routed = layer(x)
-    assert y.shape == x.shape
-    assert routed is None
+    assert y.shape == x.shape and routed is None
 
 
 @pytest.mark.parametrize("recipe", [te.Float8CurrentScaling(), te.MXFP8BlockScaling()], ids=lambda r: type(r).__name__)
@@ -292,8 +288,7 @@ def test_wrong_calls_are_refused() -> None:
 
 def test_public_names_are_lazy_and_complete() -> None:
     for name in te_models.__all__:
-        assert getattr(te_models, name).__name__ == name
-        assert name in dir(te_models)
+        assert getattr(te_models, name).__name__ == name and name in dir(te_models)
     with pytest.raises(AttributeError, match="no attribute 'GTPModel'"):
         te_models.GTPModel  # noqa: B018
 
@@ -327,8 +322,7 @@ def test_quantized_weights_load_save_and_load_again(tmp_path: Path, recipe, layo
             assert torch.equal(a.dequantize(), b.dequantize()), key
     ids = token_ids(2, 9)
     logits = [model(ids).logits for model in (expected, loaded, again)]
-    assert torch.equal(logits[0], logits[1])
-    assert torch.equal(logits[0], logits[2])
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
     assert not torch.equal(logits[0], exact(ids).logits)
 
 

@@ -88,8 +88,7 @@ def test_transformers_generate(models: Any, options: dict[str, Any], pads: int) 
         torch.manual_seed(5)
         arguments = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0} | options
         results.append(model.generate(ids, attention_mask=mask, use_cache=use_cache, **arguments))
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[1], results[2])
+    assert torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])
 
 
 @torch.no_grad()

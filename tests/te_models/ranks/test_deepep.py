@@ -87,8 +87,7 @@ def compare(
         outputs[-1].loss.backward()
     loads = [take_expert_load(model).metrics() for model in models]  # all ranks', before one may fail
     expected, got = outputs
-    assert loads[0] == loads[1]
-    assert torch.equal(got.tokens_per_expert, expected.tokens_per_expert)
+    assert loads[0] == loads[1] and torch.equal(got.tokens_per_expert, expected.tokens_per_expert)
     assert distance(got.logits, expected.logits) <= bound, f"logits: {distance(got.logits, expected.logits):.1e}"
     assert distance(got.loss, expected.loss) <= bound
     for key, p in models[0].named_parameters():

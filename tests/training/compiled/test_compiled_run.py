@@ -43,8 +43,7 @@ def test_one_graph_serves_a_run_that_is_killed_and_resumed(tmp_path: Path) -> No
     config = compiled_run(tmp_path, "mxfp8", moe=True)
     config = config.replace(data=config.data.replace(validation_fraction=0.0))
     training.train(config)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert_near_eager(config, tmp_path, "mxfp8")
 
     interrupted = config.replace(output_dir=str(tmp_path / "interrupted"))
@@ -61,6 +60,5 @@ def test_one_graph_serves_a_run_that_is_killed_and_resumed(tmp_path: Path) -> No
 def test_training_and_evaluation_are_one_graph_each(tmp_path: Path, recipe: str, moe: bool) -> None:
     config = compiled_run(tmp_path, recipe, moe).replace(evaluation=training.EvaluationConfig(every=2, batches=1))
     training.train(config)
-    assert counters["stats"]["unique_graphs"] == 2
-    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
     assert_near_eager(config, tmp_path, recipe)

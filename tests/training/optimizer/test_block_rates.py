@@ -64,8 +64,7 @@ def test_the_first_pattern_that_means_a_block_or_its_weight_wins() -> None:
         steps = [round(float(part[0, 0]) / -0.01, 3) for part in _parts(weight.detach()).values()]
         return steps, list(ROWS.values())
 
-    assert shares("*.k=0.5", "*=2")[0] == [2.0, 0.5, 2.0]
-    assert shares("*=2", "*.k=0.5")[0] == [2.0, 2.0, 2.0]
+    assert shares("*.k=0.5", "*=2")[0] == [2.0, 0.5, 2.0] and shares("*=2", "*.k=0.5")[0] == [2.0, 2.0, 2.0]
     assert shares("linear_qkv.weight=3")[0] == [3.0, 3.0, 3.0]
     assert shares("*.q=2", "*.k=2", "*.v=2")[0] == [2.0, 2.0, 2.0]
 

@@ -249,8 +249,7 @@ def test_bias_adds_and_sums_its_gradient_in_float32() -> None:
         operation.bias.normal_()
     x = torch.randn(1000, 16, dtype=torch.bfloat16)
     y, dx, db = step(operation, None, [x])
-    assert torch.equal(y, x + operation.bias)
-    assert torch.equal(db, dx.float().sum(0).to(torch.bfloat16))
+    assert torch.equal(y, x + operation.bias) and torch.equal(db, dx.float().sum(0).to(torch.bfloat16))
 
 
 def test_dropout_drops_its_share_and_keeps_the_mean() -> None:

@@ -137,8 +137,7 @@ def test_torch_autocast_rounds_before_quantization(handovers: list) -> None:
     model, x = model_of("layer_norm"), torch.randn(8, 96)
     with torch.amp.autocast("cpu", dtype=torch.bfloat16), te.autocast(recipe=te.recipe("mxfp8")):
         y = model(x)
-    assert not handovers
-    assert y.dtype == torch.bfloat16
+    assert not handovers and y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert model[1].linear.weight.grad.dtype == torch.float32
 

@@ -63,8 +63,7 @@ def test_gradients_are_fused_into_main_gradients_or_delayed(kind: str, name: str
             if "delay_wgrad_compute" in options:
                 layer.backward_dw()
         found = [layer.weight.main_grad if layer.weight.grad is None else layer.weight.grad for layer in both]
-        assert torch.count_nonzero(found[0] - 1) > 0
-        assert torch.equal(*found)
+        assert torch.count_nonzero(found[0] - 1) > 0 and torch.equal(*found)
 
 
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
@@ -81,8 +80,7 @@ def test_quantized_primary_weights(kind: str) -> None:
                 y = layer(x, *rest)
             y.sum().backward()
             found.append((y, layer.weight.grad))
-        assert torch.equal(found[0][0], found[1][0])
-        assert torch.equal(found[0][1], found[1][1])
+        assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
     with pytest.raises(ValueError, match="stored as mxfp8"), te.autocast(recipe=te.recipe("block")):
         both[1](torch.randn(8, 64), *rest)
 
