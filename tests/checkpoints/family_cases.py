@@ -1,8 +1,7 @@
 """Tiny random models of every family beyond the first dense ones, one case per flag that changes the mathematics.
 
 A case is (model_type, options); `make` builds it with transformers. Sizes are small and all different, so that swapped
-dimensions do not fit; every parameter is random, so that swapped tensors are noticed.
-"""
+dimensions do not fit; every parameter is random, so that swapped tensors are noticed."""
 
 from __future__ import annotations
 

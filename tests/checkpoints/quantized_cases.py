@@ -1,8 +1,7 @@
 """Quantized Hugging Face folders, made and decoded plainly: tables and repeated scales, float64, no te_models.
 
 A folder starts as a tiny model that transformers saved. The weights that a case chooses get random codes and random
-scales, so every code occurs; what they stand for is computed here and saved as a plain folder, the reference.
-"""
+scales, so every code occurs; what they stand for is computed here and saved as a plain folder, the reference."""
 
 from __future__ import annotations
 
@@ -475,8 +474,7 @@ def _make(case: Case, root: Path, dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-        model.save_pretrained(reference)
+        transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(reference)
     shutil.copytree(reference, quantized)
     files: Tensors = {}
     plain: Tensors = {}

@@ -64,8 +64,7 @@ def test_bash_completes(capsys: pytest.CaptureFixture[str], folder: Path) -> Non
     run = subprocess.run(
         ["bash", "--norc", "-c", "\n".join(tries)], cwd=folder, capture_output=True, text=True, check=True
     )
-    found = dict(zip(CASES, map(str.split, run.stdout.splitlines()), strict=True))
-    assert found == CASES
+    assert dict(zip(CASES, map(str.split, run.stdout.splitlines()), strict=True)) == CASES
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")

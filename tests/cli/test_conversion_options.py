@@ -65,8 +65,7 @@ def test_a_field_is_the_option_its_help_and_the_argument(verb: str) -> None:
 
 
 def test_only_the_verb_that_is_asked_has_its_options() -> None:
-    parser = verbs_of(build_parser(asked="info")).choices["import"]
-    assert "--storage" not in parser.format_help()
+    assert "--storage" not in verbs_of(build_parser(asked="info")).choices["import"].format_help()
     assert "--storage" in verbs_of(build_parser()).choices["import"].format_help()
 
 

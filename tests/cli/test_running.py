@@ -75,8 +75,7 @@ def test_a_stop_string_ends_the_text_before_it(words: list[str], capsys: pytest.
 
 def test_nothing_is_shown_that_may_become_a_stop_string_or_half_a_character() -> None:
     text = TextStream(lambda ids: bytes(ids).decode("utf-8", "replace"), stop=["END"], ends=[0])
-    shown = [text.add(token) for token in "aEé".encode()]
-    assert shown == ["a", "", "E", "é"] and not text.finished
+    assert [text.add(token) for token in "aEé".encode()] == ["a", "", "E", "é"] and not text.finished
     assert [text.add(token) for token in b"ENEND"] == ["", "", "EN", "", ""]
     assert text.finished and text.text + text.rest() == "aEéEN"
     ended = TextStream(lambda ids: bytes(ids).decode(), ends=[0])

@@ -169,8 +169,7 @@ def test_an_alignment_below_one_is_refused() -> None:
 
 
 def test_an_expert_may_get_all_tokens_or_none() -> None:
-    indices = torch.tensor([[2, 0], [2, 0], [2, 0]])
-    p = sort_by_expert(indices, 4)
+    p = sort_by_expert(torch.tensor([[2, 0], [2, 0], [2, 0]]), 4)
     assert p.tokens_per_expert.tolist() == [3, 0, 3, 0]
     assert permute(torch.tensor([[1.0], [2.0], [3.0]]), p).flatten().tolist() == [1, 2, 3, 1, 2, 3]
 

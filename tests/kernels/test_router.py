@@ -36,8 +36,7 @@ def defined(row: list[float], k: int, options: dict) -> tuple[list[float], list[
 
     after = options["score_after_topk"]
     scores = row if after else scored(row)
-    bias = options["expert_bias"] or [0.0] * len(row)
-    choice = [s + b for s, b in zip(scores, bias, strict=True)]
+    choice = [s + b for s, b in zip(scores, options["expert_bias"] or [0.0] * len(row), strict=True)]
     if options["num_groups"] is not None:
         size = len(row) // options["num_groups"]
         groups = [choice[i : i + size] for i in range(0, len(row), size)]
@@ -132,8 +131,7 @@ def test_deepseek_router() -> None:
     theirs = DeepseekV3TopkRouter(config)
     theirs.weight.data.normal_()
     theirs.e_score_correction_bias.normal_(std=0.1)
-    x = torch.randn(65, 16)
-    logits, expected, indices = theirs(x)
+    logits, expected, indices = theirs(torch.randn(65, 16))
     weights, chosen = router_topk(
         logits,
         4,
@@ -194,8 +192,7 @@ def test_impossible_choices_are_refused(arguments: dict, says: str) -> None:
 
 def test_load_balancing_loss_is_one_when_even_and_e_when_collapsed() -> None:
     even = torch.full((8, 4), 0.25)
-    indices = torch.arange(8)[:, None] % 4
-    assert load_balancing_loss(even, indices).item() == 1.0
+    assert load_balancing_loss(even, torch.arange(8)[:, None] % 4).item() == 1.0
     collapsed = torch.zeros(8, 4)
     collapsed[:, 1] = 1.0
     assert load_balancing_loss(collapsed, torch.ones(8, 1, dtype=torch.int64)).item() == 4.0

@@ -1,8 +1,7 @@
 """An independent emulation of the FP8 recipes: integers, float64 and numpy float32, written from the specifications.
 
-Nothing here calls the library or a torch FP8 cast. A value of a format is found by searching the table of all values
-of that format, so ties and subnormals are right by construction. Scale arithmetic is float32, as specified.
-"""
+Nothing here calls the library or a torch FP8 cast. A value of a format is found by searching the table of all values of
+that format, so ties and subnormals are right by construction. Scale arithmetic is float32, as specified."""
 
 from __future__ import annotations
 

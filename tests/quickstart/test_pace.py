@@ -14,8 +14,7 @@ from te_models.quickstart.run import REAL, TINY, QuickstartSizes
 @pytest.mark.parametrize("sizes", [REAL, TINY])
 def test_batches_follow_the_speed(sizes: QuickstartSizes) -> None:
     """All from the full speed on; fewer below, in multiples of four, never too few to compare."""
-    speeds = (0.1, 50.0, 150.0, 250.0, sizes.full_gflops, 1e5)
-    counts = [paced(sizes, gflops) for gflops in speeds]
+    counts = [paced(sizes, gflops) for gflops in (0.1, 50.0, 150.0, 250.0, sizes.full_gflops, 1e5)]
     assert counts[0].train_batches == sizes.fewest_batches and counts[-1] == counts[-2] == sizes
     assert [c.train_batches for c in counts] == sorted(c.train_batches for c in counts)
     assert [c.compile for c in counts] == [False] * 4 + [True] * 2

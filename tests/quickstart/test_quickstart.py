@@ -36,8 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 def check_output(out: Path, layers: int) -> dict:
     """What every run leaves behind, looked at independently of the report."""
     report = json.loads((out / "report.json").read_text())
-    failed = [check for check in report["checks"] if not check["passed"]]
-    assert failed == [] and report["passed"] is True
+    assert [check for check in report["checks"] if not check["passed"]] == [] and report["passed"] is True
     assert len(report["checks"]) == 20 and set(report["seconds"]) == STEPS
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     curves = [report["numbers"][f"loss_{name}"] for name in ("bf16", "mxfp8")]

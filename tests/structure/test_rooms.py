@@ -1,7 +1,6 @@
 """The rooms inside the folders: how many files each holds, in which order they import each other, and their names.
 
-docs/layout.md says what lives where. A room may import the rooms before it, lazy and type-only imports included.
-"""
+docs/layout.md says what lives where. A room may import the rooms before it, lazy and type-only imports included."""
 
 from __future__ import annotations
 

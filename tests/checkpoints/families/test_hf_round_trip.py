@@ -99,8 +99,7 @@ def test_sharded_in_and_out(hf_folder: HFFolder, tmp_path: Path) -> None:
 
 
 def test_relayout_there_and_back(hf_folder: HFFolder, tmp_path: Path) -> None:
-    source = hf_folder("qwen3_moe")
-    checkpoints.import_hf(source, tmp_path / "grouped")
+    checkpoints.import_hf(hf_folder("qwen3_moe"), tmp_path / "grouped")
     checkpoints.relayout(tmp_path / "grouped", tmp_path / "per-gemm", "per-gemm")
     checkpoints.relayout(tmp_path / "per-gemm", tmp_path / "again", "grouped")
     grouped, split = stored(tmp_path / "grouped"), stored(tmp_path / "per-gemm")

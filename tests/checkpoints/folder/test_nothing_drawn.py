@@ -54,8 +54,7 @@ def test_from_pretrained_draws_nothing(
 
 
 def test_from_pretrained_imports_one_family(tmp_path: Path) -> None:
-    model = GPTModel(CONFIG)
-    model.save_pretrained(tmp_path / "model")
+    GPTModel(CONFIG).save_pretrained(tmp_path / "model")
     export_hf(tmp_path / "model", tmp_path / "hf", family="llama")
     code = "import sys; from te_models import GPTModel; GPTModel.from_pretrained(sys.argv[1]); print(*sys.modules)"
     ended = subprocess.run(
@@ -94,8 +93,7 @@ def test_what_is_asked_of_a_configuration_is_answered_once(monkeypatch: pytest.M
 
 
 def test_large_weights_get_large_pages_and_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    large = CONFIG.replace(vocab_size=2**15, hidden_size=128)
-    model = GPTModel(large, dtype=torch.bfloat16)
+    model = GPTModel(CONFIG.replace(vocab_size=2**15, hidden_size=128), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
     asked: list[int] = []
 

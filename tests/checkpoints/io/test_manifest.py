@@ -38,8 +38,7 @@ def test_digests_are_those_of_other_tools(hf_folder: HFFolder, tmp_path: Path, w
     """Whatever wrote the tensor: byte ranges, joined and converted parts, bands, computed fields, several files.
 
     whole: `file_digests`, with which a weight file has the digest that `sha256sum` prints; otherwise it has that of a
-    text of digests, one per line: the header's and those of the tensors in the order of their data.
-    """
+    text of digests, one per line: the header's and those of the tensors in the order of their data."""
     source = hf_folder("mixtral") if heads == "cut" else make_folder(tmp_path / "hf", MIXTURE)
     import_hf(source, tmp_path / "plain", max_shard_bytes=20_000, file_digests=whole)
     import_hf(source, tmp_path / "float", dtype="float32", file_digests=whole)

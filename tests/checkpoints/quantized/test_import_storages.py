@@ -24,8 +24,7 @@ SCALES = {
 def set_scales(folder: Path, name: str, first: int, *, zero: bool = False) -> None:
     """Make all scale bytes of a folder 118 to 122, and the first one of a tensor `first`.
 
-    zero: the values of its block become zero.
-    """
+    zero: the values of its block become zero."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     for scales in (tensor for key, tensor in tensors.items() if key.endswith(("_scales", "weight_scale"))):

@@ -104,8 +104,7 @@ def test_sigkill_at_random_moments(hf_folder: HFFolder, tmp_path: Path, count: i
         str(count),
         "20261121",
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = run_python(command, env=environment)
+    result = run_python(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stderr
     reports = json.loads(result.stdout)
     assert len(reports) == count

@@ -1,8 +1,7 @@
 """A norm under no_grad computes in every environment: by a library where one can be had, else by its definition,
 counted and said once. Each environment is a process of its own.
 
-The compilers are scripts, and the one that works copies a library that is there.
-"""
+The compilers are scripts, and the one that works copies a library that is there."""
 
 from __future__ import annotations
 

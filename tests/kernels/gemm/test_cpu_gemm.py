@@ -1,7 +1,6 @@
 """On CPU, 16-bit matrices are multiplied in float32 where that is faster: the same sums, rounded once, and only there.
 
-What is saved for the backward pass stays 16-bit, in eager mode and in graphs.
-"""
+What is saved for the backward pass stays 16-bit, in eager mode and in graphs."""
 
 from __future__ import annotations
 

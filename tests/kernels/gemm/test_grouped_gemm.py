@@ -37,8 +37,7 @@ def test_values_and_gradients(splits: list[int], tail: int, transpose: bool, dty
     rows, outer, inner = sum(splits) + tail, 12, 10
     a = normal(rows, inner if transpose else outer, seed=1, dtype=dtype).requires_grad_()
     b = normal(len(splits), outer, inner, seed=2, dtype=dtype).requires_grad_()
-    count = torch.tensor(splits)
-    y = grouped_gemm(a, b, count, transpose)
+    y = grouped_gemm(a, b, torch.tensor(splits), transpose)
     dy = normal(*y.shape, seed=3, dtype=dtype)
     da, db = torch.autograd.grad(y, (a, b), dy)
     for g, (begin, end) in enumerate(ranges(splits)):
@@ -216,8 +215,7 @@ def test_compiled_for_any_splits(backend: str) -> None:
     """One graph for every number of tokens and every split, empty groups among them.
 
     Operands come quantized: the quantizer has graphs of its own, one more where all rows fit one block, for torch
-    specializes a size of 1.
-    """
+    specializes a size of 1."""
 
     def run(
         left: ScaledOperand, columns: ScaledOperand, right: ScaledOperand, splits: Tensor, main_grad: Tensor

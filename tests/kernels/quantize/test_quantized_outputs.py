@@ -67,8 +67,7 @@ def test_the_compiler_sees_the_definition() -> None:
         return rms_norm_quantized(x, weight, 1e-5, BLOCKS) + activation_quantized(x, "silu", ONE_SCALE, scale)
 
     x, weight, scale = torch.randn(4, 64).bfloat16(), torch.ones(64), torch.tensor(2.0)
-    got = torch.compile(run, fullgraph=True, backend=backend)(x, weight, scale)
-    check(got, run(x, weight, scale))
+    check(torch.compile(run, fullgraph=True, backend=backend)(x, weight, scale), run(x, weight, scale))
     assert seen and not [name for name in seen if "te_models" in name]
 
 

@@ -98,8 +98,7 @@ def test_a_step_equals_that_of_one_process(name: str, grouped: bool) -> None:
     y = tokens @ w.mT
     y_error = 2 * (IN + 2) * U * (magnitude @ w.mT.abs())
     dy, dy_error = 2 * (y - goal).abs() / size, 2 * y_error / size
-    terms = tokens.shape[-2]
-    bound = 2 * (terms + 4) * U * (dy.mT @ magnitude) + dy_error.mT @ magnitude * (1 + 1e-3)
+    bound = 2 * (tokens.shape[-2] + 4) * U * (dy.mT @ magnitude) + dy_error.mT @ magnitude * (1 + 1e-3)
     error = (gradient - whole.weight.grad).double().abs()
     assert (error <= bound).all(), f"gradient: {(error / bound).max():.3g} of the bound"
 
@@ -155,8 +154,7 @@ def test_torch_adamw_steps_on_shards(name: str, grouped: bool) -> None:
     te.share_scales(module)
     before = gathered(module)
     torch.manual_seed(3)
-    x = torch.randn(TOKENS, IN)
-    run(module, own_part(x)).square().mean().backward()
+    run(module, own_part(torch.randn(TOKENS, IN))).square().mean().backward()
     whole.weight.grad = module.weight.grad.full_tensor()
     for m in (module, whole):
         torch.optim.AdamW(m.parameters(), lr=0.05, foreach=False).step()

@@ -238,8 +238,7 @@ def test_a_vocabulary_is_split(smoothing: float, dtype: torch.dtype, compiled: b
     close(mine.grad, whole.grad.chunk(RANKS, -1)[rank], {torch.float32: 4e-6, torch.bfloat16: 2.0**-7}[dtype])
     mean = split(mine, target, True)
     close(mean, te.parallel_cross_entropy(whole, target, smoothing, True, None, -1), 4e-6)
-    gathered = all_gather(loss.detach(), group).chunk(RANKS)
-    assert torch.equal(*gathered)
+    assert torch.equal(*all_gather(loss.detach(), group).chunk(RANKS))
 
 
 @on_ranks(2)

@@ -51,8 +51,7 @@ def same_rows(a: te.GroupedRows, b: te.GroupedRows) -> bool:
 
 
 def usages(quantizer: te.Quantizer) -> list[te.Quantizer]:
-    only = [quantizer.with_usage(rowwise=r, columnwise=not r) for r in (True, False)]
-    return [quantizer, *only]
+    return [quantizer, *[quantizer.with_usage(rowwise=r, columnwise=not r) for r in (True, False)]]
 
 
 @pytest.mark.parametrize(("splits", "rows"), SPLITS, ids=str)

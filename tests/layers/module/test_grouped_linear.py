@@ -1,7 +1,6 @@
 """What Transformer Engine's GroupedLinear takes besides rows and splits: leading dimensions, buffers, a returned bias.
 
-The numbers of the layer itself: `tests/layers/gemm/test_grouped_rows.py` and its neighbours.
-"""
+The numbers of the layer itself: `tests/layers/gemm/test_grouped_rows.py` and its neighbours."""
 
 from __future__ import annotations
 

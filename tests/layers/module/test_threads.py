@@ -367,8 +367,7 @@ def test_compiling_is_known_while_tracing() -> None:
 
     assert torch.equal(torch.compile(traced, fullgraph=True, backend="eager")(torch.zeros(2)), torch.ones(2))
     assert torch.equal(traced(torch.zeros(2)), -torch.ones(2)) and not compiling()
-    exported = torch.export.export(nn.ReLU(), (torch.zeros(2),), strict=False)
-    assert exported is not None and not compiling()
+    assert torch.export.export(nn.ReLU(), (torch.zeros(2),), strict=False) is not None and not compiling()
 
 
 def test_rules_by_name_are_looked_up_for_each_thread() -> None:

@@ -46,8 +46,7 @@ def test_neighbours_are_the_adjacent_e4m3_numbers() -> None:
     values = torch.tensor(E4M3)
     between = torch.cat([values, (values[:-1] + values[1:]) / 2, values[1:] * (1 - 2.0**-20)])
     below, above = moments._neighbours(between)
-    expected = values[torch.searchsorted(values, between, right=True) - 1]
-    assert torch.equal(below, expected)
+    assert torch.equal(below, values[torch.searchsorted(values, between, right=True) - 1])
     following = values[torch.searchsorted(values, between, right=True).clamp(max=len(values) - 1)]
     assert torch.equal(above, following)
 

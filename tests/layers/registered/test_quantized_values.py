@@ -235,8 +235,7 @@ def test_a_live_quantizer_records_through_the_schema(compiled: bool) -> None:
     )
 
     def run(x: Tensor, scales: Tensor, amaxes: Tensor) -> QuantizedTensor:
-        live = Float8Quantizer(scales[1], amaxes[1], torch.float8_e5m2)
-        return quantize_live(x, live)
+        return quantize_live(x, Float8Quantizer(scales[1], amaxes[1], torch.float8_e5m2))
 
     x, scales, amaxes = torch.randn(8, 16), torch.tensor([1.0, 4.0]), torch.zeros(2)
     expected = Float8Quantizer(scales[1], None, torch.float8_e5m2).quantize(x)
@@ -388,8 +387,7 @@ def test_more_tensors_than_places_are_found(own_registry: None) -> None:
 def test_raw_bytes_of_rows_reach_the_operation() -> None:
     """m_splits travels with the fields."""
     rows = GroupedRows.quantize_rows(torch.randn(40, 32), torch.tensor([7, 0, 26]), MXFP8Quantizer())
-    entry = registered()["test_fill_cache"]
-    parameter = entry.parameters[0]
+    parameter = registered()["test_fill_cache"].parameters[0]
     given = parameter.leaves(rows.to_storage())
     again = parameter.of_leaves(given)
     assert isinstance(again, GroupedTensorStorage) and torch.equal(again.m_splits, rows.m_splits)

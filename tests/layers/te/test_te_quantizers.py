@@ -109,8 +109,7 @@ def test_usages_are_set_on_the_object(name: str) -> None:
     assert quantizer.set_usage(rowwise=False) is None
     quantizer.set_usage(rowwise=True, columnwise=False)
     assert (quantizer.rowwise_usage, quantizer.columnwise_usage) == (True, False)
-    rowwise = quantizer(X)
-    assert {field.partition("_")[0] for field in rowwise.fields} == {"rowwise"}
+    assert {field.partition("_")[0] for field in quantizer(X).fields} == {"rowwise"}
     quantizer.set_usage(rowwise=False)
     quantizer.set_usage(columnwise=True)
     assert quantizer.get_usages() == {"rowwise": False, "columnwise": True}

@@ -1,8 +1,7 @@
 """Blocks and models in bfloat16 and under every recipe, with weights stored plain and quantized: one graph, whatever
 changes between calls but the recipe's value.
 
-The layers' part of this matrix is tests/layers/module/test_compile_layers.py.
-"""
+The layers' part of this matrix is tests/layers/module/test_compile_layers.py."""
 
 from __future__ import annotations
 

@@ -166,8 +166,7 @@ def test_layers_follow_their_number() -> None:
     windowed = tiny(attention=AttentionConfig(num_attention_heads=4, window_size=5))
     assert windowed.replace(attention=windowed.attention.replace(window_size=None)).layer_types == ("full",) * 2
     assert tiny(hidden_size=32).replace(hidden_size=64).attention.kv_channels == 16
-    grown = AttentionConfig(num_attention_heads=2).replace(num_attention_heads=4)
-    assert grown.num_query_groups == 4
+    assert AttentionConfig(num_attention_heads=2).replace(num_attention_heads=4).num_query_groups == 4
 
 
 def test_parts_carry_what_they_derived_into_other_models() -> None:

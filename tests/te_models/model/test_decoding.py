@@ -173,8 +173,7 @@ def test_a_draft_changes_no_greedy_text(name: str) -> None:
 
 def test_a_draft_ends_where_the_text_ends_and_modes_come_back() -> None:
     model, small, ids = model_of("dense").train(), model_of("dense", 1).train(), token_ids(1, 7)
-    free = generate(model, ids, 12)
-    end = int(free[0, 12])
+    end = int(generate(model, ids, 12)[0, 12])
     assert torch.equal(
         generate(model, ids, 12, eos_token_id=end, draft_model=small), generate(model, ids, 12, eos_token_id=end)
     )

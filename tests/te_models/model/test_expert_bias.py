@@ -89,8 +89,7 @@ def test_padding_is_left_out_as_in_the_router_losses() -> None:
     """The choices of the tokens that are left are those of the texts alone."""
     model, ids, mask = build(), token_ids(2, 9), torch.ones(2, 9, dtype=torch.int64)
     mask[0, :4] = 0
-    whole = run(model, ids, attention_mask=mask)
-    assert whole.sum(-1).tolist() == [36, 36]
+    assert run(model, ids, attention_mask=mask).sum(-1).tolist() == [36, 36]
     padded = counts(model)
     assert padded.sum(-1).tolist() == [28, 28]
     update_expert_bias(model, 0.0)

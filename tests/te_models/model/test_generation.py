@@ -73,8 +73,7 @@ def test_logits_with_a_cache_equal_logits_without(pairs, name: str) -> None:
     for size in (1, 6, 1, 9, 3):
         pieces.append(ours(ids[:, begin : begin + size], cache=cache).logits)
         begin += size
-    got = torch.cat(pieces, dim=1)
-    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (torch.cat(pieces, dim=1) - expected).abs().max() <= 1e-5 * expected.abs().max()
     cache.reset()
     again = ours(ids[:, :5], cache=cache).logits
     assert (again - expected[:, :5]).abs().max() <= 1e-5 * expected.abs().max()
@@ -89,8 +88,7 @@ def test_a_row_stops_at_its_end_and_is_padded(pairs) -> None:
     assert torch.equal(got, their_text(theirs, ids, 12, end=end))
     new = got[0, 9:].tolist()
     assert new.index(end) <= 4 and set(new[new.index(end) + 1 :]) <= {0}
-    alone = generate(ours, ids[:1], 12, eos_token_id=(end, 96))
-    assert alone.shape[1] < 9 + 12
+    assert generate(ours, ids[:1], 12, eos_token_id=(end, 96)).shape[1] < 9 + 12
 
 
 def test_streaming_yields_the_same_tokens(pairs) -> None:

@@ -100,15 +100,13 @@ def test_both_layouts_start_from_the_same_numbers() -> None:
 
 
 def test_initial_values() -> None:
-    config = tiny(hidden_size=128, num_layers=8, init_method_std=0.02)
-    model = build(config)
+    model = build(tiny(hidden_size=128, num_layers=8, init_method_std=0.02))
     layer = model.decoder.layers[0]
     assert layer.self_attention.linear_qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
     for narrow in (layer.self_attention.linear_proj.weight, layer.mlp.linear_fc2.weight):
         assert narrow.std().item() == pytest.approx(0.02 / 4, rel=0.05)
     assert (layer.self_attention.linear_qkv.layer_norm_weight == 1).all()
-    zero_centered = build(VARIANTS["zero_centered"]).decoder.final_layernorm
-    assert (zero_centered.weight == 0).all()
+    assert (build(VARIANTS["zero_centered"]).decoder.final_layernorm.weight == 0).all()
 
 
 def test_the_loss_is_that_of_the_shifted_labels() -> None:
@@ -120,8 +118,7 @@ def test_the_loss_is_that_of_the_shifted_labels() -> None:
     expected = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     assert output.loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert model(ids, labels=labels, return_logits=False).loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    only = model(ids)
-    assert only.loss is None
+    assert model(ids).loss is None
     last = model(ids, last_logits_only=True)
     assert torch.allclose(last.logits[:, 0], output.logits[:, -1], rtol=0, atol=1e-5)
 
@@ -295,8 +292,7 @@ def test_public_names_are_lazy_and_complete() -> None:
 
 def test_rounding_of_the_embedding_multiplier() -> None:
     """Gemma's multiplier is sqrt(hidden size) rounded to the weight's dtype."""
-    config = VARIANTS["softcaps"]
-    model = build(config, params_dtype=torch.bfloat16)
+    model = build(VARIANTS["softcaps"], params_dtype=torch.bfloat16)
     got = model.embedding(token_ids(1, 3), torch.arange(3)[None])
     factor = torch.tensor(math.sqrt(32)).bfloat16()
     assert torch.equal(got, model.embedding.word_embeddings.weight[token_ids(1, 3)] * factor)

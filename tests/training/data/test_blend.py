@@ -39,8 +39,7 @@ def test_counts_follow_the_weights_at_every_position(weights: list[Fraction], po
 def test_a_blend_reads_its_data_sets_by_weight(tmp_path: Path) -> None:
     parts = tuple(of_one_token(tmp_path / str(i), i, 3) for i in range(3))
     blend = Blend(parts, (Fraction("0.5"), Fraction("0.3"), Fraction("0.2")))
-    first = blend.examples(0, 10).input_ids[:, 0]
-    assert torch.bincount(first).tolist() == [5, 3, 2]
+    assert torch.bincount(blend.examples(0, 10).input_ids[:, 0]).tolist() == [5, 3, 2]
     for position in (0, 7, 10**15):
         assert torch.equal(blend.examples(position, 4).input_ids[1:], blend.examples(position + 1, 3).input_ids)
 

@@ -20,8 +20,7 @@ def names_of(path: Path) -> list[str]:
 
 
 def test_a_run_traces_the_steps_that_are_asked_for(tmp_path: Path) -> None:
-    config = tiny_run(tmp_path, steps=3, profile=ProfileConfig(start_step=2, num_steps=1))
-    train(config)
+    train(tiny_run(tmp_path, steps=3, profile=ProfileConfig(start_step=2, num_steps=1)))
     (trace,) = (tmp_path / "run" / "profile").iterdir()
     assert trace.name == "rank0.steps-2-2.json"
     names = names_of(trace)

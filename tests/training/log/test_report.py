@@ -75,8 +75,7 @@ def test_two_runs_stand_side_by_side_in_a_page_that_loads_nothing(tmp_path: Path
     assert found.elements.count("svg") == 5  # loss, further sets, distance, learning rate, gradient norm
     for words in ("skipped steps: 3", "continued from step 2 on 2 ranks", "finished", "1.5000 (best 1.5000 at step 4)"):
         assert words in found.text
-    configuration = found.text[found.text.index("Configuration") :]
-    first, _, folded = configuration.partition("equal rows")
+    first, _, folded = found.text[found.text.index("Configuration") :].partition("equal rows")
     assert {"output_dir", "seed"} < {*first.split()} and "optimizer.lr" not in first and "optimizer.lr" in folded
     assert "<title>a, step 2: 3</title>" in text and 'text-anchor="middle">step</text>' in text
     assert re.search(r"<text [^>]*rotate\(-90[^>]*>Gradient norm</text>", text)

@@ -93,6 +93,7 @@ def test_a_run_comes_closer_to_its_teacher_and_resumes_bit_for_bit(tmp_path: Pat
     evaluation = training.EvaluationConfig(every=4, batches=1)
     changes = {"evaluation": evaluation, "schedule": training.ScheduleConfig(kind="constant")}
     config = distilling(tmp_path, steps=12, **changes)
+    before = tensors_under(tmp_path / "teacher")
     rows = training.read_metrics(training.train(config).metrics_file)
     assert rows[-1]["distillation/kl"] < 0.9 * rows[0]["distillation/kl"]
     assert rows[0]["loss"] == pytest.approx(4.0 * rows[0]["distillation/kl"], rel=1e-5)
@@ -101,7 +102,6 @@ def test_a_run_comes_closer_to_its_teacher_and_resumes_bit_for_bit(tmp_path: Pat
     training.train(parts.replace(steps=6))
     training.train(parts)
     assert_same_bits(*(tensors_under(tmp_path / name / "final") for name in ("run", "parts")))
-    before = tensors_under(tmp_path / "teacher")
     assert_same_bits(before, tensors_under(tmp_path / "teacher"))
 
 

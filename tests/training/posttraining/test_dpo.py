@@ -161,8 +161,7 @@ def test_a_compiled_run_computes_the_same(tmp_path: Path, lora: LoRAConfig, mode
 
 
 def test_a_pair_is_a_window_of_two_rows(tmp_path: Path) -> None:
-    run = dpo_run(tmp_path, "run", steps=1)
-    train(run)
+    train(dpo_run(tmp_path, "run", steps=1))
     pairs = Pairs(TokenDataset.open(tmp_path / "data"), 24, "all", 0.0, 0)
     ids, labels, *_ = pairs.examples(0, 1)
     assert labels is not None and ids.shape == (2, 24)

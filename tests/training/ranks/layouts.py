@@ -1,7 +1,6 @@
 """What the tests of layouts share: one TOML file, the options of each layout, and runs compared with those of one rank.
 
-A step is as many micro-batches in every layout, so that all of them take the same windows.
-"""
+A step is as many micro-batches in every layout, so that all of them take the same windows."""
 
 from __future__ import annotations
 

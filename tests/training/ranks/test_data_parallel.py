@@ -139,8 +139,7 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=3))
 @pytest.mark.slow
 def test_the_command_line_reports_once(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, steps=1)
-    values = [config.output_dir, config.data.path, config.data.text[0]]
-    output_dir, data, text = map(json.dumps, values)
+    output_dir, data, text = map(json.dumps, [config.output_dir, config.data.path, config.data.text[0]])
     file = tmp_path / "train.toml"
     file.write_text(
         f"output_dir = {output_dir}\nsteps = 1\ndevice = 'cpu'\ncompile = false\nlog.progress = false\n"

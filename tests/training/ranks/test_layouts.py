@@ -447,8 +447,7 @@ def test_every_kind_of_checkpoint_is_exported_alone(case: Case, tmp_path: Path) 
 @pytest.mark.slow
 def test_ranks_resume_from_a_finished_run(tmp_path: Path) -> None:
     """Elsewhere: there is no step to add, and the result is that of the run."""
-    parallel = ParallelConfig(data_parallel_shard_size=2)
-    whole = tiny_run(tmp_path, "whole", steps=2, parallel=parallel)
+    whole = tiny_run(tmp_path, "whole", steps=2, parallel=ParallelConfig(data_parallel_shard_size=2))
     train_on_ranks(whole, tmp_path, timeout=200)
     last = tmp_path / "whole" / "checkpoints" / "step-00000002"
     again = whole.replace(output_dir=str(tmp_path / "again"), resume_from=str(last))
@@ -471,8 +470,7 @@ def test_the_ranks_of_a_stage_balance_its_experts_together(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_compiled_stages_train_as_eager_ones(tmp_path: Path) -> None:
     """Layer by layer: one graph for all layers of a stage that are alike."""
-    parallel = ParallelConfig(pipeline_model_parallel_size=2)
-    eager = tiny_run(tmp_path, "eager", steps=2, parallel=parallel)
+    eager = tiny_run(tmp_path, "eager", steps=2, parallel=ParallelConfig(pipeline_model_parallel_size=2))
     compiled = eager.replace(output_dir=str(tmp_path / "compiled"), compile=True, compile_mode="block")
     for config in (eager, compiled):
         train_on_ranks(config, tmp_path, timeout=400)

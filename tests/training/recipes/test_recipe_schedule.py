@@ -117,8 +117,7 @@ def test_ranks_switch_together(layout: str, tmp_path: Path) -> None:
     """Two stages, or two shards, follow the curve of one rank."""
     phases = (RecipePhase(from_step=2, recipe="mxfp8"), RecipePhase(from_step=3, recipe="none", passes="forward"))
     precision = PrecisionConfig(dtype="fp32", schedule=phases)
-    source = ModelSource(config=tiny_model())
-    one = scheduled(tmp_path, "one", steps=4, precision=precision, model=source)
+    one = scheduled(tmp_path, "one", steps=4, precision=precision, model=ModelSource(config=tiny_model()))
     train(one)
     two = one.replace(output_dir=str(tmp_path / "two"), parallel=one.parallel.replace(**{layout: 2}))
     if layout == "data_parallel_shard_size":
