@@ -34,22 +34,11 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 _MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-_LATENT = {
-    "q_lora_rank": 128,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 64,
-    "head_dim": 64,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-}
+_LATENT = (
+    {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+    | {"head_dim": 64, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_shared_experts": 1, "first_k_dense_replace": 1}
+)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {}),
     "qwen3_moe": ("Qwen3MoeConfig", _MOE),
